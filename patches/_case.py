@@ -1,7 +1,7 @@
-"""Is the door of a case file: records and targets, a bench, and what reproductions have in common.
+"""Collects the imports of case files: records and targets, a bench, and helpers for reproductions.
 
-A reproduction raises a `Fault` where it finds the hazard's; where upstream itself raises, the case
-file names that error.
+A reproduction raises a `Fault` if it finds the hazard. If upstream itself raises, the case file
+names that error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Fault(Exception):
-    """Is raised by a reproduction that has found what its case file describes."""
+    """Says that a reproduction has found the hazard of its case file."""
 
 
 def bench(**options: Any) -> Tiny:
@@ -42,7 +42,7 @@ def bench(**options: Any) -> Tiny:
 
 
 def program(*args: Any, **options: Any) -> Program:
-    """Set a stock `megatron.training` program up on a rank, as `cpu.program.start` does."""
+    """Set up a stock `megatron.training` program on a rank, as `cpu.program.start` does."""
     from megatron_idempotent.proof.cpu import program
 
     return program.start(*args, **options)
@@ -52,8 +52,8 @@ def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]],
     """Run a window of a bench with one microbatch, and interrupt its backward.
 
     Args:
-        register: `register(param, fail)` hangs `fail` on the parameter whose gradient is computed
-            last, and returns the handle.
+        register: `register(param, fail)` hooks `fail` to the parameter whose gradient is computed
+        last, and returns the handle.
     """
 
     def fail(*_: Any) -> None:
@@ -67,7 +67,7 @@ def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]],
 
 
 def interrupt_window(model: Any, *, at: int, forward_only: bool = False) -> None:
-    """Run a window of a bench with two microbatches, and interrupt it before one's forward."""
+    """Run a window of two microbatches, and interrupt it before the forward of one, by index."""
 
     def fail(index: int, loss: Any) -> None:
         if index == at:
@@ -81,7 +81,7 @@ def interrupt_window(model: Any, *, at: int, forward_only: bool = False) -> None
 
 
 def expect_gradients(model: Any, expected: Any) -> None:
-    """Run one more window, and hold its gradients to `expected`, bit for bit."""
+    """Run one more window; raise if a bit of its gradients differs from `expected`."""
     model.forward_backward(1, data_seed=0)
     if not model.gradients().equal(expected):
         raise Fault("the gradients of a window depend on the aborted one before it")
@@ -97,12 +97,12 @@ EXPERT_BIAS = {
 
 
 def gathered(tensor: Any, group: Any = None) -> list[Any]:
-    """Return the tensors of all of a group's ranks, which take part; by default those of all."""
+    """Return the tensors of all ranks in a group, by default WORLD. A collective."""
     import torch
 
-    found = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather(found, tensor.detach().contiguous(), group=group)
-    return found
+    tensors = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(tensors, tensor.detach().contiguous(), group=group)
+    return tensors
 
 
 def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
@@ -112,16 +112,16 @@ def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
     """
     from megatron_idempotent.proof.cpu import tiny
 
-    tokens_BT, *places = tiny.inputs(data_seed)
-    loss_BT = model.chunks[0](tokens_BT, *places, labels=tokens_BT).float()
+    tokens_BT, *positions_and_mask = tiny.inputs(data_seed)
+    loss_BT = model.chunks[0](tokens_BT, *positions_and_mask, labels=tokens_BT).float()
     (loss_BT.sum() if summed else loss_BT.mean()).backward()
     return int(loss_BT.numel())
 
 
 def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
-    """Return the losses of this context-parallel rank's part of whole rows, with MTP layers.
+    """Return the losses of this context-parallel rank's part of the rows, with MTP layers.
 
-    `mask_BT` is that part's own.
+    `mask_BT` is the mask of that part.
     """
     import torch
 
@@ -139,8 +139,8 @@ def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
 
 
 def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
-    """Raise if MoE's losses weigh otherwise with `calculate_per_token_loss` than without."""
-    found = []
+    """Raise if MoE losses have another weight with `calculate_per_token_loss` than without."""
+    gradients = []
     for per_token in (False, True):
         model = bench(
             tp=tp,
@@ -157,8 +157,8 @@ def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
         chunk.zero_grad_buffer()
         tokens = backward(model, data_seed=0, summed=per_token)
         gradient = chunk.module.decoder.layers[0].mlp.router.weight.main_grad.clone()
-        found.append(gradient / (tokens if per_token else 1))
-    mean, per_token_mean = found
+        gradients.append(gradient / (tokens if per_token else 1))
+    mean, per_token_mean = gradients
     if not mean.equal(per_token_mean):
         raise Fault(
             f"router gradient norm {per_token_mean.norm():.4g} per token, "
@@ -167,10 +167,10 @@ def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
 
 
 def counted(model: Any, pattern: str = "", *, zeros: bool = False) -> int:
-    """Return how many elements of parameters with such names a bench's gradient norm has.
+    """Return how many elements of the named parameters are in a bench's gradient norm.
 
-    These get gradients of ones, all others zeros; with `zeros` the other way around, and the number
-    of zeros is returned. All ranks take part.
+    Parameters whose names match get gradients of ones, all others zeros. With `zeros` it is the
+    other way around, and the number of zeros is returned. All ranks take part.
     """
     import re
 
@@ -187,8 +187,8 @@ def expect_agreement(model: Any, when: str) -> None:
     """Raise if the data-parallel ranks hold different parameters."""
     import torch
 
-    mine = model.parameters().cuda()  # NCCL takes nothing from the host
-    most, least = mine.clone(), mine.clone()
+    local = model.parameters().cuda()  # NCCL takes nothing from the host
+    most, least = local.clone(), local.clone()
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
     differing = float((most != least).float().mean())
@@ -200,11 +200,12 @@ def expect_agreement(model: Any, when: str) -> None:
 
 
 class Broken(Exception):
-    """Is raised by a reproduction inside `train()`."""
+    """Is raised by reproductions, for example inside `train()`."""
 
 
 def interrupt(running: Any) -> None:
-    """Call `train(1)` of a `cpu.program` with a forward step that raises, then put its own back.
+    """Call `train(1)` of a `cpu.program` with a forward step that raises, then restore the old
+    step.
 
     All ranks call it at once: a rank that fails alone leaves the others waiting for it.
     """
@@ -224,18 +225,18 @@ def interrupt(running: Any) -> None:
 
 
 def shared_folder() -> str:
-    """Return a new folder of this machine, the same one on all ranks, which take part."""
+    """Return the path of a new folder, the same on all ranks. A collective."""
     import tempfile
 
     import torch
 
-    made = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
-    torch.distributed.broadcast_object_list(made)
-    return made[0]
+    paths = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else ""]
+    torch.distributed.broadcast_object_list(paths)
+    return paths[0]
 
 
 def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Call `function` once a file exists; a partial of this can be sent to another process."""
+    """Wait until a file exists, then call `function`; partials of this can be pickled."""
     import time
 
     while not path.exists():
@@ -244,7 +245,7 @@ def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: A
 
 
 def begin_save(state: Any) -> None:
-    """Run `dist_checkpointing.save` up to where the writer would begin.
+    """Run `dist_checkpointing.save` until just before the writer starts.
 
     Not every release's writer runs on every torch.
     """
@@ -257,4 +258,4 @@ def begin_save(state: Any) -> None:
 
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(Broken):
         dist_checkpointing.save(state, folder, preprocess_common_before_consistancy_check=stop)
-        raise AssertionError("save() did not validate what it was given")
+        raise AssertionError("save() did not validate its arguments")

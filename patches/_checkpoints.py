@@ -1,4 +1,4 @@
-"""Shares what case files about savers and loaders have in common."""
+"""Holds functions that case files about saving and loading share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from ._case import Fault, Original
 
-NOT_SAVED = "Take the run for not saved: the checkpoint before is the last one."
+NOT_SAVED = "Assume that nothing was saved: the checkpoint before is the last one."
 UNCHANGED = "Nothing was loaded on any rank."
-PART = "Ranks may have loaded a part: load a whole checkpoint before a step."
+PART = "Ranks may have loaded only a part: load a complete checkpoint before the next step."
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +29,7 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def look_at_files(reader: Any, items: Iterable[Any]) -> None:
-    """Raise unless each file with one of these items of a checkpoint can be opened and is whole."""
+    """Raise unless each file with one of these items of a checkpoint opens and is long enough."""
     ends: dict[str, int] = {}
     for stored in items:
         end = stored.offset + stored.length
@@ -39,39 +39,39 @@ def look_at_files(reader: Any, items: Iterable[Any]) -> None:
         with reader.fs.create_stream(path, "rb") as stream:
             length = stream.seek(0, 2)
         if length < end:
-            raise ValueError(f"{path} has {length} bytes, and {end} were saved: it is cut")
+            raise ValueError(f"{path} has {length} bytes, and {end} were saved: it is truncated")
 
 
 def expect_told(load: Callable[[], object]) -> None:
-    """Load where rank 1 cannot open files; raise if rank 0 waits for it."""
+    """Load while rank 1 cannot open files; raise a `Fault` if rank 0 waits for it."""
     import resource
 
     import torch
     from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
-    rank, told, failed = torch.distributed.get_rank(), [False, False], False
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3 if rank else before[0], before[1]))
+    rank, failures, failed = torch.distributed.get_rank(), [False, False], False
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3 if rank else limits[0], limits[1]))
     try:
         load()
     except (Exception, CheckpointException):  # noqa: BLE001  each kind is a result
         failed = True
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    if failed:  # a rank of stock that has not waits for this
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    if failed:  # on stock Megatron the other rank waits for this load
         load()
-    torch.distributed.all_gather_object(told, failed)
-    if told[0] != told[1]:
+    torch.distributed.all_gather_object(failures, failed)
+    if failures[0] != failures[1]:
         raise Fault("rank 1 could not load, and rank 0 waited for it")
 
 
 def loaded_over(weights: Iterable[Any], load: Callable[[], object]) -> list[bytes]:
-    """Write zeros over weights, load, and return what they are then."""
+    """Zero the weights, load, and return their float32 bytes."""
     import torch
 
     weights = list(weights)
     with torch.no_grad():
-        for each in weights:
-            each.zero_()
+        for weight in weights:
+            weight.zero_()
         load()
-    return [each.detach().float().numpy().tobytes() for each in weights]
+    return [weight.detach().float().numpy().tobytes() for weight in weights]

@@ -10,15 +10,15 @@ from ._case import bench
 
 
 def kernel() -> ModuleType:
-    """Put Apex's module of fused weight gradients among the modules, in Python."""
-    made: Any = ModuleType("fused_weight_gradient_mlp_cuda")
-    made.wgrad_gemm_accum_fp32 = _accumulate
-    sys.modules[made.__name__] = made
-    return made  # type: ignore[no-any-return]
+    """Add a Python version of Apex's module for fused weight gradients to `sys.modules`."""
+    module: Any = ModuleType("fused_weight_gradient_mlp_cuda")
+    module.wgrad_gemm_accum_fp32 = _accumulate
+    sys.modules[module.__name__] = module
+    return module  # type: ignore[no-any-return]
 
 
 def build(**options: Any) -> Any:
-    """Build a model whose output layer defers its gradient; the fused kernel's sum is Python."""
+    """Build a model whose output layer defers its gradient, with the fused kernel in Python."""
     import copy
 
     from megatron.core import parallel_state
@@ -26,7 +26,7 @@ def build(**options: Any) -> Any:
     kernel()
     model = bench(pp=2, **options)
     (chunk,) = model.chunks
-    # Copies: with this layer spec each ColumnParallelLinear would read the flag.
+    # A copy, because with this layer spec each ColumnParallelLinear would read the flag.
     deferring = copy.copy(model.config)
     deferring.defer_embedding_wgrad_compute = True
     deferring.gradient_accumulation_fusion = True
@@ -47,7 +47,7 @@ def build(**options: Any) -> Any:
 def _accumulate(total_input: Any, grad_output: Any, main_grad: Any) -> None:
     import torch
 
-    with torch.no_grad():  # the inputs still require gradients, and a kernel does not care
+    with torch.no_grad():  # the inputs still require gradients, which a kernel would not see
         main_grad.add_(grad_output.t().matmul(total_input))
 
 

@@ -1,8 +1,8 @@
-"""Builds Megatron's own layers over Transformer Engine's where that is not installed.
+"""Builds Megatron's layers over Transformer Engine without an installed Transformer Engine.
 
 Megatron's `TEColumnParallelGroupedLinear`, `TERowParallelGroupedLinear` and `TELinear` are the
-release's own code, over stand-ins for the classes of Transformer Engine that they extend. These
-make parameters, mark them as Transformer Engine does since 2.13, and compute nothing.
+release's own code, over stand-ins for the classes of Transformer Engine that they extend. The
+stand-ins create parameters, mark them as Transformer Engine does since 2.13, and compute nothing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _ENGINE, _LAYERS = "transformer_engine", "megatron.core.extensions.transformer_e
 
 
 def group_experts(module: Any) -> None:
-    """Replace the experts of each MoE layer by two grouped layers, as `TEGroupedMLP` holds them.
+    """Replace the experts of each MoE layer by two grouped layers, as in `TEGroupedMLP`.
 
-    No forward runs over them.
+    They have no forward.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from torch import nn
 
-    for layer in [each for each in module.modules() if isinstance(each, MoELayer)]:
+    for layer in [part for part in module.modules() if isinstance(part, MoELayer)]:
         config, count = layer.config, len(layer.experts.local_experts)
         width = config.moe_ffn_hidden_size or config.ffn_hidden_size
         options = {
@@ -46,7 +46,7 @@ def group_experts(module: Any) -> None:
 
 
 def duplicated(config: Any, width: int) -> Any:
-    """Return a layer [H, width] that each tensor-parallel rank has as a whole, as MLA has some."""
+    """Return a layer [H, width] that each tensor-parallel rank replicates, as in MLA."""
     with _version("2.16.1"):
         _, _, linear = _layers()
         return linear(
@@ -65,7 +65,7 @@ def duplicated(config: Any, width: int) -> Any:
 def _layers() -> tuple[Any, Any, Any]:
     """Return Megatron's grouped layers, column-parallel and row-parallel, and its `TELinear`.
 
-    They are from a second copy of the module, so that the rest of Megatron goes on without
+    They come from a second copy of the module, so that the rest of Megatron still runs without
     Transformer Engine.
     """
     with _standins.replaced(_ENGINE):
@@ -80,16 +80,16 @@ def _layers() -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def _version(text: str) -> Iterator[None]:
-    """Have Megatron find this version of Transformer Engine inside of a block."""
+    """Let Megatron find this version of Transformer Engine during the block."""
     from megatron.core import utils
     from packaging.version import Version
 
-    known: Any = utils
-    kept, known._te_version = known._te_version, Version(text)
+    module: Any = utils
+    saved, module._te_version = module._te_version, Version(text)
     try:
         yield
     finally:
-        known._te_version = kept
+        module._te_version = saved
 
 
 def _grouped_linear() -> Any:
@@ -97,7 +97,7 @@ def _grouped_linear() -> Any:
     from torch import nn
 
     class GroupedLinear(nn.Module):
-        """Makes the parameters of Transformer Engine's layer of this name."""
+        """Creates the parameters of Transformer Engine's layer of this name."""
 
         def __init__(
             self,
@@ -131,7 +131,7 @@ def _linear() -> Any:
     from torch import nn
 
     class Linear(nn.Module):
-        """Makes and marks the weight of Transformer Engine's layer of this name."""
+        """Creates and marks the weight of Transformer Engine's layer of this name."""
 
         def __init__(
             self,

@@ -1,7 +1,7 @@
-"""Runs neighbours of the hazards of a chunk's reductions, which the patches must leave alone.
+"""Runs correct programs close to hazards of a chunk's reductions, as controls for patches.
 
-They take steps as frameworks do that defer `finalize_model_grads`: each step is one or several
-schedule calls, which reduce nothing, and one reduction after them.
+They take steps like frameworks that defer `finalize_model_grads`: each step is one or several
+schedule calls without a reduction, and one reduction after them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ._case import Fault, bench
 
 
 class Steps(NamedTuple):
-    """Describes steps that stock takes rightly, and how they reduce."""
+    """Describes steps that stock Megatron takes correctly, and how they reduce."""
 
     calls: tuple[tuple[int, ...], ...]
     """Microbatches of each schedule call, by step."""
@@ -29,7 +29,7 @@ class Steps(NamedTuple):
     """True if bucket groups have to learn how many gradients a step registers, as from 0.16."""
 
 
-#: Each is right on stock; together they have every switch on and off.
+#: Stock Megatron takes all of them correctly; together they cover both values of every switch.
 ALL = (
     Steps(calls=((2,), (3,), (1,))),
     Steps(calls=((2, 1), (1,), (1, 2, 1)), wired=False, held=True),
@@ -39,37 +39,37 @@ ALL = (
 )
 
 
-def taken() -> list[bytes]:
+def run_all() -> list[bytes]:
     """Return this rank's parameters after each step of `ALL`.
 
     Raises:
         Fault: a step differs from the same step without overlap.
     """
-    found = []
+    parameters = []
     for steps in ALL:
-        mine = _run(steps)
-        if mine and steps.overlap and mine != _run(steps._replace(overlap=False)):
+        bits = _run(steps)
+        if bits and steps.overlap and bits != _run(steps._replace(overlap=False)):
             raise Fault(f"parameters differ from those without overlap after {steps}")
-        found += mine
-    return found
+        parameters += bits
+    return parameters
 
 
 def _run(steps: Steps) -> list[bytes]:
     model = build(overlap=steps.overlap, distributed=steps.distributed, wired=steps.wired)
     if steps.learns and steps.overlap and not learns(model):
         return []
-    found = []
+    parameters = []
     for number, calls in enumerate(steps.calls):
         step(model, calls, held=steps.held, data_seed=10 * number)
         model.step()
-        found.append(model.bits())
-    return found
+        parameters.append(model.bits())
+    return parameters
 
 
 def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
     """Return a bench of one layer on all ranks, whose schedules reduce nothing by themselves.
 
-    It does not clip: with other buckets a norm is summed in another order.
+    It does not clip, because other buckets would sum the norm in another order.
     """
     model = bench(
         overlap_grad_reduce=overlap,
@@ -84,7 +84,7 @@ def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
 
 
 def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: int) -> None:
-    """Run the calls of one step, each with data of its own, then the reduction."""
+    """Run the calls of one step, each with different data, then the reduction."""
     from megatron.core.distributed import finalize_model_grads
 
     for chunk in model.chunks:

@@ -1,4 +1,4 @@
-"""Runs a router alone, with a padding mask or without: what its auxiliary losses weigh."""
+"""Runs a router alone, with or without a padding mask, to measure its auxiliary losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS, SEQUENCES = 16, 2
 
 
 def takes_padding() -> bool:
-    """Return whether this release's router can be told where padding is."""
+    """Return whether this release's router takes a padding mask."""
     import inspect
 
     from megatron.core.transformer.moe.router import TopKRouter
@@ -45,7 +45,7 @@ def gradient(router: Any, mask: Any = None) -> Any:
 
     Args:
         router: the router.
-        mask: where padding is, as [ROWS, SEQUENCES].
+        mask: [ROWS, SEQUENCES], True at padding.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Mends the processes that write asynchronous checkpoints, Megatron's own and the extension's."""
+"""Repairs the callers of processes that write checkpoints, Megatron's and the extension's."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _QUEUES = ("queue", "preload_q", "comp_q")
 
 
 def _queue(caller: Any, name: str) -> Any:
-    """Return one of a caller's queues, which from 0.17 on are its class's."""
+    """Return one of a caller's queues, which are class attributes from 0.17 on."""
     shared = f"_persistent_{name}"
     return getattr(caller, shared if hasattr(caller, shared) else name)
 
 
-def _gone(caller: Any) -> str | None:
-    """Say why the caller's process will not answer; None if it may."""
+def _reason_lost(caller: Any) -> str | None:
+    """Return the reason why the caller's process will never report; None if it still may."""
     process = caller.process
     if process is None:
         return None
@@ -37,14 +37,14 @@ def _gone(caller: Any) -> str | None:
 
 
 def _drop(caller: Any) -> None:
-    """Forget a caller's process and queues, so that the next save starts others."""
+    """Forget a caller's process and queues, so that the next save starts new ones."""
     for name in _QUEUES:
-        _queue(caller, name).cancel_join_thread()  # what it holds has no reader
+        _queue(caller, name).cancel_join_thread()  # its items have no reader any more
     caller.process.kill()
     lost = ("process", "cur_item", "asked", *_QUEUES)
-    given = {name: value for name, value in vars(caller).items() if name not in lost}
+    attributes = {name: value for name, value in vars(caller).items() if name not in lost}
     type(caller).__init__(caller)
-    vars(caller).update(given)
+    vars(caller).update(attributes)
     for name in ("process", *_QUEUES):
         if hasattr(type(caller), shared := f"_persistent_{name}"):
             setattr(type(caller), shared, None)
@@ -52,21 +52,21 @@ def _drop(caller: Any) -> None:
 
 
 def _forget_cached(caller: Any) -> None:
-    """Have the next save send what an extension's process had cached: it is prepared beforehand."""
+    """Make the next save send again what an extension's process had cached while preparing."""
     for forget in getattr(caller, "_worker_restart_callbacks", ()):
         forget()
 
 
 def _look(caller: Any) -> None:
-    """Take what the process has said; forget the process if it will not say any more."""
-    gone = _gone(caller)  # before: what it has written by then counts
+    """Read the process's report; forget the process if it will never report."""
+    reason = _reason_lost(caller)  # before the queue is read: what it had written still counts
     with contextlib.suppress(queue.Empty):
         if caller.process and caller.cur_item is None:
             to_write = next(iter(vars(caller).get("asked", ())), True)
             caller.cur_item = _queue(caller, "comp_q").get_nowait() if to_write else -1
-    if gone and caller.cur_item is None:
+    if reason and caller.cur_item is None:
         _drop(caller)
-        caller.lost = RuntimeError(gone)
+        caller.lost = RuntimeError(reason)
 
 
 def _unsent(requests: Any, error: Exception, item: Any) -> None:
@@ -74,15 +74,15 @@ def _unsent(requests: Any, error: Exception, item: Any) -> None:
 
 
 def _join(caller: Any, prepared: Any) -> None:
-    """Wait until the process has taken what is in the queue, or will not."""
+    """Wait until the process has taken all items from the queue, or never will."""
     waiting = threading.Thread(target=type(prepared).join, args=(prepared,), daemon=True)
     waiting.start()
-    while waiting.is_alive() and not _gone(caller):
+    while waiting.is_alive() and not _reason_lost(caller):
         waiting.join(0.1)
 
 
 def schedule_async_call(original: Original, self: Any, async_req: Any) -> None:
-    """Give the request to the process, unless it is gone: the next wait says so."""
+    """Give the request to the process; if that is lost, the next wait raises."""
     import torch
 
     _look(self)
@@ -102,7 +102,7 @@ def schedule_async_call(original: Original, self: Any, async_req: Any) -> None:
 def is_current_async_call_done(
     original: Original, self: Any, blocking: bool = False, no_dist: bool = False
 ) -> Any:
-    """Tell whether all ranks have written; raise on all if one's process never will."""
+    """Return whether all ranks have written; raise on all if one of their processes never will."""
     from megatron_idempotent.window import agreement
 
     _look(self)
@@ -129,7 +129,7 @@ def is_current_async_call_done(
 
 
 def maybe_finalize_async_calls(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Finalize saves that are written; forget all of them if one's process is gone."""
+    """Finalize saves that are written; forget all saves if a rank's process is lost."""
     try:
         return original(self, *args, **kwargs)
     except RuntimeError:
@@ -139,7 +139,7 @@ def maybe_finalize_async_calls(original: Original, self: Any, *args: Any, **kwar
 
 
 def _forget(saves: Any) -> None:
-    """Forget saves that are not finalized, and what was written for them."""
+    """Forget saves that are not finalized, and their results."""
     saves.async_calls.clear()
     package = type(saves).__module__.rpartition(".")[0]
     results = importlib.import_module(f"{package}.filesystem_async")._results_queue
@@ -148,19 +148,19 @@ def _forget(saves: Any) -> None:
 
 
 def abort_all(original: Original, self: Any, abort: bool = False) -> None:
-    """Close the queue of saves; after an abort nothing is left of them."""
+    """Close the queue of saves; an abort also forgets them and their results."""
     processes = [call.async_caller.process for call in self.async_calls]
     original(self, abort)
     if abort and self.persistent:
         for process in filter(None, processes):
-            process.join()  # it may be about to say what it has written
-        self.persistent_caller = None  # until 0.16 it kept requests that nobody had taken
+            process.join()  # it may be about to report a result
+        self.persistent_caller = None  # until 0.16 it kept requests that no process had taken
         _forget(self)
 
 
 def close(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """End the process, or forget it if it will not answer."""
-    if _gone(self):
+    """End the process, or forget it if it will never report."""
+    if _reason_lost(self):
         _drop(self)
     else:
         original(self, *args, **kwargs)
@@ -168,7 +168,7 @@ def close(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def drain(saves: Any) -> None:
-    """Wait until this rank's process has written all that it was asked for, or never will."""
+    """Wait until this rank's process has written all of its requests, or never will."""
     if caller := saves.persistent_caller:
         _join(caller, _queue(caller, "queue"))
 
@@ -191,22 +191,22 @@ def lose(module: Any, saves: Any) -> None:
     torch.distributed.barrier()
 
 
-def refused(saves: Any, why: str, *, blocking: bool = False) -> None:
-    """Finalize saves, which all ranks have to refuse: a writer will not answer."""
+def refused(saves: Any, reason: str, *, blocking: bool = False) -> None:
+    """Finalize saves whose writer is lost; raise a `Fault` unless this raises with `reason`."""
     caller = saves.async_calls[0].async_caller
     try:
         finished = saves.maybe_finalize_async_calls(blocking)
     except RuntimeError as error:
-        if why not in str(error):
+        if reason not in str(error):
             raise
     else:
         caller.process.kill()
         caller.process = None  # closing would hang
-        raise Fault(f"a writer will not answer, and a rank finds {finished} of its saves written")
+        raise Fault(f"a writer is lost, and a rank counts {finished} of its saves as written")
 
 
 def ends(module: Any) -> None:
-    """Have the writer of rank 1 end, or get no request; then save again, and there nothing."""
+    """End the writer of rank 1, or keep its request from it; save again; save nothing on rank 1."""
     import torch
 
     rank, saves = torch.distributed.get_rank(), module.AsyncCallsQueue(persistent=True)
@@ -226,21 +226,21 @@ def ends(module: Any) -> None:
 
 
 def lives(module: Any) -> object:
-    """Finalize a save of rank 0 alone, two that take a while, and one on each rank by itself."""
+    """Finalize a save of rank 0 alone, two slow saves, and one on each rank without the others."""
     import torch
 
     rank = torch.distributed.get_rank()
     saves = module.AsyncCallsQueue(persistent=True)
     ended: list[int] = []
     for index in range(3):
-        done = [functools.partial(ended.append, index)]
+        callbacks = [functools.partial(ended.append, index)]
         write = time.sleep if index or rank == 0 else None
-        saves.schedule_async_request(module.AsyncRequest(write, (0.2,), done))
+        saves.schedule_async_request(module.AsyncRequest(write, (0.2,), callbacks))
         if index != 1:
             ended += saves.maybe_finalize_async_calls(blocking=True)
     saves.schedule_async_request(module.AsyncRequest(os.getpid, (), []))
     if rank:
-        torch.distributed.barrier()  # which rank 0 reaches without this one
+        torch.distributed.barrier()  # rank 0 reaches it without waiting for this rank
     ended.append(saves.async_calls.pop().async_caller.is_current_async_call_done(True, True))
     if not rank:
         torch.distributed.barrier()
@@ -258,24 +258,28 @@ def _state(moments: Any, *steps: int) -> dict[str, Any]:
     }
 
 
-def _begin(saves: Any, strategy: str, folder: Path, state: Any, after: Path | None = None) -> None:
-    """Have a persistent worker save; it writes once a file is there, if one is given."""
+def _begin(
+    saves: Any, strategy: str, folder: Path, state: Any, start_file: Path | None = None
+) -> None:
+    """Let a persistent worker save; if `after` is given, it writes once that file exists."""
     from megatron.core import dist_checkpointing
 
     from megatron_idempotent.megatron.layer_specs import takes
 
     folder.mkdir()
-    how: dict[str, Any] = {"async_sharded_save": True}
+    options: dict[str, Any] = {"async_sharded_save": True}
     if takes(dist_checkpointing.save, "async_strategy"):
-        how["async_strategy"] = strategy
-    request = dist_checkpointing.save(state, str(folder), **how)
-    if after:
-        request = request._replace(async_fn=functools.partial(once_there, after, request.async_fn))
+        options["async_strategy"] = strategy
+    request = dist_checkpointing.save(state, str(folder), **options)
+    if start_file:
+        request = request._replace(
+            async_fn=functools.partial(once_there, start_file, request.async_fn)
+        )
     saves.schedule_async_request(request)
 
 
 def shares(module: Any, strategy: str) -> None:
-    """Save a tensor on the host, and change it before the worker gets to write it."""
+    """Save a tensor on the host, and change it before the worker writes it."""
     import torch
     from megatron.core import dist_checkpointing
 
@@ -289,11 +293,11 @@ def shares(module: Any, strategy: str) -> None:
         saves.close()
         loaded = dist_checkpointing.load(_state(torch.zeros(8)), str(saved))["moments"]
     if loaded.any():
-        raise Fault(f"saved at 0, and {float(loaded[0]):g} is in the checkpoint")
+        raise Fault(f"0 was saved, and the checkpoint has {float(loaded[0]):g}")
 
 
 def aborts(module: Any, strategy: str) -> None:
-    """Abort a save that is written, and one that is not; save after each, and load that."""
+    """Abort a save that is written, and one that is not; save and load after each."""
     import torch
     from megatron.core import dist_checkpointing
 
@@ -302,7 +306,7 @@ def aborts(module: Any, strategy: str) -> None:
         saves.maybe_finalize_async_calls(blocking=True)
         loaded = dist_checkpointing.load(_state(torch.zeros(8)), str(folder))
         if not loaded["moments"].all() or loaded["steps"] != (1,):
-            raise Fault("what was saved after an abort is another state")
+            raise Fault("a load returns another state than was saved after an abort")
 
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root, str(number)) for number in range(4)]

@@ -1,18 +1,19 @@
-"""The gradient norm leaves out attention sinks of other than the first tensor-parallel rank.
+"""The gradient norm leaves out the attention sinks of all but the first tensor-parallel rank.
 
 Symptom:
     With learnable attention sinks (`softmax_type="learnable"`, GPT-OSS) and tensor parallelism, the
-    gradient norm, clipping and the number of zeros have the sinks of the first rank's heads only.
+    gradient norm, clipping and the number of zeros count the sinks of the first rank's heads only.
     No error.
 
 Cause:
     The attention registers `softmax_offset`, with a value for each of this rank's heads, and does
-    not mark it `tensor_model_parallel`. What is not marked is taken for a copy of the first rank's.
+    not mark it `tensor_model_parallel`. Megatron takes an unmarked parameter for a copy of the
+    first rank's.
 
 Affects:
-    0.15 on, which brought sinks. What the patch does: DDP finds the sinks marked as a part, in
-    Megatron's attention and in Transformer Engine's. No collective is added. `apply()` has to come
-    before DDP. Megatron-FSDP is left as it is.
+    0.15 on, which brought sinks. What the patch does: before DDP wraps the model, it marks the
+    sinks as a shard, in Megatron's attention and in Transformer Engine's. No collective is added.
+    Call `apply()` before DDP. Megatron-FSDP is left as it is.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 8;
@@ -32,7 +33,7 @@ from ._case import Fault, Original, Patch, address, arguments, bench, counted, t
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a module whose sinks are marked as a part of those of all heads."""
+    """Mark the sinks as a shard, then wrap the module."""
     call = arguments(original, (self, *args), kwargs)
     if call["config"].tensor_model_parallel_size > 1:
         for sinks in _sinks(call["module"]):
@@ -51,7 +52,7 @@ def _sinks(model: Any) -> list[Any]:
 
 
 def reproduce() -> None:
-    """Give the sinks of two ranks gradients of ones, and count them."""
+    """Give the sinks on two ranks gradients of ones, and count them in the norm."""
     model = bench(
         tp=2,
         dtype="bf16",

@@ -2,25 +2,27 @@
 
 Symptom:
     With `calculate_per_token_loss` and a `padding_mask`, load balancing losses have TP x CP times
-    their weight under sequence or context parallelism, also if nothing is padded; before 0.19
-    `global_aux_loss` has DP times its weight. Packs that are padded to a length send such a mask.
+    their weight under sequence or context parallelism, even if nothing is padded; before 0.19
+    `global_aux_loss` has DP times its weight. Packs that are padded to a length pass such a mask.
     No error, and the logged losses are right.
 
 Cause:
     Each router multiplies its losses by the number of its own tokens, and from 0.19 on by the
-    number of ranks that share a sequence. `get_tokens_per_expert_and_token_count` counts its own
-    ones with a mask after the counts of all ranks were summed in place: they are those of all.
+    number of ranks that share a sequence. With a mask, `get_tokens_per_expert_and_token_count`
+    counts a rank's own tokens after the counts were summed over ranks in place: the result is the
+    count of all ranks.
 
 Affects:
-    0.19 on; 0.16 to 0.18 for `global_aux_loss` alone, because routers multiply there by the tokens
-    once. What the patch does: with a mask each rank counts its share of all tokens, as without
-    one, so that ranks of a sequence weigh alike though one of them has all the padding. No
-    collective is added. `aux-loss-counts-own-tokens` leaves losses with a mask as they are.
+    0.19 on; 0.16 to 0.18 for `global_aux_loss` alone, because routers multiply by the tokens only
+    once there. What the patch does: with a mask each rank counts an equal share of all tokens, as
+    without a mask, so that the ranks of a sequence have equal weight even if one of them has all
+    the padding. No collective is added. `aux-loss-counts-own-tokens` leaves losses with a mask as
+    they are.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 10;
-    https://github.com/NVIDIA/Megatron-LM/pull/7481 counts before the reduction, and weighs ranks
-    with padding less.
+    https://github.com/NVIDIA/Megatron-LM/pull/7481 counts before the reduction, and gives ranks
+    with padding less weight.
 
 Remove when:
     a rank's count with a padding mask is taken before the reduction.
@@ -39,7 +41,7 @@ from ._case import Fault, Original, Patch, target
 def count(
     original: Original, routing_map: Any, reduce_group: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Count tokens, and with a mask this rank's share of all of them for its own."""
+    """Count tokens; with a mask return an equal share of all tokens as this rank's number."""
     counts = original(routing_map, reduce_group, *args, **kwargs)
     global_tokens_per_expert, local_num_tokens, total_num_tokens = counts
     if not kwargs.get("with_padding_mask"):
@@ -64,10 +66,10 @@ def reproduce() -> None:
         part = router(kind)
         mask = torch.zeros(ROWS, SEQUENCES, dtype=torch.bool, device="cuda")
         right, masked = gradient(part), gradient(part, mask)
-        # A count of two to some power is divided by one: but for that the same operations.
+        # The operations are the same, but for a division by the number of tokens, a power of two.
         if not torch.allclose(masked, right, rtol=1e-5, atol=0):
             times = float(masked.norm() / right.norm())
-            raise Fault(f"with a mask that hides nothing {kind} weighs {times:.3g} times as much")
+            raise Fault(f"with a mask that hides nothing {kind} has {times:.3g} times its weight")
 
 
 PATCH = Patch(

@@ -6,19 +6,20 @@ Symptom:
     Routers balance worse in one layout than in another. No error, and the logged losses are right.
 
 Cause:
-    All gradients are divided by the tokens of the step in the end, so each router multiplies its
-    losses by the number of tokens: its own, which are a part of the sequence's. The others' parts
-    of the loss are no substitute, because a rank's loss is that of the whole sequence already.
+    In the end all gradients are divided by the tokens of the step, so each router multiplies its
+    losses by a number of tokens: that of its own tokens, which are a part of the sequence. The
+    other ranks' losses do not make up for it, because each rank's loss is already that of the
+    complete sequence.
 
 Affects:
     0.12 to 0.18. What the patch does: with `calculate_per_token_loss` the losses are also
-    multiplied by the number of ranks that share a sequence, as 0.19 does. What is logged does not
-    change. Where a router gets a padding mask (from 0.16 on), its load balancing losses count the
-    tokens of all these ranks already, for `aux-loss-counts-others-tokens`, and stay as they are.
+    multiplied by the number of ranks that share a sequence, as 0.19 does. Logged losses do not
+    change. If a router gets a padding mask (from 0.16 on), its load balancing losses already count
+    the tokens of all these ranks, because of `aux-loss-counts-others-tokens`, and stay as they are.
 
 Upstream:
-    https://github.com/NVIDIA/Megatron-LM/pull/5047 mends it in 0.19.
-    https://github.com/NVIDIA/Megatron-LM/issues/1652 meets it: "aux_loss and z_loss is incorrect
+    https://github.com/NVIDIA/Megatron-LM/pull/5047 repairs it in 0.19.
+    https://github.com/NVIDIA/Megatron-LM/issues/1652 reports it: "aux_loss and z_loss is incorrect
     when use calculate_per_token_loss and cp".
 
 Remove when:
@@ -53,12 +54,12 @@ def _ranks(router: Any) -> int:
 
 
 def reproduce() -> None:
-    """Compare gradients of summed losses to the same of means; a power of two changes no bit."""
+    """Compare gradients of summed losses and of means; they differ by an exact power of two."""
     expect_weight_per_token(tp=2, moe_z_loss_coeff=0.125)
 
 
 def neighbour() -> list[float]:
-    """Return the norm of a router's gradient with a padding mask, which stock weighs rightly."""
+    """Return the norm of a router's gradient with a padding mask, which is correct on stock."""
     import torch
 
     from ._routers import ROWS, SEQUENCES, gradient, router, takes_padding
@@ -77,7 +78,7 @@ PATCH = Patch(
     before="0.19",
     groups=("aux-loss",),
     provides=("aux-losses-count-all-tokens",),
-    # The commits that mended this one have mended both; the second is that of the branch dev.
+    # The commits that repaired this loss repaired both; the second fragment is of the branch dev.
     fixed_when=a_body_has(
         "z_loss * num_local_tokens * self.tp_cp_group.size()",
         "z_loss_sum * self.config.moe_z_loss_coeff",

@@ -1,21 +1,21 @@
 """The auxiliary losses keep the weight that the last pipeline schedule gave them.
 
 Symptom:
-    A backward that does not go through a schedule (`model(...)` and `loss.backward()`, a probe of
-    the gradients, a second loss) weighs the MoE auxiliary loss, the z-loss and the MTP loss by
-    loss scale ÷ number of microbatches of whatever schedule ran last, forward-only ones included:
-    after four microbatches the auxiliary losses count a quarter. Before the first schedule they
-    count fully. No error.
+    A backward outside of a schedule (`model(...)` and `loss.backward()`, a look at the gradients, a
+    second loss) weighs the MoE auxiliary loss, the z-loss and the MTP loss by loss scale ÷ number
+    of microbatches of the schedule that ran last, even if it was forward-only: after four
+    microbatches the auxiliary losses count a quarter. Before the first schedule they count fully.
+    No error.
 
 Cause:
     The schedules write the weight into a class attribute (`MoEAuxLossAutoScaler`,
-    `MTPLossAutoScaler`, since 0.16 `DSAIndexerLossAutoScaler`) and never take it back.
+    `MTPLossAutoScaler`, since 0.16 `DSAIndexerLossAutoScaler`) and never reset it.
 
 Affects:
-    Every release. What the patch does: however a schedule ends, each scaler that it may have set
-    gets the value back that it had, 1 where it had none. The value is written into the tensor that
-    is there, because captured CUDA graphs read it at its address. `accumulation_window()` reaches
-    the schedules through this patch, or through `timers-left-running`.
+    Every release. What the patch does: when a schedule ends, even by an exception, each scaler has
+    its earlier value again, or 1 if it had none. The value is written into the existing tensor,
+    because captured CUDA graphs read it at its address. `accumulation_window()` reaches the
+    schedules through this patch, or through `timers-left-running`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
@@ -55,13 +55,13 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _put_back(scaler: Any, scale: Any, value: Any) -> None:
-    now = scaler.main_loss_backward_scale
-    if now is None or now.is_inference():  # the latter cannot be written here
+    current = scaler.main_loss_backward_scale
+    if current is None or current.is_inference():  # the latter cannot be written here
         return
     if scale is None:
-        now.fill_(1.0)
-    elif now is scale:
-        now.copy_(value)
+        current.fill_(1.0)
+    elif current is scale:
+        current.copy_(value)
     else:
         scaler.main_loss_backward_scale = scale
 
@@ -80,11 +80,11 @@ def reproduce() -> None:
         backward(model, data_seed=0)
         return router.main_grad.clone()
 
-    one, four = gradient_after(1), gradient_after(4)
-    if not one.equal(four):
+    after_one, after_four = gradient_after(1), gradient_after(4)
+    if not after_one.equal(after_four):
         raise Fault(
-            f"router gradient norm {four.norm():.4g} after four microbatches, "
-            f"{one.norm():.4g} after one"
+            f"router gradient norm {after_four.norm():.4g} after four microbatches, "
+            f"{after_one.norm():.4g} after one"
         )
 
 

@@ -2,27 +2,28 @@
 
 Symptom:
     `RuntimeError: Inplace update to inference tensor outside InferenceMode is not allowed` from
-    every training window, in `MoEAuxLossAutoScaler.main_loss_backward_scale.copy_(scale)`, where
-    the first pipeline schedule ran forward-only under `torch.inference_mode()`, as
-    log-probabilities do. `RuntimeError: output with shape [] doesn't match the broadcast shape [1]`
-    from every window, where the first backward was a direct one (`loss.backward()`).
+    every training window, in `MoEAuxLossAutoScaler.main_loss_backward_scale.copy_(scale)`, if the
+    first pipeline schedule ran forward-only under `torch.inference_mode()`, as for
+    log-probabilities. `RuntimeError: output with shape [] doesn't match the broadcast shape [1]`
+    from every window, if the first backward was a direct one (`loss.backward()`).
 
 Cause:
-    The first `MoEAuxLossAutoScaler.set_loss_scale` keeps the tensor that it is given, and a
-    backward before it makes one of no dimension; each later call copies a tensor of one element
-    into it.
+    The first `MoEAuxLossAutoScaler.set_loss_scale` keeps its argument, and a backward before it
+    creates a tensor without dimensions; each later call copies a tensor of one element into that
+    tensor.
 
 Affects:
     Every release. What the patch does: a tensor made under inference mode is stored as an ordinary
-    copy, and what is copied into a stored tensor has its shape. The scaler of DeepSeek's sparse
-    attention (`DSAIndexerLossAutoScaler`, since 0.16) has the same code and is not covered.
+    copy, and a value takes the shape of the stored tensor before it is copied. The scaler of
+    DeepSeek's sparse attention (`DSAIndexerLossAutoScaler`, since 0.16) has the same code and is
+    not covered.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/moe_utils.py,
     `MoEAuxLossAutoScaler`.
 
 Remove when:
-    the scaler keeps a tensor of its own.
+    the scaler keeps its own tensor.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from ._case import Original, Patch, bench, target
 
 
 def set_loss_scale(original: Original, scale: Any) -> None:
-    """Give upstream a tensor that it can keep, or copy into the one that it keeps."""
+    """Give upstream a tensor that it can keep, or copy into the stored one."""
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    held = MoEAuxLossAutoScaler.main_loss_backward_scale
-    if held is not None and held.shape != scale.shape:
-        scale = scale.reshape(held.shape)
-    elif held is None and scale.is_inference():
+    stored = MoEAuxLossAutoScaler.main_loss_backward_scale
+    if stored is not None and stored.shape != scale.shape:
+        scale = scale.reshape(stored.shape)
+    elif stored is None and scale.is_inference():
         with torch.inference_mode(False):
             scale = scale.clone()
     original(scale)

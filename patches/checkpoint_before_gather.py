@@ -3,20 +3,20 @@
 Symptom:
     `dist_checkpointing.save` of a model's `sharded_state_dict` after `optimizer.step()` writes the
     old parameters, except for the shard of the rank that happens to write. Loading it is silent:
-    the first forwards use a model that never was, until a step restores the parameters from the
-    optimizer's own copy; without the optimizer's state it stays.
+    the first forwards use a mixture of two models, until a step restores the parameters from the
+    optimizer's own copy; without the optimizer's state the mixture stays.
 
 Cause:
-    The step leaves the gather to the next forward. `megatron.training` disables the forward
-    pre-hooks, for their synchronisation, before it saves; a caller with a loop of its own has to
-    know that.
+    The step leaves the gather to the next forward. Before it saves, `megatron.training` disables
+    the forward pre-hooks, which gathers the parameters; a caller with its own loop has to know
+    that.
 
 Affects:
     Every release, with the distributed optimizer and overlap_param_gather. What the patch does:
     `save`, in which all ranks take part anyway, first gathers the chunks that have an update
-    pending and whose parameter buffers are in the state_dict. Where nothing is pending it does not
-    look at the state_dict. Whatever fewer ranks save (torch.save, DP rank 0 alone) has to be
-    preceded by `ensure_params_synced` on all of them.
+    pending and whose parameter buffers are in the state_dict. If nothing is pending it does not
+    read the state_dict. Before a save by some ranks only (torch.save, DP rank 0 alone), call
+    `ensure_params_synced` on all ranks.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py,
@@ -38,7 +38,7 @@ from ._case import Original, Patch, arguments, begin_save, bench, expect_agreeme
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Gather the update that the state_dict is to have, then run `dist_checkpointing.save`."""
+    """Gather pending updates of the parameters to save, then run `dist_checkpointing.save`."""
     pending = [
         chunk
         for chunk in gather.watched_chunks()
@@ -65,9 +65,9 @@ def _storages(state_dict: Any) -> set[int]:
 
 def _parameter_storages(chunk: Any) -> Iterator[int]:
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-        # A layer-wise optimizer that gathers by lists leaves the parameters where they are.
-        held = buffer.params if buffer.param_data is None else [buffer.param_data]
-        yield from (tensor.untyped_storage().data_ptr() for tensor in held)
+        # A layer-wise optimizer that gathers by lists keeps parameters outside of a flat buffer.
+        tensors = buffer.params if buffer.param_data is None else [buffer.param_data]
+        yield from (tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 def step(original: Original, self: Any) -> Any:
@@ -79,7 +79,7 @@ def step(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Save right after a step, and look at the parameters where the writer would."""
+    """Save right after a step, and compare the parameters when the writer would start."""
     model = bench(overlap_param_gather=True)
     model.train_step(2, data_seed=0)
     begin_save(model.chunks[0].module.sharded_state_dict())

@@ -1,18 +1,18 @@
 """A checkpoint that was written over an older one is read by the older one's table of contents.
 
 Symptom:
-    After a roll back the run saves an iteration again, into the folder of that iteration, and a
-    load in the same process finds other values, or fails with `EOFError` or an error of
-    unpickling: the load takes bytes from where the older checkpoint had them.
+    After a roll back the run saves an iteration again, into the same folder. A load in the same
+    process returns wrong values, or fails with `EOFError` or an error of unpickling: it reads at
+    the offsets of the older checkpoint.
 
 Cause:
-    With `--ckpt-assume-constant-structure` a load keeps the folder's `.metadata` in memory, by the
-    folder's name, and no save takes it out.
+    With `--ckpt-assume-constant-structure` a load caches the folder's `.metadata` under the
+    folder's name, and no save removes it.
 
 Affects:
-    0.17 and later, with Megatron's own reader; that of nvidia-resiliency-ext, which loads take
-    where the checkpoint was saved with `--async-strategy nvrx`, this does not reach. What the patch
-    does: what is kept counts for the file that it was read from.
+    0.17 and later, with Megatron's own reader. Not repaired: the reader of nvidia-resiliency-ext,
+    which loads a checkpoint that was saved with `--async-strategy nvrx`. What the patch does: the
+    cached metadata are used only for the file that they were read from.
 
 Upstream:
     https://github.com/ROCm/Megatron-LM/pull/138 repairs it in a fork.
@@ -29,16 +29,16 @@ from ._case import Fault, Original, Patch, target
 
 
 def read_metadata(original: Original, self: Any) -> Any:
-    """Look the metadata up by name and state of its file, and forget that of older ones."""
+    """Cache the metadata by name, inode, time and size of its file, and drop older entries."""
     import os
 
     if self._cache_key is not None:
         folder = os.path.abspath(os.fspath(self.path))
         file = os.stat(os.path.join(folder, ".metadata"))
         self._cache_key = (folder, file.st_ino, file.st_mtime_ns, file.st_size)
-        kept = type(self)._metadata_cache
-        for key in [key for key in kept if key[0] == folder and key != self._cache_key]:
-            del kept[key]
+        cache = type(self)._metadata_cache
+        for key in [key for key in cache if key[0] == folder and key != self._cache_key]:
+            del cache[key]
     return original(self)
 
 
@@ -58,7 +58,7 @@ def reproduce() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         for value in (1.0, 2.0):
-            # As the samples and random states of a run do, the object needs another space.
+            # The object's size changes, as that of a run's random states does.
             dist_checkpointing.save(state(value, "n" * int(1000 * value)), folder)
             reader = TorchDistLoadShardedStrategy(cache_metadata=True)
             try:

@@ -2,24 +2,25 @@
 
 Symptom:
     `TypeError: empty() received an invalid combination of arguments`, which names `strides`, from
-    `load_plain_tensors`, `load_tensors_metadata`, `load_sharded_metadata`, and a load that compares
-    what it wants with what is there (`--dist-ckpt-strictness log_all` and others). slime asks so
-    whether a critic's head has to be made, and Bridge before it loads shared adapters of experts.
+    `load_plain_tensors`, `load_tensors_metadata`, `load_sharded_metadata`, and from a load that
+    compares requested and stored tensors (`--dist-ckpt-strictness log_all` and others). slime reads
+    shapes to find out whether it must create a critic's head, and Bridge before it loads shared
+    adapters of experts.
 
 Cause:
-    The strategy of the load hands all that torch keeps of a tensor's properties to `torch.empty`.
-    Since 2.15 these are strides, too, which that function does not take.
+    The load strategy passes all stored properties of a tensor to `torch.empty`. Since torch 2.15
+    these include strides, which that function does not take.
 
 Affects:
     0.13 and later, with torch 2.15 and later, on which 0.12 cannot write. What the patch does:
-    upstream sees properties without strides. What it makes of them has no data, and no strides
-    either. With an older torch the patch does nothing.
+    upstream sees properties without strides. It creates tensors on the meta device from them, for
+    which strides do not matter. With an older torch the patch does nothing.
 
 Upstream:
-    https://github.com/pytorch/pytorch/pull/192248 adds the field; no thread found at Megatron's.
+    https://github.com/pytorch/pytorch/pull/192248 adds the field; no thread found at Megatron.
 
 Remove when:
-    `load_tensors_metadata` names what it hands to `torch.empty`.
+    `load_tensors_metadata` passes named properties to `torch.empty`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ._case import Fault, Original, Patch, shared_folder, target
 def load_tensors_metadata(
     original: Original, self: Any, checkpoint_dir: Any, metadata: Any = None
 ) -> Any:
-    """Describe the tensors of a checkpoint by properties that have no strides."""
+    """Return the tensors' metadata from properties without strides."""
     import copy
 
     from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
@@ -43,10 +44,10 @@ def load_tensors_metadata(
     if metadata is None:
         metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
     described = dict(metadata.state_dict_metadata)
-    for name, each in described.items():
-        if hasattr(each, "properties"):
-            described[name] = copy.copy(each)
-            described[name].properties = copy.copy(each.properties)
+    for name, stored in described.items():
+        if hasattr(stored, "properties"):
+            described[name] = copy.copy(stored)
+            described[name].properties = copy.copy(stored.properties)
             del described[name].properties.strides
     metadata = copy.copy(metadata)
     metadata.state_dict_metadata = described
@@ -54,17 +55,17 @@ def load_tensors_metadata(
 
 
 def reproduce() -> None:
-    """Save a tensor, ask for its shape, and load it by what is said of it."""
+    """Save a tensor, read its shape, and load it by its metadata."""
     import torch
     from megatron.core import dist_checkpointing
 
     folder, weight = shared_folder(), torch.arange(6.0).view(2, 3)
     saved = dist_checkpointing.ShardedTensor.from_rank_offsets("weight", weight)
     dist_checkpointing.save({"weight": saved}, folder)
-    (said,) = dist_checkpointing.load_tensors_metadata(folder).values()
+    (metadata,) = dist_checkpointing.load_tensors_metadata(folder).values()
     loaded = dist_checkpointing.load_plain_tensors(folder)["weight"]
-    if said.global_shape != (2, 3) or not torch.equal(loaded.cpu(), weight):
-        raise Fault(f"{weight} was saved; said is {said}, loaded {loaded}")
+    if metadata.global_shape != (2, 3) or not torch.equal(loaded.cpu(), weight):
+        raise Fault(f"{weight} was saved; the metadata are {metadata}, and {loaded} is loaded")
 
 
 PATCH = Patch(

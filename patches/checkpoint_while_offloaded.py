@@ -3,24 +3,24 @@
 Symptom:
     A segmentation fault, on a GPU an illegal memory access, from `dist_checkpointing.save` between
     a buffer's `offload_to_cpu()` and `reload_from_cpu()`: a save right after a validation or while
-    engines have the memory.
+    inference engines use the memory.
 
 Cause:
-    Offloading shrinks the storage to nothing, and leaves parameters as they were: a
-    `sharded_state_dict` holds views of it.
+    Offloading shrinks the storage to zero bytes, and leaves the parameters as they were: a
+    `sharded_state_dict` holds views of this storage.
 
 Affects:
-    0.16.0 and later. What the patch does: the save raises a sentence before anything is read, on
-    all ranks whose parameters are away. Move them back, save, and offload again. Exports that read
-    parameters by themselves are not seen.
+    0.16.0 and later. What the patch does: the save raises an error that says what to do, before it
+    reads anything, on all ranks whose parameters are offloaded. Move them back, save, and offload
+    again. The patch does not see exports that read parameters themselves.
 
 Upstream:
-    https://github.com/NVIDIA-NeMo/RL/pull/3605: its saves move the model back first.
+    https://github.com/NVIDIA-NeMo/RL/pull/3605: NeMo-RL moves the model back before it saves.
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
     `_ParamAndGradBuffer.offload_to_cpu`.
 
 Remove when:
-    `dist_checkpointing.save` or the parameters know that their memory is away.
+    `dist_checkpointing.save` refuses parameters whose memory is released.
 """
 
 from __future__ import annotations

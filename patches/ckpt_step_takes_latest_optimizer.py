@@ -1,21 +1,22 @@
-"""With `--ckpt-step` the weights are of that checkpoint, the optimizer's state of the latest one.
+"""With `--ckpt-step` weights come from that checkpoint, the optimizer's state from the latest one.
 
 Symptom:
     A roll back with `--ckpt-step` and `--ckpt-format torch`: forwards use the weights of that
-    iteration, and the first step puts the later ones back, because fp32 main parameters and Adam's
-    moments are theirs. `load_checkpoint` returns the later iteration as well. No error. With
-    `--ckpt-step 0` all is that of the latest checkpoint, in every format; and where a newer
-    non-persistent one lies beside it, that is loaded in place of the step that was asked for.
+    iteration, and the first step restores the later weights, because fp32 main parameters and
+    Adam's moments come from the latest checkpoint. `load_checkpoint` also returns the later
+    iteration. No error. With `--ckpt-step 0` everything comes from the latest checkpoint, in every
+    format. If there is a newer non-persistent checkpoint, it is loaded instead of the requested
+    step.
 
 Cause:
     `load_checkpoint` reads the tracker file a second time, for the state of the distributed
     optimizer, without looking at `args.ckpt_step`. 0 is taken as "not given". A non-persistent
-    checkpoint wins over each older one.
+    checkpoint takes precedence over all older ones.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: where `args.ckpt_step` is set, the tracker file says this iteration, and there
-    is no non-persistent checkpoint of another one.
+    the patch does: if `args.ckpt_step` is set, reading the tracker file returns this iteration, and
+    non-persistent checkpoints of other iterations are ignored.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
@@ -33,14 +34,14 @@ from ._case import Fault, Original, Patch, program, target
 
 
 def read_metadata(original: Original, *args: Any, **kwargs: Any) -> tuple[int, bool]:
-    """Read the tracker file, and say `args.ckpt_step` where there is one."""
+    """Read the tracker file; return `args.ckpt_step` as the iteration if it is set."""
     import os
 
     from megatron.training import checkpointing, global_vars
 
     iteration, release = original(*args, **kwargs)
     (tracker,) = (*args, *kwargs.values())
-    options = global_vars._GLOBAL_ARGS  # a checkpoint's arguments are read before there are any
+    options = global_vars._GLOBAL_ARGS  # None while a checkpoint's own arguments are read
     step = getattr(options, "ckpt_step", None)
     folder = os.path.dirname(os.fspath(tracker))
     apart = getattr(options, "non_persistent_global_ckpt_dir", None)
@@ -54,7 +55,7 @@ def read_metadata(original: Original, *args: Any, **kwargs: Any) -> tuple[int, b
 
 
 def get_non_persistent_iteration(original: Original, folder: Any, args: Any, *context: Any) -> int:
-    """Return the latest iteration there, -1 (as of none) where another one is asked for."""
+    """Return the latest iteration in the folder; -1, as for none, if another one is requested."""
     iteration = original(folder, args, *context)
     step = getattr(args, "ckpt_step", None)
     return iteration if step in (None, iteration) else -1

@@ -1,30 +1,30 @@
-"""An asynchronous save whose persistent writer dies, or gets no request, is waited for without end.
+"""An asynchronous save hangs if its persistent writer dies, or gets no request.
 
 Symptom:
-    With `--async-save --use-persistent-ckpt-worker` the process that writes is killed, such as for
-    want of memory, or raises. The trainer asks it again at each iteration, makes no more
-    checkpoints and says nothing; at the next save, or at its end, it hangs. So it does where a
-    request cannot be sent, such as by a rank without a free file descriptor: only a thread's
-    traceback tells of it. And so it does where a rank that has a process has nothing to write.
+    With `--async-save --use-persistent-ckpt-worker` the writing process is killed, for example
+    because memory runs out, or raises. The trainer polls it at each iteration, writes no more
+    checkpoints and reports nothing; at the next save, or at its end, it hangs. The same happens if
+    a request cannot be sent, for example because a rank has no free file descriptor (only a thread
+    prints a traceback), and if a rank with a process has nothing to write.
 
 Cause:
-    `PersistentAsyncCaller` waits for what the process puts into queues, in
-    `is_current_async_call_done`, where it hands over tensors, and in `close`. Nobody looks whether
-    the process lives, nor whether the queue's thread could send.
+    `PersistentAsyncCaller` waits for items that the process puts into queues: in
+    `is_current_async_call_done`, when it hands over tensors, and in `close`. It checks neither
+    whether the process is alive nor whether the queue's thread could send.
 
 Affects:
-    Every release, with Megatron's own worker (`--async-strategy mcore`). What the patch does: a
-    writer that has ended is found when the trainer next asks. Once all ranks have heard of their
-    writers, all raise, with its exit code. The save counts as none, and the next one starts another
-    process; so does a save that finds its writer dead. It costs two exchanges of a few bytes per
-    save. With `no_dist` a rank raises alone.
+    Every release, with Megatron's own worker (`--async-strategy mcore`). What the patch does: the
+    trainer notices a dead writer at its next poll. Once all ranks know the state of their writers,
+    all raise, with the exit code. The save does not count, and the next save starts another
+    process; so does a save that finds its writer dead. This costs two collectives of a few bytes
+    per save. With `no_dist` a rank raises alone.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/dist_checkpointing/strategies/async_utils.py,
     `PersistentAsyncCaller`; no thread found.
 
 Remove when:
-    `maybe_finalize_async_calls` raises on all ranks where a persistent writer has ended.
+    `maybe_finalize_async_calls` raises on all ranks if a persistent writer has ended.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ._case import Patch, target
 
 
 def reproduce() -> None:
-    """Have the writer of rank 1 end, or get no request; then save again, and there nothing."""
+    """End the writer of rank 1, or keep its request from it; save again; save nothing on rank 1."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     _writers.ends(async_utils)
 
 
 def neighbour() -> object:
-    """Finalize a save of rank 0 alone, two that take a while, and one on each rank by itself."""
+    """Finalize a save of rank 0 alone, two slow saves, and one on each rank without the others."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     return _writers.lives(async_utils)

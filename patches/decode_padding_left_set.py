@@ -4,23 +4,23 @@ Symptom:
     After `set_decode_expert_padding(model, False)`, which inference calls at every prefill and
     Megatron's RL code at the end of generation, training drops no token and pads nothing, whatever
     `moe_expert_capacity_factor` and `moe_pad_expert_input_to_capacity` were. A call for a second
-    model (a reference model) changes the first one's layers and leaves its own. No error.
+    model (a reference model) changes the first model's layers instead of its own. No error.
 
 Cause:
-    The function writes to the training config and keeps no copy; it finds the MoE layers of the
-    first model that it is called for, once per process.
+    The function overwrites the training config without keeping a copy, and caches the MoE layers of
+    the first model that it is called for, once per process.
 
 Affects:
-    0.15 on, where the function appeared. What the patch does: each model's own layers are set; and
-    the next pipeline schedule, of training or of log-probabilities, starts with the values from
-    before the first call. Generation itself sees what it set.
+    0.15 on, where the function appeared. What the patch does: a call sets the layers of its own
+    model; and the next pipeline schedule, of training or of log-probabilities, starts with the
+    values from before the first call. Generation itself sees the values that it set.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/inference/utils.py,
     `set_decode_expert_padding`.
 
 Remove when:
-    the function restores what it found, per model.
+    the function restores the earlier values, per model.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _CONFIG = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
 _LAYER = ("drop_and_pad", "moe_expert_capacity_factor", "cuda_sync_point")
 _MISSING = object()
 
-#: (object, name, value) as they were before the first call since a schedule ran.
-_found: list[tuple[Any, str, Any]] = []
+#: (object, name, value) from before the first call since a schedule ran.
+_saved: list[tuple[Any, str, Any]] = []
 _layers: PerProcessWeakKeys[Any, list[Any]] = PerProcessWeakKeys(__name__, "_layers")
 
 
 def set_padding(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Set this model's layers, and keep what they had."""
+    """Set this model's layers, and save their earlier values."""
     from megatron.core.inference import utils
     from megatron.core.utils import get_model_config
 
@@ -58,15 +58,15 @@ def set_padding(original: Original, model: Any, *args: Any, **kwargs: Any) -> No
 
 
 def _keep(holder: Any, names: tuple[str, ...]) -> None:
-    if any(known is holder for known, _, _ in _found):
+    if any(saved is holder for saved, _, _ in _saved):
         return
-    _found.extend((holder, name, vars(holder).get(name, _MISSING)) for name in names)
+    _saved.extend((holder, name, vars(holder).get(name, _MISSING)) for name in names)
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Put back what generation has set, then run a schedule."""
-    while _found:
-        holder, name, value = _found.pop()
+    """Restore the values from before generation, then run a schedule."""
+    while _saved:
+        holder, name, value = _saved.pop()
         if value is not _MISSING:
             setattr(holder, name, value)
         elif name in vars(holder):
@@ -75,7 +75,7 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a window, generation's calls for two models, the window again."""
+    """Run a window, generation's calls for two models, and the window again."""
     from megatron.core.inference.utils import set_decode_expert_padding
 
     from megatron_idempotent.proof.cpu import tiny

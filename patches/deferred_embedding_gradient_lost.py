@@ -11,7 +11,7 @@ Cause:
     function.
 
 Affects:
-    Every release. Nothing is patched, because a caller may drain the lists by itself. Inside of
+    Every release. There is no patch, because a caller may drain the lists itself. Inside of
     `accumulation_window(chunks, total_microbatches=n)` every call computes what it deferred, and
     the last one finalizes; the caller leaves `finalize_model_grads_func` in place.
 
@@ -48,13 +48,13 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Run one call, whose finalize function is told of the whole step; or run it in a window."""
+    """Run the step in one call that finalizes, or in a window."""
     model = _deferred_embedding.build(overlap_grad_reduce=False)
     with _window(model) if helped else contextlib.nullcontext():
         model.forward_backward(4, data_seed=0, zero_first=not helped)
     _expect_gradient(model)
-    found: bytes = model.gradients().numpy().tobytes()
-    return found
+    bits: bytes = model.gradients().numpy().tobytes()
+    return bits
 
 
 def _window(model: Any) -> Any:

@@ -7,20 +7,20 @@ Symptom:
     activation and gradient buffers need to be equal!`, for ever.
 
 Cause:
-    The output layer keeps its inputs in forward-only passes too. A window that finalizes clears
-    that list at its start, but not the one with the output gradients.
+    The output layer also keeps its inputs in forward-only passes. A window that finalizes clears
+    the list of inputs at its start, but not the list of output gradients.
 
 Affects:
     Every release. What the patch does: a forward-only window, and one that raises, drop what they
-    added to either list; a window that finalizes starts with both empty. What a caller without
-    `finalize_model_grads_func` means to drain by itself stays.
+    added to either list; a window that finalizes starts with both empty. Entries that a caller
+    without `finalize_model_grads_func` drains itself stay.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
     `clear_embedding_activation_buffer`.
 
 Remove when:
-    the output layer keeps nothing without gradients, and both lists are cleared.
+    the output layer keeps no inputs in passes without gradients, and both lists are cleared.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from ._case import PIPELINED, Fault, Original, Patch, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule; if it is forward-only or raises, drops what it added to the lists."""
+    """Run a schedule; if it is forward-only or raises, drop its entries in the lists."""
     model, forward_only = kwargs["model"], kwargs.get("forward_only", False)
-    kept = schedules.buffers(model)
-    if kept is None:
+    lists = schedules.buffers(model)
+    if lists is None:
         return original(*args, **kwargs)
     config = schedules.config_of(model)
     if config.finalize_model_grads_func is not None and not forward_only:
-        for items in kept:
+        for items in lists:
             items.clear()
-    lengths = [len(items) for items in kept]
+    lengths = [len(items) for items in lists]
     complete = False
     try:
         result = original(*args, **kwargs)
         complete = not forward_only
     finally:
         if not complete:
-            for items, length in zip(kept, lengths, strict=True):
+            for items, length in zip(lists, lengths, strict=True):
                 del items[length:]
     return result
 
@@ -60,9 +60,9 @@ def reproduce() -> None:
     model = _deferred_embedding.build()
     for data_seed in range(3):
         model.forward_backward(2, data_seed=data_seed, forward_only=True)
-    kept = schedules.buffers(model.chunks)
-    if kept is not None and kept[0]:
-        raise Fault(f"{len(kept[0])} activations kept after forward-only windows")
+    lists = schedules.buffers(model.chunks)
+    if lists is not None and lists[0]:
+        raise Fault(f"{len(lists[0])} activations kept after forward-only windows")
 
 
 PATCH = Patch(

@@ -1,23 +1,22 @@
-"""With MTP layers the deferred gradient of the output layer is another one, in another weight.
+"""With MTP layers the output layer's deferred gradient is wrong, and goes into the wrong weight.
 
 Symptom:
     With `defer_embedding_wgrad_compute` and multi-token prediction (MTP) the output layer's weight
-    gets no gradient, and the embedding one that has nothing to do with it. No error.
+    gets no gradient, and the embedding gets a wrong one. No error.
 
 Cause:
-    The last stage keeps the inputs of the output layer, and the gradients of its outputs, to
-    multiply them after the window. With MTP a microbatch calls the output layer several times.
-    Inputs are kept in the order of these calls, and gradients in that of the backward, which is the
-    opposite one; both lists are read from their beginning. And `finish_embedding_wgrad_compute`
-    asks for the shared weight where nothing is shared, which is the embedding's in a stage with MTP
-    layers.
+    The last stage keeps the inputs of the output layer, and the gradients of its outputs, and
+    multiplies them after the window. With MTP a microbatch calls the output layer several times.
+    Inputs are kept in the order of these calls, gradients in the reverse order of the backward, and
+    both lists are read from their beginning. And `finish_embedding_wgrad_compute` asks for the
+    shared weight even if nothing is shared; in a stage with MTP layers that is the embedding's.
 
 Affects:
-    Every release, and main. What the patch does: before they are multiplied, the inputs of each
-    microbatch are turned round, and the result goes into the weight that the output layer used.
-    With a `wgrad_deferral_limit` that ends inside of a microbatch what is kept cannot be paired: a
+    Every release, and main. What the patch does: the inputs of each microbatch are reversed before
+    they are multiplied, and the result goes into the weight that the output layer used. With a
+    `wgrad_deferral_limit` that ends inside of a microbatch inputs and gradients cannot be paired: a
     RuntimeError names both numbers. In the Megatron of slime's image and in miles' fork MTP trains
-    no output weight; a deferred gradient does, also with the patch. Do not defer it there.
+    no output weight; a deferred gradient does, even with the patch. Do not defer it there.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
@@ -47,13 +46,13 @@ def finish(
     if embedding_module is None or not getattr(config, "mtp_num_layers", None):
         original(config, embedding_module, *args, **kwargs)
         return
-    seen = SimpleNamespace(
+    embedding = SimpleNamespace(
         embedding_activation_buffer=embedding_module.embedding_activation_buffer,
         grad_output_buffer=embedding_module.grad_output_buffer,
-        share_embeddings_and_output_weights=True,  # so that upstream takes the next one
+        share_embeddings_and_output_weights=True,  # so that upstream takes `output_layer.weight`
         output_layer=SimpleNamespace(weight=schedules.output_weight(embedding_module)),
     )
-    original(config, seen, *args, **kwargs)
+    original(config, embedding, *args, **kwargs)
 
 
 def drain(
@@ -63,7 +62,7 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Turn the inputs of each microbatch round, to the order of their gradients."""
+    """Reverse the inputs of each microbatch, into the order of their gradients."""
     inputs = embedding_activation_buffer
     calls = 1 + (getattr(config, "mtp_num_layers", None) or 0)
     if calls > 1:
@@ -80,25 +79,25 @@ def drain(
 
 def reproduce() -> None:
     """Run a window of two microbatches with an MTP layer, deferred and not."""
-    right, found = _gradients(mtp_layers=1)
-    if right is not None and (found - right).norm() > right.norm() / 10:
-        off = float((found - right).norm() / right.norm())
+    direct, deferred = _gradients(mtp_layers=1)
+    if direct is not None and (deferred - direct).norm() > direct.norm() / 10:
+        off = float((deferred - direct).norm() / direct.norm())
         raise Fault(f"the deferred gradient is off by {off:.0%} of its norm")
 
 
 def neighbour() -> object:
     """Run the same without MTP layers."""
-    right, found = _gradients(mtp_layers=0)
-    if right is not None and not right.equal(found):
+    direct, deferred = _gradients(mtp_layers=0)
+    if direct is not None and not direct.equal(deferred):
         raise Fault("the deferred gradient differs from the one computed at once")
-    return None if found is None else found.tolist()
+    return None if deferred is None else deferred.tolist()
 
 
 def _gradients(mtp_layers: int) -> tuple[Any, Any]:
     """Return the last stage's gradients, computed at once and deferred; None on other stages."""
     import torch
 
-    found = []
+    pair = []
     # Without overlap, see deferred-embedding-reduced-early.
     options: dict[str, Any] = {"overlap_grad_reduce": False, "distributed_optimizer": False}
     if mtp_layers:
@@ -106,9 +105,9 @@ def _gradients(mtp_layers: int) -> tuple[Any, Any]:
     for model in (bench(pp=2, **options), _deferred_embedding.build(**options)):
         model.forward_backward(2, data_seed=0)
         last = _deferred_embedding.output_weight(model) is not None
-        gradients = [each.main_grad.flatten() for each in model.chunks[0].parameters()]
-        found.append(torch.cat(gradients) if last else None)
-    return found[0], found[1]
+        gradients = [param.main_grad.flatten() for param in model.chunks[0].parameters()]
+        pair.append(torch.cat(gradients) if last else None)
+    return pair[0], pair[1]
 
 
 PATCH = Patch(

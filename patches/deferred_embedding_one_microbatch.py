@@ -7,11 +7,12 @@ Symptom:
     one microbatch, or with `wgrad_deferral_limit` of 1. The gradient of the output layer is lost.
 
 Cause:
-    The loop over all microbatches but the last, which sets the variable, has nothing to do.
+    The loop over all microbatches but the last sets the variable; with one microbatch it never
+    runs.
 
 Affects:
-    Every release. What the patch does: where one microbatch is kept, a second one of zeros is
-    added, which the sum does not see.
+    Every release. What the patch does: if one microbatch is kept, the patch adds a second one of
+    zeros, which does not change the sum.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/utils.py,
@@ -40,10 +41,10 @@ def drain(
     """Give upstream's loop a second microbatch, of zeros."""
     import torch
 
-    kept = embedding_activation_buffer, grad_output_buffer
-    if all(len(items) == 1 for items in kept):
-        for items in kept:
-            # One row is enough; gathering over the sequence wants what the first one has.
+    lists = embedding_activation_buffer, grad_output_buffer
+    if all(len(items) == 1 for items in lists):
+        for items in lists:
+            # One row is enough; a gather over the sequence needs the shape of the first microbatch.
             items.append(torch.zeros_like(items[0] if config.sequence_parallel else items[0][:1]))
     original(config, embedding_activation_buffer, grad_output_buffer, *args, **kwargs)
 

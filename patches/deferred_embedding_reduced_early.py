@@ -1,4 +1,4 @@
-"""A deferred embedding gradient misses its reduction where reductions overlap the backward.
+"""A deferred embedding gradient misses its reduction if reductions overlap the backward.
 
 Symptom:
     With `defer_embedding_wgrad_compute` and `overlap_grad_reduce`, the output layer's gradient is
@@ -10,10 +10,10 @@ Cause:
     the deferred gradient after that.
 
 Affects:
-    Every release, seen on gloo ranks with the fused kernel's sum done in Python. What the patch
-    does: the bucket group of the output layer's weight waits with its reduction until the deferred
-    gradient is computed, which comes last, on every rank alike. Where nobody computes it,
-    because `config.finalize_model_grads_func` is None, finishing the reductions raises.
+    Every release, seen on gloo ranks with a Python version of the fused kernel. What the patch
+    does: the reduction of the output layer's bucket group waits until the deferred gradient is
+    computed, which is the last gradient on every rank. If it is never computed, because
+    `config.finalize_model_grads_func` is None, finishing the reductions raises.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
@@ -33,12 +33,12 @@ from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 from . import _deferred_embedding
 from ._case import PIPELINED, Fault, Original, Patch, bench, schedule_targets, target
 
-#: Bucket groups with a deferred gradient that is not computed yet, and whether a reduction waits.
+#: Bucket group with a deferred gradient that is not computed yet → whether its reduction waits.
 _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_deferring")
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule with pipelining, and put off its deferred gradient's reduction."""
+    """Run a schedule with pipelining, and postpone the reduction of its deferred gradient."""
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:
         return original(*args, **kwargs)
@@ -57,7 +57,7 @@ def _defer_no_more(group: Any) -> bool | None:
 
 
 def _group(model: Any) -> Any:
-    # That of the deferred weight, where its reduction overlaps the backward.
+    # The bucket group of the deferred weight, if its reduction overlaps the backward.
     chunk = schedules.chunks(model)[-1]
     weight = schedules.weight(chunk)
     if weight is None or not hasattr(chunk, "param_to_bucket_group"):
@@ -66,7 +66,7 @@ def _group(model: Any) -> Any:
 
 
 def start_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a bucket group's reduction, or put it off while a deferred gradient is to come."""
+    """Start a bucket group's reduction, or postpone it until a deferred gradient is computed."""
     if self in _deferring:
         _deferring[self] = True
     else:
@@ -74,18 +74,18 @@ def start_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Finish a bucket group, or raise if the gradient that it waits for was never computed."""
+    """Finish a bucket group's reduction; raise if its deferred gradient was never computed."""
     if _defer_no_more(self) is not None:
         raise RuntimeError(
             "the output layer's gradient is deferred and was not computed: the schedule does that "
-            "where config.finalize_model_grads_func is set. Set it; to accumulate over several "
+            "if config.finalize_model_grads_func is set. Set it; to accumulate over several "
             "calls, use megatron_idempotent.window.accumulation_window()"
         )
     original(self, *args, **kwargs)
 
 
 def reset(original: Original, self: Any) -> None:
-    """Reset a bucket group for a window, which waits for no gradient of the window before."""
+    """Reset a bucket group for a window, and forget the deferred gradient of the one before."""
     _defer_no_more(self)
     original(self)
 
@@ -102,7 +102,7 @@ def drain(
     """Compute the deferred gradient, then start the reduction that waits for it."""
     if embedding_activation_buffer or grad_output_buffer:
         original(config, embedding_activation_buffer, grad_output_buffer, weight, *args, **kwargs)
-    # Else a failure that guarded_window() carries has dropped them; the peers reduce all the same.
+    # If both are empty, guarded_window() dropped them after a failure; peers still reduce.
     for group in list(_deferring):
         if weight in group.params and _defer_no_more(group):
             group.start_grad_sync()
@@ -112,14 +112,14 @@ def reproduce() -> None:
     """Compare the output layer's gradient of the second window, deferred and not, on two ranks."""
     import torch
 
-    found = []
+    gradients = []
     for model in (bench(pp=2), _deferred_embedding.build()):
         for data_seed in range(2):
             model.forward_backward(2, data_seed=data_seed)
         weight = _deferred_embedding.output_weight(model)
-        found.append(torch.zeros(1) if weight is None else weight.main_grad.clone())
-    if not torch.equal(*found):
-        plain, deferred = (f"{gradient.norm():.4g}" for gradient in found)
+        gradients.append(torch.zeros(1) if weight is None else weight.main_grad.clone())
+    if not torch.equal(*gradients):
+        plain, deferred = (f"{gradient.norm():.4g}" for gradient in gradients)
         raise Fault(f"output layer's gradient norm {deferred} deferred, {plain} not")
 
 
@@ -127,7 +127,7 @@ def neighbour() -> object:
     """Run deferring windows of several sizes without overlap, and a first window with it."""
     from . import _neighbours
 
-    found = []
+    bits = []
     for overlap, windows in ((False, (2, 3, 2)), (True, (2,))):
         plain = bench(pp=2, overlap_grad_reduce=overlap)
         deferring = _deferred_embedding.build(overlap_grad_reduce=overlap)
@@ -140,8 +140,8 @@ def neighbour() -> object:
                 norms.append(model.step()[1])
             if norms[0] != norms[1]:
                 raise Fault(f"gradient norm {norms[1]} deferred, {norms[0]} not")
-            found.append(deferring.bits())
-    return found
+            bits.append(deferring.bits())
+    return bits
 
 
 PATCH = Patch(

@@ -2,28 +2,28 @@
 
 Symptom:
     `AssertionError: Communication call has not been issued for this bucket (0/5 params have grad
-    available)` from `finish_grad_sync()` or `finalize_model_grads` after windows that were held
-    back with `no_sync()`, with overlap_grad_reduce: in every window before 0.16, in every window
-    but the first from then on. With num_distributed_optimizer_instances above one there is no
-    assertion, and the gradients stay unreduced.
+    available)` from `finish_grad_sync()` or `finalize_model_grads` after windows inside of
+    `no_sync()`, with overlap_grad_reduce: in every window before 0.16, in every window but the
+    first from 0.16 on. With num_distributed_optimizer_instances above one there is no assertion,
+    and the gradients stay unreduced.
 
 Cause:
     Reductions are dispatched by the hooks of a backward pass outside of `no_sync()`.
-    `finish_grad_sync` waits for them and dispatches none itself, except in the first batch of 0.16
-    and later.
+    `finish_grad_sync` waits for these reductions, but dispatches none itself, except in the first
+    batch of 0.16 and later.
 
 Affects:
-    Every release. What the patch does: where `no_sync()` was entered in this window, and no bucket
-    group of the chunk has registered a gradient or reduced, `finish_grad_sync` dispatches them all,
-    in its own order. Where some have and some have not, upstream's assertion stands: ranks may
-    then differ in what they have dispatched, and collectives would pair up wrongly.
+    Every release. What the patch does: if `no_sync()` was entered in this window, and no bucket
+    group of the chunk has registered a gradient or reduced, `finish_grad_sync` dispatches all
+    reductions, in its own order. If only some groups have, upstream's assertion remains: ranks may
+    have dispatched different reductions, and collectives would pair up wrongly.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
     `_ParamAndGradBucketGroup.finish_grad_sync`.
 
 Remove when:
-    `finish_grad_sync` dispatches what `no_sync()` held back.
+    `finish_grad_sync` dispatches the reductions that `no_sync()` held back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HELD = "_megatron_idempotent_held"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch first where `no_sync` has held back all of the chunk."""
+    """Dispatch the chunk's reductions first, if `no_sync` has held all of them back."""
     if (
         self.ddp_config.overlap_grad_reduce
         and getattr(self, _HELD, False)
@@ -52,20 +52,20 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def no_sync(original: Original, self: Any) -> Any:
-    """Remember that the caller has asked to hold gradients back."""
+    """Remember that the caller holds reductions back."""
     setattr(self, _HELD, True)
     return original(self)
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Start a window in which nothing was held back or dispatched."""
+    """Start a window in which no reduction was held back or dispatched."""
     original(self)
     setattr(self, _HELD, False)
     ddp.began(self)
 
 
 def reproduce() -> None:
-    """Run an ordinary window, so that the next is not the first, then one that is held back."""
+    """Run an ordinary window, so that the next is not the first, then one inside of `no_sync`."""
     gradients = []
     for overlap in (True, False):
         model = bench(

@@ -1,28 +1,28 @@
-"""The gradient norm counts a weight that each tensor-parallel rank has whole once for each rank.
+"""The gradient norm counts a weight that tensor-parallel ranks replicate once for each rank.
 
 Symptom:
     With multi-latent attention, Transformer Engine and tensor parallelism the gradient norm is too
-    large and clipping too strong, for all parameters: at TP 8 up to 1.36 or 1.52 times, as was
-    measured on DeepSeek's models. The number of zeros has too many as well. No error.
+    large and clipping too strong, for all parameters: at TP 8 up to 1.36 or 1.52 times, measured on
+    DeepSeek's models. The number of zeros is too large as well. No error.
 
 Cause:
-    Transformer Engine's `Linear` marks each weight `tensor_model_parallel`, also that of a layer
-    without a parallel mode. Megatron makes such layers with `parallel_mode="duplicated"`, for the
-    down projections of queries, keys and values, and leaves the mark. What is marked counts on
-    each rank.
+    Transformer Engine's `Linear` marks each weight `tensor_model_parallel`, even if the layer has
+    no parallel mode. Megatron makes such layers with `parallel_mode="duplicated"`, for the down
+    projections of queries, keys and values, and keeps the mark. A marked parameter counts on each
+    rank.
 
 Affects:
-    0.12 to 0.16, with Transformer Engine. What the patch does: DDP finds these weights without the
-    mark. No collective is added. `apply()` has to come before DDP. Experts' layers and
-    Megatron-FSDP are left as they are.
+    0.12 to 0.16, with Transformer Engine. What the patch does: it removes the mark from these
+    weights before DDP wraps the model. No collective is added. Call `apply()` before DDP. Experts'
+    layers and Megatron-FSDP are left as they are.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.17.0/megatron/core/extensions/transformer_engine.py
-    takes the mark in `TELinear`. https://github.com/areal-project/AReaL/pull/1497 and
-    https://github.com/ROCm/TransformerEngine/pull/715 meet it.
+    removes the mark in `TELinear`. https://github.com/areal-project/AReaL/pull/1497 and
+    https://github.com/ROCm/TransformerEngine/pull/715 report it.
 
 Remove when:
-    no supported release leaves the mark.
+    no supported release keeps the mark.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ._case import Fault, Original, Patch, arguments, bench, counted, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a module in which no weight is marked as a part that each rank has whole."""
+    """Remove the mark from weights that each rank replicates, then wrap the module."""
     call = arguments(original, (self, *args), kwargs)
     if call["config"].tensor_model_parallel_size > 1:
         for layer in _duplicated_layers(call["module"]):
@@ -43,10 +43,10 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _duplicated_layers(model: Any) -> Iterator[Any]:
-    """Yield the layers that each tensor-parallel rank has whole.
+    """Yield the layers that tensor-parallel ranks replicate.
 
-    Of Megatron's classes over `Linear` only `TELinear` itself is made for them; experts are split
-    by Megatron, and have no parallel mode either.
+    Of Megatron's subclasses of `Linear` only `TELinear` itself is used for them. Experts have no
+    parallel mode either, because Megatron splits them itself.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -65,7 +65,7 @@ def _duplicated_layers(model: Any) -> Iterator[Any]:
 
 
 def reproduce() -> None:
-    """Give a weight that two ranks have whole a gradient of ones, and count it."""
+    """Give a weight that two ranks replicate a gradient of ones, and count it in the norm."""
     from ._engine_layers import duplicated
 
     def add(module: Any) -> None:

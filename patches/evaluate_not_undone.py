@@ -1,20 +1,20 @@
 """An `evaluate()` that raises, or runs into the time limit, leaves the model in evaluation mode.
 
 Symptom:
-    After an `evaluate()` that raised: every module in evaluation mode (no dropout in the training
-    that follows), the rerun state machine DISABLED, `config.timers` None; and the next
-    `evaluate()` dies with `AssertionError: timer has already been started`. After one that ran
-    into `--exit-duration-in-mins`: evaluation mode and the timer.
+    After an `evaluate()` that raised, every module is in evaluation mode (no dropout in the
+    training that follows), the rerun state machine is DISABLED, `config.timers` is None, and the
+    next `evaluate()` dies with `AssertionError: timer has already been started`. After one that ran
+    into `--exit-duration-in-mins`, the evaluation mode and the running timer remain.
 
 Cause:
-    `evaluate()` undoes what it set up at its end, without a `finally`, and returns early at the
-    time limit.
+    `evaluate()` undoes its changes at its end, without a `finally`, and returns early at the time
+    limit.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: however `evaluate()` ends, each module's mode is what it was before the call,
-    also where the caller was in evaluation mode, which upstream ends; rerun mode and
-    `config.timers` are what they were, and the timers it started are stopped.
+    the patch does: when `evaluate()` ends, even by an exception, each module has its mode from
+    before the call, even an evaluation mode, which upstream ends. Rerun mode and `config.timers`
+    have their earlier values, and the timers that it started are stopped.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py,
@@ -34,7 +34,7 @@ from ._case import Broken, Fault, Original, Patch, arguments, program, target
 
 
 def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `evaluate`, and undo its changes also if it raises."""
+    """Run upstream's `evaluate`, and undo its changes, even if it raises."""
     from megatron.training import get_timers
 
     call = arguments(original, args, kwargs)

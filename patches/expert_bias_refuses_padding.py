@@ -1,28 +1,27 @@
-"""A router with an expert bias raises if it is told where padding is, or counts padding.
+"""A router with an expert bias raises with a padding mask, or counts padding.
 
 Symptom:
-    With `moe_router_enable_expert_bias` and `padding_mask` a training forward raises
-    `RuntimeError: The size of tensor a … must match the size of tensor b …`. With as many tokens on
-    a rank as there are experts it does not, and leaves experts out in place of tokens: the bias
-    moves to wrong loads. Without the mask padding counts as tokens, in the bias and in the
-    auxiliary losses.
+    With `moe_router_enable_expert_bias` and `padding_mask` a training forward raises `RuntimeError:
+    The size of tensor a … must match the size of tensor b …`. If a rank has as many tokens as there
+    are experts it does not raise, but masks experts instead of tokens: the bias is updated from
+    wrong loads. Without the mask padding counts as tokens, in the bias and in the auxiliary losses.
 
 Cause:
     `_apply_expert_bias` combines the routing map [tokens, experts] with a mask [tokens].
 
 Affects:
     0.16 and later, in which routers take a mask. Repaired on Megatron main. What the patch does:
-    the mask is one of [tokens, 1].
+    the mask has the shape [tokens, 1].
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/issues/6111,
-    https://github.com/NVIDIA/Megatron-LM/pull/6114, and for routers that are not told of padding
+    https://github.com/NVIDIA/Megatron-LM/pull/6114, and for routers without a padding mask
     https://github.com/NVIDIA/Megatron-LM/issues/1984,
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5470,
     https://github.com/modelscope/ms-swift/pull/10181.
 
 Remove when:
-    No release without that change is supported.
+    no release without that change is supported.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from ._case import Fault, Original, Patch, a_body_has, no_body_has, target
 
 
 def count(original: Original, self: Any, routing_map: Any, padding_mask: Any = None) -> None:
-    """Give upstream a mask that leaves out tokens."""
+    """Give upstream a mask that leaves out tokens, not experts."""
     if padding_mask is not None and padding_mask.dim() == 1:
         padding_mask = padding_mask[:, None]
     original(self, routing_map, padding_mask=padding_mask)
 
 
 def reproduce() -> None:
-    """Route as many tokens as there are experts, of which one counts: it is to be counted alone."""
+    """Route as many tokens as there are experts, and mask all but one: only that one may count."""
     import torch
 
     from megatron_idempotent.proof.cpu import tiny
@@ -72,7 +71,7 @@ PATCH = Patch(
     since="0.16",
     fixed_when=lambda bodies: (
         a_body_has("(~padding_mask).unsqueeze(-1)", "(~flat_mask).unsqueeze(-1)")(bodies)
-        or no_body_has("padding_mask")(bodies)  # it is not told of padding yet
+        or no_body_has("padding_mask")(bodies)  # its counts take no padding mask yet
     ),
     provides=("expert-bias-knows-padding",),
     ranks=1,

@@ -1,35 +1,35 @@
-"""The gradient norm leaves out experts that live on other than the first tensor-parallel ranks.
+"""The gradient norm leaves out experts on all but the first tensor-parallel ranks.
 
 Symptom:
     With tensor parallelism and experts in grouped GEMM of Transformer Engine 2.13 or later, the
-    gradient norm is too small, clipping is too weak, for all parameters, and `num_zeros` and the
-    norm of the parameters lack the same. With experts' biases so it is in any implementation
-    where experts are split otherwise than the other layers, and with the layer-wise optimizer.
+    gradient norm is too small and clipping too weak, for all parameters; `num_zeros` and the norm
+    of the parameters lack the same experts. Experts' biases are left out in any implementation if
+    experts are split differently from the other layers, and with the layer-wise optimizer.
     Upstream's test of TP 2, EP 2 reported 0.215 in place of 0.302. No error.
 
 Cause:
-    What is not marked `tensor_model_parallel` counts on tensor-parallel rank 0 alone, as a copy of
-    the same. Transformer Engine no longer marks the weights of its grouped layers, which are a part
-    of each expert, or of other experts on each rank. A bias of a row-parallel layer is a copy
-    rightly, but on the ranks that share an expert: those are the expert-tensor-parallel ones, and
-    the optimizer asks for its rank among the others.
+    A parameter without the mark `tensor_model_parallel` counts on tensor-parallel rank 0 alone,
+    because it is taken for a copy. Transformer Engine no longer marks the weights of its grouped
+    layers, though each rank has a different part of an expert, or different experts. The bias of a
+    row-parallel layer really is a copy, but only on the expert-tensor-parallel ranks that share an
+    expert; the optimizer uses the rank of the dense tensor-parallel group.
 
 Affects:
-    0.12 to 0.18, where experts' biases are refused before 0.15; 0.19 with the layer-wise optimizer
-    and biases. What the patch does: DDP marks the weights, and the biases of column-parallel
-    layers, in Megatron's layers over Transformer Engine's, as that did before 2.13. An optimizer's
-    copies of experts' parameters say that they are experts', and of these each counts on the first
-    rank that has it. In Muon of 0.16 a grouped layer's split weight is then one matrix again. No
-    collective is added. `apply()` has to come before DDP and the optimizer. Process groups that
-    are not in `parallel_state`, and Megatron-FSDP, are left as they are.
+    0.12 to 0.18, which refuse experts' biases before 0.15; 0.19 with the layer-wise optimizer and
+    biases. What the patch does: it marks the weights, and the biases of column-parallel layers, in
+    Megatron's layers over Transformer Engine's before DDP wraps them, as Transformer Engine did
+    before 2.13. An optimizer's copies of experts' parameters carry the mark of experts, and each
+    counts on the first rank that has it. In Muon of 0.16 a grouped layer's split weight is then one
+    matrix again. No collective is added. Call `apply()` before DDP and the optimizer. Process
+    groups that are not in `parallel_state`, and Megatron-FSDP, are left as they are.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/5916,
     https://github.com/NVIDIA/Megatron-LM/pull/6099 for the layer-wise optimizer,
-    https://github.com/NVIDIA/TransformerEngine/pull/2678, which took the marks.
+    https://github.com/NVIDIA/TransformerEngine/pull/2678, which removed the marks.
 
 Remove when:
-    no supported release asks for the dense tensor-parallel rank of an expert's parameter.
+    no supported release uses the dense tensor-parallel rank for an expert's parameter.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from megatron_idempotent.megatron.optimizers import mark_part
 
 from ._case import Fault, Original, Patch, address, arguments, bench, counted, gathered, target
 
-#: Megatron's layers over Transformer Engine's whose parameters ranks split, and along which
-#: dimension.
+#: Megatron's layer over Transformer Engine's → the dimension along which ranks split its weight.
 _SPLIT = {
     "TEColumnParallelLinear": 0,
     "TEColumnParallelGroupedLinear": 0,
@@ -53,7 +52,7 @@ _SPLIT = {
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a module in which the parts of experts are marked as such, where there are parts."""
+    """Mark experts' parameters that ranks split, then wrap the module."""
     call = arguments(original, (self, *args), kwargs)
     config = call["config"]
     if config.tensor_model_parallel_size > 1 or (config.expert_tensor_parallel_size or 1) > 1:
@@ -76,7 +75,7 @@ def _split_layers(model: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _mark(layer: Any, dimension: int) -> None:
-    """Mark weights and, where ranks split the output, biases, unless they are."""
+    """Mark a layer's weights and, if ranks split its output, biases that have no mark yet."""
     kinds = "weight|bias" if dimension == 0 else "weight"
     for name, parameter in layer.named_parameters(recurse=False):
         if re.fullmatch(rf"({kinds})\d*", name) and not hasattr(parameter, "tensor_model_parallel"):
@@ -84,14 +83,14 @@ def _mark(layer: Any, dimension: int) -> None:
 
 
 def copy(original: Original, destination_tensor: Any, source_tensor: Any) -> None:
-    """Copy the marks of a parameter, and whether it is an expert's."""
+    """Copy the marks of a parameter, including the mark of experts' parameters."""
     original(destination_tensor, source_tensor)
     if hasattr(source_tensor, "allreduce"):
         destination_tensor.allreduce = source_tensor.allreduce
 
 
 def counts(original: Original, param: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether this rank counts a parameter: of an expert's copies the first one."""
+    """Return whether this rank counts a parameter; the first rank counts an expert's copies."""
     if getattr(param, "allreduce", True) or getattr(param, "tensor_model_parallel", False):
         return bool(original(param, *args, **kwargs))
     groups = dict(zip(("tp_group", "expert_tp_group"), args, strict=False)) | kwargs
@@ -102,7 +101,7 @@ def counts(original: Original, param: Any, *args: Any, **kwargs: Any) -> bool:
 def _is_first(tp_group: Any, expert_tp_group: Any) -> bool | None:
     """Return whether this is the first of the ranks that share an expert.
 
-    None if the caller says so itself, or has other groups than `parallel_state`.
+    None if the caller passes the expert group itself, or other groups than `parallel_state`.
     """
     from megatron.core import parallel_state
 
@@ -115,9 +114,9 @@ def _is_first(tp_group: Any, expert_tp_group: Any) -> bool | None:
     return bool(ranks.rank() == 0)
 
 
-#: The names of experts' parameters, and of their biases that each rank of an expert has whole.
+#: Patterns for the names of experts' parameters, and of their biases that ranks replicate.
 _EXPERTS, _BIASES = r"\.experts\.", r"\.experts\..*linear_fc2\.bias"
-#: Each rank has another expert, and a half of the other layers.
+#: Each rank has a different expert, and one half of each other layer.
 _LAYOUT: dict[str, Any] = {
     "tp": 2,
     "ep": 2,
@@ -130,7 +129,7 @@ _LAYOUT: dict[str, Any] = {
 
 
 def reproduce() -> None:
-    """Count experts of grouped layers, and experts' biases by each optimizer that there is."""
+    """Count experts of grouped layers, and experts' biases with each available optimizer."""
     from megatron_idempotent.proof.cpu import tiny
 
     from ._engine_layers import group_experts
@@ -151,26 +150,28 @@ def reproduce() -> None:
 
 
 def _expect_counted(model: Any, pattern: str) -> None:
-    """Count the elements of experts' parameters with such names.
+    """Raise a `Fault` unless the norm and the zeros count all elements of the named parameters.
 
-    No rank of two has an expert of another, so that all elements count.
+    The two ranks have different experts, so that all elements count.
     """
     import torch
 
-    parameters = (each for chunk in model.chunks for each in chunk.named_parameters())
+    parameters = (pair for chunk in model.chunks for pair in chunk.named_parameters())
     sizes = [parameter.numel() for name, parameter in parameters if re.search(pattern, name)]
     elements = int(sum(gathered(torch.tensor([sum(sizes)], device="cuda"))))
-    for zeros, what in ((False, "norm"), (True, "number of zeros")):
+    for zeros, quantity in ((False, "norm"), (True, "number of zeros")):
         number = counted(model, pattern, zeros=zeros)
         if number != elements:
             kind = type(model.optimizer).__name__
-            raise Fault(f"the {what} of {kind} has {number} of {elements} elements of {pattern}")
+            raise Fault(
+                f"the {quantity} of {kind} has {number} of {elements} elements of {pattern}"
+            )
 
 
 def neighbour() -> list[float]:
-    """Return norms and numbers of zeros of a step of what stock counts rightly: local experts.
+    """Return norms and numbers of zeros of a step with local experts, which stock counts correctly.
 
-    Shared experts are beside them, which are split as the dense layers.
+    The model also has shared experts, which are split like the dense layers.
     """
     counted: list[float] = []
     for distributed_optimizer in (True, False):
@@ -191,8 +192,8 @@ PATCH = Patch(
     target("ddp.__init__", init, "super().__init__(config=config, module=module)"),
     target("layers.copy_tensor_model_parallel_attributes", copy),
     target("layers.param_is_not_tensor_parallel_duplicate", counts),
-    # The layer-wise optimizer was the last one that did not know. In miles' fork it does, in other
-    # words, and the distributed one's copies still do not say that they are experts'.
+    # Upstream repaired the layer-wise optimizer last. miles' fork has it in other words, but there
+    # the distributed optimizer's copies still lack the mark of experts.
     fixed_by=(
         (
             address("layer_wise.__init__"),

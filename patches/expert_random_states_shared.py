@@ -3,24 +3,24 @@
 Symptom:
     After a load each expert-parallel rank draws the same numbers as the first: forced load
     balancing sends their tokens to the same experts, dropout in experts has the same masks. A run
-    that was saved and loaded is another one than the run that went on.
+    that resumes from a checkpoint differs from one that continues.
 
 Cause:
-    `get_rng_state` names a replica by its data-parallel rank, so that one replica's states are
-    saved; but the tracker's `expert-parallel-rng` is another one on each expert-parallel rank.
+    `get_rng_state` identifies a replica by its data-parallel rank, so that only one replica's
+    states are saved; but the tracker's `expert-parallel-rng` differs between expert-parallel ranks.
 
 Affects:
     Every release with `--ckpt-format torch_dist`. Releases before 0.17 carry `megatron.training` in
     a source checkout only. Megatron-Bridge, slime and miles save one state for each replica. What
-    the patch does: the states that are saved have that of each expert-parallel rank besides, and a
-    load gives each rank its own. Checkpoints of before, and those loaded with other numbers of
-    expert-parallel ranks, give what they gave before. Other versions can load what it saves.
+    the patch does: the saved states also contain that of each expert-parallel rank, and a load
+    gives each rank its own. Older checkpoints, and those loaded with a different number of
+    expert-parallel ranks, load as before. Versions without the patch can load its checkpoints.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/6858, merged on 2026-08-25.
 
 Remove when:
-    `get_rng_state` names the expert-parallel rank.
+    `get_rng_state` saves a state per expert-parallel rank.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _OF_ALL = "expert_parallel_rng_of_ranks"
 
 
 def get_rng_state(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Collect the states, and those of all expert-parallel ranks beside them."""
+    """Collect the states, and add the expert streams of all expert-parallel ranks."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    found = original(*args, **kwargs)
+    states = original(*args, **kwargs)
     if (
-        isinstance(found, ShardedObject)
+        isinstance(states, ShardedObject)
         and parallel_state.get_expert_model_parallel_world_size() > 1
     ):
         group = parallel_state.get_expert_model_parallel_group()
         of_ranks: list[Any] = [None] * group.size()
-        own = found.data[0]["rng_tracker_states"].get(_STREAM)
-        torch.distributed.all_gather_object(of_ranks, own, group=group)
-        found.data[0][_OF_ALL] = of_ranks
-    return found
+        stream = states.data[0]["rng_tracker_states"].get(_STREAM)
+        torch.distributed.all_gather_object(of_ranks, stream, group=group)
+        states.data[0][_OF_ALL] = of_ranks
+    return states
 
 
 def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read a checkpoint, and let its random states be those of this rank."""
+    """Read a checkpoint, and put this rank's expert stream into its random states."""
     from megatron.core import parallel_state
 
     loaded = original(*args, **kwargs)
@@ -61,27 +61,27 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     states: Any = (state_dict or {}).get("rng_state")
     of_ranks = states[0].get(_OF_ALL, ()) if isinstance(states, list) else ()
     if len(of_ranks) > 1 and len(of_ranks) == parallel_state.get_expert_model_parallel_world_size():
-        own = of_ranks[parallel_state.get_expert_model_parallel_rank()]
-        for each in states:
-            each["rng_tracker_states"][_STREAM] = own
+        stream = of_ranks[parallel_state.get_expert_model_parallel_rank()]
+        for state in states:
+            state["rng_tracker_states"][_STREAM] = stream
     return loaded
 
 
 def reproduce() -> None:
-    """Save and load on two expert-parallel ranks, and look at the stream."""
+    """Save and load on two expert-parallel ranks, and compare the stream before and after."""
     import torch
     from megatron.core.tensor_parallel import random
     from megatron.training import checkpointing
 
-    given = ["--ckpt-format", "torch_dist", "--no-save-optim", "--no-load-optim"]
+    options = ["--ckpt-format", "torch_dist", "--no-save-optim", "--no-load-optim"]
     experts = ["--num-experts", "2", "--expert-model-parallel-size", "2"]
-    running = program([*given, *experts])
+    running = program([*options, *experts])
     running.args.save = running.args.load = shared_folder()
     tracker = random.get_cuda_rng_tracker()
-    before = tracker.get_states()[_STREAM].clone()
+    saved_stream = tracker.get_states()[_STREAM].clone()
     checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
     checkpointing.load_checkpoint(running.chunks, None, None)
-    if not torch.equal(tracker.get_states()[_STREAM], before):
+    if not torch.equal(tracker.get_states()[_STREAM], saved_stream):
         rank = torch.distributed.get_rank()
         raise Fault(f"rank {rank} has the {_STREAM} of another rank after a load")
 

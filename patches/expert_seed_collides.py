@@ -1,23 +1,25 @@
-"""Seeding raises on some ranks where expert and tensor parallelism are both large.
+"""Seeding raises on some ranks if expert and tensor parallelism are both large.
 
 Symptom:
-    `Exception: seed 2725 already exists` from `model_parallel_cuda_manual_seed` on single ranks, on
-    expert rank 17 with tensor rank 6, say. The other ranks go on and hang in the next collective.
+    `Exception: seed 2725 already exists` from `model_parallel_cuda_manual_seed` on single ranks,
+    for example expert rank 17 with tensor rank 6. The other ranks go on and hang in the next
+    collective.
 
 Cause:
     The expert layers' seed is the base + 1024 + 100 × expert rank + expert tensor rank, that of
-    tensor parallelism the base + 2718 + tensor rank. They meet from expert rank 16 or 17 on.
+    tensor parallelism the base + 2718 + tensor rank. From expert rank 16 or 17 on the two can be
+    equal.
 
 Affects:
-    Every release; 0.12 takes no ranks as arguments and is seen only at that scale. What the patch
-    does: where the expert layers' seed is taken, 2²⁰ is added to it. No other rank's seed changes.
+    Every release; 0.12 takes no ranks as arguments and shows it only at that scale. What the patch
+    does: if the expert layers' seed is already in use, it adds 2²⁰. No other rank's seed changes.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py,
     `model_parallel_cuda_manual_seed`.
 
 Remove when:
-    the two ranges of seeds cannot meet.
+    the two ranges of seeds cannot overlap.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _OFFSET = 2**20
 
 
 def add(original: Original, self: Any, name: str, seed: int) -> None:
-    """Move the expert layers' seed where it would meet another one."""
+    """Change the expert layers' seed if another stream uses it."""
     from megatron.core.tensor_parallel.random import _EXPERT_PARALLEL_RNG_TRACKER_NAME
 
     if seed in self.seeds_ and name == _EXPERT_PARALLEL_RNG_TRACKER_NAME:
@@ -39,7 +41,7 @@ def add(original: Original, self: Any, name: str, seed: int) -> None:
 
 
 def reproduce() -> None:
-    """Seed as expert rank 17 of tensor rank 6 does."""
+    """Seed like expert rank 17 with tensor rank 6."""
     from megatron.core.tensor_parallel import random
 
     random.model_parallel_cuda_manual_seed(1, tp_rank=6, ep_rank=17, etp_rank=0)

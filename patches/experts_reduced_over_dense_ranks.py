@@ -1,4 +1,4 @@
-"""Experts that are split otherwise than the other layers get other ranks' gradients.
+"""Experts that are split differently from the other layers get other ranks' gradients.
 
 Symptom:
     With `expert_model_parallel_size=1` and an `expert_tensor_parallel_size` that is not the
@@ -7,21 +7,22 @@ Symptom:
     62 % of its norm; with 1 over 2 the copies of an expert drift apart. No error.
 
 Cause:
-    Experts' weights are marked as such, for DDP and for the optimizer, only with more than one
-    expert-parallel rank. Others are reduced with the dense weights, over the data-parallel ranks of
-    those. With another split these are not the ranks that hold the same part of an expert.
+    Megatron marks experts' weights for DDP and the optimizer only with more than one
+    expert-parallel rank. Without the mark they are reduced over the data-parallel ranks of the
+    dense weights. If experts are split differently, these are not the ranks that hold the same part
+    of an expert.
 
 Affects:
-    0.12 to 0.18; 0.19 looks at both sizes. What the patch does: MoE layers mark the weights of
-    their experts where the two sizes differ and expert parallelism is off, and DDP marks those of
-    adapters in them. Nothing else changes. On 0.12 experts of 1 over 2 raise in the forward:
+    0.12 to 0.18; 0.19 compares both sizes. What the patch does: if the two sizes differ and expert
+    parallelism is off, MoE layers mark the weights of their experts, and DDP marks those of
+    adapters in experts. Nothing else changes. On 0.12 experts with 1 over 2 raise in the forward:
     `expert-layers-in-dense-collectives` repairs that.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/tensor_parallel/layers.py,
     `expert_parallel = config.expert_model_parallel_size > 1`.
     https://github.com/NVIDIA/Megatron-LM/pull/5916, "Fix gradient-norm undercounting when using EP
-    and TP", mends it for experts with one expert-parallel rank, as its "uncommon case".
+    and TP", repairs it for experts with one expert-parallel rank, its "uncommon case".
 
 Remove when:
     no supported release marks experts' weights by the expert-parallel size alone.
@@ -35,9 +36,9 @@ from ._case import Fault, Original, Patch, address, arguments, bench, gathered, 
 
 
 def layer(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Make an MoE layer, and mark the weights of its experts where they are split otherwise.
+    """Make an MoE layer, and mark its experts' weights if they are split differently.
 
-    From 0.18 on the buffers may be laid out before DDP wraps the model.
+    It marks them here because, from 0.18 on, buffers may be laid out before DDP wraps the model.
     """
     original(self, config, *args, **kwargs)
     if _split_otherwise(config):
@@ -45,7 +46,7 @@ def layer(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any)
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a module in which the same is true of weights that experts got later, in adapters."""
+    """Mark weights that experts got later, in adapters, then wrap the module."""
     call = arguments(original, (self, *args), kwargs)
     if _split_otherwise(call["config"]):
         _mark_experts(call["module"])
@@ -53,7 +54,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _split_otherwise(config: Any) -> bool:
-    """Return whether other ranks hold the same part of an expert than of a dense layer."""
+    """Return whether experts' parts are replicated on other ranks than those of dense layers."""
     split = getattr(config, "expert_tensor_parallel_size", None)
     return (
         split not in (None, config.tensor_model_parallel_size)
@@ -70,20 +71,22 @@ def _mark_experts(model: Any) -> None:
 
 
 def _mark(moe_layer: Any) -> None:
-    """Set on experts' weights what Megatron sets with more than one expert-parallel rank."""
+    """Mark experts' weights as Megatron does with more than one expert-parallel rank."""
     for parameter in moe_layer.experts.parameters():
         parameter.allreduce = False
 
 
 def reproduce() -> None:
-    """Compare the gradients of two ranks' halves of an expert; they must not be the same."""
+    """Compare the gradients of two ranks' halves of an expert; they must differ."""
     import torch
 
     model = bench(etp=2, experts=2, distributed_optimizer=False, overlap_grad_reduce=False, seed=5)
     model.forward_backward(1, data_seed=0)
     (chunk,) = model.chunks
-    mine = chunk.module.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight.main_grad
-    if torch.equal(*gathered(mine)):
+    gradient = (
+        chunk.module.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1.weight.main_grad
+    )
+    if torch.equal(*gathered(gradient)):
         raise Fault("the two halves of an expert have one gradient, which is their mean")
 
 

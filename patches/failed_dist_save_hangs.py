@@ -1,29 +1,29 @@
 """A `torch_dist` save that fails on rank 0 leaves the others waiting.
 
 Symptom:
-    The disk is full, a quota ends, or the folder is not there. Rank 0 raises, and the others wait
-    for it until their collective's timeout, in `dist_checkpointing.save` or, if the save is
-    asynchronous, where it is finalized. What other ranks cannot write is told to all of them, but
-    in 0.13, where rank 0 waits for theirs.
+    The disk is full, a quota is exceeded, or the folder does not exist. Rank 0 raises, and the
+    others wait for it until their collective's timeout, in `dist_checkpointing.save` or, if the
+    save is asynchronous, while it is finalized. Write errors of other ranks are reported to all
+    ranks, except in 0.13, where rank 0 waits for these ranks.
 
 Cause:
-    Four times rank 0 does alone what may fail, and the others go on to the next collective: it
-    looks into the folder; until 0.18 it writes `common.pt` (`save_common`), whose contents 0.19
-    saves beside the tensors; it writes `.metadata` (`save_state_dict_async_finalize`), while the
-    others wait to hear whether tensors are written; and it writes `metadata.json`.
+    Rank 0 does four things alone that may fail, while the others go on to the next collective: it
+    checks the folder; until 0.18 it writes `common.pt` (`save_common`), whose contents 0.19 saves
+    with the tensors; it writes `.metadata` (`save_state_dict_async_finalize`), while the others
+    wait for the result of writing the tensors; and it writes `metadata.json`.
 
 Affects:
-    0.13 and later. What the patch does: before each of these collectives ranks tell each other
-    whether they have failed, and all raise. `.metadata` is written after all have heard of the
-    tensors. It costs seven exchanges of a few bytes per save. A save must be called on all ranks,
-    as upstream's own barrier wants it. A queue of `nvidia-resiliency-ext` finalizes as before.
+    0.13 and later. What the patch does: before each of these collectives ranks exchange failures;
+    if one has failed, all raise. `.metadata` is written after all ranks know that the tensors are
+    written. This costs seven collectives of a few bytes per save. All ranks must call the save, as
+    upstream's own barrier requires. A queue of `nvidia-resiliency-ext` finalizes as before.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/core/dist_checkpointing/serialization.py,
     `save`, at `save_common`; no thread found.
 
 Remove when:
-    `save` raises on all ranks where rank 0 cannot write.
+    `save` raises on all ranks if rank 0 cannot write.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def meet(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Hear of ranks that failed, and go on to the collectives of `original` if there are none."""
+    """Raise if a rank has failed, else go on to the collectives of `original`."""
     from megatron_idempotent.window import agreement
 
     agreement.meet(NOT_SAVED)
@@ -50,11 +50,11 @@ def meet(original: Original, *args: Any, **kwargs: Any) -> Any:
 def save_state_dict_async_finalize(
     original: Original, storage_writer: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Write the metadata after all ranks have heard of the tensors, and tell them of it."""
+    """Write the metadata once all ranks have written tensors; raise on all ranks if that fails."""
     from megatron_idempotent.window import agreement
 
     retrieve = storage_writer.retrieve_write_results
-    finish, held = storage_writer.finish, []
+    finish, calls = storage_writer.finish, []
 
     def met_with_results() -> Any:
         results = retrieve()  # 0.13 raises here, on the rank that has not written
@@ -62,19 +62,19 @@ def save_state_dict_async_finalize(
         return results
 
     storage_writer.retrieve_write_results = met_with_results
-    storage_writer.finish = lambda *args, **kwargs: held.append((args, kwargs))
+    storage_writer.finish = lambda *args, **kwargs: calls.append((args, kwargs))
     with agreement.as_one(NOT_SAVED):
         try:
             original(storage_writer, *args, **kwargs)
         finally:
             del storage_writer.retrieve_write_results, storage_writer.finish
         with agreement.attempt(NOT_SAVED):
-            for given, named in held:
-                finish(*given, **named)
+            for finish_args, finish_kwargs in calls:
+                finish(*finish_args, **finish_kwargs)
 
 
 def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
-    """Have the functions that end an asynchronous save end it on all ranks, or raise on all."""
+    """Let the functions that finalize an asynchronous save succeed or raise on all ranks."""
     functions = async_request.finalize_fns
     functions[:] = [functools.partial(_finalize, list(functions))]
     return original(self, async_request)
@@ -84,8 +84,8 @@ def _finalize(functions: list[Callable[[], None]]) -> None:
     from megatron_idempotent.window import agreement
 
     with agreement.as_one_at_barriers(NOT_SAVED):
-        for each in functions:
-            each()
+        for function in functions:
+            function()
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _join(path: Path, folder: Path) -> None:
-    """Do, on each rank that has failed, what a rank of stock waits for that has not."""
+    """Join the collectives in which a rank without a failure waits on stock Megatron."""
     import torch
     from megatron.core import dist_checkpointing
 
@@ -117,7 +117,7 @@ def _join(path: Path, folder: Path) -> None:
 
 
 def reproduce() -> None:
-    """Save without a folder, and where folders have the names of what rank 0 writes."""
+    """Save without a folder, and with folders in place of the files that rank 0 writes."""
     from pathlib import Path
 
     import torch
@@ -141,7 +141,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Save, and save asynchronously; return what is loaded."""
+    """Save, and save asynchronously; return the loaded values."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
@@ -150,13 +150,13 @@ def neighbour() -> object:
     folder, later = shared_folder(), shared_folder()
     dist_checkpointing.save(_state(1.0), folder)
     queue = AsyncCallsQueue()
-    how: dict[str, Any] = {"async_sharded_save": True}
+    options: dict[str, Any] = {"async_sharded_save": True}
     if takes(dist_checkpointing.save, "async_strategy"):
-        how["async_strategy"] = "mcore"
-    queue.schedule_async_request(dist_checkpointing.save(_state(2.0), later, **how))
+        options["async_strategy"] = "mcore"
+    queue.schedule_async_request(dist_checkpointing.save(_state(2.0), later, **options))
     queue.maybe_finalize_async_calls(blocking=True)
-    loaded = [dist_checkpointing.load(_state(0.0), each) for each in (folder, later)]
-    return [str(each["step"]) + str(each["weight"].tolist()) for each in loaded]
+    states = [dist_checkpointing.load(_state(0.0), path) for path in (folder, later)]
+    return [str(state["step"]) + str(state["weight"].tolist()) for state in states]
 
 
 _STRATEGIES = "core.dist_checkpointing.strategies"

@@ -1,32 +1,32 @@
 """A load that fails on one rank leaves its model half loaded, and the others loaded or waiting.
 
 Symptom:
-    A file of a checkpoint is missing or cut, or one rank cannot read it. That rank raises; weights
-    and optimizer are in part those of the checkpoint. Other ranks go on with what they have loaded,
-    or wait in the next collective until its timeout. A caller that falls back to an older
-    checkpoint, or to the run as it was, trains on a mixture.
+    A file of a checkpoint is missing or truncated, or one rank cannot read it. That rank raises; a
+    part of its weights and optimizer comes from the checkpoint. Other ranks go on with their loaded
+    values, or wait in the next collective until its timeout. A caller that falls back to an older
+    checkpoint, or to the run in memory, trains on a mixture.
 
 Cause:
-    `mcore_to_pyt_state_dict` has torch read into the model's own tensors, file after file. From
-    0.18 on `TorchDistLoadShardedStrategy.load` reads with `no_dist=True`, so that torch tells
-    nobody; and before that all that is read outside of torch's load is a rank's own.
+    `mcore_to_pyt_state_dict` lets torch read into the model's own tensors, file by file. From 0.18
+    on `TorchDistLoadShardedStrategy.load` reads with `no_dist=True`, so that torch does not report
+    a failure to other ranks. Before that, failures outside of torch's load stay on their rank.
 
 Affects:
     0.13 and later, `dist_checkpointing.load` and all that calls it. What the patch does: before a
-    rank reads, it opens each file that it is going to read, and looks at its length. All ranks tell
-    each other what they found, and again after reading; if one has failed, all raise. What fails
-    before the first tensor is read changes nothing. After that (bytes that are wrong, a disk that
-    breaks off) the error says that a part is loaded. Embeddings that upstream fills with zeros
-    before it reads are copied to the host until then. As before is a load with
-    `validate_access_integrity=False`, which may be one rank's own, and one with a group of some
-    ranks. In a cloud (`--enable-msc`) ranks tell each other at the end of the load only.
+    rank reads, it opens each file that it will read, and checks its length. All ranks exchange
+    failures, and again after reading; if one has failed, all raise. A failure before the first
+    tensor is read changes nothing. After a later failure (wrong bytes, a disk that fails) the error
+    says that a part is loaded. Embeddings that upstream fills with zeros before it reads are copied
+    to the host, to restore them. Unchanged: loads with `validate_access_integrity=False`, which a
+    single rank may call, and loads in a group of some ranks. With cloud storage (`--enable-msc`)
+    ranks exchange failures at the end of the load only.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/dist_checkpointing/strategies/torch.py,
     `TorchDistLoadShardedStrategy.load`; no thread found.
 
 Remove when:
-    `load` raises on all ranks, and before it has written into the model, where a file is spoilt.
+    for a damaged file `load` raises on all ranks, before it has written into the model.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
     call = arguments(original, args, kwargs)
     if not call["validate_access_integrity"] or kwargs.get("process_group"):
         return original(*args, **kwargs)
-    # Upstream fills these, the padded vocabulary's, with zeros before it reads.
+    # Upstream fills the padded vocabulary's tensors with zeros before it reads.
     emptied = [
-        (each.data, each.data.detach().to("cpu", copy=True))
-        for each in nested_values(call["sharded_state_dict"])
-        if isinstance(each, ShardedTensor) and each.allow_shape_mismatch and each.data is not None
+        (item.data, item.data.detach().to("cpu", copy=True))
+        for item in nested_values(call["sharded_state_dict"])
+        if isinstance(item, ShardedTensor) and item.allow_shape_mismatch and item.data is not None
     ]
     try:
         with agreement.as_one(PART):
             return original(*args, **kwargs)
     except BaseException as error:  # torch's CheckpointException is no Exception
-        for tensor, before in emptied:
-            tensor.detach().copy_(before)
+        for tensor, saved in emptied:
+            tensor.detach().copy_(saved)
         if isinstance(error, agreement.WindowAborted):
             raise CheckpointingException(str(error)) from error
         raise
 
 
 def determine_global_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Exchange what is to be loaded, unless a rank could not even begin."""
+    """Exchange the metadata to load, unless a rank has failed before it could begin."""
     from megatron_idempotent.window import agreement
 
     agreement.meet(UNCHANGED)
@@ -76,7 +76,7 @@ def determine_global_metadata(original: Original, *args: Any, **kwargs: Any) -> 
 
 
 def get_filesystem_reader(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Return a reader that reads if all ranks can; one of a cloud as it is."""
+    """Return a reader that reads only if all ranks can; leave readers of cloud storage alone."""
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     reader = original(*args, **kwargs)
@@ -89,14 +89,14 @@ def _read_data(reader: Any, plan: Any, planner: Any) -> Any:
     from megatron_idempotent.window import agreement
 
     with agreement.attempt(UNCHANGED):
-        look_at_files(reader, [reader.storage_data[each.storage_index] for each in plan.items])
+        look_at_files(reader, [reader.storage_data[item.storage_index] for item in plan.items])
     future = type(reader).read_data(reader, plan, planner)
     agreement.meet(PART)
     return future
 
 
 def _load(spoil: Callable[[Any], None]) -> dict[str, Any]:
-    """Save 1.0 on two ranks, spoil the files of the second one, load over 2.0; return weights."""
+    """Save 1.0 on two ranks, damage rank 1's files, load over 2.0; return weights and error."""
     from pathlib import Path
 
     import torch
@@ -109,7 +109,7 @@ def _load(spoil: Callable[[Any], None]) -> dict[str, Any]:
     def state() -> dict[str, Any]:
         make = dist_checkpointing.ShardedTensor.from_rank_offsets
         parts = {name: make(name, weight, (0, rank, 2)) for name, weight in weights.items()}
-        parts["second"].allow_shape_mismatch = True  # as of a padded vocabulary
+        parts["second"].allow_shape_mismatch = True  # like a padded vocabulary
         return parts
 
     dist_checkpointing.save(state(), folder)
@@ -129,22 +129,22 @@ def _load(spoil: Callable[[Any], None]) -> dict[str, Any]:
 
 
 def reproduce() -> None:
-    """Cut the files of one rank, and load."""
+    """Truncate the files of one rank, and load."""
     import os
 
     import torch
 
-    found = _load(lambda path: os.truncate(path, path.stat().st_size - 8))
-    rank, raised = torch.distributed.get_rank(), found.pop("raised")
-    for name, weight in found.items():
+    results = _load(lambda path: os.truncate(path, path.stat().st_size - 8))
+    rank, raised = torch.distributed.get_rank(), results.pop("raised")
+    for name, weight in results.items():
         if raised == "nothing" or weight.ne(2.0).any():
-            raise Fault(f"a file is spoilt; rank {rank} raises {raised}; {name} is loaded")
+            raise Fault(f"a file is truncated; rank {rank} raises {raised}; {name} is loaded")
 
 
 def neighbour() -> object:
-    """Load files that are longer than what was saved, which is all there."""
-    found = _load(lambda path: path.write_bytes(path.read_bytes() + bytes(8)))
-    return found["raised"], found["first"].tolist(), found["second"].tolist()
+    """Load files with extra bytes at their ends, in which all data are intact."""
+    results = _load(lambda path: path.write_bytes(path.read_bytes() + bytes(8)))
+    return results["raised"], results["first"].tolist(), results["second"].tolist()
 
 
 PATCH = Patch(

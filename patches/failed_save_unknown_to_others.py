@@ -1,26 +1,26 @@
 """A save that one rank cannot write leaves the others waiting.
 
 Symptom:
-    With `--ckpt-format torch` the disk is full, or a folder cannot be made. The rank that writes
-    raises `OSError`, and the others wait for it until their collective's timeout. So they do with
-    any format where rank 0 cannot write the tracker file, `latest_checkpointed_iteration.txt`.
+    With `--ckpt-format torch` the disk is full, or a folder cannot be created. The rank that writes
+    raises `OSError`, and the others wait for it until their collective's timeout. With any format
+    the same happens if rank 0 cannot write the tracker file, `latest_checkpointed_iteration.txt`.
 
 Cause:
-    `save_checkpoint` writes on one rank of each model-parallel group, and then has a barrier, which
-    a rank that has failed never enters. Rank 0 writes the tracker file between that and another.
+    `save_checkpoint` writes on one rank of each model-parallel group, then calls a barrier, which a
+    failed rank never enters. Rank 0 writes the tracker file between this barrier and the next.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: at these barriers, and at the end, ranks tell each other whether they have
-    failed, and all raise. The tracker file names the checkpoint of before. A save must be called on
-    all ranks, as upstream's own barrier wants it.
+    the patch does: at these barriers, and at the end, ranks exchange failures; if one has failed,
+    all raise. The tracker file still names the previous checkpoint. All ranks must call the save,
+    as upstream's own barrier requires.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
     `save_checkpoint`, at "Wait so everyone is done (necessary)"; no thread found.
 
 Remove when:
-    `save_checkpoint` raises on all ranks where one cannot write.
+    `save_checkpoint` raises on all ranks if one cannot write.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ._case import Fault, Patch, program, shared_folder, target
 
 
 def reproduce() -> None:
-    """Save where rank 0 finds a file in the place of a folder."""
+    """Save into a path at which rank 0 finds a file instead of a folder."""
     from pathlib import Path
 
     import torch
@@ -44,7 +44,7 @@ def reproduce() -> None:
     try:
         checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
     except (OSError, WindowAborted):
-        for _ in range(2):  # stock, the other rank waits in two of its own
+        for _ in range(2):  # on stock the other rank waits in two barriers
             torch.distributed.barrier()
     else:
         rank = torch.distributed.get_rank()
@@ -52,7 +52,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Save what can be written; return what a load gives."""
+    """Save and load; return the loaded iteration."""
     from megatron.training import checkpointing
 
     running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])

@@ -1,19 +1,19 @@
-"""`train()` overwrites a `config.finalize_model_grads_func` of the caller's own.
+"""`train()` overwrites the caller's own `config.finalize_model_grads_func`.
 
 Symptom:
-    A custom finalize function (one that scales gradients by tokens, say, or reduces what upstream
-    does not know of) is silently not called inside `train()`, nor after it.
+    A custom finalize function (for example, one that scales gradients by tokens, or reduces extra
+    parameters) is silently not called inside `train()`, nor after it.
 
 Cause:
-    `train()` assigns upstream's `finalize_model_grads` without looking.
+    `train()` assigns upstream's `finalize_model_grads` without checking.
 
 Affects:
-    0.12 to 0.18; 0.19 assigns it only where there is none. Releases before 0.17 carry
-    `megatron.training` in a source checkout only. What the patch does: for the time of the call
-    the module's name `finalize_model_grads`, which `train()` reads in this one assignment, stands
-    for the caller's function. Where the config holds None, upstream's is set as before. On commits
-    on which `train()` wraps that function to reload an offloaded optimizer (slime's and miles'), it
-    wraps the caller's, and what it left in the config is not taken for the caller's.
+    0.12 to 0.18; 0.19 assigns it only if there is none. Releases before 0.17 carry
+    `megatron.training` in a source checkout only. What the patch does: during the call the module's
+    name `finalize_model_grads`, which `train()` reads only in this assignment, refers to the
+    caller's function. If the config has None, upstream's is set as before. On commits where
+    `train()` wraps that function to reload an offloaded optimizer (slime's and miles'), it wraps
+    the caller's, and the patch does not take the wrapper in the config for the caller's function.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.18.0/megatron/training/training.py, `train`.
@@ -31,7 +31,7 @@ from ._case import TRAINING, Fault, Original, Patch, a_body_has, arguments, prog
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train` so that it assigns the finalize function that the config holds."""
+    """Run upstream's `train` so that it keeps the finalize function of the config."""
     module: Any = sys.modules[TRAINING]
     config = arguments(original, args, kwargs)["config"]
     custom = config.finalize_model_grads_func
@@ -48,7 +48,7 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_train(function: Any) -> bool:
-    """Return whether `train()` has wrapped its module's finalize function in this one."""
+    """Return whether this is `train()`'s wrapper around a finalize function."""
     return getattr(function, "__qualname__", "").startswith("train.<locals>.") and (
         getattr(function, "__module__", None) == TRAINING
     )

@@ -1,17 +1,18 @@
-"""Once a run began from `--pretrained-checkpoint`, it cannot be rolled back to a checkpoint.
+"""A run that began from `--pretrained-checkpoint` cannot be rolled back to a checkpoint.
 
 Symptom:
-    A run that began with the weights of `--pretrained-checkpoint`, saved, and loads in place:
-    `load_checkpoint` returns iteration 0, and optimizer, scheduler and random states stay what they
-    are. Only the weights are those of the checkpoint. No error.
+    A run begins with the weights of `--pretrained-checkpoint`, saves, and then loads in the same
+    process: `load_checkpoint` returns iteration 0, and optimizer, scheduler and random states do
+    not change. Only the weights come from the checkpoint. No error.
 
 Cause:
     The first load sets `args.finetune`, because there was nothing to resume, and leaves it set.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only.
-    Megatron-Bridge does the same with `cfg.checkpoint.finetune`, which this does not reach. What
-    the patch does: after a load `args.finetune` is what the user has set.
+    Megatron-Bridge does the same with `cfg.checkpoint.finetune`; for that see
+    `bridge-finetune-left-set`. What the patch does: after a load `args.finetune` has the user's
+    value again.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
@@ -29,15 +30,15 @@ from ._case import Fault, Original, Patch, program, target
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Load, and let `args.finetune` be what it was before."""
+    """Load, then restore `args.finetune`."""
     from megatron.training import get_args
 
     options = get_args()
-    asked_for = options.finetune
+    finetune = options.finetune
     try:
         return original(*args, **kwargs)
     finally:
-        options.finetune = asked_for
+        options.finetune = finetune
 
 
 def reproduce() -> None:
@@ -48,14 +49,14 @@ def reproduce() -> None:
     from megatron.training import checkpointing
 
     running = program(["--ckpt-format", "torch"])
-    whole = [running.chunks, running.optimizer, running.scheduler]
+    saved = [running.chunks, running.optimizer, running.scheduler]
     with tempfile.TemporaryDirectory() as folder:
         running.args.save = running.args.pretrained_checkpoint = str(Path(folder, "pretrained"))
         running.train(1)
-        checkpointing.save_checkpoint(1, *whole, 0)
+        checkpointing.save_checkpoint(1, *saved, 0)
         running.args.save = running.args.load = str(Path(folder, "run"))
         running.load()
-        checkpointing.save_checkpoint(1, *whole, 0)
+        checkpointing.save_checkpoint(1, *saved, 0)
         iteration = running.load()
     if iteration != 1:
         raise Fault(f"saved at iteration 1, loaded at iteration {iteration}")

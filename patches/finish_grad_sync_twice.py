@@ -1,4 +1,4 @@
-"""A second `finish_grad_sync()` reduces gradients that are reduced already.
+"""A second `finish_grad_sync()` reduces gradients that are already reduced.
 
 Symptom:
     Without overlap_grad_reduce the rank's shard of the gradient changes with every further
@@ -7,20 +7,20 @@ Symptom:
     0.18: `AssertionError: Communication call has not been issued for this bucket`.
 
 Cause:
-    The bucket groups keep no record of having been reduced. Release 0.18 added one for the path
-    with overlap.
+    The bucket groups do not record that they were reduced. Release 0.18 added such a record for the
+    path with overlap.
 
 Affects:
-    Every release. What the patch does: `finish_grad_sync` does nothing where no gradient was added
-    since the last one. Without overlap it goes by torch's counters of writes in place; gradients
-    that anything has written to in between, clipping for one, count as added.
+    Every release. What the patch does: `finish_grad_sync` does nothing if no gradient was added
+    since the last call. Without overlap it compares torch's counters of writes in place; gradients
+    that were written in between, for example by clipping, count as added.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
     `_ParamAndGradBucketGroup.finish_grad_sync`.
 
 Remove when:
-    `finish_grad_sync` is idempotent within a window without overlap too.
+    `finish_grad_sync` is idempotent within a window, even without overlap.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Finish a reduction, unless no gradient has come since the last one."""
+    """Finish a reduction, unless no gradient was added since the last one."""
     if ddp.is_idle(self):
         for group in ddp.bucket_groups(self):
             # As upstream does at every call.
@@ -46,7 +46,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a chunk's reductions; without overlap that reduces, and is done once."""
+    """Start a chunk's reductions; without overlap this reduces, so do it only once."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
     elif not ddp.is_idle(self):
@@ -55,7 +55,7 @@ def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def start(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a bucket group's reduction, unless it is under way already."""
+    """Start a bucket group's reduction, unless it is already in flight."""
     if self.ddp_config.overlap_grad_reduce and ddp.dispatched(self) and ddp.late(self) is None:
         return
     ddp.dispatching(original, self, *args, **kwargs)
@@ -71,10 +71,10 @@ def reproduce() -> None:
     """Run one window, reduced by its schedule, then `finish_grad_sync` once more."""
     model = bench(overlap_grad_reduce=False)
     model.forward_backward(2, data_seed=0)
-    once = model.gradients()
+    reduced = model.gradients()
     for chunk in model.chunks:
         chunk.finish_grad_sync()
-    if not model.gradients().equal(once):
+    if not model.gradients().equal(reduced):
         raise Fault("a second finish_grad_sync() changed the gradients")
 
 

@@ -3,26 +3,26 @@
 Symptom:
     After a first window that was aborted in its last backward, or that left some parameters of a
     bucket unused (a text-only first batch): a bare `AssertionError` from every later
-    `zero_grad_buffer()`, in `assert len(self.per_param_grad_ready_counts) == len(self.params)`.
-    Where the abort came when every parameter of a bucket had been seen once, but some of them twice
-    in a whole window (tied weights, several backward calls): no error, and all later windows reduce
-    that bucket too early: wrong gradients.
+    `zero_grad_buffer()`, in `assert len(self.per_param_grad_ready_counts) == len(self.params)`. If
+    the abort came after every parameter of a bucket had one gradient, but a complete window gives
+    some of them two (tied weights, several backward calls): no error, but all later windows reduce
+    that bucket too early, and gradients are wrong.
 
 Cause:
     With overlap_grad_reduce a bucket group counts in its first window how often each parameter's
     gradient becomes ready; `reset()` then takes these counts as golden: whenever a later window
-    reaches them, the reduction starts. `reset()` neither asks whether the window was finished nor
-    can it be called with counts of some parameters only.
+    reaches them, the reduction starts. `reset()` does not check whether the window was finished,
+    and asserts if some parameters have no count.
 
 Affects:
-    0.16 on. What the patch does: `zero_grad_buffer()` drops the counts of a first window in which
-    a bucket group was not reduced by `finish_grad_sync()`, or in which some of its parameters were
-    never seen. The next window then counts as the first, and reduces when it ends, exactly. All
-    bucket groups of a chunk learn from the same window, so that ranks start them in one order.
-    What stays as it is: a later window that leaves out parameters which the counts contain still
-    meets upstream's "Communication call has not been issued". Nothing on one rank can repair that:
-    where the other ranks used those parameters, their reductions come in another order. All ranks
-    have to use the same parameters, as upstream requires.
+    0.16 on. What the patch does: `zero_grad_buffer()` drops the counts of a first window in which a
+    bucket group was not reduced by `finish_grad_sync()`, or in which some of its parameters had no
+    gradient. The next window then counts as the first, and reduces at its end, exactly. All bucket
+    groups of a chunk learn from the same window, so that ranks start their reductions in the same
+    order. Unchanged: a later window that leaves out parameters with counts still ends in upstream's
+    "Communication call has not been issued". No rank can repair that alone: if the other ranks used
+    those parameters, their reductions come in a different order. All ranks have to use the same
+    parameters, as upstream requires.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
@@ -44,14 +44,14 @@ _REDUCED = "_megatron_idempotent_first_window_reduced"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Note that the first window of a bucket group was reduced as a whole."""
+    """Record that the first window of a bucket group was reduced."""
     original(self, *args, **kwargs)
     if self.is_first_batch:
         setattr(self, _REDUCED, True)
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Let upstream learn from a first window that all bucket groups which took part finished."""
+    """Keep a first window's counts only if all bucket groups that took part finished it."""
     learning = [
         group
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups)
@@ -63,20 +63,20 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def _drop_what_is_unfinished(groups: list[Any]) -> None:
-    seen = [group for group in groups if group.per_param_grad_ready_counts]
-    whole = all(
+    counting = [group for group in groups if group.per_param_grad_ready_counts]
+    complete = all(
         getattr(group, _REDUCED, False)
         and len(group.per_param_grad_ready_counts) == len(group.params)
-        for group in seen
+        for group in counting
     )
     for group in groups:
         setattr(group, _REDUCED, False)
-        if not whole:
+        if not complete:
             ddp.forget_first_window(group)
 
 
 def reproduce() -> None:
-    """Interrupt the very first backward, and go on."""
+    """Interrupt the very first backward, then run three windows."""
     import torch
 
     expected = bench()

@@ -1,17 +1,17 @@
 """Log-probability passes outside of `no_grad` count tokens for the MoE expert bias.
 
 Symptom:
-    With `moe_router_enable_expert_bias`, a forward-only window that is not under `torch.no_grad()`,
-    in eval mode too, moves the expert bias of the next training step: the router's load is balanced
-    over tokens that nothing is trained on. No error.
+    With `moe_router_enable_expert_bias`, a forward-only window outside of `torch.no_grad()`, even
+    in eval mode, moves the expert bias of the next training step: the router balances its load over
+    tokens that are not trained on. No error.
 
 Cause:
-    The router counts tokens wherever gradients are enabled; the schedules do not disable them for
-    `forward_only=True`.
+    The router counts tokens whenever gradients are enabled; the schedules do not disable gradients
+    for `forward_only=True`.
 
 Affects:
     Every release. What the patch does: after a forward-only schedule with gradients enabled, the
-    counts are those from before it. Whether gradients are enabled is left to the caller.
+    counts have their values from before it. The caller still decides whether gradients are enabled.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router.py,
@@ -31,7 +31,7 @@ from ._case import EXPERT_BIAS, Fault, Original, Patch, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule; after a forward-only one with gradients enabled, puts the counts back."""
+    """Run a schedule; after a forward-only one with gradients enabled, restore the counts."""
     import torch
 
     chunks = schedules.chunks(kwargs["model"])
@@ -47,11 +47,11 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
         for module in chunk.modules()
         if getattr(module, "local_tokens_per_expert", None) is not None
     ]
-    before = [count.clone() for count in counts]
+    saved = [count.clone() for count in counts]
     try:
         return original(*args, **kwargs)
     finally:
-        for count, value in zip(counts, before, strict=True):
+        for count, value in zip(counts, saved, strict=True):
             count.copy_(value)
 
 

@@ -2,23 +2,22 @@
 
 Symptom:
     `KeyError: GPTModel(`, and the model's layers below it, from `disable_forward_pre_hook()` in the
-    line `assert self.remove_forward_pre_hook_handles[module] is not None`, where the hooks are off
-    already, which every `train()` after the first does with overlap_param_gather on, and where a
-    module (an adapter, say) was added after DDP was wrapped around the model. A bare
-    `AssertionError` from a second `enable_forward_pre_hook()`, in `assert
-    len(self.remove_forward_pre_hook_handles) == 0`.
+    line `assert self.remove_forward_pre_hook_handles[module] is not None`, if the hooks are already
+    off, as in every `train()` after the first with overlap_param_gather, or if a module (such as an
+    adapter) was added after DDP wrapped the model. A bare `AssertionError` from a second
+    `enable_forward_pre_hook()`, in `assert len(self.remove_forward_pre_hook_handles) == 0`.
 
 Cause:
-    Both methods walk over the module tree as it is now and take for granted that each module holds
-    a handle, or that none does.
+    Both methods walk over the current module tree and assume that each module has a handle, or that
+    none has.
 
 Affects:
-    Every release since hooks can be switched (0.9). What the patch does: a disable removes the
-    handles that are held, on however many modules, and then synchronises the parameters exactly as
-    upstream's own body does if `param_sync` is True; an enable where hooks are on does nothing.
+    Every release since hooks can be switched (0.9). What the patch does: disabling removes all
+    existing handles, and then synchronises the parameters exactly as upstream's own body does if
+    `param_sync` is True; enabling does nothing if hooks are already on.
 
 Upstream:
-    https://github.com/THUDM/slime/pull/1857 meets the same KeyError on slime's second `train()`.
+    https://github.com/THUDM/slime/pull/1857 reports the same KeyError in slime's second `train()`.
 
 Remove when:
     both methods are idempotent upstream.
@@ -32,10 +31,10 @@ from ._case import Original, Patch, bench, target
 
 
 class _NoHandle:
-    """Stands where a module holds no hook, so that upstream's loop has something to remove."""
+    """Replaces the handle of a module without a hook, so that upstream's loop can remove it."""
 
     def remove(self) -> None:
-        """Do nothing, because nothing was registered."""
+        """Do nothing, because no hook was registered."""
 
 
 def disable(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -43,9 +42,11 @@ def disable(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     handles = self.remove_forward_pre_hook_handles
     modules = list(self.module.modules())
     fits = len(handles) == len(modules) and all(module in handles for module in modules)
-    # Without overlap_param_gather upstream's assertion ends the call, and must find no stand-ins.
+    # Without overlap_param_gather upstream's assertion must fail, so add no stand-ins.
     if self.use_forward_hook and not fits:
-        for module in set(handles) - set(modules):  # left the tree since the hooks were enabled
+        for module in set(handles) - set(
+            modules
+        ):  # removed from the model since the hooks were enabled
             handles.pop(module).remove()
         for module in modules:
             handles.setdefault(module, _NoHandle())
@@ -53,13 +54,13 @@ def disable(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def enable(original: Original, self: Any) -> None:
-    """Do nothing where the hooks are on."""
+    """Enable the hooks, unless they are already on."""
     if not self.remove_forward_pre_hook_handles:
         original(self)
 
 
 def reproduce() -> None:
-    """Enable and disable twice; the second disable must still gather what an update left stale."""
+    """Disable the hooks twice, then enable them twice."""
     model = bench(overlap_param_gather=True)
     (chunk,) = model.chunks
     chunk.disable_forward_pre_hook()

@@ -5,29 +5,28 @@ Symptom:
     optimizer's momentum and by weight decay, and their moments decay. No error.
 
 Cause:
-    A frozen parameter has no gradient, and torch's optimizers leave it out. Megatron's give each
-    parameter that they were built with the gradient in DDP's buffer, which is zero then, and Adam
-    steps on zero. The optimizer that steps on the host goes on with the gradient of an earlier step
-    even where it is given none. Megatron-FSDP has the shard of a parameter in the module between
-    two windows, and the whole one within: `requires_grad_(False)` reaches the shard, and the whole
-    one gets its gradient as before.
+    A frozen parameter has no gradient, and torch's optimizers skip it. Megatron's optimizers still
+    give it the gradient in DDP's buffer, which is zero, and Adam steps on zero. The optimizer on
+    the host reuses the gradient of an earlier step if it gets none. In Megatron-FSDP the module
+    holds a parameter's shard between two windows, and the complete parameter within a window:
+    `requires_grad_(False)` reaches the shard, and the complete parameter still gets a gradient.
 
 Affects:
     Every release, with fp32, fp16 and bf16, the distributed optimizer, `optimizer_cpu_offload` and
-    Megatron-FSDP. What the patch does: a parameter that requires no gradient when the optimizer
-    steps is left out, and keeps its bits and its moments until it is unfrozen. Its step count goes
-    on with that of the others, as Megatron saves one count for all. It is zero in the gradient's
-    norm. A step that was captured in a CUDA graph is replayed as it was. Where Megatron-FSDP has
-    the whole parameter in the module (`overlap_param_gather`, "optim_grads_params") its backward
-    refuses one that is frozen: "it is in a parameter group with requires_grad=True".
+    Megatron-FSDP. What the patch does: the optimizer skips a parameter that requires no gradient,
+    which keeps its bits and its moments until it is unfrozen. Its step count advances with that of
+    the others, because Megatron saves one count for all. It adds zero to the gradient's norm. A
+    step that was captured in a CUDA graph is replayed unchanged. If Megatron-FSDP has the complete
+    parameter in the module (`overlap_param_gather`, "optim_grads_params"), its backward refuses a
+    frozen one: "it is in a parameter group with requires_grad=True".
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
     `FP32Optimizer.prepare_grads`, `_copy_model_grads_to_main_grads`.
 
 Remove when:
-    these leave the gradient of a frozen parameter at None, and `HybridDeviceOptimizer` takes it for
-    none.
+    these leave the gradient of a frozen parameter at None, and `HybridDeviceOptimizer` then skips
+    it.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def prepare_grads(original: Original, self: Any) -> Any:
-    """Take what Megatron-FSDP has computed for frozen shards out of the gradient's norm."""
+    """Zero Megatron-FSDP's gradients of frozen shards, so that the norm does not count them."""
     if optimizers.in_fsdp(self):
-        for each in optimizers.frozen(self):
-            for gradient in each.grad, getattr(each, "decoupled_grad", None):
-                if gradient is not None:  # which tells the norm of all ranks which group they are
+        for shard in optimizers.frozen(self):
+            for gradient in shard.grad, getattr(shard, "decoupled_grad", None):
+                if gradient is not None:  # not None, because the norm finds its group by it
                     gradient.zero_()
     return original(self)
 
 
 def step(original: Original, self: Any) -> bool:
-    """Take the gradients of frozen parameters away, step, and count the step for them as well."""
+    """Drop the gradients of frozen parameters, step, and count the step for them as well."""
     frozen = optimizers.frozen(self)
     optimizers.leave_out(self.optimizer, frozen)
-    done: bool = original(self)
+    succeeded: bool = original(self)
     if frozen:
         optimizers.count_step(self.optimizer, frozen)
-    return done
+    return succeeded
 
 
 def reproduce() -> None:
@@ -69,11 +68,11 @@ def reproduce() -> None:
         for seed in range(2):
             model.train_step(1, data_seed=seed)
         head = model.chunks[0].module.module.output_layer.requires_grad_(False).weight
-        before = head.detach().clone()
+        weight_before = head.detach().clone()
         model.train_step(1, data_seed=2)
-        if not head.equal(before):
+        if not head.equal(weight_before):
             raise Fault(
-                f"a frozen weight has moved by {float((head - before).abs().max()):.2g} "
+                f"a frozen weight has moved by {float((head - weight_before).abs().max()):.2g} "
                 f"in a step{' on the host' if overrides else ''}"
             )
 

@@ -8,20 +8,20 @@ Symptom:
     a text, `assert param.requires_grad`.
 
 Cause:
-    A bucket is reduced once all of its parameters have had their gradient, and a frozen one never
-    has. The hook that waits for gathered parameters takes a parameter in a bucket for a trained
-    one.
+    A bucket is reduced once all of its parameters have a gradient, and a frozen one never gets one.
+    The hook that waits for gathered parameters assumes that a parameter in a bucket is trained.
 
 Affects:
-    Every release. What the patch does: `finish_grad_sync` reduces a bucket whose trained parameters
-    have all had their gradients. Reductions of such buckets are not overlapped. The hook waits for
+    Every release. What the patch does: `finish_grad_sync` reduces a bucket once all of its trained
+    parameters have gradients. Reductions of such buckets are not overlapped. The hook waits for
     frozen parameters as for others: they are gathered with their bucket. All ranks have to freeze
     the same parameters.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
-    `_ParamAndGradBucketGroup.register_grad_ready`. https://github.com/NVIDIA/Megatron-LM/issues/1150
-    and https://github.com/NVIDIA-BioNeMo/bionemo-recipes/pull/620 meet the assertion, and turn the
+    `_ParamAndGradBucketGroup.register_grad_ready`.
+    https://github.com/NVIDIA/Megatron-LM/issues/1150 and
+    https://github.com/NVIDIA-BioNeMo/bionemo-recipes/pull/620 report the assertion, and turn the
     overlap off.
 
 Remove when:
@@ -39,63 +39,63 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch first what waits for the gradients of frozen parameters alone."""
+    """Dispatch reductions that only wait for frozen parameters, then finish."""
     if (
         self.ddp_config.overlap_grad_reduce
         and not getattr(self, "is_first_batch", False)  # which dispatches by itself
         and not getattr(self, "grad_reduce_finished", False)
         and not ddp.dispatched(self)
     ):
-        frozen = {each for each in self.params if not each.requires_grad}
+        frozen = {param for param in self.params if not param.requires_grad}
         if frozen and self.params == frozen | ddp.registered(self).keys():
             self.start_grad_sync(*args, **kwargs)
     original(self, *args, **kwargs)
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Start a window in which nothing was dispatched."""
+    """Start a window in which no reduction was dispatched."""
     original(self)
     ddp.ended(self)
 
 
 def make_hook(original: Original, self: Any) -> Any:
-    """Return upstream's hook, which takes frozen parameters in a bucket for trained ones."""
+    """Return a hook that makes frozen parameters trainable while upstream's hook runs."""
     wait = original(self)
 
     def hook(module: Any, *inputs: Any) -> None:
         frozen = [
-            each
-            for each in module.parameters(recurse=False)
-            if not each.requires_grad and each in self.param_to_bucket_group
+            param
+            for param in module.parameters(recurse=False)
+            if not param.requires_grad and param in self.param_to_bucket_group
         ]
-        for each in frozen:
-            each.requires_grad_(True)
+        for param in frozen:
+            param.requires_grad_(True)
         try:
             wait(module, *inputs)
         finally:
-            for each in frozen:
-                each.requires_grad_(False)
+            for param in frozen:
+                param.requires_grad_(False)
 
     return hook
 
 
 def reproduce() -> None:
     """Freeze a norm after two steps, and train the rest, with and without overlap."""
-    found = []
+    parameters = []
     for overlap in True, False:
         model = bench(
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap,
-            optimizer_overrides={"clip_grad": 0.0},  # whose norm depends on how it is sharded
+            optimizer_overrides={"clip_grad": 0.0},  # because the norm depends on the sharding
         )
         for seed in range(4):
             norm = model.chunks[0].module.decoder.final_layernorm
             norm.requires_grad_(seed < 2)
             model.train_step(2, data_seed=seed)
         model.chunks[0].start_param_sync(force_sync=True)
-        found.append(model.parameters())
-    if not found[0].equal(found[1]):
-        raise Fault("with overlap, what is trained beside a frozen parameter learns otherwise")
+        parameters.append(model.parameters())
+    if not parameters[0].equal(parameters[1]):
+        raise Fault("with overlap, parameters beside a frozen one are trained differently")
 
 
 PATCH = Patch(

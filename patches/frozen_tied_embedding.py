@@ -2,16 +2,15 @@
 
 Symptom:
     `TypeError: Invalid function argument. Expected parameter tensor of type torch.Tensor but got
-    <class 'NoneType'> instead`, from `finalize_model_grads`, where the output layer shares the
+    <class 'NoneType'> instead`, from `finalize_model_grads`, if the output layer shares the
     embedding's weight, the model has several pipeline stages, and that weight is not trained, as
-    adapters leave it.
+    with adapters.
 
 Cause:
-    The gradients of the shared weight's copies are added up without a look at whether there are
-    any.
+    Megatron sums the gradients of the shared weight's copies without checking that there are any.
 
 Affects:
-    0.12. What the patch does: a frozen weight has none, and nothing is added up.
+    0.12. What the patch does: for a frozen weight it skips the sum.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/distributed/finalize_model_grads.py,
@@ -29,13 +28,13 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def add_up(original: Original, model: list[Any], config: Any) -> None:
-    """Add up the shared weight's gradients, unless it is frozen and has none."""
+    """Sum the shared weight's gradients, unless it is frozen."""
     if not (_is_shared() and any(map(_is_frozen, model))):
         original(model, config)
 
 
 def _is_shared() -> bool:
-    """Return whether upstream looks at the model; if not, the model may be any module."""
+    """Return whether upstream reads the model; if it does not, the model may be any module."""
     import torch
     from megatron.core import parallel_state
 
@@ -48,7 +47,7 @@ def _is_frozen(chunk: Any) -> bool:
     from megatron.core.utils import get_attr_wrapped_model
 
     module = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-    # The chunk at either end; one between them has no weight that it shares.
+    # Only the first and the last chunk share the weight.
     if not (module.pre_process or module.post_process):
         return False
     weight = module.shared_embedding_or_output_weight()

@@ -1,29 +1,28 @@
-"""Once a backward under Megatron-FSDP was interrupted, all later gradients are wrong.
+"""After an interrupted backward under Megatron-FSDP, all later gradients are wrong.
 
 Symptom:
-    After an exception or a keyboard interrupt in a backward pass every later window has wrong
-    gradients, to the end of the process, where gradients are sharded ("optim_grads",
-    "optim_grads_params"). No error.
+    After an exception or a keyboard interrupt in a backward pass every later window of the process
+    has wrong gradients, if gradients are sharded ("optim_grads", "optim_grads_params"). No error.
 
 Cause:
-    A hook before the backward of the root module queues the function that reduces what is left at
-    its end, and sets `_root_pre_backward_hook_issued`; that function takes the flag back. Where the
-    backward raises it never runs, so later backward passes queue it no more: gradients of the
-    embedding, the output layer and the last norm pile up in `param.grad`. What the interrupted
-    backward had made ready for a reduction counts for the next one, too.
+    A hook before the backward of the root module queues a function that reduces the remaining
+    gradients at its end, and sets `_root_pre_backward_hook_issued`; that function clears the flag.
+    If the backward raises, the function never runs, and later backward passes no longer queue it:
+    gradients of the embedding, the output layer and the last norm pile up in `param.grad`.
+    Gradients that the interrupted backward had made ready also count as ready in the next one.
 
 Affects:
-    megatron-core 0.15 on, `use_megatron_fsdp`. That of 0.14 and the custom FSDP before it have the
-    same flag, and are not patched: they do not run with today's torch. What the patch does: where
-    `zero_grad_buffer()` finds the flag set, which no backward that ended leaves, or reductions that
-    nobody waited for, it waits for them and drops what the interrupted backward left.
+    megatron-core 0.15 on, `use_megatron_fsdp`. The versions of 0.14 and the custom FSDP before it
+    have the same flag, and are not patched: they do not run with today's torch. What the patch
+    does: if `zero_grad_buffer()` finds the flag set, which a complete backward clears, or
+    reductions without a wait, it waits for them and drops the state of the interrupted backward.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py,
     `_root_pre_backward`, `_root_post_backward`.
 
 Remove when:
-    `zero_grad_buffer()` takes the flag and the pipeline's state back.
+    `zero_grad_buffer()` resets the flag and the pipeline's state.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, 
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Drop what an interrupted backward left along with the gradients."""
+    """Drop the state of an interrupted backward, then zero the gradients."""
     if fsdp.was_interrupted(self):
         fsdp.start_over(self)
     original(self)
 
 
 def reproduce() -> None:
-    """Interrupt a backward in the middle, and go on."""
+    """Interrupt a backward in the middle, then run two windows."""
     model = bench(fsdp="optim_grads_params")
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()
     raw = model.chunks[0].module.raw_param
-    # The gradients of the first layer come last but for the embedding's.
+    # The first layer's gradients come last, except for the embedding's.
     in_the_middle = next(raw[name] for name in raw if "layers.0" in name)
     abort_in_backward(model, lambda _, fail: in_the_middle.register_post_accumulate_grad_hook(fail))
     for _ in range(2):

@@ -1,18 +1,18 @@
-"""`no_sync()` of Megatron-FSDP ends with whichever exit comes first, as that of DDP does.
+"""`no_sync()` of Megatron-FSDP ends at the first exit of any entry, like that of DDP.
 
 Symptom:
-    Inside of `with chunk.no_sync():` gradients are reduced all the same as soon as a pipeline
-    schedule has run in it; after a window that raised, a later window reduces before its last
-    microbatch, when the exception is freed. With the strategies "no_shard" and "optim" a reduction
-    more spoils the gradient. No error.
+    Inside of `with chunk.no_sync():` gradients are reduced after a pipeline schedule has run in it.
+    After a window that raised, a later window reduces before its last microbatch, when the
+    exception is freed. With the strategies "no_shard" and "optim" an extra reduction makes the
+    gradient wrong. No error.
 
 Cause:
     The context manager is a generator that sets `is_last_microbatch` to False and then to True. It
-    does not count entries, and the schedules leave it suspended where they raise.
+    does not count entries, and the schedules leave it suspended when they raise.
 
 Affects:
-    megatron-core 0.16 on, `use_megatron_fsdp` with overlap_grad_reduce. What the patch does: what
-    `no-sync-ends-early` does for DDP.
+    megatron-core 0.16 on, `use_megatron_fsdp` with overlap_grad_reduce. What the patch does: the
+    same as `no-sync-ends-early` for DDP.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py,
@@ -32,7 +32,7 @@ from ._case import Fault, Patch, bench, target
 
 
 def reproduce() -> None:
-    """Run a window inside of `no_sync`, then an exit in the middle of the window after the next."""
+    """Run a window inside of `no_sync`; then exit an old `no_sync` inside of a later one."""
     model = bench(fsdp="optim")
     (chunk,) = model.chunks
     with chunk.no_sync():
@@ -55,13 +55,13 @@ def neighbour() -> object:
     """Run steps of a schedule with its own `no_sync`, and zero the buffers inside of it."""
     model = bench(fsdp="optim")
     (chunk,) = model.chunks
-    found = []
+    bits = []
     for data_seed in range(3):
         with chunk.no_sync():
             chunk.zero_grad_buffer()
         model.train_step(2, data_seed=data_seed)
-        found.append(model.bits())
-    return found
+        bits.append(model.bits())
+    return bits
 
 
 PATCH = Patch(

@@ -1,26 +1,26 @@
-"""A window that raised wedges a model in the second version of Megatron-FSDP for good.
+"""A window that raised leaves a model in the second version of Megatron-FSDP unusable.
 
 Symptom:
     After an exception or a keyboard interrupt in a forward or backward pass every later forward
     raises "Invalid FSDP module phase transition: Phase.FORWARD -> Phase.FORWARD", or BACKWARD.
 
 Cause:
-    Each module says in which phase it is, and its hooks allow the transitions of a pass that ends.
-    Nothing takes the phase of an interrupted one back. Modules stay gathered besides, so that a
-    later pass would compute with the weights of before the step; gradients that were not reduced
-    yet stay in `grad`, and would add to the next; and some of the reduced ones are not zeroed.
+    Each module has a phase, and its hooks allow only the transitions of a complete pass. The phase
+    of an interrupted pass is never reset. Modules also stay gathered, so that a later pass would
+    use the weights from before the step; gradients that were not reduced yet stay in `grad`, and
+    would add to the next ones; and some reduced gradients are not zeroed.
 
 Affects:
-    megatron-core main, with `megatron_fsdp_version=2`. What the patch does: where a forward of the
-    root module begins, outside of a backward, modules that are not at rest are brought to it:
-    gathered weights are released, and gradients that were not reduced are dropped.
+    megatron-core main, with `megatron_fsdp_version=2`. What the patch does: when a forward of the
+    root module begins, outside of a backward, it resets modules that are not at rest: it releases
+    gathered weights, and drops gradients that were not reduced.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/d98e8a64dd/megatron/core/distributed/fsdp/src/megatron_fsdp/experimental/module.py,
     `FsdpModule.phase`, and https://github.com/NVIDIA/Megatron-LM/pull/6359.
 
 Remove when:
-    A forward of the root module starts over.
+    a forward of the root module resets the phases.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ._case import (
 
 
 def pre_forward(original: Original, self: Any) -> None:
-    """Start over where the root's forward comes upon modules of a pass that did not end."""
+    """Reset modules of an interrupted pass when the root's forward begins."""
     if self.is_root() and not _in_backward():
         modules = list(self.context.forward_order)
         if any(module._phase is not type(module).Phase.RESTING for module in modules):
             for module in modules:
-                _rest(module)
+                _reset(module)
     original(self)
 
 
@@ -57,22 +57,22 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _rest(module: Any) -> None:
+def _reset(module: Any) -> None:
     module._phase = type(module).Phase.RESTING
     if module._unshard_event is not None:
         module._reshard_parameter_groups()
     for group in module.parameter_groups:
         for parameter in group.fsdp_parameters:
             parameter.unsharded.grad = None
-        # `zero_grad()` passed over those that the optimizer has no part of, because the module held
-        # gathered ones in their place; upstream wants all of a group to be set, or none.
+        # `zero_grad()` skipped parameters without a shard on this rank, because the module held
+        # gathered ones instead; upstream requires that all gradients of a group are set, or none.
         if any(parameter.sharded.grad is None for parameter in group.fsdp_parameters):
             for parameter in group.fsdp_parameters:
                 parameter.sharded.grad = None
 
 
 def reproduce() -> None:
-    """Interrupt a backward, and take the window again."""
+    """Interrupt a backward, and run the window again."""
     model = bench(fsdp="v2")
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()
@@ -94,7 +94,7 @@ PATCH = Patch(
     since="0.20",
     before=OPEN,
     groups=("abort",),
-    # There are no phases yet.
+    # Older code has no phases.
     fixed_when=no_body_has("FsdpModule.Phase.BACKWARD"),
     stock_error="RuntimeError: Invalid FSDP module phase transition",
 )

@@ -1,36 +1,36 @@
 """A full-iteration CUDA graph of another model, batch or step function is replayed.
 
 Symptom:
-    With full-iteration CUDA graphs, a second `train()` or any new `FullCudaGraphWrapper` runs
-    nothing of what it is given: it replays the first one's graph and returns the first one's
-    losses. The new model gets no gradient. A changed number of microbatches (batch size ramp-up)
-    in one `train()` does the same. No error. After an exception during the capture, every later
-    call fails with a bare AssertionError.
+    With full-iteration CUDA graphs, a second `train()` or any new `FullCudaGraphWrapper` does not
+    run its own window: it replays the first graph and returns the first losses. The new model gets
+    no gradient. A changed number of microbatches (batch size ramp-up) in one `train()` does the
+    same. No error. After an exception during the capture, every later call fails with a bare
+    AssertionError.
 
 Cause:
-    `FullCudaGraphWrapper` keeps its graphs, results and counters, and `StaticBufferLoader` its
-    input buffers, on the class, by training and validation only.
+    `FullCudaGraphWrapper` keeps its graphs, results and counters on the class, and
+    `StaticBufferLoader` its input buffers, one each for training and for validation.
 
 Affects:
     0.14 and later, on a GPU. Proven with real graphs on an H100; the CPU runtime has none, so the
-    reproduction's stand-in there runs the schedule once where a graph would be captured and nothing
-    where it would be replayed. What the patch does: where the model's chunks, the number of
-    microbatches, the forward-step function, the schedule, or the sequence and micro batch lengths
-    are others than those of the graph, the state of training, or of validation, starts again,
-    warm-up included. One model's graph at a time is kept, as upstream does: models that take turns
-    run without a graph, and so does a step function that is made again for each call. A new wrapper
-    alone, which each `evaluate()` makes, keeps the graph. All ranks must change together, because
-    the capture has barriers. Other arguments (`collect_non_loss_data`, which one rank alone passes,
-    and `force_all_reduce`) are still those of the capture. The optimizer's own graph,
+    reproduction's stand-in there runs the schedule once instead of a capture, and does nothing
+    instead of a replay. What the patch does: if the model's chunks, the number of microbatches, the
+    forward-step function, the schedule, or the sequence and micro batch lengths differ from those
+    of the graph, it resets the state of training, or of validation, including the warm-up. It keeps
+    the graph of one model at a time, as upstream does: alternating models run without a graph, and
+    so does a step function that is created again for each call. A new wrapper alone, which each
+    `evaluate()` creates, keeps the graph. All ranks must change together, because the capture has
+    barriers. Other arguments (`collect_non_loss_data`, which only one rank passes, and
+    `force_all_reduce`) still have the values of the capture. The optimizer's own graph,
     `OptimizerCudaGraphWrapper`, is not covered.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/full_cuda_graph.py,
-    `FullCudaGraphWrapper`; from 0.18 on its `reset_cuda_graph` can be called by hand, which leaves
-    the input buffers.
+    `FullCudaGraphWrapper`; from 0.18 on a program can call its `reset_cuda_graph`, which keeps the
+    input buffers.
 
 Remove when:
-    graphs belong to what they were captured from.
+    each graph belongs to the model and arguments that it was captured from.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from ._case import Fault, Original, Patch, target
 _NEEDED = ("model", "data_iterator", "num_microbatches", "seq_length", "forward_only")
 _NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length")
 
-#: By stage, what its graph was, or will be, captured from: references to objects, and numbers.
+#: Stage → references to the objects, and the numbers, that its graph is captured from.
 _captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
 
 
 def replay(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run or replay a window, and drop a graph that was captured from other arguments."""
+    """Run or replay a window, but first drop a graph that was captured from other arguments."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     if any(name not in kwargs for name in _NEEDED):
-        return original(self, *args, **kwargs)  # upstream says what is missing
+        return original(self, *args, **kwargs)  # upstream raises and names the missing argument
     stage = "validation" if kwargs["forward_only"] else "training"
     functions = (self.forward_backward_func, kwargs.get("forward_step_func"))
     objects = [*schedules.chunks(kwargs["model"]), *(p for f in functions for p in _parts(f))]
@@ -68,22 +68,22 @@ def replay(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(self, *args, **kwargs)
     except BaseException:
-        if FullCudaGraphWrapper.cuda_graph[stage] is not graph:  # left by a capture that failed
+        if FullCudaGraphWrapper.cuda_graph[stage] is not graph:  # from a capture that failed
             _forget(stage)
         raise
 
 
 def _is_of(stage: str, objects: list[Any], numbers: list[Any]) -> bool:
-    references, known = _captured.get(stage, ([], None))
+    references, captured_numbers = _captured.get(stage, ([], None))
     return (
-        known == numbers
+        captured_numbers == numbers
         and len(references) == len(objects)
         and all(ref() is value for ref, value in zip(references, objects, strict=True))
     )
 
 
 def _parts(function: Any) -> tuple[Any, ...]:
-    # A bound method is a new object each time that it is asked for.
+    # Each access to a bound method creates a new object.
     if isinstance(function, MethodType):
         return (function.__self__, function.__func__)
     return (function,)
@@ -100,7 +100,7 @@ def _forget(stage: str) -> None:
     import torch
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 
-    # The last replay may still read the buffers, and write to what the graph holds.
+    # The last replay may still read the buffers, and write to the graph's memory.
     torch.cuda.synchronize()
     FullCudaGraphWrapper.cuda_graph[stage] = None
     FullCudaGraphWrapper.result[stage] = None
@@ -109,9 +109,9 @@ def _forget(stage: str) -> None:
 
 
 class Graph:
-    """Stands in for `torch.cuda.CUDAGraph`: what it captured has run; a replay runs nothing.
+    """Stands in for `torch.cuda.CUDAGraph`: the capture runs the code, a replay does nothing.
 
-    On a GPU it only counts the replays of real ones.
+    On a GPU it only counts the replays of real graphs.
     """
 
     replays = 0
@@ -125,9 +125,9 @@ class Graph:
 
 
 def stand_in() -> None:
-    """Let this process, which ends soon after, count replays of graphs.
+    """Count replays of graphs in this process, which ends soon after.
 
-    Without a GPU it believes that it captures some.
+    Without a GPU, stand-ins replace the graphs.
     """
     import contextlib
 
@@ -151,7 +151,7 @@ def stand_in() -> None:
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return one microbatch of a bench, read from a dict, as the wrapper's static buffers need."""
+    """Run the forward of one microbatch, read from a dict as the wrapper's static buffers need."""
     import torch
 
     tokens_BT = next(data_iterator)["tokens"]
@@ -166,8 +166,10 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any
     return model(tokens_BT, positions_BT, hidden, labels=tokens_BT), loss_func
 
 
-def window(schedule: Callable[..., Any], model: Any, microbatches: int, **other: Any) -> list[Any]:
-    """Run one window of a bench's model through `schedule`; return its losses, reduce gradients."""
+def window(
+    schedule: Callable[..., Any], model: Any, microbatches: int, **overrides: Any
+) -> list[Any]:
+    """Run one window of a bench's model through `schedule`; return its losses."""
     from megatron_idempotent.proof.cpu import tiny
 
     for chunk in model.chunks:
@@ -180,20 +182,20 @@ def window(schedule: Callable[..., Any], model: Any, microbatches: int, **other:
         "seq_length": tiny.SEQUENCE,
         "micro_batch_size": tiny.BATCH,
         "forward_only": False,
-        **other,
+        **overrides,
     }
-    return [float(each["loss"]) for each in schedule(**arguments)]
+    return [float(result["loss"]) for result in schedule(**arguments)]
 
 
 def build(**options: Any) -> Any:
-    """Return a bench without an optimizer, which a graph can capture where there is a GPU."""
+    """Return a bench without an optimizer, which a graph can capture on a GPU."""
     from megatron_idempotent.proof.cpu import is_enabled, tiny
 
     return tiny.build(with_optimizer=False, capturable=not is_enabled(), **options)
 
 
 def reproduce() -> None:
-    """Train a model with a graph, then a second one with a wrapper of its own."""
+    """Train a model with a graph, then a second model with its own wrapper."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

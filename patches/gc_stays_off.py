@@ -1,23 +1,23 @@
 """`train()` with manual garbage collection leaves Python's collector off.
 
 Symptom:
-    With `--manual-gc`, `gc.isenabled()` is False after `train()`, whether it returned or raised.
-    Whatever a framework does between two calls (rollouts, log-probs, its server) is never
-    collected: memory grows.
+    With `--manual-gc`, `gc.isenabled()` is False after `train()` has returned or raised. Garbage
+    from between two calls (rollouts, log-probs, a framework's server) is never collected: memory
+    grows.
 
 Cause:
     `train()` calls `gc.disable()` and nothing calls `gc.enable()`.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: a collector that was on when `train()` was called is on when it leaves. A
-    framework that has turned it off itself keeps it off.
+    the patch does: if the collector was on before `train()`, it is on afterwards. If a framework
+    has turned it off itself, it stays off.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
 
 Remove when:
-    `train()` puts the collector back when it leaves.
+    `train()` turns the collector on again when it leaves.
 """
 
 from __future__ import annotations

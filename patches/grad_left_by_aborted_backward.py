@@ -1,12 +1,12 @@
 """A gradient that an aborted backward left in `param.grad` is added to the next window's.
 
 Symptom:
-    After an exception or a keyboard interrupt in a backward pass the next window's gradient of a
-    parameter contains the aborted one's. No error.
+    After an exception or a keyboard interrupt in a backward pass a parameter's gradient in the next
+    window contains that of the aborted window. No error.
 
 Cause:
-    Autograd accumulates into `param.grad`; DDP's hook after it adds that to the gradient buffer
-    and sets it to None. An exception between the two leaves it set. `zero_grad_buffer()` zeroes the
+    Autograd accumulates into `param.grad`; after that DDP's hook adds it to the gradient buffer and
+    sets it to None. An exception between the two leaves it set. `zero_grad_buffer()` zeroes the
     buffer only, and `zero_grad()` of the distributed optimizer reaches only those parameters of
     which this rank holds a shard.
 
@@ -30,7 +30,7 @@ from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, 
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Drop what lies in `param.grad` along with what lies in the buffer."""
+    """Clear `param.grad`, then zero the buffer."""
     for param in self.params_with_grad:
         if param.grad is not None:
             param.grad = None
@@ -38,7 +38,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Interrupt a backward between autograd's accumulation and DDP's hook, and go on."""
+    """Interrupt a backward between autograd's accumulation and DDP's hook, then run a window."""
     import torch
 
     model = bench(overlap_grad_reduce=False)

@@ -1,29 +1,29 @@
 """Without `config.grad_scale_func` the loss is never scaled, but the gradients are unscaled.
 
 Symptom:
-    With a loss scale (fp16, or an explicit `loss_scale`) in a program that does not go through
-    `megatron.training.training.train`: gradients and gradient norm are too small by the loss scale,
-    fp16 gradients flush to zero, and the MoE aux loss is off by the loss scale against the rest. No
-    error.
+    With a loss scale (fp16, or an explicit `loss_scale`) in a program that does not use
+    `megatron.training.training.train`: gradients and gradient norm are too small by a factor of the
+    loss scale, fp16 gradients flush to zero, and the MoE aux loss is off by the same factor against
+    the rest. No error.
 
 Cause:
-    Megatron's schedules multiply the loss by `config.grad_scale_func`; the optimizer divides the
-    gradients by the loss scale whether or not they did. Only `train()` sets the function.
+    Megatron's schedules multiply the loss by `config.grad_scale_func`; the optimizer always divides
+    the gradients by the loss scale. Only `train()` sets the function.
 
 Affects:
-    Every release. What the patch does: `get_megatron_optimizer` sets it on the configs of its model
-    chunks where it is None, or where it belongs to an earlier optimizer: what this patch set, or
-    the bound `scale_loss` that `train()` or a framework left there, by which gradients of a rebuilt
-    optimizer would be off by the ratio of the two scales. A function that somebody else wrote
-    stays. A reference model has no optimizer and keeps None. What is set holds the optimizer
-    weakly: copies of the config do not copy the optimizer, and a pickled config arrives with None.
-    Where the optimizer is gone the loss is left as it is, since nobody will unscale the gradients;
-    so it is in a step for which the program's loss function has called `optimizer.scale_loss`
-    itself. AReaL's engine multiplies its losses by `get_loss_scale()`: while it does, what it
-    builds is left as it is.
+    Every release. What the patch does: `get_megatron_optimizer` sets the function on the configs of
+    its model chunks if it is None, or if it belongs to an earlier optimizer: this patch's own
+    function, or the bound `scale_loss` that `train()` or a framework left there, with which a
+    rebuilt optimizer's gradients would be off by the ratio of the two scales. Any other function
+    stays. A reference model has no optimizer and keeps None. The function refers to the optimizer
+    weakly: copies of the config do not copy the optimizer, and a pickled config has None. If the
+    optimizer no longer exists, the loss is not scaled, because its gradients will not be unscaled;
+    nor is it scaled in a step in which the program's loss function has called
+    `optimizer.scale_loss` itself. AReaL's engine multiplies its losses by `get_loss_scale()`; its
+    configs are left alone.
 
 Upstream:
-    https://github.com/NovaSky-AI/SkyRL/pull/1212 sets it for SkyRL's Megatron worker.
+    https://github.com/NovaSky-AI/SkyRL/pull/1212 sets the function for SkyRL's Megatron worker.
 
 Remove when:
     `get_megatron_optimizer` or the schedules wire the loss scale themselves.
@@ -38,23 +38,23 @@ from megatron_idempotent.megatron.optimizers import OURS, SCALED, LossScale, par
 
 from ._case import Fault, Original, Patch, a_body_has, arguments, bench, step_targets, target
 
-# Module → class and method, of frameworks that multiply their losses by the scale themselves.
+# Module → class and method of frameworks that multiply their losses by the scale themselves.
 _SCALE_THEMSELVES = {"areal.engine.megatron_engine": ("MegatronEngine", "train_batch")}
 
 
 def build(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Build an optimizer, and wire its loss scale into the configs of its chunks."""
+    """Build an optimizer, and set its loss scale on the configs of its chunks."""
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.utils import get_model_config
 
     chunks = arguments(original, args, kwargs)["model_chunks"]
-    before = [(config, config.grad_scale_func) for config in map(get_model_config, chunks)]
+    functions = [(config, config.grad_scale_func) for config in map(get_model_config, chunks)]
     optimizer = original(*args, **kwargs)
     if not isinstance(optimizer, MegatronOptimizer) or _caller_scales():
         return optimizer
     scale = LossScale(optimizer)
-    for config, function in before:
-        # What upstream itself has set in between is right.
+    for config, function in functions:
+        # A function that upstream has set in the meantime is right.
         unchanged = config.grad_scale_func is function
         if unchanged and (function is None or _of_an_optimizer(function)):
             config.grad_scale_func = scale
@@ -65,10 +65,10 @@ def _caller_scales() -> bool:
     """Return whether a framework that scales its losses itself builds this optimizer."""
     frame = sys._getframe(1)
     while frame is not None:
-        where = frame.f_globals
-        found = _SCALE_THEMSELVES.get(where.get("__name__", ""))
-        if found is not None:
-            method = getattr(where.get(found[0]), found[1], None)
+        module = frame.f_globals
+        names = _SCALE_THEMSELVES.get(module.get("__name__", ""))
+        if names is not None:
+            method = getattr(module.get(names[0]), names[1], None)
             return "get_loss_scale" in getattr(getattr(method, "__code__", None), "co_names", ())
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -84,15 +84,15 @@ def _of_an_optimizer(function: Any) -> bool:
 
 
 def scale_loss(original: Original, self: Any, loss: Any) -> Any:
-    """Scale a loss; note that the program scales by hand, which then holds for its whole step."""
-    # Not one that asks for the scale of a number.
+    """Scale a loss, and record that the program scales its losses itself in this step."""
+    # A number without a gradient may be scaled just to read the scale.
     if loss.requires_grad and OURS not in vars(self):
         setattr(self, SCALED, True)
     return original(self, loss)
 
 
 def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Take a step, after which no loss counts as scaled by hand."""
+    """Take a step, and forget that the program scaled losses itself."""
     for part in parts(self):
         vars(part).pop(SCALED, None)
     return original(self, *args, **kwargs)
@@ -101,7 +101,7 @@ def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 def reproduce() -> None:
     """Run the same bf16 window and step with loss scales 1 and 1024.
 
-    A power of two changes no bit.
+    The norms must be equal, because a power of two changes no bit.
     """
     from megatron.core.distributed import finalize_model_grads
 

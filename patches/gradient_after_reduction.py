@@ -2,29 +2,29 @@
 
 Symptom:
     With overlap_grad_reduce gradients differ between data-parallel ranks, without an error. Either
-    a window whose reductions are under way is followed, before `finish_grad_sync()`, by another
-    one inside of `no_sync()`. Or, from 0.16 on, `config.no_sync_func` is unset and a window has
-    more microbatches than the first one; with fewer, `AssertionError: Communication call has not
-    been issued for this bucket`.
+    a window whose reductions are in flight is followed, before `finish_grad_sync()`, by another one
+    inside of `no_sync()`. Or, from 0.16 on, `config.no_sync_func` is unset and a window has more
+    microbatches than the first one; with fewer microbatches, `AssertionError: Communication call
+    has not been issued for this bucket`.
 
 Cause:
-    Nothing looks for gradients after a dispatched reduction. From 0.16 on bucket groups learn from
-    the first window how many gradients each parameter registers, and reduce when that many have
-    come. Without `no_sync` every microbatch registers, so that the number is the number of
-    microbatches. Before 0.16 a second one raised `Cannot set grad twice`.
+    Megatron does not check for gradients after a dispatched reduction. From 0.16 on bucket groups
+    learn from the first window how many gradients each parameter registers, and reduce when they
+    have as many. Without `no_sync` every microbatch registers, so that the number is that of the
+    microbatches. Before 0.16 a second gradient raised `Cannot set grad twice`.
 
 Affects:
-    Every release. What the patch does: `finish_grad_sync` raises where gradients were written
-    inside of `no_sync()` after a reduction, and where a parameter has registered more or fewer
-    gradients than its bucket group has learned, and names it. With `no_sync` wired, as
+    Every release. What the patch does: `finish_grad_sync` raises, and names a parameter, if
+    gradients were written inside of `no_sync()` after a reduction, or if a parameter has registered
+    more or fewer gradients than its bucket group has learned. With `no_sync` wired, as
     `wire_train_config` does, the number of microbatches may change from window to window. A
-    parameter that only some ranks use raises, too: their collectives would pair up wrongly.
+    parameter that only some ranks use also raises, because collectives would pair up wrongly.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
     `_ParamAndGradBucketGroup.register_grad_ready`. https://github.com/NovaSky-AI/SkyRL/pull/2146
-    meets it with another number of microbatches, and https://github.com/AMD-AGI/Primus/pull/1055
-    after warm-up steps that set the counts.
+    reports it with a changed number of microbatches, and
+    https://github.com/AMD-AGI/Primus/pull/1055 after warm-up steps that set the counts.
 
 Remove when:
     a gradient after its bucket's reduction raises upstream.
@@ -40,7 +40,7 @@ from ._case import Fault, Original, Patch, backward, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Look for gradients that no reduction contains, then finish."""
+    """Raise if a gradient is in no reduction, else finish."""
     for group in ddp.bucket_groups(self):
         counts, expected = ddp.registered(group), _expected(group)
         late = ddp.late(group)
@@ -52,7 +52,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
                 "finish_grad_sync() be the one outside of no_sync(), or hold all of them inside of "
                 "it; call start_grad_sync() after the last one"
             )
-        # No counts where no_sync held back the whole window.
+        # There are no counts if no_sync held back all of the window.
         if late is not None or (counts and counts != expected and _never_starts(group)):
             _refuse(self, counts, expected)
     original(self, *args, **kwargs)
@@ -64,14 +64,14 @@ def _expected(group: Any) -> dict[Any, int]:
     learned = getattr(group, "golden_per_param_grad_ready_counts", None)
     # Releases before 0.16 learn nothing; in a first batch nothing is learned yet.
     counts = learned or dict.fromkeys(group.params, 1)
-    # The patch `frozen-parameters-refused` waits for no frozen one.
+    # The patch `frozen-parameters-refused` does not wait for frozen parameters.
     return {param: count for param, count in counts.items() if param.requires_grad}
 
 
 def _never_starts(group: Any) -> bool:
     if ddp.dispatched(group) or getattr(group, "is_first_batch", False):
-        return False  # by hooks, by hand or by the schedule; or by finishing itself
-    # Before 0.16 upstream says it, unless there are several optimizer instances.
+        return False  # dispatched already, or by finish_grad_sync itself
+    # Before 0.16 upstream raises itself, unless there are several optimizer instances.
     return (
         hasattr(group, "is_first_batch") or group.ddp_config.num_distributed_optimizer_instances > 1
     )
@@ -87,14 +87,14 @@ def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> Non
     ddp.wait(chunk)
     params = {**expected, **counts}
     differing = [(param, counts.get(param, 0), expected.get(param, 0)) for param in params]
-    # Too many first: these are the ones that would have gone unnoticed.
-    param, found, wanted = max(
+    # Report too many gradients first, because upstream would not notice those.
+    param, count, learned = max(
         ((p, n, w) for p, n, w in differing if n != w), key=lambda entry: entry[1] - entry[2]
     )
-    fate = "after its bucket was reduced" if found > wanted else "and its bucket was never reduced"
+    fate = "after its bucket was reduced" if count > learned else "and its bucket was never reduced"
     raise RuntimeError(
-        f"{ddp.name_of(chunk, param)} has registered {found} gradients in this window where "
-        f"its bucket group waits for {wanted}, {fate}. If the number of microbatches has changed, "
+        f"{ddp.name_of(chunk, param)} has registered {count} gradients in this window where "
+        f"its bucket group waits for {learned}, {fate}. If the number of microbatches has changed, "
         "set config.no_sync_func = ddp.no_sync (megatron_idempotent.wire_train_config does); if "
         "the number of schedule calls has, hold all but the last inside of no_sync(); if the "
         "parameter is used in some windows and not in others, add 0 * parameter.sum() to the loss"
@@ -102,7 +102,7 @@ def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> Non
 
 
 def reproduce() -> None:
-    """Run a microbatch that reduces, then one inside of `no_sync`, then the end of the window."""
+    """Run a microbatch that reduces, then one inside of `no_sync`, then `finish_grad_sync`."""
     gradients = []
     for overlap in (True, False):
         model = bench(
@@ -126,10 +126,10 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run steps of one call and of several, held, wired, finalized by hand, and not overlapped."""
+    """Run all `_neighbours`: steps of one and of several calls, with every switch on and off."""
     from . import _neighbours
 
-    return _neighbours.taken()
+    return _neighbours.run_all()
 
 
 PATCH = Patch(

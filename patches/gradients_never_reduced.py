@@ -1,24 +1,24 @@
-"""Without `config.finalize_model_grads_func` gradients are never reduced, and nothing says so.
+"""Without `config.finalize_model_grads_func` gradients are never reduced, without an error.
 
 Symptom:
-    In a program with a training loop of its own: every data-parallel rank steps on its own
-    gradients, and the replicas drift apart. No error, with or without overlap_grad_reduce; the
-    loss goes down all the same. With overlap from the second window on:
-    `Should not have multiple communication calls outstanding at once`.
+    In a program with its own training loop every data-parallel rank steps on its own gradients, and
+    the replicas drift apart. No error, with or without overlap_grad_reduce; the loss still goes
+    down. With overlap from the second window on: `Should not have multiple communication calls
+    outstanding at once`.
 
 Cause:
-    The pipeline schedules call `config.finalize_model_grads_func` after the last microbatch where
-    it is set. Only `megatron.training.training.train` sets it, and the default is None.
+    The pipeline schedules call `config.finalize_model_grads_func` after the last microbatch if it
+    is set. Only `megatron.training.training.train` sets it, and the default is None.
 
 Affects:
     Every release. What to do: call `wire_train_config(model_chunks, optimizer)` once the model and
-    the optimizer are built; it sets this function and the others that the schedules need. To find
-    out whether a program has the hazard, run it once with `MEGATRON_IDEMPOTENT_CHECK=1`.
+    the optimizer are built; it sets this function and the others that the schedules need. To check
+    a program for the hazard, run it once with `MEGATRON_IDEMPOTENT_CHECK=1`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/model_parallel_config.py,
-    `finalize_model_grads_func`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6067 meets it
-    where a provider copies its config: the schedule then finds no `finalize_model_grads_func`.
+    `finalize_model_grads_func`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6067 reports it
+    for a provider that copies its config: the schedule then finds no `finalize_model_grads_func`.
 
 Remove when:
     DDP sets the function on the configs of the models that it wraps.
@@ -30,12 +30,12 @@ from ._case import Fault, Helper, bench, gathered
 
 
 def reproduce(*, helped: bool) -> None:
-    """Run one window of a program that has set nothing, or that calls `wire_train_config`."""
+    """Run one window of a program that sets no functions, or that calls `wire_train_config`."""
     _one_window(helped, wire=False)
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Run one window of a program that has set all of it by hand, also before the call."""
+    """Run one window of a program that sets all functions itself."""
     return _one_window(helped, wire=True)
 
 
@@ -48,10 +48,10 @@ def _one_window(helped: bool, *, wire: bool) -> bytes:
     if helped:
         wire_train_config(model.chunks)
     model.forward_backward(2, data_seed=0)
-    mine = model.gradients().cuda()
-    if not all(mine.equal(other) for other in gathered(mine)):
+    gradients = model.gradients().cuda()
+    if not all(gradients.equal(peer) for peer in gathered(gradients)):
         raise Fault("gradients differ between data-parallel ranks")
-    bits: bytes = mine.cpu().numpy().tobytes()
+    bits: bytes = gradients.cpu().numpy().tobytes()
     return bits
 
 

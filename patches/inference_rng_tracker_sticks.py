@@ -1,25 +1,25 @@
 """Training after inference in one process keeps a random-number tracker that does nothing.
 
 Symptom:
-    A process that has seeded with `inference_rng_tracker=True` once, and is seeded for training
-    later, draws the same dropout masks on all tensor-parallel ranks, and the same initial weights
-    where they should differ. No error.
+    A process that was seeded with `inference_rng_tracker=True`, and later for training, draws the
+    same dropout masks on all tensor-parallel ranks, and the same initial weights if they should
+    differ. No error.
 
 Cause:
-    The tracker is made once. The one for inference ignores `add`, `set_states` and `fork`, and a
+    The tracker is created once. The inference tracker ignores `add`, `set_states` and `fork`, and a
     later `model_parallel_cuda_manual_seed` keeps it.
 
 Affects:
-    Every release. 0.14 on take `force_reset_rng=True`, which a caller has to know of. What the
-    patch does: seeding for training replaces a tracker for inference. The other way round nothing
-    changes, and neither does reading the tracker.
+    Every release. From 0.14 on a caller can pass `force_reset_rng=True`. What the patch does:
+    seeding for training replaces an inference tracker. Seeding for inference and reading the
+    tracker do not change.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py,
     `initialize_rng_tracker`.
 
 Remove when:
-    seeding makes a tracker of the kind that it is asked for.
+    seeding creates a tracker of the requested kind.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ._case import Fault, Original, Patch, arguments, gathered, target
 
 
 def seed(original: Original, *args: Any, **kwargs: Any) -> None:
-    """Forget a tracker that was made for inference, then seed for training."""
+    """Forget an inference tracker before seeding for training."""
     from megatron.core.tensor_parallel import random
 
-    held = random._CUDA_RNG_STATE_TRACKER
+    tracker = random._CUDA_RNG_STATE_TRACKER
     if (
-        getattr(held, "is_inference_rng_tracker", False)
+        getattr(tracker, "is_inference_rng_tracker", False)
         and not arguments(original, args, kwargs)["inference_rng_tracker"]
     ):
         random._CUDA_RNG_STATE_TRACKER = None

@@ -1,23 +1,23 @@
-"""Setting Megatron up a second time is a bare AssertionError, with the same values too.
+"""Setting up Megatron a second time is a bare AssertionError, even with the same values.
 
 Symptom:
-    `AssertionError: data parallel group is already initialized`, `num microbatches
-    calculator is already initialized.` or `Rerun state machine is already initialized`, where a
-    worker is set up again, a second trainer shares its process, or something asked for the rerun
-    state machine before it was set up, which makes one.
+    `AssertionError: data parallel group is already initialized`, `num microbatches calculator is
+    already initialized.` or `Rerun state machine is already initialized`, if a worker is set up
+    again, a second trainer shares its process, or code asks for the rerun state machine before it
+    is set up, which creates one.
 
 Cause:
-    Each global is made once, and asserts.
+    Each global can be initialised once; a second call asserts.
 
 Affects:
     Every release. No wrapper can know whether a second set-up means the first one:
-    `ensure_initialized(model_parallel={...}, microbatches={...}, rerun={...})` sets up what is not
-    up, compares what is, and raises with both values where they differ. The arguments of
-    `megatron.training` are not among them.
+    `ensure_initialized(model_parallel={...}, microbatches={...}, rerun={...})` initialises the
+    globals that are not set yet, compares the others, and raises with both values if they differ.
+    It does not cover the arguments of `megatron.training`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py,
-    `initialize_model_parallel`, and the like.
+    `initialize_model_parallel`, and similar functions.
 
 Remove when:
     setting up twice with the same values does nothing.
@@ -33,13 +33,13 @@ _TWO: dict[str, Any] = {"tensor_model_parallel_size": 2}
 
 
 def reproduce(*, helped: bool) -> None:
-    """Set the same groups up twice; with the helper, the other globals as well."""
+    """Set up the same groups twice; with the helper, the other globals as well."""
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     from megatron_idempotent.window import ensure_initialized
 
-    get_rerun_state_machine()  # which makes one, disabled
+    get_rerun_state_machine()  # creates one, disabled
     for _ in range(2):
         if not helped:
             parallel_state.initialize_model_parallel(**_TWO)
@@ -58,7 +58,7 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> list[int]:
-    """Set the groups up once; the helper finds that a program has done it by itself."""
+    """Set up the groups once by hand; the helper then finds them set up."""
     from megatron.core import parallel_state
 
     from megatron_idempotent.window import ensure_initialized

@@ -3,22 +3,22 @@
 Symptom:
     After a forward-only window over virtual pipeline stages that raised (a bad sample, or
     upstream's own `ValueError` for too few microbatches), `config.grad_sync_func` and
-    `config.param_sync_func` are None. Later training windows dispatch no aligned reduction and no
-    aligned gather any more.
+    `config.param_sync_func` are None. Later training windows dispatch no aligned reductions and
+    gathers any more.
 
 Cause:
     `forward_backward_pipelining_with_interleaving` sets both to None for a forward-only pass and
-    puts them back at its end, without a `finally`.
+    restores them at its end, without a `finally`.
 
 Affects:
-    Every release. What the patch does: where a forward-only window raises, both are what they were
-    before it.
+    Every release. What the patch does: if a forward-only window raises, both have their earlier
+    values.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py
 
 Remove when:
-    the schedule puts both back in a `finally`.
+    the schedule restores both in a `finally`.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ._case import Fault, Original, Patch, bench, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run the interleaved schedule; if a forward-only window raises, puts both functions back."""
+    """Run the interleaved schedule; if a forward-only window raises, restore both functions."""
     if not kwargs.get("forward_only", False):
         return original(*args, **kwargs)
     config = schedules.config_of(kwargs["model"])
-    before = config.grad_sync_func, config.param_sync_func
+    functions = config.grad_sync_func, config.param_sync_func
     try:
         return original(*args, **kwargs)
     except BaseException:
-        config.grad_sync_func, config.param_sync_func = before
+        config.grad_sync_func, config.param_sync_func = functions
         raise
 
 
 def reproduce() -> None:
-    """Run one microbatch, too few for two stages: upstream says so after it took both functions."""
+    """Run one microbatch, too few for two stages; upstream raises after unsetting the functions."""
     model = bench(pp=2, vpp=2, overlap_param_gather=True, align=True)
     try:
         model.forward_backward(1, data_seed=0, forward_only=True)

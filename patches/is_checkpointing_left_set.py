@@ -2,7 +2,7 @@
 
 Symptom:
     `megatron.core.tensor_parallel.random.is_checkpointing()` stays True after an exception in a
-    layer under activation recomputation. CUDA graphs then take every later forward for one inside a
+    layer under activation recomputation. CUDA graphs then treat every later forward as one inside a
     checkpoint.
 
 Cause:
@@ -10,9 +10,9 @@ Cause:
     after them, without `finally`.
 
 Affects:
-    0.16 on, where the flag exists. What the patch does: an exception clears the flag on its way
-    out. A later call that succeeds clears it too, so what is at stake is the code that reads it in
-    between.
+    0.16 on, where the flag exists. What the patch does: the flag is also cleared if the call
+    raises. A later call that succeeds clears it too, so only code that reads it in between is
+    affected.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py,
@@ -41,7 +41,7 @@ def clear_on_error(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Raise in a recomputed layer: first in its forward, then while it is recomputed."""
+    """Raise in a recomputed layer, first in its forward, then in its recomputation."""
     from megatron.core.tensor_parallel.random import is_checkpointing
 
     model = bench(
@@ -54,10 +54,10 @@ def reproduce() -> None:
     )
     layer = model.chunks[0].module.decoder.layers[0].mlp
     for call in (0, 1):
-        left = iter(range(call, -1, -1))
+        countdown = iter(range(call, -1, -1))
 
-        def fail(*_: Any, left: Any = left) -> None:
-            if next(left) == 0:
+        def fail(*_: Any, countdown: Any = countdown) -> None:
+            if next(countdown) == 0:
                 raise ValueError("interrupted")
 
         hook = layer.register_forward_hook(fail)

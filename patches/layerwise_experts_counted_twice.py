@@ -3,31 +3,31 @@
 Symptom:
     With `LayerWiseDistributedOptimizer` (dist_muon), a tensor-parallel size larger than that of
     experts, and so few ranks that the other layers have no replica, the gradient norm is too large
-    and clipping too strong, for all parameters. With TP 2 and experts whole on each rank a small
-    model has 1.72 in place of 1.53, or 1.61 where the optimizer steps in DDP's buffers. Each
-    replica holds the state of all experts. No error.
+    and clipping too strong, for all parameters. With TP 2 and replicated experts a small model has
+    1.72 instead of 1.53, or 1.61 if the optimizer steps in DDP's buffers. Each replica holds the
+    state of all experts. No error.
 
 Cause:
     `shard_params` gives each replica some parameters, and the norm sums over all ranks. It returns
-    early where the dense layers have no replica, but experts may have some. DDP reduces gradients
-    into one replica's part of its buffers all the same, so that the others count gradients that
-    nobody reduced.
+    early if the dense layers have no replica, but experts may have some. DDP still reduces a
+    gradient only into one replica's part of its buffers, so that the others count gradients that
+    were not reduced.
 
 Affects:
-    0.16 on, with lists of parameters or DDP's buffers. What the patch does: experts are dealt to
-    their replicas, as upstream deals them where the dense layers have replicas, too. Gradients,
-    parameters and the norm are those of the other optimizers then, and the optimizer's state of
-    experts is divided. Where all layers have replicas, or none, nothing changes. `apply()` has to
-    come before the optimizer. Before 0.19 experts with EP 1 need `experts-reduced-over-dense-ranks`
-    beside it, without which they are not known as such.
+    0.16 on, with lists of parameters or DDP's buffers. What the patch does: experts are distributed
+    over their replicas, as upstream does if the dense layers also have replicas. Gradients,
+    parameters and the norm are then those of the other optimizers, and the optimizer's state of
+    experts is divided. If all layers have replicas, or none, nothing changes. Call `apply()` before
+    you build the optimizer. Before 0.19 experts with EP 1 also need
+    `experts-reduced-over-dense-ranks`, which marks them as experts.
 
 Upstream:
-    https://github.com/radixark/Megatron-LM/pull/82 mends it in miles' fork; in
+    https://github.com/radixark/Megatron-LM/pull/82 repairs it in miles' fork; in
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/layer_wise_optimizer.py
     `LayerWiseDistributedOptimizer.shard_params` still returns early.
 
 Remove when:
-    `shard_params` looks at the replicas of experts before it returns.
+    `shard_params` checks the replicas of experts before it returns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: Any) -> None:
-    """Deal parameters to replicas, and experts where the dense layers have no replica, too."""
+    """Shard parameters over replicas; also shard experts if the dense layers have no replica."""
     original(self, optimizers, *args, **kwargs)
     groups = self.pg_collection
     if self.expt_dp_params_list is not None or groups.dp_cp.size() > 1 or groups.expt_dp.size() < 2:
@@ -53,14 +53,14 @@ def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: 
 
 
 def _deal(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Give each replica of experts some of them, from the smallest on, in turn and back again.
+    """Give each replica some experts, by size, in the order of ranks and back again.
 
-    It is what `shard_params` of 0.17.1 does with experts.
+    `shard_params` of 0.17.1 does the same with experts.
     """
     replicas = optimizer.pg_collection.expt_dp
     turns = [*range(replicas.size()), *reversed(range(replicas.size()))]
     experts = [group for group in groups if group.get("is_expert_parallel", False)]
-    members = [(each, group) for group in experts for each in group["params"]]
+    members = [(param, group) for group in experts for param in group["params"]]
     members.sort(key=lambda member: member[0].numel())
     dealt: list[list[Any]] = [[] for _ in range(replicas.size())]
     for group in experts:
@@ -73,7 +73,7 @@ def _deal(optimizer: Any, groups: list[dict[str, Any]]) -> None:
     optimizer.expt_dp_params_list = dealt if members else None
 
 
-#: Two ranks have halves of the dense layers, and each of them all experts.
+#: Two ranks have one half of the dense layers each, and all experts.
 _LAYOUT: dict[str, Any] = {
     "tp": 2,
     "ep": 1,
@@ -86,19 +86,22 @@ _LAYOUT: dict[str, Any] = {
 
 
 def reproduce() -> None:
-    """Compare the norms of the layer-wise and of another optimizer: the gradients are the same."""
+    """Compare the norms of the layer-wise and the usual optimizer, for the same gradients."""
     from megatron_idempotent.proof.cpu import tiny
 
     norms = []
-    layouts = {False, tiny.has_layout()}
-    for options in ({}, *({"layer_wise": True, "distributed_optimizer": each} for each in layouts)):
+    layer_wise = [
+        {"layer_wise": True, "distributed_optimizer": layout}
+        for layout in {False, tiny.has_layout()}
+    ]
+    for options in ({}, *layer_wise):
         model = bench(**_LAYOUT, **options)
         model.forward_backward(2, data_seed=0)
         _, norm, _ = model.step()
         norms.append(float(norm))
-    right, *others = norms
-    # Sums of the same squares, in another order: float32 has 24 bits.
-    wrong = [norm for norm in others if not math.isclose(norm, right, rel_tol=1e-4)]
+    right, *layer_wise_norms = norms
+    # Sums of the same squares in a different order; float32 has 24 bits.
+    wrong = [norm for norm in layer_wise_norms if not math.isclose(norm, right, rel_tol=1e-4)]
     if wrong:
         raise Fault(f"the gradient norm is {wrong[0]:.4g}, and {right:.4g} of another optimizer")
 
@@ -107,7 +110,7 @@ PATCH = Patch(
     "the layer-wise optimizer counts experts once for each replica where no other layer has one",
     target("layer_wise.shard_params", shard),
     since="0.16",
-    # miles' words for it.
+    # In miles' fork.
     fixed_when=a_body_has("dp_cp_size == 1 and expt_dp_size == 1"),
     given=("experts-reduced-over-dense-ranks",),
 )

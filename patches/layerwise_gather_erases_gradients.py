@@ -2,29 +2,28 @@
 
 Symptom:
     With `LayerWiseDistributedOptimizer` and overlap_param_gather, a forward-only pass between the
-    gradients' reduction and `optimizer.step()` (log-probs, a KL term, an evaluation) leaves
-    gradients of zero. The step succeeds and reports a gradient norm of 0.0: the window is lost, and
+    gradients' reduction and `optimizer.step()` (log-probs, a KL term, an evaluation) sets all
+    gradients to zero. The step succeeds and reports a gradient norm of 0.0: the window is lost, and
     weight decay and momentum move the parameters. The ranks agree, so that no check of replicas
-    notices. `start_param_sync()` after a step, and then `zero_grad_buffer()`, zeroes what the
-    gather has brought so far, as the machine's timing has it: the ranks differ.
+    notices. `zero_grad_buffer()` after a step and `start_param_sync()` zeroes the gathered
+    parameters that have arrived by then, which depends on timing: the ranks differ.
 
 Cause:
-    Where the optimizer gathers by lists of parameters, the gather takes the gradient buffer for its
-    receive buffer and zeroes it after. Reducing the gradients declares the parameters outdated, so
-    that the next forward gathers, though nothing was updated.
+    If the optimizer gathers by lists of parameters, the gather uses the gradient buffer as its
+    receive buffer and zeroes it afterwards. Reducing the gradients marks the parameters as
+    outdated, so that the next forward gathers, though no parameter was updated.
 
 Affects:
-    0.18 and 0.19, with `--no-use-layer-wise-param-layout`, to which upstream's own error sends
-    some models with experts, and in loops of one's own that wrap the model without a layout; 0.17
-    gathers into memory of its own. What the patch does: while reduced gradients wait for their
-    step, a bucket group of such an optimizer without an update pending is not gathered, since its
+    0.18 and 0.19, with `--no-use-layer-wise-param-layout`, which upstream's own error recommends
+    for some models with experts, and in custom loops that wrap the model without a layout; 0.17
+    gathers into separate memory. What the patch does: while reduced gradients wait for their step,
+    a bucket group of such an optimizer is gathered only if it has an update pending; otherwise its
     parameters are current. Not covered: a forced gather between two microbatches of a window; a
     second step on the same gradients, or one on those of an aborted window, with a gather in
-    between; and `ensure_params_synced` where none of the patches is applied, which gathers on
-    every call.
+    between; and `ensure_params_synced` without any of the patches, which gathers on every call.
 
-    Only equal sizes were run, as gloo gathers no others: two ranks, one bucket; with torch's AdamW
-    in the place of Muon, and with Muon where `emerging-optimizers` is installed.
+    It was tested with equal sizes only, because gloo cannot gather others: two ranks, one bucket;
+    with torch's AdamW instead of Muon, and with Muon if `emerging-optimizers` is installed.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
@@ -32,7 +31,7 @@ Upstream:
     forward".
 
 Remove when:
-    the gather has a receive buffer of its own, or none is dispatched while gradients wait.
+    the gather has its own receive buffer, or no gather is dispatched while gradients wait.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from ._case import Fault, Original, Patch, address, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Finish a bucket group's reduction, and note that its gradients wait for a step."""
+    """Finish a bucket group's reduction, and record that its gradients wait for a step."""
     result = original(self, *args, **kwargs)
     if gather.gathers_by_lists(self):
         gather.hold_gradients(self, True)
@@ -66,7 +65,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def step(original: Original, self: Any) -> Any:
-    """Note that no gradient waits any more, then run a chain's update."""
+    """Record that gradients no longer wait, then run the update of a chain of optimizers."""
     for group in gather.deferred_groups(self):
         if gather.gathers_by_lists(group):
             gather.hold_gradients(group, False)

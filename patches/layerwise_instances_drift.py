@@ -3,16 +3,16 @@
 Symptom:
     With `LayerWiseDistributedOptimizer` (dist_muon) and `num_distributed_optimizer_instances` above
     1, each rank updates its parameters by the gradients of its own instance alone. On 0.18
-    parameters differ between instances after the first steps, too. No error.
+    parameters differ between instances from the first steps on. No error.
 
 Cause:
-    The layer-wise optimizer deals parameters to the data-parallel ranks of all instances, while DDP
-    reduces gradients to, and gathers parameters from, those of one instance.
+    The layer-wise optimizer distributes parameters over the data-parallel ranks of all instances,
+    while DDP reduces gradients and gathers parameters within one instance.
 
 Affects:
-    0.18 and dev; before, DDP refuses several instances without the distributed optimizer. What the
-    patch does: the optimizer raises a `ValueError` where it is built, as 0.19 raises an
-    `AssertionError` there. With one instance nothing changes.
+    0.18 and dev; before 0.18 DDP refuses several instances without the distributed optimizer. What
+    the patch does: building the optimizer raises a `ValueError`, as 0.19 raises an
+    `AssertionError`. With one instance nothing changes.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/6048 refuses it in 0.19.
@@ -40,7 +40,7 @@ _SETTING = "num_distributed_optimizer_instances"
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an optimizer over one instance, or raise."""
+    """Build an optimizer over one instance; raise with several."""
     groups = arguments(original, (self, *args), kwargs)["pg_collection"]
     instance = getattr(groups, "intra_dp_cp", None)
     if instance is not None and instance.size() < groups.dp_cp.size():
@@ -53,7 +53,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _built(instances: int) -> Any:
-    """Build a model with the layer-wise optimizer on as many instances of optimizer ranks."""
+    """Build a model with the layer-wise optimizer on `instances` optimizer instances."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(**{_SETTING: instances})
@@ -78,18 +78,18 @@ def _norm(instances: int) -> float:
 
 
 def reproduce() -> None:
-    """Train a step in one instance of four ranks, and in two of two, unless that is refused."""
-    whole = _norm(1)
+    """Train a step in one instance of four ranks, and in two of two, if that does not raise."""
+    single = _norm(1)
     try:
         divided = _norm(2)
     except ValueError as refusal:
         if _SETTING not in str(refusal):
             raise
         return
-    # The same sum in another order is off by some units of the last of 24 bits.
-    if abs(divided - whole) > 1e-3 * whole:
+    # Sums in a different order differ by a few units in the last of 24 bits.
+    if abs(divided - single) > 1e-3 * single:
         raise Fault(
-            f"gradients have the norm {divided:.4g} over two instances, {whole:.4g} over one"
+            f"gradients have the norm {divided:.4g} over two instances, {single:.4g} over one"
         )
 
 

@@ -1,29 +1,30 @@
-"""With Muon's layer-wise optimizer and overlap_param_gather, steps reach no other rank, or late.
+"""With Muon's layer-wise optimizer and overlap_param_gather, steps reach other ranks late or never.
 
 Symptom:
-    What `params-stale-after-step`, `pending-gather-dropped`, `checkpoint-before-gather` and
-    `params-exported-before-gather` say of the distributed optimizer, with
-    `LayerWiseDistributedOptimizer`: after a forward-only pass between reduction and step, in a
-    forward with the hooks off, in a checkpoint and in an export, the data-parallel ranks hold
-    different parameters. No error.
+    The same as in `params-stale-after-step`, `pending-gather-dropped`, `checkpoint-before-gather`
+    and `params-exported-before-gather`, with `LayerWiseDistributedOptimizer` instead of the
+    distributed optimizer: after a forward-only pass between reduction and step, in a forward with
+    the hooks off, in a checkpoint and in an export, the data-parallel ranks hold different
+    parameters. No error.
 
 Cause:
-    Under overlap_param_gather the step leaves the gather to the forward pre-hooks, and these go by
-    `param_gather_dispatched`, as there. The optimizer is a chain without a DistributedOptimizer,
-    so that a watch on that one's step does not see it. Where it gathers by lists of parameters,
-    `start_param_sync(force_sync=True)` moreover waits for a gather in flight and drops what came.
+    Under overlap_param_gather the step leaves the gather to the forward pre-hooks, which check
+    `param_gather_dispatched`, as in those case files. The optimizer is a chain without a
+    DistributedOptimizer, so that a patch of that class's step does not see it. If it gathers by
+    lists of parameters, `start_param_sync(force_sync=True)` also waits for a gather in flight and
+    drops its result.
 
 Affects:
     0.17 on, with dist_muon or use_layer_wise_distributed_optimizer, and overlap_param_gather. 0.16
-    has the optimizer, whose step always gathers. What the patch does: its step waits for gathers in
-    flight of what it is going to write, declares them outdated and marks the update as pending for
-    the case files named above, which then act on it; a forced gather keeps what came. In ordinary
-    training no collective is added or moved. With 0.17 `apply()` has to come before the optimizer
-    is built, and warns where it did not.
+    has the optimizer too, but its step always gathers. What the patch does: the step waits for
+    gathers in flight of parameters that it will write, marks them as outdated, and marks the update
+    as pending for the case files named above, which then act on it; a forced gather keeps its
+    result. In ordinary training no collective is added or moved. With 0.17 call `apply()` before
+    you build the optimizer; otherwise it warns.
 
-    It was run on CPU ranks, with torch's AdamW in the place of Muon, and with Muon where
-    `emerging-optimizers` is installed. By lists only equal sizes were run, as gloo gathers no
-    others: two ranks, one bucket.
+    It was tested on CPU ranks, with torch's AdamW instead of Muon, and with Muon if
+    `emerging-optimizers` is installed. Gathers by lists were tested with equal sizes only, because
+    gloo cannot gather others: two ranks, one bucket.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/layer_wise_optimizer.py,
@@ -43,7 +44,7 @@ from ._case import Original, Patch, expect_agreement, target
 
 
 def step(original: Original, self: Any) -> Any:
-    """Mark groups whose gather is left to a forward as outdated, then run a chain's update."""
+    """Mark groups that a forward will gather as outdated, then run the chain's update."""
     gather.watch_layer_wise(self)
     for group in gather.deferred_groups(self):
         gather.outdate(group)
@@ -61,8 +62,8 @@ def start(original: Original, self: Any, force_sync: bool = False) -> Any:
 def reproduce() -> None:
     """Run a forward-only pass before the second step and one after it, with hooks on throughout.
 
-    A gather by lists of parameters erases the gradients of the pass before. The step still moves
-    the parameters then, by what the first one left in the moments.
+    A gather by lists of parameters erases the gradients of the earlier pass. The step still moves
+    the parameters, by the moments of the first step.
     """
     from megatron_idempotent.proof.cpu import tiny
 

@@ -1,25 +1,26 @@
-"""GPTModel makes its logits even for a caller that only wants the hidden states before them.
+"""GPTModel computes its logits even for a caller that needs only the hidden states before them.
 
 Symptom:
-    A loss of log-probs cannot keep the logits, the largest tensor of a step, from being made:
-    [S, B, V / TP], and as much again for the gradient. `TypeError: … got an unexpected keyword
-    argument 'output_processor'` where a program for 0.18 asks for them.
+    A loss of log-probs cannot avoid the logits, the largest tensor of a step: [S, B, V / TP], and
+    as much again for the gradient. `TypeError: … got an unexpected keyword argument
+    'output_processor'` from a program for 0.18 that passes a processor for the hidden states.
 
 Cause:
     `GPTModel.forward` ends in the output layer; `output_processor` came with 0.18.
 
 Affects:
     Releases before 0.18. What the patch does: `forward` takes `output_processor` and
-    `output_processor_context` as 0.18 does, and calls the processor in place of the output layer
+    `output_processor_context` as 0.18 does, and calls the processor instead of the output layer
     with 0.18's arguments; `decoder_input` is the caller's, not the embeddings. MTP heads use the
-    output layer as before. A forward for inference is refused with a processor, since some of these
-    releases have dropped hidden states by then. `build_schedule_plan` takes none.
+    output layer as before. An inference forward with a processor raises, because some of these
+    releases have dropped hidden states before the output layer. `build_schedule_plan` takes no
+    processor.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/4686, in 0.18.
 
 Remove when:
-    0.17 is not supported any more.
+    0.17 is no longer supported.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from ._case import Fault, Original, Patch, a_body_has, arguments, target
 
 
 class _Logits:
-    """Takes the place of logits, and makes them for code that computes with them."""
+    """Stands in for logits, and computes them for code that needs their values."""
 
     def __init__(self, layer: Any, hidden_states: Any, weight: Any, gather: Any) -> None:
         self.hidden_states, self.weight = hidden_states, weight
         self._layer, self._gather = layer, gather
         self._scale: Callable[[Any], Any] = _unscaled
 
-    def made(self) -> Any:
+    def compute(self) -> Any:
         logits, _ = self._layer(
             self.hidden_states, weight=self.weight, runtime_gather_output=self._gather
         )
@@ -56,11 +57,11 @@ class _Logits:
         return self
 
     def __reduce__(self) -> Any:
-        return str, ("not made",)  # into upstream's log of inputs and logits
+        return str, ("not made",)  # for upstream's log of inputs and logits
 
 
 class _OutputLayer:
-    """Takes the place of the output layer for as long as a forward runs."""
+    """Stands in for the output layer while a forward runs."""
 
     def __init__(self, layer: Any, labels: Any) -> None:
         self._layer, self._labels = layer, labels
@@ -71,7 +72,7 @@ class _OutputLayer:
         logits = _Logits(self._layer, input_, weight, runtime_gather_output)
         if not fused:
             return logits, None
-        if fused["labels"] is self._labels:  # the loss of its own, which the processor makes
+        if fused["labels"] is self._labels:  # the model's own loss, which the processor computes
             return logits
         return self._layer(
             input_, weight=weight, runtime_gather_output=runtime_gather_output, **fused
@@ -89,7 +90,7 @@ def forward(
     output_processor_context: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Run the model's forward; with a processor, hands it the hidden states instead of logits."""
+    """Run the model's forward; with a processor, pass it the hidden states instead of logits."""
     if output_processor is None or not self.post_process:
         return original(self, *args, **kwargs)
     call = arguments(original, (self, *args), kwargs)
@@ -132,32 +133,31 @@ _HANDED_ON = (
 
 @contextmanager
 def _without_logits(model: Any, labels: Any) -> Iterator[None]:
-    """Let stand-ins take the hidden states where the model would make logits.
+    """Let stand-ins receive the hidden states where the model would compute logits.
 
-    A loss of the very `labels` is the model's own; MTP heads compute losses of labels that are
-    rolled on.
+    A loss of these very `labels` is the model's own; MTP heads compute losses of rolled labels.
 
     A stand-in is an attribute of the instance, which is found before its modules and methods.
     """
     loss, scale = model.compute_language_model_loss, getattr(model, "_scale_logits", _unscaled)
 
     def loss_of(of_labels: Any, logits: _Logits) -> Any:
-        return logits if of_labels is labels else loss(of_labels, logits.made())
+        return logits if of_labels is labels else loss(of_labels, logits.compute())
 
     standing_in = {
         "output_layer": _OutputLayer(model.output_layer, labels),
         "compute_language_model_loss": loss_of,
         "_scale_logits": lambda logits: logits.scaled(scale),  # from 0.17 on
     }
-    known = vars(model)
-    before = {name: known[name] for name in standing_in if name in known}
-    known.update(standing_in)
+    attributes = vars(model)
+    replaced = {name: attributes[name] for name in standing_in if name in attributes}
+    attributes.update(standing_in)
     try:
         yield
     finally:
         for name in standing_in:
-            del known[name]
-        known.update(before)
+            del attributes[name]
+        attributes.update(replaced)
 
 
 def _unscaled(logits: Any) -> Any:
@@ -165,7 +165,7 @@ def _unscaled(logits: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Ask for the hidden states that the output layer would be given."""
+    """Compute logits in a processor, from the hidden states that the output layer would get."""
     model, inputs = _model()
     (chunk,) = model.chunks
 
@@ -174,16 +174,16 @@ def reproduce() -> None:
 
     logits = chunk(*inputs, labels=inputs[0], output_processor=processor)
     if not logits.equal(chunk(*inputs)):
-        raise Fault("a processor that makes logits makes others than the model")
+        raise Fault("a processor computes other logits than the model")
 
 
 def neighbour() -> object:
     """Run the model without a processor: logits, losses, and a window's gradient."""
     model, inputs = _model()
     (chunk,) = model.chunks
-    found = [chunk(*inputs), chunk(*inputs, labels=inputs[0])]
+    outputs = [chunk(*inputs), chunk(*inputs, labels=inputs[0])]
     model.forward_backward(2, data_seed=0)
-    return [tensor.detach().numpy().tobytes() for tensor in (*found, model.gradients())]
+    return [tensor.detach().numpy().tobytes() for tensor in (*outputs, model.gradients())]
 
 
 def _model() -> tuple[Any, tuple[Any, ...]]:
@@ -195,7 +195,8 @@ def _model() -> tuple[Any, tuple[Any, ...]]:
 
 PATCH = Patch(
     "before 0.18 a loss of log-probs cannot have hidden states instead of logits",
-    # Read with what they call: `_postprocess` from 0.13 on, and the MTP block.
+    # Reviewed together with the functions that they call: `_postprocess` from 0.13 on, the MTP
+    # block.
     target("core.models.gpt.gpt_model:GPTModel.forward", forward),
     before="0.18",
     provides=("output-processor",),

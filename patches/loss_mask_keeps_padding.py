@@ -1,26 +1,26 @@
 """The padding of one sample stays in the loss mask of all samples that come after it.
 
 Symptom:
-    Tokens of later samples do not count in the loss, at the places where the first sample that the
-    dataset served had padding. What a sample's mask is depends on which one came first, in each
-    worker of the data loader: a resumed run does not have the masks of one that went on. No error.
+    Tokens of later samples do not count in the loss, at the positions at which the dataset's first
+    sample had padding. A sample's mask depends on which sample came first, in each worker of the
+    data loader: a resumed run has other masks than one that continues. No error.
 
 Cause:
-    `GPTDataset.__getitem__` keeps the mask of its first call for all calls, and writes the zeros
-    of this sample's padding into it. Before 0.15 later calls write into it as well.
+    `GPTDataset.__getitem__` caches the mask of its first call for all calls, and writes the zeros
+    of that sample's padding into it. Before 0.15 later calls also write into it.
 
 Affects:
-    Every release, where masks are kept: without `reset_position_ids`, `reset_attention_mask` and
-    `eod_mask_loss`. Padding is at the end of the last validation sample, and wherever the data has
-    its token; before 0.16 also at ends of documents, if the tokenizer has one token for both. What
-    the patch does: the mask that is kept is one without padding.
+    Every release, if masks are cached: without `reset_position_ids`, `reset_attention_mask` and
+    `eod_mask_loss`. Padding is at the end of the last validation sample, and wherever the data
+    contain its token; before 0.16 also at ends of documents, if the tokenizer has one token for
+    both. What the patch does: the cached mask has no padding.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/issues/1711, after which later calls copy the mask;
-    https://github.com/NVIDIA/Megatron-LM/pull/6981 copies in the first one too.
+    https://github.com/NVIDIA/Megatron-LM/pull/6981 also copies it in the first call.
 
 Remove when:
-    `__getitem__` keeps a copy of the mask.
+    `__getitem__` caches a copy of the mask.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ._case import Fault, Original, Patch, a_body_has, target
 
 
 def getitem(original: Original, self: Any, idx: int | None) -> Any:
-    """Serve the sample, and keep a mask for the next one in which all tokens count."""
+    """Return the sample, and reset the cached mask, so that all tokens of the next one count."""
     import torch
 
     sample = original(self, idx)
-    if self.masks_and_position_ids_are_cached:  # only where no token but padding is masked
+    if self.masks_and_position_ids_are_cached:  # only if padding alone is masked
         self.cached_loss_mask = torch.ones_like(self.cached_loss_mask)
     return sample
 
 
 def reproduce() -> None:
-    """Serve a sample that has padding, then another one."""
+    """Get a sample that has padding, then another one."""
     import types
 
     import numpy
@@ -64,11 +64,11 @@ def reproduce() -> None:
 
     def masked(*served: int) -> int:
         data = Mock(documents, None, numpy.arange(50), 40, Split.train, config)
-        return [int((data[each]["loss_mask"] == 0).sum()) for each in served][-1]
+        return [int((data[index]["loss_mask"] == 0).sum()) for index in served][-1]
 
     first = next(index for index in range(40) if masked(index))
-    alone, after = masked(first + 1), masked(first, first + 1)
-    if alone != after:
+    alone, after_first = masked(first + 1), masked(first, first + 1)
+    if alone != after_first:
         raise Fault("a sample's loss mask depends on the one before it")
 
 

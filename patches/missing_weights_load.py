@@ -1,26 +1,27 @@
-"""Weights that a checkpoint lacks stay random, although it was loaded with `strict=True`.
+"""Weights that a checkpoint lacks stay random, even with `strict=True`.
 
 Symptom:
-    A model with a layer, head or adapter that the checkpoint does not have loads it, and trains on
-    with the initial values there. The output has "load_return: None", and no name of a weight.
+    A model with a layer, head or adapter that the checkpoint does not have loads it, and keeps the
+    initial values of these weights. The log shows "load_return: None", and names no weight.
 
 Cause:
-    Whenever loading with `strict=True` raises, `load_checkpoint` loads again with `strict=False`,
-    for the sake of "extra states" of Transformer Engine.
+    If loading with `strict=True` raises, `load_checkpoint` loads again with `strict=False`, because
+    of "extra states" of Transformer Engine.
 
 Affects:
     Every release, with `--ckpt-format torch`, and with `--dist-ckpt-strictness log_all` and other
-    values for which the distributed format lets such weights pass. Releases before 0.17 carry
-    `megatron.training` in a source checkout only. Megatron-Bridge has the same code, which this
-    does not reach. What the patch does: only extra states may be missing or too many. Otherwise it
-    raises, or warns with their names where `--dist-ckpt-strictness` allows them. What a load with
-    `strict=False` raises is raised, on all ranks. In Megatron-FSDP all is as before.
+    values with which the distributed format accepts missing weights. Releases before 0.17 carry
+    `megatron.training` in a source checkout only. Megatron-Bridge has a copy of this code, which
+    this patch does not repair. What the patch does: only extra states may be missing or unexpected.
+    For other names the load raises, or warns with the names if `--dist-ckpt-strictness` allows
+    them. An error of a load with `strict=False` is raised on all ranks. Megatron-FSDP is left as it
+    is.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6032 is about Megatron-Bridge's copy.
 
 Remove when:
-    the second load of `load_checkpoint` raises for other names than those of extra states.
+    the second load of `load_checkpoint` raises for all names but those of extra states.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ._case import Fault, Original, Patch, arguments, program, target
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Load, and look at which names are missing where upstream loads with `strict=False`."""
+    """Load, and check the missing names when upstream loads with `strict=False`."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
     from megatron.training import get_args
@@ -41,7 +42,7 @@ def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     from megatron_idempotent.window import agreement
 
     call = arguments(original, args, kwargs)
-    # Up to 0.18 upstream itself is not strict where a retriever is added to a model.
+    # Up to 0.18 upstream itself is not strict if a retriever is added to a model.
     strict = call["strict"] and not getattr(get_args(), "retro_add_retriever", False)
     dropped: list[Exception] = []
     load = _load if strict else functools.partial(_load_not_strictly, dropped)
@@ -84,13 +85,13 @@ def _load(chunk: Any, state_dict: dict[str, Any], strict: bool) -> None:
         return
     missing, unexpected = unwrap_model(chunk).load_state_dict(state_dict, strict=False)
     wrong = {
-        what: [name for name in names if not name.endswith("_extra_state")]
-        for what, names in (("lacks", missing), ("has besides", unexpected))
+        verb: [name for name in names if not name.endswith("_extra_state")]
+        for verb, names in (("lacks", missing), ("has unexpected", unexpected))
     }
-    found = "; ".join(f"{what} {', '.join(names)}" for what, names in wrong.items() if names)
-    if not found:
+    mismatch = "; ".join(f"{verb} {', '.join(names)}" for verb, names in wrong.items() if names)
+    if not mismatch:
         return
-    message = f"what is loaded with strict=True {found}"
+    message = f"a checkpoint loaded with strict=True {mismatch}"
     if get_args().dist_ckpt_strictness == "assume_ok_unexpected":
         raise RuntimeError(f"{message}; pass strict=False to load the rest")
     logging.getLogger("megatron_idempotent").warning("%s", message)
@@ -103,7 +104,7 @@ def _program() -> Any:
 def _load_changed(
     running: Any, change: Callable[[dict[str, Any]], Any], *, strict: bool = True
 ) -> None:
-    """Save the model, change what was saved, and load it."""
+    """Save the model, change the saved state dict, and load it."""
     import tempfile
     from pathlib import Path
 
@@ -121,25 +122,25 @@ def _load_changed(
 
 
 def reproduce() -> None:
-    """Take a weight out of a checkpoint, and half of a weight, and load that."""
+    """Remove a weight from a checkpoint, or half of a weight, and load that."""
     name = "embedding.word_embeddings.weight"
     spoilt: dict[str, Callable[[dict[str, Any]], Any]] = {
         f"lacks {name}": lambda saved: saved.pop(name),
         f"size mismatch for {name}": lambda saved: saved.update({name: saved[name][::2]}),
     }
     running = _program()
-    for said, change in spoilt.items():
+    for fault, change in spoilt.items():
         try:
-            _load_changed(running, change, strict=said.startswith("lacks"))
+            _load_changed(running, change, strict=fault.startswith("lacks"))
         except RuntimeError as error:
-            if said not in str(error):
+            if fault not in str(error):
                 raise
         else:
-            raise Fault(f"a checkpoint was loaded that {said}")
+            raise Fault(f"a checkpoint was loaded without an error: {fault}")
 
 
 def neighbour() -> object:
-    """Load a checkpoint that has an extra state besides."""
+    """Load a checkpoint with an additional extra state."""
     running = _program()
     extra = "decoder.final_layernorm._extra_state"
     _load_changed(running, lambda saved: saved.update({extra: None}))

@@ -8,15 +8,16 @@ Symptom:
     the distributed optimizer, one parameter in fp32, as state space models have.
 
 Cause:
-    DDP's hook stands on the graph node that accumulates a parameter's gradient, and holds DDP.
-    Python's collector sees this cycle only while nothing else holds the node. But the MoE layers'
-    dispatchers keep `probs` of the last microbatch with its graph, which leads there; and the
-    distributed optimizer's shard of an fp32 parameter is `model_param.view(-1)[start:end]`, without
-    the `detach()` of the half-precision branch.
+    DDP's hook is on the graph node that accumulates a parameter's gradient, and refers to DDP.
+    Python's collector sees this cycle only while no other object refers to the node. But the MoE
+    layers' dispatchers keep `probs` of the last microbatch with its graph, which contains the node;
+    and the distributed optimizer's shard of an fp32 parameter is `model_param.view(-1)[start:end]`,
+    without the `detach()` of the half-precision branch.
 
 Affects:
-    Every release. What the patch does: when a schedule ends, in whichever way, what dispatchers
-    of its model keep is detached, and so are the optimizer's shards. Both keep their memory.
+    Every release. What the patch does: when a schedule ends, even by an exception, it detaches the
+    tensors that its model's dispatchers keep. The optimizer's shards are also detached. Both keep
+    their memory.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
@@ -46,21 +47,21 @@ def build(
     config: Any,
 ) -> Any:
     """Build the shards of parameters, and detach those that have a graph."""
-    found = original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
-    shard_fp32_groups = found[3]
+    groups = original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+    shard_fp32_groups = groups[3]
     for shards, group_range in zip(shard_fp32_groups, opt_group_ranges, strict=True):
         detached = {}
-        for place, shard in enumerate(shards):
-            shards[place] = detached[id(shard)] = shard.detach()
-            # Such as whether it is cut by tensor parallelism.
-            vars(shards[place]).update(vars(shard))
+        for index, shard in enumerate(shards):
+            shards[index] = detached[id(shard)] = shard.detach()
+            # Marks such as `tensor_model_parallel`.
+            vars(shards[index]).update(vars(shard))
         group = group_range["orig_group"]
-        group["params"] = [detached.get(id(each), each) for each in group["params"]]
-    return found
+        group["params"] = [detached.get(id(param), param) for param in group["params"]]
+    return groups
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, then detach what the dispatchers of its MoE layers keep."""
+    """Run a schedule, then detach the tensors that its MoE layers' dispatchers keep."""
     import torch
 
     chunks = schedules.chunks(kwargs["model"])
@@ -79,20 +80,20 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Train one step, delete the model and its optimizer, and look for a chunk."""
+    """Train one step, delete the model and its optimizer, and check that a chunk is freed."""
     import gc
     import weakref
 
-    left = []
+    surviving = []
     for kind, layout in (("fp32", {}), ("experts", {"experts": 4, "dtype": "bf16"})):
         model = bench(**layout)
         model.train_step(1, data_seed=0)
         chunk = weakref.ref(model.chunks[0])
         del model
         gc.collect()
-        left += [kind] if chunk() is not None else []
-    if left:
-        raise Fault(f"models outlive their deletion: {', '.join(left)}")
+        surviving += [kind] if chunk() is not None else []
+    if surviving:
+        raise Fault(f"models outlive their deletion: {', '.join(surviving)}")
 
 
 PATCH = Patch(

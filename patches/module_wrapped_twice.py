@@ -2,25 +2,25 @@
 
 Symptom:
     `AssertionError: param.grad being None is not safe when overlap_grad_reduce is True` from the
-    first backward pass, where a second `DistributedDataParallel` was built around a module that is
-    in one already, to change its options for instance. Without overlap_grad_reduce gradients of
-    the second one are right.
+    first backward pass, if a second `DistributedDataParallel` was built around a module that is
+    already wrapped, for example to change its options. Without overlap_grad_reduce the second
+    wrapper's gradients are right.
 
 Cause:
-    Each wrapper registers a hook per parameter. The first one's hooks take the gradient and clear
-    it, and the second one's find none. The hooks hold the first wrapper, so that it lives on when
-    the program has let go of it.
+    Each wrapper registers a hook per parameter. The hooks of the first wrapper take the gradient
+    and clear it, so those of the second find none. The hooks refer to the first wrapper, so that it
+    is not freed when the program deletes it.
 
 Affects:
-    Every release. Nothing here repairs it: hooks of gradient accumulators cannot be taken off again
-    from outside. Build the module again for the second wrapper, and load its state.
+    Every release. There is no patch, because hooks of gradient accumulators cannot be removed from
+    outside. Build the module again for the second wrapper, and load its state.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
     `_make_backward_post_hook`.
 
 Remove when:
-    DDP keeps the handles of its backward hooks and can be taken off a module.
+    DDP keeps the handles of its backward hooks, and can be removed from a module.
 """
 
 from __future__ import annotations

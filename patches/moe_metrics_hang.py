@@ -3,26 +3,27 @@
 Symptom:
     With a pipeline stage without MoE layers, or one that has recorded no auxiliary loss yet,
     `track_moe_metrics` without names, or `reduce_aux_losses_tracker_across_ranks`, never returns on
-    the other stages. No error until the process groups time out. Where stages have recorded other
-    metrics, or in another order, each adds up different ones. Before 0.17 MTP layers hang with
-    names, too.
+    the other stages. No error until the process groups time out. If stages have recorded different
+    metrics, or in a different order, the sums mix different metrics. Before 0.17 MTP layers also
+    hang with names.
 
 Cause:
-    Each stage all-reduces over the pipeline what it has itself. Only with `force_initialize` and
-    names does it make what it lacks, before 0.17 in another size than with MTP layers.
+    Each stage all-reduces its own metrics over the pipeline. Only with `force_initialize` and names
+    does it create the metrics that it lacks, before 0.17 in a size without MTP layers.
 
 Affects:
-    0.12 to 0.17; later releases have `moe-tracker-hangs`. What the patch does: stages say in one
-    collective of objects what they have and in which size, and each makes what it lacks, of zeros.
-    Without a pipeline nothing changes. On a stage that has recorded nothing a metric is not summed
-    over tensor- and context-parallel ranks, as in upstream's own loop: log on one that has.
+    0.12 to 0.17; later releases have `moe-tracker-hangs`. What the patch does: stages exchange the
+    names and sizes of their metrics in one collective of objects, and each creates the metrics that
+    it lacks, as zeros. Without a pipeline nothing changes. On a stage that did not record a metric
+    it is not summed over tensor- and context-parallel ranks, as in upstream's own loop: log on a
+    stage that recorded it.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/issues/1444,
     https://github.com/NVIDIA/Megatron-LM/pull/3401, https://github.com/NVIDIA-NeMo/RL/pull/3419
 
 Remove when:
-    stages agree on what they reduce.
+    stages agree on the metrics to reduce.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from ._case import Fault, Original, Patch, a_body_has, target
 
 
 def reduce(original: Original, track_names: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Let all stages have the same metrics, in one order, then reduce them.
+    """Give all stages the same metrics in the same order, then reduce them.
 
-    Takes part: all ranks of the pipeline.
+    A collective over the ranks of the pipeline.
     """
     import torch
 
@@ -46,10 +47,10 @@ def reduce(original: Original, track_names: Any = None, *args: Any, **kwargs: An
         {name: len(entry["values"]) for name, entry in tracker.items()},
         pg_collection=kwargs.get("pg_collection", args[0] if args else None),
     )
-    held = dict(tracker)
+    recorded = dict(tracker)
     tracker.clear()
     for name, size in sizes.items():
-        entry = held.get(name, {"values": torch.zeros(0, device="cuda")})
+        entry = recorded.get(name, {"values": torch.zeros(0, device="cuda")})
         lacking = size - len(entry["values"])
         if lacking:
             entry["values"] = torch.nn.functional.pad(entry["values"], (0, lacking))
@@ -58,25 +59,25 @@ def reduce(original: Original, track_names: Any = None, *args: Any, **kwargs: An
 
 
 def reproduce() -> None:
-    """Record one metric on each of two stages: after the reduction each has to be itself."""
+    """Record one metric on each of two stages: the reduction must not change their values."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     moe.legacy_metrics().clear()
-    mine = f"loss of stage {parallel_state.get_pipeline_model_parallel_rank()}"
-    moe_utils.save_to_aux_losses_tracker(mine, torch.ones((), device="cuda"), 1, 2)
+    name = f"loss of stage {parallel_state.get_pipeline_model_parallel_rank()}"
+    moe_utils.save_to_aux_losses_tracker(name, torch.ones((), device="cuda"), 1, 2)
     moe_utils.reduce_aux_losses_tracker_across_ranks()
-    found = float(moe.legacy_metrics()[mine]["values"].sum())
-    if found != 1.0:
-        raise Fault(f"a metric of 1 is {found:g} after its reduction over the pipeline")
+    total = float(moe.legacy_metrics()[name]["values"].sum())
+    if total != 1.0:
+        raise Fault(f"a metric of 1 is {total:g} after its reduction over the pipeline")
 
 
 PATCH = Patch(
     "pipeline stages that have recorded different MoE metrics hang in their reduction",
     target("moe.moe_utils:reduce_aux_losses_tracker_across_ranks", reduce),
     before="0.18",
-    # They are reduced in another place then.
+    # Then another function reduces them.
     fixed_when=a_body_has("get_moe_metrics_tracker()"),
 )

@@ -7,15 +7,15 @@ Symptom:
 
 Cause:
     Routers count tokens per expert over the microbatches of a window, in `local_tokens_per_expert`
-    and `global_tokens_per_expert`. `finalize_model_grads` resets them. A window that does not get
-    that far leaves them as they are.
+    and `global_tokens_per_expert`. `finalize_model_grads` resets them. A window that raises before
+    that leaves them as they are.
 
 Affects:
     Every release; `global_aux_loss` exists from 0.15 on. What the patch does: `zero_grad_buffer()`
-    resets them along with the gradients of the same tokens. After a whole window they are zero
-    then. Windows that add up gradients without zeroing add up tokens as before. What the routers
-    report for logging (auxiliary losses, multi-token prediction) is not touched here, because a
-    caller may log later than it zeroes: `abort_window` drops it.
+    resets them along with the gradients of the same tokens. After a complete window they are
+    already zero. Windows that add up gradients without zeroing also add up tokens, as before.
+    Values that routers record for logging (auxiliary losses, multi-token prediction) stay, because
+    a caller may log them after zeroing gradients: `abort_window` drops them.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/finalize_model_grads.py,
@@ -35,8 +35,8 @@ from ._case import EXPERT_BIAS, Fault, Original, Patch, bench, interrupt_window,
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Throw the tokens away with their gradients."""
-    # A dense model need not pay for the walk over its modules.
+    """Reset the token counts, then zero the gradients."""
+    # A dense model need not walk over its modules.
     if getattr(self.config, "num_moe_experts", None):
         forget_tokens(self)
     original(self)

@@ -3,25 +3,26 @@
 Symptom:
     With a pipeline stage without MoE layers, or one that has recorded no auxiliary loss yet, the
     tracker's `report` without names never returns on the other stages. No error until the process
-    groups time out. Where stages have recorded other metrics, or in another order, each adds up
-    different ones.
+    groups time out. If stages have recorded different metrics, or in a different order, the sums
+    mix different metrics.
 
 Cause:
-    `_sync_metrics` all-reduces over the pipeline what a stage has itself. Only with
-    `force_initialize` and names does `report` make what it lacks.
+    `_sync_metrics` all-reduces a stage's own metrics over the pipeline. Only with
+    `force_initialize` and names does `report` create the metrics that a stage lacks.
 
 Affects:
-    0.18 and later; before it is `moe-metrics-hang`. What the patch does: stages say in one
-    collective of objects what they have and in which size, and each makes what it lacks, of zeros.
-    Without a pipeline nothing changes. On a stage that has recorded nothing a metric is not summed
-    over tensor- and context-parallel ranks, as in upstream's own loop: log on one that has.
+    0.18 and later; earlier releases have `moe-metrics-hang`. What the patch does: stages exchange
+    the names and sizes of their metrics in one collective of objects, and each creates the metrics
+    that it lacks, as zeros. Without a pipeline nothing changes. On a stage that did not record a
+    metric it is not summed over tensor- and context-parallel ranks, as in upstream's own loop: log
+    on a stage that recorded it.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/issues/1444,
     https://github.com/NVIDIA/Megatron-LM/pull/3401, https://github.com/NVIDIA-NeMo/RL/pull/3419
 
 Remove when:
-    stages agree on what they reduce.
+    stages agree on the metrics to reduce.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from ._case import Fault, Original, Patch, target
 
 
 def sync(original: Original, self: Any, metric_names: list[str], pg_collection: Any = None) -> None:
-    """Let all stages have the same metrics, in one order, then reduce them.
+    """Give all stages the same metrics in the same order, then reduce them.
 
-    Takes part: all ranks of the pipeline.
+    A collective over the ranks of the pipeline.
     """
     sizes = moe.agreed_metrics(
         {n: len(self._metrics[n].values) if n in self._metrics else 0 for n in metric_names},
@@ -45,22 +46,22 @@ def sync(original: Original, self: Any, metric_names: list[str], pg_collection: 
     for name, size in sizes.items():
         if size:
             self.ensure_initialized(name, size)
-    metric_names[:] = sizes  # report() goes on to log these
+    metric_names[:] = sizes  # report() logs these
     original(self, metric_names, pg_collection)
 
 
 def reproduce() -> None:
-    """Record one metric on each of two stages: after the reduction each has to be itself."""
+    """Record one metric on each of two stages: the report must have both, unchanged."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    mine = f"stage {parallel_state.get_pipeline_model_parallel_rank()} loss"
+    name = f"stage {parallel_state.get_pipeline_model_parallel_rank()} loss"
     tracker, logged = MoEMetricsTracker(), dict[str, Any]()
-    tracker.record(mine, torch.ones((), device="cuda"), layer_number=1, num_layers=2)
+    tracker.record(name, torch.ones((), device="cuda"), layer_number=1, num_layers=2)
     tracker.report(1.0, iteration=1, num_layers=1, total_loss_dict=logged)
-    values = {name: float(value) for name, value in logged.items()}
+    values = {metric: float(value) for metric, value in logged.items()}
     if values != {"stage 0 loss": 1.0, "stage 1 loss": 1.0}:
         raise Fault(f"of two metrics of 1 this stage logs {values}")
 

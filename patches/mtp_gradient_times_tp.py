@@ -1,23 +1,23 @@
-"""Under tensor parallelism an MTP layer's gradient is as many times too large as there are ranks.
+"""Under tensor parallelism an MTP layer's gradient is too large by a factor of the number of ranks.
 
 Symptom:
-    With multi-token prediction (MTP) and tensor parallelism, all that is in front of an MTP layer
-    is trained on TP times the MTP loss: its projection and norms, the embedding and the decoder.
-    With TP 2 the whole gradient of a small model is off by 41 % of its norm. No error, and the
-    logged losses are right.
+    With multi-token prediction (MTP) and tensor parallelism, everything before an MTP layer's
+    transformer block is trained on TP times the MTP loss: its projection and norms, the embedding
+    and the decoder. With TP 2 the gradient of a small model is off by 41 % of its norm. No error,
+    and the logged losses are right.
 
 Cause:
     The layer gathers the output of its projection over tensor-parallel ranks with a function whose
-    backward adds up the ranks' gradients. They all have the same one, because what follows is
-    computed on each rank, or gathered from all with sequence parallelism.
+    backward sums the ranks' gradients. All ranks have the same gradient, because each rank computes
+    the layers that follow, or gathers their gradient from all ranks with sequence parallelism.
 
 Affects:
-    0.12. What the patch does: the layer gathers with the function that 0.13 takes, whose backward
+    0.12. What the patch does: the layer gathers with the function that 0.13 uses, whose backward
     gives each rank its part of the gradient.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/transformer/multi_token_prediction.py,
-    `MultiTokenPredictionLayer.forward` takes `gather_from_tensor_model_parallel_region`.
+    `MultiTokenPredictionLayer.forward` uses `gather_from_tensor_model_parallel_region`.
 
 Remove when:
     0.12 is no longer supported.
@@ -34,23 +34,23 @@ _CALL = f"hidden_states = {_GATHER}(hidden_states)"
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the layer with a gather whose backward gives each rank its part, and adds none up.
+    """Run the layer with a gather whose backward gives each rank its part of the gradient.
 
-    Takes part: all tensor-parallel ranks.
+    A collective over tensor-parallel ranks.
     """
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from megatron.core.transformer import multi_token_prediction as module
 
-    theirs = getattr(module, _GATHER)
+    upstream_gather = getattr(module, _GATHER)
     setattr(module, _GATHER, gather_from_tensor_model_parallel_region)
     try:
         return original(self, *args, **kwargs)
     finally:
-        setattr(module, _GATHER, theirs)
+        setattr(module, _GATHER, upstream_gather)
 
 
 def reproduce() -> None:
-    """Compare an MTP layer's gradient along itself to the difference that its output makes."""
+    """Compare an MTP layer's gradient to finite differences of its loss along that gradient."""
     import torch
 
     from megatron_idempotent.proof.cpu import tiny
@@ -68,7 +68,7 @@ def reproduce() -> None:
         return (layer(embedded, hidden, masked) * weights).sum()
 
     (gradient,) = torch.autograd.grad(loss(hidden.requires_grad_()), hidden)
-    # A central difference in float32: far nearer to the derivative than to any multiple of it.
+    # A central difference in float32 is far closer to the derivative than to twice that.
     step = 1e-2 / float(gradient.norm())
     with torch.no_grad():
         ahead, back = (float(loss(hidden + sign * step * gradient)) for sign in (1, -1))

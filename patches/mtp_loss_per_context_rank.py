@@ -3,28 +3,28 @@
 Symptom:
     With multi-token prediction (MTP) and context parallelism the gradient of MTP layers depends on
     which rank has which tokens. With two ranks and all tokens counting, a small model's gradient is
-    off by 2.3 % of its norm. Where few tokens count it is worse: a token that is the first one that
-    counts on its rank, and is predicted on another that counts none, trains nothing. No error.
+    off by 2.3 % of its norm. It is worse if few tokens count: if a rank has no counting tokens of
+    its own, but predicts the next rank's first counting token, that token trains nothing. No error.
 
 Cause:
-    Predictions of a rank's last positions are of tokens that the next rank has: the mask is shifted
-    across ranks. `process_mtp_loss` divides by the shifted mask's sum and multiplies by the mask's,
-    or divides alone if DDP averages, and takes both sums over the rank's own tokens.
+    A rank's last positions predict tokens of the next rank, so the mask is shifted across ranks.
+    `process_mtp_loss` divides by the sum of the shifted mask and multiplies by the sum of the mask,
+    or only divides if DDP averages. It takes both sums over the rank's own tokens.
 
 Affects:
     0.17 and later. What the patch does: both sums are over all context-parallel ranks. It shifts
-    the mask once more, and adds up one number for each MTP layer and one more in one collective.
-    Logged MTP losses stay means over ranks of means. Before 0.17 Megatron adds up losses if
-    `calculate_per_token_loss` is set, which is right; if DDP averages, `mtp-loss-without-tokens`
-    is the patch.
+    the mask once more, and sums one number per MTP layer, and one more, in one collective. Logged
+    MTP losses stay means of the ranks' means. Before 0.17 Megatron adds up losses if
+    `calculate_per_token_loss` is set, which is right; if DDP averages, see
+    `mtp-loss-without-tokens`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/d98e8a64ddf34856e74b24714e3bedb2f5a39553/megatron/core/transformer/multi_token_prediction.py
-    says in `process_mtp_loss` that it uses local counts, and that exact parity would require
-    all-reduced ones.
+    says in a comment in `process_mtp_loss` that it uses local counts, and that exact parity would
+    require all-reduced ones.
 
 Remove when:
-    Upstream counts over context-parallel ranks, and no release before that is supported.
+    upstream counts over context-parallel ranks, and no release before that is supported.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _SHIFTED = (
 
 
 def process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Let each MTP layer's loss weigh what all context-parallel ranks count.
+    """Weigh each MTP layer's loss by the tokens that all context-parallel ranks count.
 
-    Takes part: all context-parallel ranks.
+    A collective over context-parallel ranks.
     """
     call = arguments(original, args, kwargs)
     group, config = call["cp_group"], call["config"]
@@ -58,33 +58,33 @@ def process(original: Original, *args: Any, **kwargs: Any) -> Any:
     later = _later(original, args, kwargs)
     shift = _shift(group, call["packed_seq_params"], later)
     mask = _mask(shift, call["loss_mask"], call["labels"], later.get("input_ids"))
-    if mask is None:  # nor does upstream compute a loss then
+    if mask is None:  # upstream computes no loss either
         return original(*args, **kwargs)
     factors = _factors(shift, mask, config, group)
-    # So each loss is divided by the rank's own number and multiplied by none.
+    # With this upstream divides each loss by the rank's own number, and does not multiply it.
     averaged = copy.copy(config)
     averaged.calculate_per_token_loss = False
-    theirs = module.MTPLossAutoScaler, module.MTPLossLoggingHelper
-    module.MTPLossAutoScaler = _Weighing(theirs[0], factors)
-    module.MTPLossLoggingHelper = _logging(theirs[1], config)
+    upstream_classes = module.MTPLossAutoScaler, module.MTPLossLoggingHelper
+    module.MTPLossAutoScaler = _Weighing(upstream_classes[0], factors)
+    module.MTPLossLoggingHelper = _logging(upstream_classes[1], config)
     try:
         return _called(original, args, kwargs, config=averaged)
     finally:
-        module.MTPLossAutoScaler, module.MTPLossLoggingHelper = theirs
+        module.MTPLossAutoScaler, module.MTPLossLoggingHelper = upstream_classes
 
 
 def _later(original: Original, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments that came with 0.19 or after it."""
+    """Return the arguments that exist since 0.19 or later."""
     call = arguments(original, args, kwargs)
     return {name: call[name] for name in ("input_ids", "sequence_roll_context") if name in call}
 
 
-def _called(original: Original, args: Any, kwargs: Any, **other: Any) -> Any:
-    return original(**{**arguments(original, args, kwargs), **other})
+def _called(original: Original, args: Any, kwargs: Any, **overrides: Any) -> Any:
+    return original(**{**arguments(original, args, kwargs), **overrides})
 
 
 def _shift(group: Any, packed: Any, later: dict[str, Any]) -> Callable[[Any], Any]:
-    """Return what shifts a mask as upstream does, once more at each call, and counts it."""
+    """Return a function that shifts a mask one more position per call; it returns mask and sum."""
     from megatron.core.transformer import multi_token_prediction as module
 
     same = {"shifts": -1, "dims": -1, "cp_group": group, "packed_seq_params": packed}
@@ -101,34 +101,34 @@ def _shift(group: Any, packed: Any, later: dict[str, Any]) -> Callable[[Any], An
 
 
 def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> Any:
-    """Return the mask that upstream begins with; None where there is nothing to predict."""
+    """Return the mask that upstream begins with; None if there are no tokens to predict."""
     import torch
 
     if labels is None and tokens is None:
         return None
     if mask is None:
         mask = torch.ones_like(tokens if labels is None else labels)
-    # Labels that are taken from the tokens are shifted once, and the mask with them.
+    # Upstream shifts tokens once to get labels, and the mask with them.
     return shift(mask)[0] if labels is None else mask
 
 
 def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) -> Iterator[Any]:
-    """Return, for each MTP layer, what its loss is to be multiplied by on this rank."""
+    """Return, for each MTP layer, the factor for its loss on this rank."""
     import torch
 
     numbers = [mask.sum()]
     for _ in range(config.mtp_num_layers):
         mask, number = shift(mask)
         numbers.append(number)
-    own = torch.stack(numbers).double()
-    everybody = own.clone()
-    torch.distributed.all_reduce(everybody, group=group)
-    times = everybody[0] if config.calculate_per_token_loss else group.size()
-    return iter(own[1:].clamp(min=1) * times / everybody[1:].clamp(min=1))
+    local = torch.stack(numbers).double()
+    total = local.clone()
+    torch.distributed.all_reduce(total, group=group)
+    times = total[0] if config.calculate_per_token_loss else group.size()
+    return iter(local[1:].clamp(min=1) * times / total[1:].clamp(min=1))
 
 
 class _Weighing:
-    """Stands for `MTPLossAutoScaler` during one call, and multiplies each layer's loss."""
+    """Stands in for `MTPLossAutoScaler` during one call, and multiplies each layer's loss."""
 
     def __init__(self, scaler: Any, factors: Iterator[Any]) -> None:
         self._scaler = scaler
@@ -139,9 +139,11 @@ class _Weighing:
 
 
 def _logging(helper: Any, config: Any) -> Any:
-    """Return a helper that logs by the model's configuration, where upstream logs by any."""
-    # 0.17, 0.18 and the branch dev have `save_loss_to_tracker`, 0.19 has another one.
-    name = next((each for each in vars(helper) if each.startswith("save_loss_")), None)
+    """Return a logging helper that uses `calculate_per_token_loss` of the model's config."""
+    # 0.17, 0.18 and the branch dev have `save_loss_to_tracker`, 0.19 has another name for it.
+    name = next(
+        (attribute for attribute in vars(helper) if attribute.startswith("save_loss_")), None
+    )
     if name is None:
         return helper
     save = getattr(helper, name)
@@ -155,7 +157,7 @@ def _logging(helper: Any, config: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Let one token count, which is predicted on one rank and is another's."""
+    """Let only one token count, which one rank has and another rank predicts."""
     import torch
 
     from megatron_idempotent.proof.cpu import tiny

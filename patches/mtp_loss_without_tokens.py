@@ -1,21 +1,21 @@
-"""An MTP loss is NaN where none of a rank's tokens counts, and weighs its tokens by themselves.
+"""An MTP loss is NaN if none of a rank's tokens counts, and each rank weighs its tokens separately.
 
 Symptom:
     With multi-token prediction (MTP), a loss mask and DDP that averages gradients, all gradients
     become NaN as soon as one microbatch of one rank has no token to predict. Under context
-    parallelism that is one whose tokens all lie on other ranks; where each has some, those of a
-    rank with few count for more: with 13 on one of two ranks and 21 on the other a small model's
-    gradient is off by 25 % of its norm. The logged MTP loss has the same fault.
+    parallelism that happens if all counting tokens are on other ranks. If each rank has some,
+    tokens of a rank with few count more: with 13 on one of two ranks and 21 on the other a small
+    model's gradient is off by 25 % of its norm. The logged MTP loss has the same fault.
 
 Cause:
     The loss of each MTP layer is divided by the sum of the rank's own mask, which `roll_tensor`
     returns.
 
 Affects:
-    0.12 to 0.16. From 0.17 on nothing is divided by zero, and `mtp-loss-per-context-rank` is the
-    rest. What the patch does: the sum is a mean over context-parallel ranks, and at least one of
-    their number's part. That is one collective of one number for each shift. With
-    `calculate_per_token_loss` losses are added up, and only what is logged changes.
+    0.12 to 0.16. From 0.17 on there is no division by zero, and `mtp-loss-per-context-rank` repairs
+    the rest. What the patch does: the divisor is the mean over context-parallel ranks, and at least
+    1 / their number. This costs one collective of one number per shift. With
+    `calculate_per_token_loss` losses are added up, and only the logged loss changes.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/3396
@@ -32,9 +32,9 @@ from ._case import Fault, Original, Patch, address, of_context_rank, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Shift, and return a number of tokens that every rank can divide by.
+    """Shift, and return the mean number of tokens of context-parallel ranks, above zero.
 
-    Takes part: all context-parallel ranks.
+    A collective over context-parallel ranks.
     """
     import torch
     from megatron.core import parallel_state
@@ -48,7 +48,7 @@ def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Let tokens count that one of two context-parallel ranks has."""
+    """Let tokens count on only one of two context-parallel ranks."""
     import torch
 
     from megatron_idempotent.proof.cpu import tiny
@@ -69,7 +69,7 @@ def reproduce() -> None:
     of_context_rank(chunk, tokens, own_positions(counts)).mean().backward()
     gradient = chunk.module.mtp.layers[0].eh_proj.weight.main_grad
     if not gradient.isfinite().all():
-        raise Fault("an MTP gradient is NaN where no token of a rank counts")
+        raise Fault("an MTP gradient is NaN if no token of a rank counts")
 
 
 PATCH = Patch(

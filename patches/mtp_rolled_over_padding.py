@@ -2,18 +2,19 @@
 
 Symptom:
     With multi-token prediction (MTP) and `PackedSeqParams` that have both `cu_seqlens_q` and
-    `cu_seqlens_q_padded`, tokens, labels and masks are shifted across the borders of sequences:
-    the last token of one learns to predict the first one of the next, others learn nothing or
-    what they are. No error.
+    `cu_seqlens_q_padded`, tokens, labels and masks are shifted across the borders of sequences: the
+    last token of one sequence learns to predict the first token of the next; other tokens learn
+    nothing, or learn to predict themselves. No error.
 
 Cause:
     `_roll_tensor_packed_seq` cuts the pack by `cu_seqlens_q`, which count tokens without padding.
-    Tokens lie where `cu_seqlens_q_padded` says.
+    The positions of tokens are those of `cu_seqlens_q_padded`.
 
 Affects:
-    0.16 on, where MTP takes packs. Repaired on the branch dev. What the patch does: packs are
-    shifted by the borders with padding, if there are any. The token after a sequence's last one is
-    padding then, which a loss mask leaves out. A `TrainStep` has one kind of borders, and no need.
+    0.16 on, when MTP began to take packs. Repaired on the branch dev. What the patch does: packs
+    are shifted by the padded borders, if there are any. Then the token after a sequence's last one
+    is padding, which a loss mask leaves out. `TrainStep` uses one kind of borders, and does not
+    need the patch.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/6246 (on dev)
@@ -31,7 +32,7 @@ from ._case import Fault, Original, Patch, address, arguments, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Shift by the borders between which tokens and padding lie."""
+    """Shift by the padded borders of sequences."""
     call = arguments(original, args, kwargs)
     packed = call["packed_seq_params"]
     if packed is not None and packed.cu_seqlens_q_padded is not None:
@@ -51,7 +52,8 @@ def reproduce() -> None:
 
     parallel_state.initialize_model_parallel(context_parallel_size=2)
     ends, padded = (
-        torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([0, 5, 12], [0, 8, 16])
+        torch.tensor(borders, dtype=torch.int32, device="cuda")
+        for borders in ([0, 5, 12], [0, 8, 16])
     )
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -63,15 +65,15 @@ def reproduce() -> None:
         max_seqlen_kv=8,
     )
     row = torch.tensor([[1, 2, 3, 4, 5, 0, 0, 0, 11, 12, 13, 14, 15, 16, 17, 0]], device="cuda")
-    right = torch.cat([each.roll(-1, 1) for each in torch.split(row, 8, 1)], 1)
+    right = torch.cat([sequence.roll(-1, 1) for sequence in torch.split(row, 8, 1)], 1)
     right[:, 7::8] = 0
-    found, _ = roll_tensor(
+    rolled, _ = roll_tensor(
         own_positions(row, cu_seqlens=padded),
         cp_group=parallel_state.get_context_parallel_group(),
         packed_seq_params=packed,
     )
-    if not torch.equal(found, own_positions(right, cu_seqlens=padded)):
-        raise Fault(f"tokens of two sequences are shifted to {found.tolist()}")
+    if not torch.equal(rolled, own_positions(right, cu_seqlens=padded)):
+        raise Fault(f"tokens of two sequences are shifted to {rolled.tolist()}")
 
 
 PATCH = Patch(

@@ -1,4 +1,4 @@
-"""Under context parallelism MTP layers predict the wrong tokens where a rank's part ends.
+"""Under context parallelism MTP layers predict the wrong tokens at the end of a rank's part.
 
 Symptom:
     With multi-token prediction (MTP) and context parallelism, a model learns to predict wrong
@@ -6,14 +6,14 @@ Symptom:
     gradient of a small model is off by 11 % of its norm. No error.
 
 Cause:
-    `roll_tensor` shifts tokens, labels and masks by one position. It shifts each rank's part by
-    itself, though a part is two pieces from different ends of the sequence, and the position after
-    a piece is on another rank. So the last token of the first piece is followed by the first token
-    of the second one, and that of the second by nothing.
+    `roll_tensor` shifts tokens, labels and masks by one position. It shifts each rank's part
+    separately, though a part is two pieces from different ends of the sequence, and the position
+    after a piece is on another rank. So the last token of the first piece is followed by the first
+    token of the second piece, and the last token of the second piece by none.
 
 Affects:
-    0.12 and 0.13. What the patch does: all context-parallel ranks gather the whole row, shift it,
-    and take their parts of the result. That is one all-gather of integers for each shift.
+    0.12 and 0.13. What the patch does: all context-parallel ranks gather the complete row, shift
+    it, and take their parts of the result. This costs one all-gather of integers per shift.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.14.0/megatron/core/transformer/multi_token_prediction.py,
@@ -32,9 +32,9 @@ from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Shift whole rows, and return this rank's part of the result and the mean of all parts' sums.
+    """Shift complete rows; return this rank's part of the result and the mean of the parts' sums.
 
-    Takes part: all context-parallel ranks.
+    A collective over context-parallel ranks.
     """
     from megatron.core import parallel_state
 
@@ -56,7 +56,7 @@ def _roll_whole(
 
 
 def reproduce() -> None:
-    """Roll a row of numbers, of which each rank has two pieces."""
+    """Roll a row of numbers; each rank has two pieces of it."""
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -64,14 +64,14 @@ def reproduce() -> None:
 
     bench(cp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     row = torch.arange(1, 9, device="cuda")[None]
-    found, _ = roll_tensor(own_positions(row), shifts=-1, dims=-1, **_context_group())
+    rolled, _ = roll_tensor(own_positions(row), shifts=-1, dims=-1, **_context_group())
     right = own_positions(torch.tensor([[2, 3, 4, 5, 6, 7, 8, 0]], device="cuda"))
-    if not torch.equal(found, right):
-        raise Fault("positions are followed by others than those that come next")
+    if not torch.equal(rolled, right):
+        raise Fault("a position is not followed by the next one")
 
 
 def _context_group() -> dict[str, Any]:
-    """Return the context-parallel group as a keyword, where `roll_tensor` takes one."""
+    """Return the context-parallel group as a keyword, if `roll_tensor` takes one."""
     from megatron.core import parallel_state
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -85,10 +85,10 @@ def neighbour() -> object:
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
     bench(overlap_grad_reduce=False, distributed_optimizer=False)
-    found, total = roll_tensor(torch.arange(1, 8, device="cuda")[None], shifts=-1, dims=-1)
-    if found.tolist() != [[2, 3, 4, 5, 6, 7, 0]]:
-        raise Fault(f"whole rows are rolled to {found.tolist()}")
-    return [found.tolist(), int(total)]
+    rolled, total = roll_tensor(torch.arange(1, 8, device="cuda")[None], shifts=-1, dims=-1)
+    if rolled.tolist() != [[2, 3, 4, 5, 6, 7, 0]]:
+        raise Fault(f"a complete row is rolled to {rolled.tolist()}")
+    return [rolled.tolist(), int(total)]
 
 
 PATCH = Patch(

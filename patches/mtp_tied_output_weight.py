@@ -1,4 +1,4 @@
-"""The last stage of a tied model with MTP has an output weight that nothing uses.
+"""The last stage of a tied model with MTP has an unused output weight.
 
 Symptom:
     With multi-token prediction (MTP), `share_embeddings_and_output_weights` and several pipeline
@@ -6,20 +6,21 @@ Symptom:
     dict_keys(['decoder.layers.0.input_layernorm.weight', …` in `assert output_layer_weight_key not
     in sharded_state_dict, sharded_state_dict.keys()`: no checkpoint can be written. On 0.12
     `finish_grad_sync` raises `Communication call has not been issued for this bucket` with
-    `overlap_grad_reduce`. The weight, of the vocabulary times the hidden size, has a gradient
-    buffer and states of the optimizer.
+    `overlap_grad_reduce`. The weight [vocabulary, hidden size] also takes a gradient buffer and
+    optimizer states.
 
 Cause:
-    A stage with MTP layers has an embedding of its own, and its output layer is called with the
-    embedding's weight. The output layer has a weight all the same, as it is built without one in
-    the first stage alone. The state dict asserts that there is none.
+    A stage with MTP layers has its own embedding, and its output layer is called with the
+    embedding's weight. But the output layer also has a weight of its own, because only the first
+    stage builds it without one. The state dict asserts that it has none.
 
 Affects:
-    All releases since 0.12, and main. What the patch does: where the stage has an embedding, the
-    output layer owns no weight, and its attribute is the embedding's. Megatron's own checkpoints
-    never have it. A plain `state_dict()` that was saved before has it: leave `output_layer.weight`
-    out. With `gradient_accumulation_fusion` DDP also left out the gradient of the MTP layer's
-    lookup in that embedding, silently; the weight is marked as Megatron marks it on one stage.
+    All releases since 0.12, and main. What the patch does: if the stage has an embedding, the
+    output layer owns no weight, and its attribute `weight` is the embedding's. Megatron's own
+    checkpoints never contain the unused weight. A plain `state_dict()` that was saved without the
+    patch contains it: remove `output_layer.weight`. With `gradient_accumulation_fusion` DDP also
+    silently dropped the gradient of the MTP layer's lookup in that embedding; the patch marks the
+    weight as Megatron does on one stage.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/gpt/gpt_model.py,
@@ -38,15 +39,15 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Set up a model whose output layer owns a weight only if it uses it."""
+    """Set up a model; its output layer owns a weight only if it uses it."""
     if self.share_embeddings_and_output_weights and getattr(self, "mtp_process", False):
         layer = getattr(self, "output_layer", None)
         if layer is not None and getattr(layer, "weight", None) is not None:
             del layer.weight
-            # Not by setattr(), with which the layer would own it, and save it a second time.
+            # Not by setattr(), or the layer would own the weight and save it a second time.
             vars(layer)["weight"] = self.shared_embedding_or_output_weight()
-            # As upstream does where one stage has both: or a fused gradient of the output layer
-            # makes DDP leave out that of the MTP layer's lookup.
+            # As upstream does if one stage has both: otherwise a fused gradient of the output layer
+            # makes DDP drop the gradient of the MTP layer's lookup.
             self.shared_embedding_or_output_weight().zero_out_wgrad = True
     original(self, *args, **kwargs)
 
@@ -60,7 +61,7 @@ def reproduce() -> None:
     try:
         model.chunks[0].module.sharded_state_dict(metadata={"dp_cp_group": group})
     except AssertionError as error:
-        raise Fault("the state dict has an output weight that nothing uses") from error
+        raise Fault("the state dict has an unused output weight") from error
 
 
 PATCH = Patch(

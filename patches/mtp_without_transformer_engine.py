@@ -6,16 +6,16 @@ Symptom:
     CI on CPUs.
 
 Cause:
-    Each MTP layer asks whether its projection is one of two classes for inference. They derive from
-    classes of Transformer Engine; without it Megatron has mocks in their place, and a class that
-    derives from a mock is a mock, which `isinstance` does not take.
+    Each MTP layer checks with `isinstance` whether its projection is of one of two inference
+    classes. They derive from classes of Transformer Engine; without it Megatron has mocks instead,
+    and a class that derives from a mock is a mock, which `isinstance` does not accept.
 
 Affects:
     Megatron main from 11 August 2026 on, and the commits of NeMo-RL and Megatron-Bridge that have
-    it; no release yet. What the patch does: where the two are no classes, no layer is one of them.
+    it; no release yet. What the patch does: if the two are mocks, no layer counts as one of them.
 
 Upstream:
-    https://github.com/NVIDIA/Megatron-LM/pull/5748 has brought the question.
+    https://github.com/NVIDIA/Megatron-LM/pull/5748 added the check.
 
 Remove when:
     `is_inference_column_parallel_linear` returns False without Transformer Engine.
@@ -29,11 +29,11 @@ from ._case import OPEN, Original, Patch, bench, target
 
 
 def is_inference_linear(original: Original, module: Any) -> bool:
-    """Return whether a layer is of a class for inference; no layer is of one that is a mock."""
+    """Return whether a layer is of an inference class; False if that class is a mock."""
     from megatron.core.tensor_parallel import inference_layers
 
-    asked = inference_layers.InferenceColumnParallelLinear
-    return isinstance(asked, type) and original(module)
+    inference_class = inference_layers.InferenceColumnParallelLinear
+    return isinstance(inference_class, type) and original(module)
 
 
 def reproduce() -> None:

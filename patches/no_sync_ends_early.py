@@ -1,21 +1,21 @@
-"""`no_sync()` ends with whichever exit comes first: an inner one, or one of a dead window.
+"""`no_sync()` ends at the first exit of any entry: an inner one, or one of an aborted window.
 
 Symptom:
-    Inside of `with ddp.no_sync():` gradients are reduced all the same as soon as a pipeline
-    schedule has run in it. And after a window that raised, a later window reduces before its last
-    microbatch, when the exception is freed: wrong gradients without an error from 0.16 on,
-    `AssertionError: Cannot set grad twice` before.
+    Inside of `with ddp.no_sync():` gradients are reduced after a pipeline schedule has run in it.
+    And after a window that raised, a later window reduces before its last microbatch, when the
+    exception is freed: wrong gradients without an error from 0.16 on, `AssertionError: Cannot set
+    grad twice` before.
 
 Cause:
     The context manager is a generator that turns one flag off and on again. It does not count
-    entries. The schedules enter it by hand; where they raise, the traceback keeps the suspended
-    generator, and closing that turns the flag on, whatever window is running by then.
+    entries. The schedules enter it without `with`. If they raise, the traceback keeps the suspended
+    generator; when that is closed, it turns the flag on, even in the middle of a later window.
 
 Affects:
     Every release, with overlap_grad_reduce. What the patch does: `no_sync` counts its entries per
-    chunk, and the last exit turns synchronisation on. `zero_grad_buffer` starts a new count, as it
-    always turned synchronisation on: the exit of an entry from before it does not end a later
-    entry. So call `zero_grad_buffer` first and enter `no_sync` then.
+    chunk, and the last exit turns synchronisation on. `zero_grad_buffer`, which always turned
+    synchronisation on, starts a new count: exits of earlier entries do not end a later entry. So
+    call `zero_grad_buffer` before you enter `no_sync`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
@@ -35,7 +35,7 @@ from ._case import Fault, Patch, bench, target
 
 
 def reproduce() -> None:
-    """Run a window inside of `no_sync`, then an exit in the middle of the window after the next."""
+    """Leave an inner `no_sync`; then exit an old `no_sync` inside of a later one."""
     model = bench(distributed_optimizer=False)
     (chunk,) = model.chunks
     with chunk.no_sync():
@@ -56,18 +56,18 @@ def _expect_held(chunk: Any, when: str) -> None:
 
 
 def neighbour() -> object:
-    """Use contexts one after another: left by an exception, as a decorator, and never entered."""
+    """Use contexts as a decorator, left by an exception, and never entered."""
     from . import _neighbours
 
     model = _neighbours.build(overlap=True, distributed=True, wired=False)
     (chunk,) = model.chunks
-    held = chunk.no_sync()(model.forward_backward)
-    found = []
+    decorated = chunk.no_sync()(model.forward_backward)
+    bits = []
     for data_seed in range(3):
         chunk.zero_grad_buffer()
         chunk.no_sync()
-        held(2, data_seed=data_seed, zero_first=False)
-        held(data_seed + 1, data_seed=data_seed, zero_first=False)
+        decorated(2, data_seed=data_seed, zero_first=False)
+        decorated(data_seed + 1, data_seed=data_seed, zero_first=False)
         try:
             with chunk.no_sync():
                 raise KeyError
@@ -76,8 +76,8 @@ def neighbour() -> object:
         model.forward_backward(1, data_seed=data_seed, zero_first=False)
         chunk.finish_grad_sync()
         model.step()
-        found.append(model.bits())
-    return found
+        bits.append(model.bits())
+    return bits
 
 
 PATCH = Patch(

@@ -3,21 +3,21 @@
 Symptom:
     `AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None; a custom
     no_sync_func is not supported when overlapping grad-reduce`, from the second call of
-    `megatron.training.training.train` on. With virtual pipeline stages too, where the chunks of a
-    rank share one config.
+    `megatron.training.training.train` on. It also happens with virtual pipeline stages, whose
+    chunks share one config.
 
 Cause:
-    `train()` installs the chunks' own `no_sync` in `config.no_sync_func` and never takes it away;
-    its next call takes what it finds for a custom function.
+    `train()` installs the chunks' own `no_sync` in `config.no_sync_func` and never removes it; its
+    next call takes it for a custom function.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
     the patch does: before upstream's check it clears a `no_sync_func` that is the bound `no_sync`
-    of these very chunks. Somebody's own function still meets the assertion. `grad_sync_func` and
-    `param_sync_func` need no clearing: upstream assigns them again without looking.
+    of these very chunks. A custom function still ends in the assertion. `grad_sync_func` and
+    `param_sync_func` need no clearing: upstream overwrites them without a check.
 
 Upstream:
-    https://github.com/THUDM/slime/pull/1857 carries the same repair for slime's copy of the loop.
+    https://github.com/THUDM/slime/pull/1857 has the same repair for slime's copy of the loop.
 
 Remove when:
     `train()` accepts its own `no_sync`, or restores the config when it leaves.
@@ -43,7 +43,7 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(*args, **kwargs)
     finally:
-        if config.no_sync_func is None:  # train() left before it came to install one
+        if config.no_sync_func is None:  # train() raised before it installed one
             config.no_sync_func = installed
 
 
@@ -53,7 +53,7 @@ def reproduce() -> None:
 
     running = program(["--overlap-grad-reduce"])
     running.train(1)
-    # Upstream asserts on the timer too, which is `train-interval-timer`'s.
+    # Upstream also asserts on this timer, see `train-interval-timer`.
     get_timers()._timers["interval-time"].reset()
     running.train(1)
 

@@ -1,25 +1,24 @@
 """Offloading the gradient buffers between backward and step zeroes the gradients.
 
 Symptom:
-    `optimizer.step()` reports success with a gradient norm of 0 and moves the parameters by its
-    momentum alone, after `offload_grad_buffers()` and `restore_grad_buffers()` since the backward:
-    a generation or an evaluation between the window and its step. No error. The same with a
-    buffer's own `offload_to_cpu()` and `reload_from_cpu()`, which NeMo-RL's workers call: of a step
-    in several pieces only the gradients after the last offload are left.
+    `optimizer.step()` reports success with a gradient norm of 0 and moves the parameters by
+    momentum alone, if `offload_grad_buffers()` and `restore_grad_buffers()` ran since the backward,
+    for a generation or an evaluation between the window and its step. No error. The same happens
+    with a buffer's own `offload_to_cpu()` and `reload_from_cpu()`, which NeMo-RL's workers call: a
+    step in several pieces keeps only the gradients after the last offload.
 
 Cause:
-    Upstream frees the buffers and zeroes what it allocates instead; it never asks whether somebody
-    still needs what is in them. Nor whether a reduction into them is in flight.
+    Upstream frees the buffers and allocates zeroed ones later. It checks neither whether the
+    gradients are still needed, nor whether a reduction into the buffers is in flight.
 
 Affects:
-    0.16.0 and later. What the patch does: a step raises a RuntimeError where an offload has dropped
-    gradients that it would have used, and `zero_grad_buffer()` has not been called since. An
-    offload that drops what nobody steps on (of an aborted window, of a warm-up, of an optimizer
-    that is not Megatron's) goes through as before; so does one after a step, a skipped one too,
-    and costs one comparison. `offload_grad_buffers` itself raises where a reduction is in flight
-    into the memory that it would free. A program that drops gradients, leaves out
-    `zero_grad_buffer()` and steps on the next window cannot be told from one that accumulates over
-    both: its step is refused.
+    0.16.0 and later. What the patch does: a step raises a RuntimeError if an offload has dropped
+    gradients that it would have used, and `zero_grad_buffer()` has not been called since. Dropping
+    gradients that no step will use (of an aborted window, of a warm-up, of an optimizer that is not
+    Megatron's) is allowed as before; so is an offload after a step, even a skipped one, at the cost
+    of one comparison. `offload_grad_buffers` itself raises if a reduction into the memory that it
+    would free is in flight. A program that drops gradients on purpose, skips `zero_grad_buffer()`
+    and steps on the next window looks like one that accumulates over both windows: its step raises.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
@@ -28,7 +27,7 @@ Upstream:
     the buffers in place between the pieces of a step.
 
 Remove when:
-    the gradients survive, or upstream refuses.
+    the gradients survive, or upstream raises.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _OWNERS = "megatron_idempotent_gradient_owners"
 
 
 def offload(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `offload_grad_buffers`, and note which gradients it drops that no step has used."""
+    """Run `offload_grad_buffers`, and record the unused gradients that it drops."""
     in_flight = sum(group.grad_reduce_handle is not None for group in bucket_groups(self))
     if in_flight:
         raise RuntimeError(
@@ -57,26 +56,26 @@ def offload(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     pending = [buffer for buffer in buffers if _pending(buffer.grad_data)]
     original(self, *args, **kwargs)
     for buffer in pending:
-        setattr(_whole(buffer.grad_data), _DROPPED, True)
+        setattr(_owner(buffer.grad_data), _DROPPED, True)
 
 
 def offload_buffer(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run a buffer's `offload_to_cpu`, and note if it drops gradients that no step has used."""
+    """Run a buffer's `offload_to_cpu`, and record if it drops unused gradients."""
     grads = self.grad_data
     pending = grads is not None and _pending(grads)
     original(self, *args, **kwargs)
     if pending and not grads.untyped_storage().size():
-        setattr(_whole(grads), _DROPPED, True)
+        setattr(_owner(grads), _DROPPED, True)
 
 
 def reset(original: Original, self: Any) -> None:
-    """Zero a buffer, after which its dropped gradients are not missed any more."""
+    """Zero a buffer, and forget that its gradients were dropped."""
     original(self)
-    vars(_whole(self.grad_data)).pop(_DROPPED, None)
+    vars(_owner(self.grad_data)).pop(_DROPPED, None)
 
 
 def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raise if gradients were dropped; else run a step or an update, and note they are used."""
+    """Raise if gradients were dropped; else run a step or an update, and record their use."""
     grads = [
         grad
         for optimizer in getattr(self, "chained_optimizers", (self,))
@@ -92,8 +91,8 @@ def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         )
     result = original(self, *args, **kwargs)
     for grad in grads:
-        # The counter rises with every write, by whatever view, but not by a kernel of its own;
-        # zeroing before the next window raises it in any case.
+        # The counter rises with every write through any view, except by custom kernels; zeroing
+        # before the next window always raises it.
         setattr(grad, _USED, grad._version)
     return result
 
@@ -101,35 +100,35 @@ def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 def _pending(grad_data: Any) -> bool:
     if not grad_data.untyped_storage().size():  # offloaded already
         return False
-    whole = _whole(grad_data)
-    return getattr(whole, _USED, None) != whole._version and bool(grad_data.any())
+    owner = _owner(grad_data)
+    return getattr(owner, _USED, None) != owner._version and bool(grad_data.any())
 
 
 def _gradients(optimizer: Any) -> list[Any]:
     """Return the tensors that own the optimizer's gradients."""
     if hasattr(optimizer, "buffers"):
-        return [_whole(buffer.grad_data) for buffer in optimizer.buffers]
+        return [_owner(buffer.grad_data) for buffer in optimizer.buffers]
     if hasattr(optimizer, "float16_groups"):
         groups = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
     else:
         groups = [group["params"] for group in optimizer.param_groups]
-    # Looked for once, and again where DDP was wrapped around the model again.
+    # Computed once, and again if the model was wrapped by DDP again.
     first = next((getattr(param, "main_grad", None) for group in groups for param in group), None)
-    known: tuple[Any, list[Any]] = getattr(optimizer, _OWNERS, (None, []))
-    if first is not known[0]:
+    cached: tuple[Any, list[Any]] = getattr(optimizer, _OWNERS, (None, []))
+    if first is not cached[0]:
         grads = [getattr(param, "main_grad", None) for group in groups for param in group]
-        owners = {id(whole): whole for whole in (_whole(g) for g in grads if g is not None)}
-        known = (first, list(owners.values()))
-        setattr(optimizer, _OWNERS, known)
-    return known[1]
+        owners = {id(owner): owner for owner in (_owner(g) for g in grads if g is not None)}
+        cached = (first, list(owners.values()))
+        setattr(optimizer, _OWNERS, cached)
+    return cached[1]
 
 
-def _whole(tensor: Any) -> Any:
+def _owner(tensor: Any) -> Any:
     return tensor if tensor._base is None else tensor._base
 
 
 def reproduce() -> None:
-    """Run a window, offload and restore its buffers, and step, which may also refuse."""
+    """Run a window, offload and restore its buffers, and step; the step may raise instead."""
     model = bench()
     for way in (_offloaded, _offloaded_one_by_one):
         model.forward_backward(2, data_seed=0)
@@ -146,8 +145,8 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Offload after steps, after a skipped step, after a probe's gradients, and after zeroing."""
-    found = []
+    """Offload after steps, a skipped step, zeroing, and a window without a step."""
+    bits = []
     for overlap in (True, False):
         model = bench(
             dtype="fp16",
@@ -158,7 +157,7 @@ def neighbour() -> object:
         (chunk,) = model.chunks
         _offloaded(chunk)
         for data_seed in range(3):
-            model.forward_backward(data_seed + 1, data_seed=data_seed)  # a probe
+            model.forward_backward(data_seed + 1, data_seed=data_seed)  # no step uses it
             _offloaded(chunk)
             if data_seed == 1:  # an overflow
                 model.on_microbatch = lambda _, loss: None if loss is None else loss * float("inf")
@@ -169,8 +168,8 @@ def neighbour() -> object:
                 raise Fault(f"step {data_seed} returned {success}")
             _offloaded(chunk)
             _offloaded_one_by_one(chunk)
-        found.append(model.bits())
-    return found
+        bits.append(model.bits())
+    return bits
 
 
 def _offloaded(chunk: Any) -> None:

@@ -1,38 +1,37 @@
 """Activation offload takes its plan from a forward-only or aborted first window.
 
 Symptom:
-    With `fine_grained_activation_offloading`, where the first window of the process is forward-only
+    With `fine_grained_activation_offloading`, if the first window of the process is forward-only
     (log-probabilities, a reference model, `evaluate()`): on 0.16 every training window raises
     `AssertionError: Chunk mismatch`. From 0.17 on, after one in eval mode, the first training
     window raises `AttributeError: 'NoneType' object has no attribute 'tensor_pop'` and later ones
     offload nothing. After one in train mode the plan has its number of microbatches and sizes of 0:
     more microbatches than that are not offloaded, and on 0.19 `activation_offload_fraction` is
     ignored, while with `delta_offload_bytes_across_pp_ranks` later stages raise `Chunk mismatch`.
-    On 0.16 a forward-only window later on makes the next training window offload nothing. A first
-    training window that raises in its loss has every later one raise `Chunk mismatch`, on all
-    releases.
+    On 0.16 a later forward-only window makes the next training window offload nothing. If the first
+    training window raises in its loss, every later one raises `Chunk mismatch`, on all releases.
 
 Cause:
-    The offload manager, one per process, notes what each forward does until the first `reset()`,
-    which schedules call at their end: on 0.16 not of forward-only ones, and never when they raise.
-    It does not ask whether a backward will follow.
+    The offload manager, one per process, records each forward until the first `reset()`. Schedules
+    call `reset()` at their end, but not when they raise, and on 0.16 not after forward-only ones.
+    The manager does not check whether a backward will follow.
 
 Affects:
     0.16 and later. What the patch does: a forward of a forward-only window, or one without
-    gradients anywhere, offloads nothing and leaves the plan alone. A window that raises while the
-    plan is learned has the next one learn it again; a later one resets the plan's position and lets
-    go of its tensors. What is not covered: training windows with more microbatches than the first
-    one offload only as many, and a second model that is trained takes the plan of the first; call
-    `PipelineOffloadManager.reset_instance()` on all ranks in between. Seen with the manager's real
-    bookkeeping, where copies stay on the host; in place of Transformer Engine's flag, and of 0.19's
-    question whether a tensor is on a device, are stand-ins. Never run with CUDA graphs.
+    gradients, offloads nothing and leaves the plan alone. If a window raises while the plan is
+    learned, the next one learns it again; if a later window raises, the plan's position is reset
+    and its tensors are released. Not covered: training windows with more microbatches than the
+    first one offload only as many, and a second model that is trained takes the plan of the first;
+    call `PipelineOffloadManager.reset_instance()` on all ranks in between. Tested with the
+    manager's real bookkeeping, with copies that stay on the host; stand-ins replace Transformer
+    Engine's flag and 0.19's check whether a tensor is on a device. Never run with CUDA graphs.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/fine_grained_activation_offload.py,
     `PipelineOffloadManager.init_model_chunk_offload_handler`.
 
 Remove when:
-    forwards without a backward are no part of the plan, and schedules reset the manager when they
+    forwards without a backward are not part of the plan, and schedules reset the manager when they
     raise.
 """
 
@@ -50,7 +49,7 @@ _running = {"forward_only": False}
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, note whether it is forward-only, and drop what it leaves if it raises."""
+    """Run a schedule, record whether it is forward-only, and reset the manager if it raises."""
     config = schedules.config_of(kwargs["model"])
     if not getattr(config, "fine_grained_activation_offloading", False):
         return original(*args, **kwargs)
@@ -75,7 +74,7 @@ def _abort() -> None:
     if manager is None:
         return
     if manager._is_warmup:
-        # Not reset(), which would take what there is for the plan, and asks all ranks for theirs.
+        # Not reset(), which would make the partial record the plan, and is a collective.
         PipelineOffloadManager.OFFLOAD_MGR = None
         return
     manager.reset()
@@ -89,15 +88,15 @@ def begin_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> N
     idle = _no_backward()
     setattr(self, _IDLE, idle)
     if idle:
-        self._cur_forward_chunk = None  # the last one's, which has all its groups
+        self._cur_forward_chunk = None  # it still has the last chunk, which is complete
     else:
         original(self, *args, **kwargs)
 
 
 def next_chunk(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the next chunk; None if no backward will follow, so that nothing is offloaded."""
-    # Both: a recomputed layer's first forward has no gradients, and the capture of CUDA graphs
-    # calls layers without beginning a forward.
+    # Check both: a recomputed layer's first forward has no gradients, and the capture of CUDA
+    # graphs calls layers without `begin_forward`.
     if getattr(self, _IDLE, False) and _no_backward():
         return None
     return original(self, *args, **kwargs)
@@ -110,9 +109,9 @@ def _no_backward() -> bool:
 
 
 def offloading(**layout: Any) -> Any:
-    """Build, on a rank, a bench that offloads what attention and its norm save for backward.
+    """Build, on a rank, a bench that offloads the tensors that attention and its norm save.
 
-    Stands in for Transformer Engine's flag, and for the device that 0.19 wants tensors to be on.
+    It replaces Transformer Engine's flag, and 0.19's check that tensors are on a device.
     """
     from types import SimpleNamespace
 
@@ -145,7 +144,7 @@ def offloaded() -> int:
 
 
 def reproduce() -> None:
-    """Compute log-probs in eval mode, as an RL loop begins, then run two windows of training."""
+    """Compute log-probs in eval mode, as at the start of an RL loop, then train two windows."""
     import contextlib
     import io
 

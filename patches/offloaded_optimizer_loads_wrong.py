@@ -1,28 +1,30 @@
-"""A checkpoint does not load into an optimizer on the host, or Adam goes on at another step.
+"""A checkpoint does not load into an optimizer on the host, or Adam continues at a wrong step.
 
 Symptom:
-    With `optimizer_cpu_offload` and without the precision-aware optimizer loading the optimizer
-    ends in a bare `KeyError: tensor(…)`. With it the load goes through, and with the checkpoint
-    format "dp_reshardable" Adam then counts from the steps of the process that loads, so from 1
-    in a new one: moments of an old run, and the bias correction of a first step.
+    With `optimizer_cpu_offload` and without the precision-aware optimizer, loading the optimizer
+    ends in a bare `KeyError: tensor(…)`. With the precision-aware optimizer the load succeeds, but
+    with the checkpoint format "dp_reshardable" Adam then counts from the steps of the loading
+    process, so from 1 in a new process: it has the moments of a long run, and the bias correction
+    of a first step.
 
 Cause:
-    `_update_fp32_params_by_new_state` takes each parameter for one that has a float32 copy; main
+    `_update_fp32_params_by_new_state` assumes that each parameter has a float32 copy; main
     parameters in float32 have none. The step counter is part of the template that a checkpoint is
-    read into, and "dp_reshardable" takes it from there, over what was read. It also loads after the
-    hybrid optimizer has made its copies, and does not renew them; other formats do.
+    read into, and "dp_reshardable" overwrites the loaded counter with that of the template. It also
+    loads after the hybrid optimizer has made its copies, and does not update them; other formats
+    do.
 
 Affects:
     Every release. Not `adam-step-shared`, which is about an optimizer on the device. What the patch
-    does: parameters without a float32 copy are left out; after a load each has a counter of its own
-    at the saved step, and all copies and moments are what was loaded. In torch's Adam of a hybrid
-    optimizer that never stepped `unstepped-optimizer-refused` fills the state.
+    does: it skips parameters without a float32 copy; after a load each parameter has its own
+    counter, at the saved step, and all copies and moments have the loaded values. For the torch
+    Adam of a hybrid optimizer that never stepped, `unstepped-optimizer-refused` fills the state.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/1403.
 
 Remove when:
-    a checkpoint with `optimizer_cpu_offload` in each format continues to the bit.
+    after a load in any format, a run with `optimizer_cpu_offload` continues with the same bits.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def update_fp32(original: Original, self: Any) -> None:
-    """Run upstream's loop over the parameters that have a float32 copy."""
+    """Run upstream's loop over only those parameters that have a float32 copy."""
     state = self.state
-    self.state = {each: held for each, held in state.items() if each in self.param_to_fp32_param}
+    self.state = {param: s for param, s in state.items() if param in self.param_to_fp32_param}
     try:
         original(self)
     finally:
@@ -45,12 +47,12 @@ def update_fp32(original: Original, self: Any) -> None:
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load, then bring counters, moments and copies to what was loaded."""
+    """Run upstream's load, then set counters, moments and copies to the loaded values."""
     import torch
 
     original(self, state_dict)
     hybrid = self.optimizer
-    if not optimizers.is_hybrid(hybrid) or "optimizer" not in state_dict:  # that of Megatron-FSDP
+    if not optimizers.is_hybrid(hybrid) or "optimizer" not in state_dict:  # Megatron-FSDP has none
         return
     groups = state_dict["optimizer"]["param_groups"]
     steps = {float(group["step"]) for group in groups if group.get("step") is not None}
@@ -63,9 +65,9 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 
 def reproduce() -> None:
-    """Load into optimizers with and without 16-bit parameters of their own; look at the counters.
+    """Load into optimizers with and without the precision-aware option; compare the counters.
 
-    The template of a checkpoint is from before the last step, as it is in a process that resumes.
+    The checkpoint's template is from before the last step, as in a process that resumes.
     """
     import copy
 
@@ -82,22 +84,23 @@ def reproduce() -> None:
         model.train_step(1, data_seed=0)
         part.load_state_dict({**part.state_dict(), **template})
         hybrid = part.optimizer
-        counters = {float(s["step"]) for one in hybrid.sub_optimizers for s in one.state.values()}
+        states = [state for part in hybrid.sub_optimizers for state in part.state.values()]
+        counters = {float(state["step"]) for state in states}
         if counters != {2.0}:
             raise Fault(f"two steps were saved, and the counters loaded are {counters}")
 
 
 def _parameter_state(part: Any) -> dict[str, Any]:
-    """Return the optimizer's part of a checkpoint in the format of buckets, by its older name."""
+    """Return the optimizer's part of a checkpoint in the format of buckets, on any release."""
     kind, name = "dp_reshardable", "dp_reshardable"
     if not hasattr(part, "get_parameter_state_dp_reshardable"):  # before 0.15
         kind, name = "fully_sharded_bucket_space", "fs_bucket_space"
-    found = getattr(part, f"get_parameter_state_{name}")()
+    state = getattr(part, f"get_parameter_state_{name}")()
     for buffer in range(len(part.buffers)):
-        for buckets in found[buffer].values():
-            for each in (each for bucket in buckets for each in bucket):
-                each["padding"] = False
-    return {"param_state": found, "param_state_sharding_type": kind}
+        for buckets in state[buffer].values():
+            for entry in (entry for bucket in buckets for entry in bucket):
+                entry["padding"] = False
+    return {"param_state": state, "param_state_sharding_type": kind}
 
 
 PATCH = Patch(

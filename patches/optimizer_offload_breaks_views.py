@@ -1,30 +1,30 @@
-"""Offloading the optimizer to the host and back cuts its parameters loose from the model's.
+"""Offloading the optimizer to the host and back disconnects its parameters from the model's.
 
 Symptom:
     After `optimizer.offload_to_cpu()` and `optimizer.restore_from_cpu()` with the precision-aware
-    optimizer, steps report success and a gradient norm, and the model's parameters stay as they
-    are. With other settings fp32 parameters that are loaded into the model afterwards are undone by
-    the next step, unless `reload_model_params()` is called.
+    optimizer, steps report success and a gradient norm, but the model's parameters do not change.
+    With other settings the next step undoes fp32 parameters that are loaded into the model
+    afterwards, unless `reload_model_params()` is called.
 
 Cause:
     Shards of fp32 parameters, and all shards under the precision-aware optimizer, are views of the
-    model's parameter buffer. Both methods assign `p.data`, which cuts each of them loose; the
-    buffer itself never left the device. The precision-aware optimizer relies on the views; the
-    other one copies the shards to the model after its update.
+    model's parameter buffer. Both methods assign `p.data`, which breaks each view; the buffer
+    itself stays on the device. The precision-aware optimizer relies on the views; the other one
+    copies the shards to the model after its update.
 
 Affects:
-    0.16.0 and later; in 0.15 the methods raise a NameError. The reproduction looks at the views of
-    fp32 parameters: the precision-aware optimizer, which needs Transformer Engine, was never run.
-    The patch is therefore off by default; name it in `only=` to use it. What it does: a view of a
-    model's parameter buffer stays where it is, which costs no memory, as the buffer stays too. All
-    else is moved as before.
+    0.16.0 and later; in 0.15 the methods raise a NameError. The reproduction checks the views of
+    fp32 parameters; the precision-aware optimizer, which needs Transformer Engine, was never run.
+    The patch is therefore off by default; name it in `only=` to use it. What it does: views of a
+    model's parameter buffer stay where they are, which costs no memory, because the buffer also
+    stays. All other tensors are moved as before.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
     `MegatronOptimizer.offload_to_cpu`.
 
 Remove when:
-    the methods move only what the optimizer owns, or renew the views.
+    the methods move only tensors that the optimizer owns, or restore the views.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def offload(original: Original, self: Any) -> None:
-    """Run `offload_to_cpu`, and keep the parameters that are views of the buffers as views."""
+    """Run `offload_to_cpu`, but keep parameters that are views of the buffers."""
     buffers = {
         buffer.param_data.untyped_storage().data_ptr()
         for buffer in getattr(self, "buffers", ())
@@ -53,7 +53,7 @@ def offload(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Offload the optimizer and bring it back; look for the views."""
+    """Offload the optimizer and restore it; check that its parameters are still views."""
     model = bench()
     model.optimizer.offload_to_cpu()
     model.optimizer.restore_from_cpu()
@@ -61,7 +61,7 @@ def reproduce() -> None:
     (buffer,) = optimizer.buffers
     buffer.param_data.fill_(7.0)
     if any((p != 7.0).any() for p in optimizer.get_parameters()):
-        raise Fault("the optimizer's fp32 parameters are no views of the model's any more")
+        raise Fault("the optimizer's fp32 parameters are no longer views of the model's")
 
 
 PATCH = Patch(

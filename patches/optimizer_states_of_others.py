@@ -1,27 +1,29 @@
-"""Checkpoints give parameters the optimizer state of others where some are kept in 32 bits.
+"""Checkpoints swap optimizer states of parameters if some parameters are kept in 32 bits.
 
 Symptom:
     A model has parameters of 16 bits and of 32 bits, such as norms, routers or heads that are kept
     in float32. Saves of the distributed optimizer have, under a parameter's name, the main weights
-    and moments of another one. If the two are of one size, no error: a load into the same layout
-    undoes the exchange, and a load into another layout, or by another program, does not. If their
-    sizes differ, the save raises, for example `AssertionError: (torch.Size([64]), 24640, 24896)`.
+    and moments of a different parameter. If the two have the same size, there is no error: a load
+    into the same layout swaps them back, but a load into another layout, or by another program,
+    does not. If their sizes differ, the save raises, for example `AssertionError:
+    (torch.Size([64]), 24640, 24896)`.
 
 Cause:
     The optimizer numbers the parameters of a group in the order of the gradient buffers. Then it
-    reorders each group, those of 32 bits first, and keeps the numbers, by which saves and loads
-    find a parameter's state.
+    reorders each group, parameters of 32 bits first, but keeps the numbers, by which saves and
+    loads find a parameter's state.
 
 Affects:
-    Every release, with the distributed optimizer. Training steps are right. What the patch does:
-    the numbers are those of the new order, and loaded values are written into parameters of 32 bits
-    without autograd, which refuses that otherwise. Models with one kind of parameters are as
-    before. A checkpoint that was saved without the patch, of parameters of one size in both
-    kinds, loads exchanged with it: load it without, and save it again with the patch.
+    Every release, with the distributed optimizer. Training steps are right. What the patch does: it
+    numbers the parameters in the new order, and writes loaded values into parameters of 32 bits
+    under `no_grad`, because autograd refuses writes in place. Models with one kind of parameters do
+    not change. A checkpoint saved without the patch, with parameters of the same size in both
+    kinds, loads swapped with the patch: load it without the patch, and save it again with the
+    patch.
 
 Upstream:
-    https://github.com/NVIDIA/Megatron-LM/pull/5835 mends it on the branch dev.
-    miles' fork has mended it, too.
+    https://github.com/NVIDIA/Megatron-LM/pull/5835 repairs it on the branch dev. miles' fork has
+    also repaired it.
 
 Remove when:
     `DistributedOptimizer.__init__` numbers parameters by the order in which it installs them.
@@ -37,9 +39,9 @@ from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an optimizer whose parameters have the numbers of their place in the groups."""
+    """Build an optimizer, and number its parameters in the order of its groups."""
     original(self, *args, **kwargs)
-    # A stub has no parameters, and under Megatron-FSDP it numbers none.
+    # A stub has no parameters, and with Megatron-FSDP the optimizer numbers none.
     if getattr(self, "is_stub_optimizer", False) or optimizers.in_fsdp(self):
         return
     kinds = zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
@@ -49,7 +51,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def set_states(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Copy a loaded state without autograd: the main weights in 32 bits are the model's own."""
+    """Copy a loaded state without autograd, because 32-bit main weights are model parameters."""
     import torch
 
     with torch.no_grad():
@@ -74,21 +76,21 @@ def keep_norms_in_32_bits(module: Any) -> None:
 
 
 def reproduce() -> None:
-    """Train a model with norms in float32; its main weights have to be each parameter's own."""
+    """Train a model with norms in float32; compare each parameter with its main weights."""
     import torch
 
     model = bench(dtype="bf16", overlap_grad_reduce=False, before_ddp=keep_norms_in_32_bits)
     model.train_step(1, data_seed=0)
     (optimizer,) = model.optimizer.chained_optimizers
-    others = 0
+    mismatched = 0
     for parameter in optimizer.model_param_gbuf_map:
         part = optimizer._get_model_param_range_map(parameter)["param"]
-        own = parameter.detach().view(-1)[part.start : part.end]
+        shard = parameter.detach().view(-1)[part.start : part.end]
         main = optimizer._get_main_param_and_optimizer_states(parameter)["param"]
-        others += not torch.equal(main.to(own.dtype), own)
-    if others:
+        mismatched += not torch.equal(main.to(shard.dtype), shard)
+    if mismatched:
         count = len(optimizer.model_param_gbuf_map)
-        raise Fault(f"{others} of {count} parameters have another's main weights")
+        raise Fault(f"{mismatched} of {count} parameters have another's main weights")
 
 
 PATCH = Patch(
@@ -96,7 +98,7 @@ PATCH = Patch(
     target("distributed.__init__", init, "self._build_model_and_main_param_groups"),
     target("distributed._set_main_param_and_optimizer_states", set_states),
     fixed_when=a_body_has("enumerate([*model_fp32_params, *model_float16_params])"),
-    # miles' fork numbers them where it builds the groups.
+    # miles' fork numbers parameters when it builds the groups.
     fixed_by=(
         (
             address("distributed._build_model_and_main_param_groups"),

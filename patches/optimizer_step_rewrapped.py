@@ -2,24 +2,24 @@
 
 Symptom:
     With `--optimizer-cuda-graph` every `train()` that raised leaves one more
-    `OptimizerCudaGraphWrapper` on the optimizer; the next call wraps that. Each layer counts steps
-    of its own towards the capture, and a window between two calls is captured or replayed although
-    nobody asked for it.
+    `OptimizerCudaGraphWrapper` on the optimizer; the next call wraps that again. Each layer counts
+    its own steps towards the capture, and a window between two calls is captured or replayed by
+    mistake.
 
 Cause:
     `train()` assigns `optimizer.step` on entry and deletes it only after its loop. That also
     deletes a `step` which the caller had set on the optimizer.
 
 Affects:
-    0.17 to 0.19, where the option exists. What the patch does: however `train()` ends,
-    `optimizer.step` is what it was before. Seen here without a graph, for want of CUDA: on a call
-    that raises before its first step.
+    0.17 to 0.19, where the option exists. What the patch does: when `train()` ends, even by an
+    exception, `optimizer.step` is what it was before. Tested without a graph, because the CPU has
+    no CUDA: with a call that raises before its first step.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
 
 Remove when:
-    `train()` takes the wrapper away in a `finally`.
+    `train()` removes the wrapper in a `finally`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ._case import Fault, Original, Patch, arguments, interrupt, no_body_has, pr
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train`, and put `optimizer.step` back also if it raises."""
+    """Run upstream's `train`, and restore `optimizer.step`, even if it raises."""
     optimizer = arguments(original, args, kwargs)["optimizer"]
     if optimizer is None:  # Megatron's inference-only mode
         return original(*args, **kwargs)
-    own = vars(optimizer)
-    before = own.get("step")
+    attributes = vars(optimizer)
+    step = attributes.get("step")
     try:
         return original(*args, **kwargs)
     finally:
-        if before is not None:
-            optimizer.step = before
-        elif "step" in own:
+        if step is not None:
+            optimizer.step = step
+        elif "step" in attributes:
             del optimizer.step
 
 
@@ -57,7 +57,7 @@ PATCH = Patch(
     "a raising train() with --optimizer-cuda-graph leaves its wrapper on optimizer.step",
     target("training.train", train, "del optimizer.step"),
     since="0.17",
-    # As on main for three days of March 2026, which took the option back.
+    # As on main for three days of March 2026, when the option was reverted.
     fixed_when=no_body_has("OptimizerCudaGraphWrapper"),
     groups=("train-again",),
     ranks=1,

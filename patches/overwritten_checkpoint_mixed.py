@@ -1,20 +1,20 @@
-"""A save over an older checkpoint that is interrupted leaves one that loads, of parts of both.
+"""An interrupted save over an older checkpoint leaves a mixture of both, which loads.
 
 Symptom:
-    A run that was rolled back by one checkpoint saves that iteration again, and is ended while it
-    writes, or while an asynchronous save does. The folder then loads without an error: files that
-    were written are of the new checkpoint, the others of the old one. Before 0.19 iteration,
-    scheduler and learning rates are new as soon as the save begins, whatever is written after that.
+    A run that was rolled back by one checkpoint saves that iteration again, and is stopped while
+    it, or an asynchronous save, is writing. The folder then loads without an error: some files are
+    from the new checkpoint, the others from the old one. Before 0.19 iteration, scheduler and
+    learning rates are new as soon as the save begins.
 
 Cause:
-    `save` writes into a folder that has files, and warns at most. `metadata.json` and `.metadata`
-    of the older checkpoint, which say that it is complete, stay there all the time.
+    `save` writes into a folder that has files, and at most warns. `metadata.json` and `.metadata`
+    of the older checkpoint, which mark it as complete, stay in the folder during the save.
 
 Affects:
-    Every release; the writer of 0.12 does not run with a torch of today. What the patch does: rank
-    0 takes both files away before it saves, and puts them back if the save raised before anything
-    was written. A folder of which only parts are written is "not a distributed checkpoint". A
-    folder in a cloud (`--enable-msc`) and the format `torch` are as before.
+    Every release; the writer of 0.12 does not run with today's torch. What the patch does: rank 0
+    removes both files before it saves, and restores them if the save raised before it wrote a file.
+    A folder with only a part of the new files is "not a distributed checkpoint". Cloud storage
+    (`--enable-msc`) and the format `torch` are left as they are.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, arguments, shared_folder, target
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Let the folder be no checkpoint until the new one is complete."""
+    """Save into a folder that is not a checkpoint until the new one is complete."""
     import torch
 
     folder = Path(str(arguments(original, args, kwargs)["checkpoint_dir"]))
@@ -61,7 +61,7 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def reproduce() -> None:
-    """Save over a checkpoint of two ranks, of which the second one ends before it writes."""
+    """Save over a checkpoint of two ranks, but stop rank 1 before it writes."""
     import contextlib
     import inspect
 
@@ -77,10 +77,10 @@ def reproduce() -> None:
 
     folder = shared_folder()
     dist_checkpointing.save(state(1.0), folder)
-    how: dict[str, Any] = {"async_sharded_save": True}
+    options: dict[str, Any] = {"async_sharded_save": True}
     if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
-        how["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
-    request = dist_checkpointing.save(state(2.0), folder, **how)
+        options["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
+    request = dist_checkpointing.save(state(2.0), folder, **options)
     write = request.async_fn if rank == 0 else None
     request._replace(async_fn=write, finalize_fns=[]).execute_sync()
     with contextlib.suppress(CheckpointingException):

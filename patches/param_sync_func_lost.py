@@ -1,25 +1,26 @@
-"""`train()` takes `config.param_sync_func` away and forgets it when it leaves early.
+"""`train()` unsets `config.param_sync_func` and does not restore it when it leaves early.
 
 Symptom:
-    After a `train()` that ran no successful iteration (nothing left to do, an exit condition, only
+    After a `train()` without a successful iteration (no iterations left, an exit condition, only
     skipped steps, an exception) `config.param_sync_func` is None. With align_param_gather the
     schedules then no longer dispatch the parameter gathers, and pre-hooks wait for gathers that
-    nobody starts.
+    were never started.
 
 Cause:
-    The function is put aside on entry, "temporarily", and put back only after the first iteration
-    that stepped. There is no `finally`.
+    `train()` unsets the function on entry, "temporarily", and restores it only after the first
+    iteration that stepped, without a `finally`.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: however `train()` ends, a `param_sync_func` that it took away is put back: the
-    caller's own, or with align_param_gather the chunks' `start_param_sync`, as upstream sets it.
+    the patch does: when `train()` ends, even by an exception, a `param_sync_func` that it unset is
+    restored: the caller's own, or with align_param_gather the chunks' `start_param_sync`, as
+    upstream sets it.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
 
 Remove when:
-    `train()` puts the function back in a `finally`.
+    `train()` restores the function in a `finally`.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from ._case import Fault, Original, Patch, arguments, no_body_has, program, targ
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train`, and put `param_sync_func` back also if it raises."""
+    """Run upstream's `train`, and restore `param_sync_func`, even if it raises."""
     from megatron.training import get_args
 
     call = arguments(original, args, kwargs)
     config, options = call["config"], get_args()
-    taken = config.param_sync_func
+    sync_func = config.param_sync_func
     if options.overlap_param_gather and options.align_param_gather:
         functions = [chunk.start_param_sync for chunk in call["model"]]
-        taken = functions[0] if len(functions) == 1 else functions
+        sync_func = functions[0] if len(functions) == 1 else functions
     try:
         return original(*args, **kwargs)
     finally:
         if config.param_sync_func is None:
-            config.param_sync_func = taken
+            config.param_sync_func = sync_func
 
 
 def reproduce() -> None:
-    """Run a `train()` that has no iteration left to run, with a function of the caller's own."""
+    """Run a `train()` that has no iterations left, with the caller's own function."""
     running = program(["--overlap-grad-reduce", "--overlap-param-gather"])
     running.config.param_sync_func = running.chunks[0].start_param_sync
     running.train(0)

@@ -2,28 +2,28 @@
 
 Symptom:
     Weights that are exported, copied, refitted to an inference engine or put into a state_dict
-    after `optimizer.step()` are this rank's shard of the new ones and, for all other shards, the
-    old ones: the data-parallel ranks hand out different models, none of them right. A save of the
-    actor, a load of the reference, its log-probs and a restore of the actor make that permanent:
-    the restored parameters are the stale copy, and the pending gather went to the reference.
+    after `optimizer.step()` are new in this rank's shard and old in all other shards: the
+    data-parallel ranks export different models, none of them right. A save of the actor, a load of
+    the reference, its log-probs and a restore of the actor make that permanent: the restored
+    parameters are the stale copy, and the pending gather was applied to the reference.
 
 Cause:
-    The step leaves the gather to the next forward. Reading a parameter triggers nothing, and must
-    not: a rank that reads alone would wait for the others for ever.
+    The step leaves the gather to the next forward. Reading a parameter does not trigger the gather,
+    and must not: a rank that reads alone would wait for the others for ever.
 
 Affects:
     Every release, with the distributed optimizer and overlap_param_gather. What to do: call
-    `ensure_params_synced(model_chunks)` on all ranks before parameters are read. It gathers what
-    waits, and nothing else.
+    `ensure_params_synced(model_chunks)` on all ranks before parameters are read. It gathers only
+    the parameters that wait for a gather.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, where
     `save_checkpoint_and_time` disables the hooks for their synchronisation before it saves.
-    https://github.com/NVIDIA-NeMo/RL/pull/561, "fix overlap param gather", keeps the gather from a
-    reference pass; https://github.com/NVIDIA-NeMo/RL/pull/4086 gathers before a refit.
+    https://github.com/NVIDIA-NeMo/RL/pull/561, "fix overlap param gather", keeps the gather out of
+    a reference pass; https://github.com/NVIDIA-NeMo/RL/pull/4086 gathers before a refit.
 
 Remove when:
-    upstream has a call that synchronises parameters where they are stale, and only there.
+    upstream has a call that synchronises only stale parameters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Gather by hand before they are read, or call twice, where nothing is owed any more."""
+    """Gather by hand before the read, or call the helper twice; the second call has no work."""
     from megatron_idempotent import ensure_params_synced
 
     model = bench(overlap_param_gather=True)

@@ -1,21 +1,21 @@
-"""With overlap_param_gather an optimizer step may leave parameters that nobody gathers.
+"""With overlap_param_gather parameters may never be gathered after an optimizer step.
 
 Symptom:
     After a forward-only pass between the gradients' reduction and `optimizer.step()` (log-probs, a
-    KL term, an evaluation) every later forward, training included, reads parameters that lack the
+    KL term, an evaluation) every later forward, even in training, reads parameters that lack the
     last update, except for each rank's own shard: the data-parallel ranks hold different models. No
-    error. Where a parameter is not used in a forward, its gather can still be in flight when the
-    optimizer writes the memory it reads.
+    error. If a forward does not use a parameter, its gather can still be in flight when the
+    optimizer writes the memory that it reads.
 
 Cause:
-    `param_gather_dispatched` says that the gathered parameters are current. It is reset where
-    gradients are finished (`finish_grad_sync`), not where parameters change. A forward in between
+    `param_gather_dispatched` says that the gathered parameters are current. It is reset when
+    gradients are finished (`finish_grad_sync`), not when parameters change. A forward in between
     gathers the old parameters and sets it again.
 
 Affects:
     Every release, with the distributed optimizer and overlap_param_gather. What the patch does: a
-    step first waits for gathers in flight of the parameters it is going to write, then marks them
-    as not gathered. In ordinary training both are so already: no collective is added or moved.
+    step first waits for gathers in flight of the parameters that it will write, then marks them as
+    not gathered. In ordinary training no gather is in flight then: no collective is added or moved.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
@@ -38,7 +38,7 @@ def step(original: Original, self: Any) -> Any:
     """Wait for gathers in flight and mark them as outdated, then run the optimizer's update."""
     for group in gather.owned_groups(self):
         if group.param_gather_handle is not None:
-            # Only waited for: what it brings is about to be overwritten.
+            # Only wait: the gathered values are about to be overwritten.
             group.param_gather_handle.wait()
             group.param_gather_handle = None
         # Before the call, because without overlap_param_gather upstream gathers inside of it.

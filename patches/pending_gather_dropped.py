@@ -3,22 +3,23 @@
 Symptom:
     The data-parallel ranks train on different parameters, without an error, drifting further apart
     with every step: in the first iteration of a `train()` that starts right after a step, and in
-    every iteration of a caller who disabled the hooks and steps by itself, as an interrupted
-    `train()` or evaluation leaves it. With `check_weight_hash_across_dp_replicas_interval`,
-    `train()` ends with "Parameter hashes not matching across DP replicas" instead.
+    every iteration of a caller that disabled the hooks and steps itself, as after an interrupted
+    `train()` or evaluation. With `check_weight_hash_across_dp_replicas_interval`, `train()` ends
+    with "Parameter hashes not matching across DP replicas" instead.
 
 Cause:
     Under overlap_param_gather an optimizer step leaves the gather to the forward pre-hooks.
-    `disable_forward_pre_hook(param_sync=False)` takes those away, and what they still had to do.
+    `disable_forward_pre_hook(param_sync=False)` removes the hooks, and with them the pending
+    gather.
 
 Affects:
-    Every release. What the patch does: where an update waits for its gather,
-    `disable_forward_pre_hook` gathers it whatever `param_sync` says; where one came with the hooks
-    off, the next forward of the chunk gathers it first. A gather that nobody waits for any more is
-    waited for there too. Where no update waits, as at the entry of the first `train()`, nothing is
-    gathered; nor is anything where the next forward comes with the hooks on again, as in the second
-    iteration of `train()`. A forward of the module inside of the chunk does not pass here:
-    call `ensure_params_synced` before it. MXFP8 parameters that share memory with the gradients
+    Every release. What the patch does: if an update waits for its gather,
+    `disable_forward_pre_hook` gathers it, for any value of `param_sync`; if an update came with the
+    hooks off, the next forward of the chunk gathers it first, and also waits for gathers in flight.
+    If no update waits, as at the entry of the first `train()`, there is no gather; nor is there one
+    if the hooks are on again at the next forward, as in the second iteration of `train()`. The
+    patch does not see a forward of the module inside of the chunk: call `ensure_params_synced`
+    before it. MXFP8 parameters that share memory with the gradients
     (reuse_grad_buf_for_mxfp8_param_ag) are left alone: only the training loop can stage them.
 
 Upstream:
@@ -26,7 +27,7 @@ Upstream:
     "Disable forward pre-hook to start training".
 
 Remove when:
-    an optimizer step with the hooks off gathers, and disabling them drops no gather.
+    an optimizer step with the hooks off gathers, and disabling them does not drop a gather.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ._case import Original, Patch, bench, expect_agreement, target
 def disable(
     original: Original, self: Any, param_sync: bool = True, *args: Any, **kwargs: Any
 ) -> None:
-    """Run `disable_forward_pre_hook`, and make the gathers that the hooks still had to make."""
+    """Run `disable_forward_pre_hook`, then run the gathers that the hooks had not started."""
     original(self, param_sync, *args, **kwargs)
     if (
         not param_sync
@@ -68,13 +69,13 @@ def _gather_behind_hooks(chunk: Any) -> None:
         return
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-    # A graph must not contain the gather; upstream's hooks do nothing there either.
+    # A graph must not contain the gather; upstream's hooks do nothing during a capture either.
     if not is_graph_capturing():
         gather.gather(chunk)
 
 
 def reproduce() -> None:
-    """Do what `train()` does on entry, right after a step; then a window and its step."""
+    """Disable the hooks right after a step, as `train()` does; then run windows and a step."""
     model = bench(overlap_param_gather=True)
     model.train_step(2, data_seed=0)
     for chunk in model.chunks:

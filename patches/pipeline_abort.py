@@ -1,23 +1,23 @@
-"""A window that one rank leaves half-way hangs the others or feeds them a dead window's tensors.
+"""A window that one rank leaves half-way hangs the others or sends them tensors of that window.
 
 Symptom:
-    One rank raises inside of a window: a bad sample, out of memory, a NaN that a check found. Its
-    pipeline neighbours and its data-parallel peers wait for ever. Where all ranks raise, but at
-    different points, messages are left over: the next window takes them for its own, its
-    gradients are the dead window's without any error, and the other stage hangs.
+    One rank raises inside of a window: a bad sample, out of memory, a NaN that a check finds. Its
+    adjacent pipeline stages and its data-parallel peers wait for ever. If all ranks raise, but at
+    different points, messages are left over: the next window receives them as its own, its
+    gradients are silently those of the aborted window, and the other stage hangs.
 
 Cause:
-    A rank that leaves a schedule has sent what its neighbours will receive in the next window, and
-    owes messages and collectives that they wait for. Both pair up by order alone; nothing says to
-    which window they belong.
+    A rank that leaves a schedule has sent messages that the adjacent stages will receive in the
+    next window, and does not send messages or start collectives that other ranks wait for. Both
+    pair up by order alone; they do not carry the window to which they belong.
 
 Affects:
-    Every release, with pipeline or data parallelism. No wrapper can take back what was sent. Run
-    the window with `guarded_window`: the failing rank stays in the schedule with zeros, starts the
-    reductions and gathers that it owes, and all ranks raise `WindowAborted` before gradients are
-    finalized. What is known before the window, such as a bad batch, goes through `agree`. A
-    failure inside of a layer under tensor, context or expert parallelism cannot be carried: it
-    poisons the session until `rebuild_process_groups`. docs/aborting.md has all of it.
+    Every release, with pipeline or data parallelism. No wrapper can recall sent messages. Run the
+    window with `guarded_window`: the failing rank stays in the schedule with zeros, starts the
+    reductions and gathers that its peers expect, and all ranks raise `WindowAborted` before
+    gradients are finalized. For failures before the window, such as a bad batch, call `agree`. A
+    failure inside of a layer under tensor, context or expert parallelism cannot be delayed: it
+    poisons the session until `rebuild_process_groups`. See docs/aborting.md.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
@@ -36,9 +36,9 @@ from ._case import Fault, Helper, bench
 
 
 def reproduce(*, helped: bool) -> None:
-    """Let both stages meet a bad microbatch 1, the last one after it has sent a gradient back."""
+    """Raise in microbatch 1 on both stages, on the last one after it has sent a gradient back."""
     model = bench(pp=2, overlap_grad_reduce=False, distributed_optimizer=False)
-    model.config.finalize_model_grads_func = None  # the sum over stages is not what is looked at
+    model.config.finalize_model_grads_func = None  # the sum over stages is not compared
     model.forward_backward(4, data_seed=1)
     expected = model.gradients()
     if helped:
@@ -55,16 +55,16 @@ def reproduce(*, helped: bool) -> None:
         if "bad sample" not in str(error):
             raise
     model.on_microbatch = None
-    # Without the guard the first stage gets a gradient of the dead window, and ends one early.
+    # Without the guard the first stage receives a gradient of the aborted window, and ends early.
     model.forward_backward(4, data_seed=1)
     if not model.gradients().equal(expected):
         raise Fault("the gradients of a window are those of the aborted one before it")
 
 
 def neighbour(*, helped: bool) -> list[bytes]:
-    """Run windows in which nothing fails: of training, and forward-only between them.
+    """Run training windows without failures, and forward-only windows between them.
 
-    Under the guard they come with each call between windows that a failure would need.
+    With the guard, every function for recovery is called between the windows.
     """
     from megatron_idempotent import abort_window, verify
     from megatron_idempotent.window import agree, rebuild_process_groups
@@ -72,18 +72,18 @@ def neighbour(*, helped: bool) -> list[bytes]:
     if helped:
         _guard()
     model = bench(pp=2)
-    found = []
+    bits = []
     for window, microbatches in enumerate((4, 2, 3)):
         if helped:
             verify()
             agree()
             abort_window(model.chunks, model.optimizer)
-        if helped and window == 2:  # costs as much as all the rest
+        if helped and window == 2:  # it is slow, so once
             rebuild_process_groups(model.chunks, model.optimizer)
         model.train_step(microbatches, data_seed=window)
-        found.append(model.bits())
+        bits.append(model.bits())
         model.forward_backward(1, data_seed=window, forward_only=True)
-    return found
+    return bits
 
 
 def _guard() -> None:

@@ -1,21 +1,21 @@
-"""Pipeline stages that are seeded alike start from the same weights and drop the same units.
+"""Pipeline stages with the same seed start from the same weights and drop the same units.
 
 Symptom:
-    With pipeline parallelism, in a program that hands every rank the same seed: the layers of all
+    With pipeline parallelism, in a program that gives every rank the same seed, the layers of all
     stages have identical initial weights and identical dropout masks. No error.
 
 Cause:
     `model_parallel_cuda_manual_seed` offsets the seed by tensor- and expert-parallel rank, not by
     pipeline rank. `megatron.training.initialize._set_random_seed` adds 100 × pipeline rank before
-    it calls; programs that do not go through it have to know that.
+    it calls that function; other programs have to do so themselves.
 
 Affects:
     Every release, with pipeline parallelism. What the patch does: after seeding, the ranks of each
-    pipeline group compare the states that they will draw from (one all-gather of 8 bytes, none
-    without pipeline parallelism; all ranks of the group must seed, as they do already). Where these
-    are equal, all seed again, with 100 × pipeline rank added: seed 42 becomes 42, 142, 242, … Where
-    they differ, the caller or upstream offsets by itself, in whatever way, and nothing is added: no
-    offset is ever applied twice.
+    pipeline group compare their random states (one all-gather of 8 bytes, none without pipeline
+    parallelism; all ranks of the group must seed, as they already do). If the states are equal, all
+    ranks seed again, with 100 × pipeline rank added: seed 42 becomes 42, 142, 242, … If they
+    differ, the caller or upstream has added an offset, and the patch adds none: an offset is never
+    applied twice.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/1212 adds the offset in SkyRL's worker.
@@ -34,17 +34,17 @@ from ._case import Fault, Original, Patch, a_body_has, gathered, target
 
 
 def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) -> Any:
-    """Seed; if all pipeline stages have the same states then, seeds again with an offset."""
+    """Seed; if all pipeline stages then have the same states, seed again with an offset."""
     result = original(seed, *args, **kwargs)
     offset = _missing_offset()
     if offset is not None:
-        # On all stages, the first one too: what upstream does on all ranks stays so.
+        # On all stages, even the first: all ranks must make the same calls of upstream.
         result = original(seed + offset, *args, **kwargs)
     return result
 
 
 def _missing_offset() -> int | None:
-    """Return what this stage's seed lacks; None where the stages draw differently."""
+    """Return the offset that this stage's seed lacks; None if the stages have different states."""
     import torch
     from megatron.core import parallel_state
 
@@ -55,19 +55,19 @@ def _missing_offset() -> int | None:
         return None
     group = parallel_state.get_pipeline_model_parallel_group()
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    mine = torch.tensor([_drawn_from()], dtype=torch.int64, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(stages)]
+    local = torch.tensor([_drawn_from()], dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(local) for _ in range(stages)]
     # All ranks of the pipeline group must enter: the gather hangs otherwise.
-    torch.distributed.all_gather(gathered, mine, group=group)
-    if any(int(other) != int(mine) for other in gathered):
+    torch.distributed.all_gather(gathered, local, group=group)
+    if any(int(peer) != int(local) for peer in gathered):
         return None
     return STAGE_OFFSET * int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def _drawn_from() -> int:
-    """Return a digest of the states that weights and dropout will be drawn from.
+    """Return a digest of the random states for weights and dropout.
 
-    Not of the seed: whether upstream has an offset of its own shows in what it seeded.
+    It is not one of the seed, because upstream may add an offset to that.
     """
     import hashlib
 
@@ -84,7 +84,7 @@ def _drawn_from() -> int:
 
 
 def reproduce() -> None:
-    """Seed two pipeline stages alike and compare what their weights would be drawn from."""
+    """Seed two pipeline stages alike, draw random numbers, and compare them."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
@@ -99,7 +99,7 @@ def reproduce() -> None:
 
 
 def neighbour(*, helped: bool) -> list[bytes]:
-    """Seed each of two stages differently, by hand or with `seed_all`, and draw; twice."""
+    """Seed two stages differently, by hand or with `seed_all`, and draw numbers; twice."""
     import random
 
     import numpy
@@ -109,7 +109,7 @@ def neighbour(*, helped: bool) -> list[bytes]:
     from megatron_idempotent import seed_all
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-    found = []
+    drawn = []
     for number in (42, 7):
         if helped:
             seed_all(number)
@@ -121,13 +121,13 @@ def neighbour(*, helped: bool) -> list[bytes]:
             tensor_parallel.model_parallel_cuda_manual_seed(seed)
         with tensor_parallel.get_cuda_rng_tracker().fork():
             weights = torch.rand(8, device=torch.cuda.current_device())
-        found += [
+        drawn += [
             weights.cpu().numpy().tobytes(),
             torch.rand(8).numpy().tobytes(),
             numpy.random.bytes(8),
             random.randbytes(8),
         ]
-    return found
+    return drawn
 
 
 PATCH = Patch(

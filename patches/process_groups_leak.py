@@ -5,17 +5,18 @@ Symptom:
     process groups per rank, with their communicators, threads and memory: 24 live groups become 224
     in ten cycles. In a test suite on GPUs with NVLink SHARP, a later test fails with `Failed to
     bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 2 'out of memory'`. A few
-    of the module's globals go on pointing at dead layouts.
+    of the module's globals still refer to old layouts.
 
 Cause:
     The function sets its globals to None. torch.distributed keeps every group alive until
     `destroy_process_group(group)`, which is called for the gloo groups only.
 
 Affects:
-    Every release. What the patch does: it then destroys those of the groups that nobody holds any
-    more; for that it collects garbage once, as a dead model is a reference cycle. A group that a
-    model, an optimizer or a variable still refers to stays alive and usable, as upstream leaves it,
-    and is never destroyed later: drop the model first. Globals that upstream forgets are reset.
+    Every release. What the patch does: after upstream's function it destroys the groups without any
+    other reference; for that it collects garbage once, because a deleted model is a reference
+    cycle. A group that a model, an optimizer or a variable still refers to stays alive and usable,
+    as in upstream, and is never destroyed later: delete the model first. Globals that upstream does
+    not reset are reset.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/parallel_state.py,
@@ -25,7 +26,7 @@ Upstream:
     is the fix that it proposes.
 
 Remove when:
-    `destroy_model_parallel()` destroys what `initialize_model_parallel()` made.
+    `destroy_model_parallel()` destroys the groups that `initialize_model_parallel()` created.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ._case import Fault, Original, Patch, target
 
 
 def destroy(original: Original) -> None:
-    """Let upstream drop the groups, then destroys those that nothing else refers to."""
+    """Let upstream drop the groups, then destroy those without any other reference."""
     import gc
 
     import torch.distributed as dist
@@ -48,14 +49,14 @@ def destroy(original: Original) -> None:
     if any(are_held):
         gc.collect()
         are_held = held(groups)
-    # In one order on all ranks: that of the module's globals.
+    # In the order of the module's globals, which is the same on all ranks.
     for group, is_held in zip(groups, are_held, strict=True):
         if not is_held and group in alive():
             dist.destroy_process_group(group)
 
 
 def _reset_globals() -> None:
-    """Empty the globals that upstream leaves set, as its module declares them."""
+    """Reset the globals that upstream leaves set to their initial values."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -72,13 +73,13 @@ def reproduce() -> None:
     """Run three cycles, then count the groups that torch.distributed still knows."""
     from megatron.core import parallel_state
 
-    before = len(alive())
+    count_before = len(alive())
     for _ in range(3):
         parallel_state.initialize_model_parallel()
         parallel_state.destroy_model_parallel()
-    left = len(alive()) - before
-    if left:
-        raise Fault(f"{left} process groups are left over from 3 cycles")
+    leaked = len(alive()) - count_before
+    if leaked:
+        raise Fault(f"{leaked} process groups are left over from 3 cycles")
 
 
 PATCH = Patch(

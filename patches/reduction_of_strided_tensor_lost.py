@@ -1,24 +1,24 @@
-"""A sum over tensor-parallel ranks is lost where the tensor is not contiguous.
+"""A sum over tensor-parallel ranks is lost if the tensor is not contiguous.
 
 Symptom:
     `reduce_from_tensor_model_parallel_region(y.t())` returns this rank's `y.t()`. The gradient that
     `copy_to_tensor_model_parallel_region(x)` gives `x` is this rank's alone, if a `sum()`, an
-    `expand` or a transpose follows. Heads, adapters and losses of one's own meet it, and ranks
-    train apart. No error.
+    `expand` or a transpose follows. It happens in custom heads, adapters and losses, and the ranks'
+    parameters drift apart. No error.
 
 Cause:
-    `_reduce` sums `input_.contiguous()` in place and returns `input_`. Of a tensor that is not
-    contiguous that is a copy, and the sum goes away with it.
+    `_reduce` sums `input_.contiguous()` in place and returns `input_`. For a tensor that is not
+    contiguous, `contiguous()` is a copy, and the sum is lost with it.
 
 Affects:
     0.12 to 0.18. What the patch does: a tensor that is not contiguous is copied before the sum, and
     the copy is returned, as 0.19 does. Contiguous tensors are summed in place, as before.
 
 Upstream:
-    https://github.com/NVIDIA/Megatron-LM/pull/5338 mends it in 0.19.
+    https://github.com/NVIDIA/Megatron-LM/pull/5338 repairs it in 0.19.
 
 Remove when:
-    no supported release returns another tensor than it has summed.
+    all supported releases return the tensor that they have summed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def reduce(original: Original, input_: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sum a tensor over the ranks of a group, and return what was summed."""
+    """Sum a tensor over the ranks of a group, and return the sum."""
     if not input_.is_contiguous() and _size(kwargs.get("group", args[0] if args else None)) > 1:
         input_ = input_.contiguous()
     return original(input_, *args, **kwargs)
 
 
 def _size(group: Any) -> int:
-    """Return the number of ranks; 0.12 takes no group, and sums over the tensor-parallel one."""
+    """Return the number of ranks; 0.12 takes no group, and uses the tensor-parallel one."""
     from megatron.core import parallel_state
 
     if group is None:
@@ -45,7 +45,7 @@ def _size(group: Any) -> int:
 
 
 def reproduce() -> None:
-    """Sum the numbers of two ranks, by a transposed tensor and by an expanded gradient."""
+    """Sum the numbers of two ranks in a transposed tensor and in an expanded gradient."""
     import torch
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,
@@ -59,9 +59,9 @@ def reproduce() -> None:
     inputs = torch.ones(3, 4, device="cuda", requires_grad=True)
     (copy_to_tensor_model_parallel_region(inputs).sum() * number).backward()
     results: dict[str, Any] = {"sum": summed, "gradient": inputs.grad}
-    for what, tensor in results.items():
+    for name, tensor in results.items():
         if not torch.equal(tensor, torch.full_like(tensor, 3.0)):
-            raise Fault(f"the {what} of ones and twos of two ranks is {float(tensor[0, 0]):g}")
+            raise Fault(f"the {name} of ones and twos of two ranks is {float(tensor[0, 0]):g}")
 
 
 PATCH = Patch(

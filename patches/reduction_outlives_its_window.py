@@ -1,10 +1,10 @@
-"""A gradient reduction in flight when a window ends early reaches into the windows after it.
+"""A gradient reduction in flight when a window ends early breaks the windows after it.
 
 Symptom:
     After an exception in the backward of the last microbatch: `AssertionError: Should not have
-    multiple communication calls outstanding at once` from every window after it, for ever. With
-    only some of the bucket groups under way, a reduction that completes late writes into a gradient
-    buffer that `zero_grad_buffer()` has zeroed already: wrong gradients, no error.
+    multiple communication calls outstanding at once` from every window after it, for ever. If only
+    some bucket groups have reductions in flight, a late reduction writes into a gradient buffer
+    that `zero_grad_buffer()` has already zeroed: wrong gradients, no error.
 
 Cause:
     With overlap_grad_reduce a bucket group starts its reduction in the backward pass and
@@ -12,9 +12,9 @@ Cause:
     of a bucket group, but neither waits for its handle nor drops it.
 
 Affects:
-    Every release. What the patch does: `zero_grad_buffer()` first waits for the reductions that are
-    in flight, which after a whole window are none. The wait ends only where all ranks of the group
-    started the same reductions; after a failure on some ranks only, agree between ranks before.
+    Every release. What the patch does: `zero_grad_buffer()` first waits for reductions in flight;
+    after a complete window there are none. The wait ends only if all ranks of the group started the
+    same reductions; after a failure on some ranks only, agree between ranks first.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
@@ -34,7 +34,7 @@ from ._case import Original, Patch, a_body_has, abort_in_backward, bench, expect
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Wait, then zero: the other way round a late reduction would write over the zeros."""
+    """Wait before zeroing: otherwise a late reduction would overwrite the zeros."""
     for group in self.bucket_groups:
         ddp.drain(group)
     for group in self.expert_parallel_bucket_groups:
@@ -43,7 +43,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Interrupt the last backward of a window where reductions are under way, and go on."""
+    """Interrupt the last backward of a window with reductions in flight, then run a window."""
     import torch
 
     model = bench()

@@ -1,22 +1,22 @@
-"""With the optimizer on the host, weights that are loaded are undone by the next step.
+"""With the optimizer on the host, the next step undoes weights that were loaded.
 
 Symptom:
     A run with `optimizer_cpu_offload` loads weights without optimizer state: a start from a
-    pretrained model, `--no-load-optim`, an adapter. The first forward is right. The first step puts
-    back the weights from before the load, updated once. No error: a run that was to fine-tune a
+    pretrained model, `--no-load-optim`, an adapter. The first forward is right. The first step
+    restores the weights from before the load, updated once. No error: a run that should fine-tune a
     model trains a random one.
 
 Cause:
-    The hybrid optimizer steps on copies: on the host those of the offloaded fraction, in float32
-    those of 16-bit parameters. `reload_model_params()` renews only the latter, which exist under
-    the precision-aware optimizer, and in 0.12 none. The float32 main parameters between the model
-    and the copies, which all other configurations have, it renews in no release. Of an optimizer in
-    float32 it renews nothing, since without copies nothing has to be.
+    The hybrid optimizer steps on copies: copies on the host of the offloaded fraction, and float32
+    copies of 16-bit parameters. `reload_model_params()` updates only the latter, which exist with
+    the precision-aware optimizer, and in 0.12 no copies. It never updates the float32 main
+    parameters between the model and the copies, which all other configurations have. For an
+    optimizer in float32 it updates nothing, because without offload there are no copies.
 
 Affects:
-    Every release, at each fraction, 0 included. What the patch does: `reload_model_params()` also
-    copies the model to the main parameters, as without offload, and these to all copies. Megatron's
-    `load_checkpoint` calls it for 16-bit models; after a load of your own call it yourself, or
+    Every release, at any fraction, even 0. What the patch does: `reload_model_params()` also copies
+    the model to the main parameters, as without offload, and these to all copies. Megatron's
+    `load_checkpoint` calls it for 16-bit models; after your own load, call it yourself, or
     `ensure_main_params_synced`.
 
 Upstream:
@@ -24,7 +24,7 @@ Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/2149.
 
 Remove when:
-    `reload_model_params` renews all copies of a `HybridDeviceOptimizer`.
+    `reload_model_params` updates all copies of a `HybridDeviceOptimizer`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def copy_to_main(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Copy the model to the main parameters as without offload, then these to the copies."""
+    """Copy the model to the main parameters, as without offload, then these to the copies."""
     hybrid = self.optimizer
     # Megatron-FSDP has main parameters of its own.
     if not optimizers.is_hybrid(hybrid) or optimizers.in_fsdp(self):
         original(self, *args, **kwargs)
         return
-    self.optimizer = None  # with the hybrid one upstream leaves before it copies
+    self.optimizer = None  # with the hybrid optimizer upstream returns before it copies
     try:
         original(self, *args, **kwargs)
     finally:
@@ -59,7 +59,7 @@ def reload_fp32(original: Original, self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def reproduce() -> None:
-    """Set all weights to 5 and reload; after one step with lr 0.01 none may be far from there."""
+    """Set all weights to 5 and reload; after one step with lr 0.01 all must be near 5."""
     import torch
 
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "lr": 0.01}

@@ -1,26 +1,27 @@
-"""A step that is run again gets the microbatches that its first run has changed.
+"""A rerun step gets the microbatches as its first run has changed them.
 
 Symptom:
     The rerun state machine runs a step again, because a loss was NaN, spiked, or is validated
-    (`--rerun-mode validate_results`), and `forward_step` has taken entries out of the microbatch or
-    written into it. The second run computes something else, and the machine blames the hardware;
-    or it ends in a `KeyError`. What it saves for the run on another machine is changed, too.
+    (`--rerun-mode validate_results`), and `forward_step` has removed entries of the microbatch or
+    written into it. The second run computes a different result, and the machine blames the
+    hardware; or it ends in a `KeyError`. The batch that it saves for a rerun on another machine is
+    also changed.
 
 Cause:
-    `RerunDataIterator` keeps the very microbatches that it gives out, and gives out the ones that
-    it keeps. From 0.19 on it keeps a copy, and gives that out to every further run.
+    `RerunDataIterator` stores the same microbatch objects that it returns, and returns the stored
+    objects to every rerun. From 0.19 on it stores a copy, and returns that copy to every rerun.
 
 Affects:
-    Every release; 0.19 from the third run on, and in what it saves after the second. What the patch
-    does: the iterator keeps a shallow copy, and each further run gets a shallow copy of that. The
-    first run gets what the data iterator gives, as before. Tensors are not copied: a step that
-    writes into a tensor in place is still seen by the next run.
+    Every release; 0.19 from the third run on, and in the batch that it saves after the second. What
+    the patch does: the iterator stores a shallow copy, and each rerun gets a shallow copy of that.
+    The first run gets the original microbatch, as before. Tensors are not copied: the next run
+    still sees writes into a tensor in place.
 
 Upstream:
-    https://github.com/NVIDIA/Megatron-LM/pull/5635 copies what is kept in 0.19.
+    https://github.com/NVIDIA/Megatron-LM/pull/5635 copies the stored microbatch in 0.19.
 
 Remove when:
-    the iterator copies what it gives out again, too.
+    the iterator also returns copies to reruns.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def following(original: Original, self: Any) -> Any:
-    """Return the next microbatch, and keep none that the caller can change."""
+    """Return the next microbatch, and store a copy that the caller cannot change."""
     is_again, count = self.replaying, len(self.saved_microbatches)
     microbatch = original(self)
     if is_again:
         return copy.copy(microbatch)
-    kept = self.saved_microbatches
-    if len(kept) > count and kept[-1] is microbatch:
-        kept[-1] = copy.copy(microbatch)
+    stored = self.saved_microbatches
+    if len(stored) > count and stored[-1] is microbatch:
+        stored[-1] = copy.copy(microbatch)
     return microbatch
 
 
 def reproduce() -> None:
-    """Run a step three times that takes an entry out of its microbatches."""
+    """Run a step three times; it removes an entry of its microbatches."""
     from megatron.core.rerun_state_machine import (
         RerunDataIterator,
         RerunMode,
@@ -64,14 +65,14 @@ def reproduce() -> None:
         model.schedule(_tokens(data), 2)
         gradients.append(model.gradients())
         data.rewind()
-    first, *others = gradients
-    wrong = [run for run, gradient in enumerate(others, 2) if not gradient.equal(first)]
+    first, *reruns = gradients
+    wrong = [run for run, gradient in enumerate(reruns, 2) if not gradient.equal(first)]
     if wrong:
         raise Fault(f"run {wrong[0]} of one step has other gradients than the first")
 
 
 def _tokens(data: Any) -> Iterator[Any]:
-    """Yield token ids of microbatches, out of which an entry is taken."""
+    """Yield token ids of microbatches, and remove an entry from each microbatch."""
     from megatron_idempotent.proof.cpu import tiny
 
     while True:

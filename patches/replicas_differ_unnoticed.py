@@ -1,29 +1,30 @@
-"""Nothing in Megatron notices that ranks that should be alike differ: a debug mode does.
+"""Megatron does not notice when replicas on different ranks differ: a debug mode does.
 
 Symptom:
     Ranks step on different gradients, or from different parameters, for any of the reasons in the
-    other case files or for one that is not here: the loss goes down, more slowly. No error.
+    other case files or for an unknown one: the loss goes down, more slowly. No error.
 
 Cause:
-    The optimizer takes what is in the buffers. Upstream's `check_weight_hash_across_dp_replicas`
-    compares parameters where a program asks for it; nothing compares gradients.
+    The optimizer uses the buffers as they are. Upstream's `check_weight_hash_across_dp_replicas`
+    compares parameters if a program calls it; no function compares gradients.
 
 Affects:
-    Every release. Off by default; `MEGATRON_IDEMPOTENT_CHECK=1` switches it on, and where it is
-    off nothing is wrapped. What it does: before each step of an optimizer from
+    Every release. Off by default; `MEGATRON_IDEMPOTENT_CHECK=1` switches it on; otherwise no
+    function is wrapped. What it does: before each step of an optimizer from
     `get_megatron_optimizer` it gathers checksums over the data-parallel groups, and raises
-    `ReplicaMismatchError` with the first parameter, the bucket group and the ranks. It compares
-    how often each bucket group was reduced; parameters; and, with an all-reduce, gradients. Over
-    the tensor-parallel groups it compares parameters that are not marked `tensor_model_parallel`:
-    one whose gradient is not summed over them, such as a replicated factor of LoRA under sequence
-    parallelism, is named at the step after the first. So is a shard that lacks the mark, which
-    norms leave out. It costs a pass over both and a small all-gather per group. Programs that
-    reduce gradients past Megatron's DDP must not switch it on, nor those whose kernels round
-    otherwise on each call and that keep replicas over tensor-parallel ranks.
+    `ReplicaMismatchError` with the first parameter, the bucket group and the ranks. It compares how
+    often each bucket group was reduced; parameters; and, with an all-reduce, gradients. Over the
+    tensor-parallel groups it compares parameters that are not marked `tensor_model_parallel`. From
+    the second step on it names a parameter whose gradient is not summed over these ranks, such as a
+    replicated factor of LoRA under sequence parallelism, or a shard without the mark, which norms
+    leave out. It costs a pass over gradients and parameters, and a small all-gather per group. Do
+    not switch it on in programs that reduce gradients outside of Megatron's DDP, or that keep
+    replicas over tensor-parallel ranks and have kernels that round differently on each call.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
-    `step`. Found by nobody for months: https://github.com/modelscope/mcore-bridge/pull/173.
+    `step`. A case that stayed unnoticed for months:
+    https://github.com/modelscope/mcore-bridge/pull/173.
 
 Remove when:
     upstream compares gradients between replicas on request.
@@ -41,7 +42,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def build(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Build an optimizer, and remember which chunks it updates."""
+    """Build an optimizer, and remember the chunks that it updates."""
     from megatron.core.optimizer import MegatronOptimizer
 
     optimizer = original(*args, **kwargs)
@@ -97,12 +98,12 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run steps whose gradients are reduced by the end, and one on gradients that are all zero."""
+    """Run steps on reduced gradients, and one step on gradients of zero."""
     from . import _neighbours
 
     model = _neighbours.build(overlap=True, distributed=False)
     model.chunks[0].zero_grad_buffer()
-    return [*_neighbours.taken(), tuple(map(str, model.step()))]
+    return [*_neighbours.run_all(), tuple(map(str, model.step()))]
 
 
 PATCH = Patch(

@@ -9,10 +9,10 @@ Cause:
 
 Affects:
     Every release. What the patch does: reported tensors that share memory with the loss are copied
-    before the schedule scales it; all others stay what they are. Not covered: the combined 1F1B
-    schedule (`overlap_moe_expert_parallel_comm`), which calls the loss function elsewhere. A loss
-    function that multiplies its report by the number of microbatches to make up for this must not
-    use the patch: exclude it.
+    before the schedule scales it; other tensors are left alone. Not covered: the combined 1F1B
+    schedule (`overlap_moe_expert_parallel_comm`), which calls the loss function elsewhere. If a
+    loss function multiplies its report by the number of microbatches to make up for this, exclude
+    the patch.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py,
@@ -40,13 +40,13 @@ def forward(
 
 def _forward(forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     output, loss_func = forward_step_func(*args, **kwargs)
-    # None on ranks of a multi-module pipeline that have no loss.
+    # None on ranks of a multi-module pipeline without a loss.
     return output, None if loss_func is None else partial(_loss, loss_func)
 
 
 def _loss(loss_func: Callable[..., Any], output: Any, **kwargs: Any) -> Any:
     outputs = loss_func(output, **kwargs)
-    # What is collected with non_loss_data=True may have any form and is not scaled.
+    # The result with non_loss_data=True may have any form and is not scaled.
     if kwargs or not isinstance(outputs, tuple) or not isinstance(outputs[-1], dict):
         return outputs
     *scaled, report = outputs
@@ -63,11 +63,11 @@ def _memory(value: Any) -> int | None:
 
 
 def reproduce() -> None:
-    """Run four equal microbatches, whose mean loss is that of each."""
+    """Run four equal microbatches; compare each reported loss with the true loss."""
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_grad_reduce=False, with_optimizer=False)
-    tokens_BT, *places = tiny.inputs(0)
+    tokens_BT, *positions_and_mask = tiny.inputs(0)
     losses = []
 
     def loss_func(loss_BT: Any) -> tuple[Any, dict[str, Any]]:
@@ -76,7 +76,7 @@ def reproduce() -> None:
         return loss, {"loss": loss.detach()}
 
     def forward_step(data_iterator: Any, chunk: Any) -> tuple[Any, Any]:
-        return chunk(tokens_BT, *places, labels=tokens_BT), loss_func
+        return chunk(tokens_BT, *positions_and_mask, labels=tokens_BT), loss_func
 
     reported = [report["loss"].item() for report in model.schedule(None, 4, forward_step)]
     if reported != losses:

@@ -2,20 +2,20 @@
 
 Symptom:
     Parameters that a program unfreezes between two windows are never trained: their gradients add
-    up in `param.grad`, outside of the gradient's norm. No error.
+    up in `param.grad`, and the gradient norm does not count them. No error.
 
 Cause:
-    DDP and the optimizer take the parameters that require gradients when they are built, and look
-    at `requires_grad` no more.
+    DDP and the optimizer collect the parameters that require gradients when they are built, and do
+    not read `requires_grad` again.
 
 Affects:
-    Every release, and also an adapter that a window leaves out without being frozen, as where
-    several are trained in turn with one optimizer: a gradient of zero is not the same as none, and
-    Adam steps on it. Nothing here repairs it: parameters with a gradient of zero are an ordinary
-    thing, and a parameter outside of DDP's buffers may have an optimizer of its own. Build DDP and
-    the optimizer with all that will be trained, and freeze afterwards: with the patches
-    `frozen-parameters-move` and `frozen-parameters-refused` what is frozen stays as it is, and is
-    trained again once it is unfrozen.
+    Every release. A related case: if several adapters are trained in turn with one optimizer, Adam
+    also steps on the adapter that a window does not use, because its gradient is zero, not missing.
+    There is no patch: parameters with a gradient of zero are normal, and a parameter outside of
+    DDP's buffers may have its own optimizer. Build DDP and the optimizer with all parameters that
+    will be trained, and freeze some afterwards: with the patches `frozen-parameters-move` and
+    `frozen-parameters-refused` frozen parameters do not change, and are trained again once they are
+    unfrozen.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/distributed_data_parallel.py,
@@ -40,10 +40,10 @@ def reproduce() -> None:
 
     model = bench(overlap_grad_reduce=False, before_ddp=freeze)
     norm = model.chunks[0].module.decoder.final_layernorm.requires_grad_(True)
-    before = norm.weight.detach().clone()
+    weight_before = norm.weight.detach().clone()
     model.train_step(1, data_seed=0)
-    if norm.weight.equal(before):
-        raise Fault("what was unfrozen after DDP was built is not trained")
+    if norm.weight.equal(weight_before):
+        raise Fault("a parameter that was unfrozen after DDP was built is not trained")
 
 
-LIMIT = Limit(summary="what is unfrozen after DDP was built is not trained")
+LIMIT = Limit(summary="a parameter that is unfrozen after DDP was built is not trained")

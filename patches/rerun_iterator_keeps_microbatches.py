@@ -1,17 +1,17 @@
 """A data iterator of the rerun state machine keeps every microbatch of the run.
 
 Symptom:
-    Host memory grows with each schedule call, where a caller with a loop of its own reads through
-    `RerunDataIterator` and the rerun mode is not `DISABLED`, as Megatron's default since 0.14
-    (`--rerun-mode validate_results`) sets it. The microbatches go into checkpoints, too.
+    Host memory grows with each schedule call, if a caller with its own loop reads through
+    `RerunDataIterator` and the rerun mode is not `DISABLED`, as with Megatron's default since 0.14
+    (`--rerun-mode validate_results`). The microbatches are also saved in checkpoints.
 
 Cause:
-    The iterator keeps what a rerun would replay; only `should_run_forward_backward`, which such a
-    loop does not call, lets go of it.
+    The iterator keeps the microbatches that a rerun would replay; only
+    `should_run_forward_backward`, which such a loop does not call, drops them.
 
 Affects:
-    Every release. Nothing is patched: whether an iteration will be rerun is known only to the loop.
-    Call `data_iterator.advance()` after each step, or set the mode to `DISABLED`.
+    Every release. There is no patch, because only the loop knows whether an iteration will be
+    rerun. Call `data_iterator.advance()` after each step, or set the mode to `DISABLED`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/rerun_state_machine.py,

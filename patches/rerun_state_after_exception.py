@@ -1,4 +1,4 @@
-"""After an exception in a training step the next one trains on nothing and still updates.
+"""After an exception in a training step the next one reads no batch and still updates.
 
 Symptom:
     The `train_step` after one that raised reads no batch and runs no forward, but steps optimizer
@@ -9,27 +9,27 @@ Symptom:
 
 Cause:
     The rerun state machine, which decides whether to run forward and backward, enters INITIAL_RUN
-    when a step starts and leaves it when it is asked again after the forward and backward. An
-    exception in between leaves it there, and the next step takes its own start for that question.
-    This holds in mode `disabled` too.
+    at the first call in a step, and leaves it at the second call, after forward and backward. After
+    an exception in between it stays in INITIAL_RUN, and takes the first call of the next step for
+    the second one. This also happens in mode `disabled`.
 
 Affects:
-    Every release. What the patch does: the machine remembers which call of a function began the
-    step. When it is asked next, and an exception has ended that call, it first goes back to where
-    the step found it: a state that waits for a step, no rerun asked for, the same
-    `current_iteration`. So every loop is mended, Megatron's and a framework's. A machine that has
+    Every release. What the patch does: the machine remembers the function call that began the step.
+    If an exception has ended that call, the machine's next call first restores the state from
+    before the step: waiting for a step, without a requested rerun, with the same
+    `current_iteration`. This repairs every loop, Megatron's and a framework's. A machine that has
     decided to rerun from a checkpoint keeps that decision: Megatron never raises for those, it
     returns `should_exit`, and `train` exits. The samples of a statistic such as the largest
-    gradient norm stay. The locals of the failed call live until that next question.
-    An exception that the asking function catches itself, or one in a coroutine or generator, is not
-    seen: call `abort_window()`.
+    gradient norm stay. The local variables of the failed call live until the machine's next call.
+    The patch does not see an exception that the calling function catches itself, or one in a
+    coroutine or generator: call `abort_window()`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/rerun_state_machine.py,
     `should_run_forward_backward`.
 
 Remove when:
-    a step that raised leaves the machine where the next one starts.
+    a step that raised leaves the machine ready for the next step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ._case import Broken, Fault, Original, Patch, bench, target
 
 
 def should_run_forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a step that an exception has left, then ask `should_run_forward_backward`."""
+    """End a step that an exception has left, then call `should_run_forward_backward`."""
     training.abandon_if_left(self)
     runs = original(self, *args, **kwargs)
     if runs:
@@ -55,13 +55,13 @@ def should_run_forward_backward(original: Original, self: Any, *args: Any, **kwa
 
 
 def state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a step that an exception has left, then make the state of a checkpoint."""
+    """End a step that an exception has left, then return the state for a checkpoint."""
     training.abandon_if_left(self)
     return original(self, *args, **kwargs)
 
 
 def reproduce() -> None:
-    """Run a framework's own loop, whose first window cannot read its batch, and then a good one."""
+    """Run a framework's own loop: a window that cannot read its batch, then a good one."""
     model = bench()
     with suppress(Broken):
         _window(model, _unreadable)
@@ -71,7 +71,7 @@ def reproduce() -> None:
 
 
 def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
-    """Run two microbatches, and ask the machine before and after them as NeMo-RL does."""
+    """Run two microbatches, and call the machine before and after them, as NeMo-RL does."""
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     from megatron_idempotent.proof.cpu import tiny

@@ -1,24 +1,26 @@
-"""Torch's Adam cannot load the optimizer state that can be loaded into any layout.
+"""Torch's Adam cannot load fully reshardable optimizer state.
 
 Symptom:
-    Without Transformer Engine and Apex: `KeyError: 'step'` from loading the format
-    `fully_reshardable`, whose save reports no error. The model's weights are loaded already.
+    Without Transformer Engine and Apex, loading the format `fully_reshardable`, which can be loaded
+    into any layout, raises `KeyError: 'step'`. Saving it reports no error. The model's weights are
+    already loaded then.
 
 Cause:
-    The format leaves the step counter out, which is in the parameter groups.
-    `_set_main_param_and_optimizer_states` asks for all that the optimizer has of a parameter, and
+    The format leaves out the step counter, because it is in the parameter groups.
+    `_set_main_param_and_optimizer_states` needs every entry of a parameter's optimizer state, and
     torch's Adam has a counter there.
 
 Affects:
-    0.15 and later, with torch's Adam or AdamW as the fallback. What the patch does: a counter that
-    the loaded state lacks stays as `load_state_dict` has set it from the parameter groups.
+    0.15 and later, with torch's Adam or AdamW as the fallback. What the patch does: if the loaded
+    state has no counter, the counter keeps the value that `load_state_dict` has set from the
+    parameter groups.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
     `load_parameter_state_from_fully_reshardable`.
 
 Remove when:
-    the load takes a state without counters.
+    the load accepts a state without counters.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from ._case import Fault, Original, Patch, address, bench, target
 
 
 def set_states(original: Original, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Let upstream copy the counter that the parameter has, if it is given none."""
+    """If the loaded state has no counter, let upstream copy the parameter's own."""
     if "step" not in tensors and optimizers.is_torch_adam(self):
         index, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[index]["params"][order]
@@ -40,24 +42,24 @@ def set_states(original: Original, self: Any, model_param: Any, tensors: dict[st
 
 
 def reproduce() -> None:
-    """Load what an optimizer itself gives to save: that has to change nothing."""
+    """Load an optimizer's own state: the parameters must not change."""
     import torch
 
     model = bench()
     model.train_step(1, data_seed=0)
-    before = model.parameters()
+    params_before = model.parameters()
     (optimizer,) = model.optimizer.chained_optimizers
     state = optimizer.sharded_state_dict(
         model.chunks[0].module.sharded_state_dict(),
         metadata={"distrib_optim_sharding_type": "fully_reshardable"},
     )
     loaded = {
-        index: {("fp32_param" if name == "param" else name): part.data for name, part in of.items()}
-        for index, of in state["param_state"].items()
+        index: {("fp32_param" if key == "param" else key): part.data for key, part in parts.items()}
+        for index, parts in state["param_state"].items()
     }
     with torch.no_grad():
         optimizer.load_parameter_state_from_fully_reshardable(loaded)
-    if not torch.equal(model.parameters(), before):
+    if not torch.equal(model.parameters(), params_before):
         raise Fault("a load of its own state has changed the parameters")
 
 

@@ -1,25 +1,27 @@
-"""Optimizer state that can be loaded into any layout is saved shifted where buckets are padded.
+"""Fully reshardable optimizer state is saved shifted if buckets are padded.
 
 Symptom:
-    After a load of the format `fully_reshardable` (`--dist-ckpt-optim-fully-reshardable`) Adam's
-    moments and the main weights are those of other parameters from the second bucket on, and zeros
-    at the end of the buffer. The save warns once per parameter that it pads with zeros "which can
-    lead to data corruption"; without that the state is wrong as well.
+    After a load of the format `fully_reshardable` (`--dist-ckpt-optim-fully-reshardable`), which
+    can be loaded into any layout, Adam's moments and the main weights are those of other parameters
+    from the second bucket on, and zeros at the end of the buffer. The save may warn once per
+    parameter that it pads with zeros "which can lead to data corruption"; without this warning the
+    state is wrong as well.
 
 Cause:
-    `get_parameter_state_dp_zero` leaves the padding at the end of each bucket out;
-    `sharded_param_state_fully_reshardable` cuts parameters at positions that count it.
+    `get_parameter_state_dp_zero` leaves out the padding at the end of each bucket;
+    `sharded_param_state_fully_reshardable` slices parameters at positions that count the padding.
 
 Affects:
     0.15 and later, if a buffer has several buckets and one before the last is padded. Repaired on
-    Megatron main. What the patch does: parameters are cut at positions without padding. What stock
-    Megatron has saved stays wrong: load its weights alone, or another format.
+    Megatron main. What the patch does: parameters are sliced at positions without padding.
+    Checkpoints that stock Megatron has saved stay wrong: load only their weights, or another
+    format.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/5077
 
 Remove when:
-    No release without that change is supported.
+    no release without that change is supported.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def sharded_state(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let buffers say during the call where parameters are without the buckets' padding."""
+    """During the call, replace the buffers' maps of parameters by positions without padding."""
     padded = [(buffer, buffer.param_index_map) for buffer in self.buffers]
     for buffer, positions in padded:
         buffer.param_index_map = _without_padding(buffer.buckets, positions)
@@ -42,19 +44,19 @@ def sharded_state(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _without_padding(buckets: Any, positions: dict[Any, Any]) -> dict[Any, Any]:
-    """Return each parameter's (first element, end, bucket's id), counting no padding of buckets."""
-    padding, before = 0, {}
+    """Return each parameter's (first element, end, bucket's id) without the buckets' padding."""
+    padding, padding_before = 0, {}
     for bucket in buckets:
-        before[bucket.bucket_id] = padding
+        padding_before[bucket.bucket_id] = padding
         padding += bucket.grad_data.numel() - bucket.numel_unpadded
     return {
-        param: (start - before[index], end - before[index], index)
+        param: (start - padding_before[index], end - padding_before[index], index)
         for param, (start, end, index) in positions.items()
     }
 
 
 def reproduce() -> None:
-    """Train in fp32 and make the state dict to save: main weights have to be the model's."""
+    """Train in fp32 and make the state dict to save: its main weights must be the model's."""
     model = bench()
     model.train_step(1, data_seed=0)
     (optimizer,) = model.optimizer.chained_optimizers

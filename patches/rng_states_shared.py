@@ -1,19 +1,19 @@
-"""A snapshot of the random states moves on with the tracker that it was put back into.
+"""A snapshot of the random states advances with the tracker that it was restored to.
 
 Symptom:
-    A second roll back to one snapshot draws other dropout masks than the first. So does a second
-    backward through a layer that is recomputed (`retain_graph=True`), which then differentiates
-    another function than the forward computed; and the checkpoint that `RerunStateMachine` asks for
-    after a rerun in place, which was saved to repeat that step. No error.
+    A second roll back to the same snapshot draws other dropout masks than the first. So does a
+    second backward through a recomputed layer (`retain_graph=True`), which then differentiates a
+    different function than the forward computed; and a run from the checkpoint that
+    `RerunStateMachine` saves after a rerun in place, to repeat that step. No error.
 
 Cause:
-    `get_states` returns a dictionary of its own, and `set_states` keeps the one that it is given:
-    each `fork` after that writes the state that it leaves into the caller's snapshot.
+    `get_states` returns a copy of its dictionary, but `set_states` keeps the caller's dictionary:
+    each later `fork` writes its final state into the caller's snapshot.
 
 Affects:
     Every release, with Megatron's own tracker, not with that of Transformer Engine
-    (`--te-rng-tracker`). With `use_cudagraphable_rng` the states are generators, which move on in
-    any dictionary. What the patch does: the tracker keeps a dictionary of its own.
+    (`--te-rng-tracker`). With `use_cudagraphable_rng` the states are generators, which advance in
+    any dictionary. What the patch does: the tracker keeps its own copy of the dictionary.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/tensor_parallel/random.py,
@@ -32,12 +32,12 @@ from ._case import Fault, Original, Patch, target
 
 
 def set_states(original: Original, self: Any, states: Mapping[str, Any]) -> None:
-    """Put the states back, in a dictionary of the tracker's own."""
+    """Set the states in a copy of the dictionary."""
     original(self, dict(states))
 
 
 def reproduce() -> None:
-    """Roll back to one snapshot twice, and draw each time."""
+    """Roll back to one snapshot twice, and draw numbers each time."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random

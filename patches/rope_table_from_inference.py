@@ -1,26 +1,25 @@
-"""Rotary embeddings computed under inference mode are handed to training.
+"""Rotary embeddings computed under inference mode are returned to training.
 
 Symptom:
     `RuntimeError: Inference tensors cannot be saved for backward. To work around you can make a
     clone to get a normal tensor and use it in autograd.` in a training forward that saves the
-    rotary table (fused RoPE does), where log-probabilities or generation under
-    `torch.inference_mode()` had asked for the same sequence length before.
+    rotary table (fused RoPE does), if log-probabilities or generation under
+    `torch.inference_mode()` used the same sequence length before.
 
 Cause:
-    `RotaryEmbedding.forward` is cached by length, and the cache does not know of the mode.
+    `RotaryEmbedding.forward` is cached by length, and inference mode is not part of the key.
 
 Affects:
-    Every release. What the patch does: where inference asks first, the table is made outside of
-    inference mode, without gradients. A table that is in the cache is handed out as before.
+    Every release. What the patch does: if inference calls it first, the table is computed outside
+    of inference mode, without gradients. A cached table is returned as before.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/embeddings/rotary_pos_embedding.py;
     `megatron/rl/rl_utils.py` there calls `rotary_module.forward.cache_clear()` around generation.
-    https://github.com/Dao-AILab/flash-attention/pull/299 mends the same in a rotary table of its
-    own.
+    https://github.com/Dao-AILab/flash-attention/pull/299 repairs the same in its own rotary table.
 
 Remove when:
-    what is cached is never an inference tensor.
+    cached tables are never inference tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ._case import Original, Patch, target
 
 
 def table(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Make the table as an ordinary tensor, whether training or inference asks first."""
+    """Compute the table as an ordinary tensor, even under inference mode."""
     import torch
 
     if not torch.is_inference_mode_enabled():
@@ -41,7 +40,7 @@ def table(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Ask under inference mode, then save the table for a backward."""
+    """Get a table under inference mode, then save the table for a backward."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

@@ -1,29 +1,30 @@
-"""Rotary tables of deleted models, and of lengths that are over, stay in memory.
+"""Rotary tables of deleted models, and of lengths no longer used, stay in memory.
 
 Symptom:
-    Memory that grows with each sequence length that a model with rotary embeddings sees, and does
-    not come back when the model is deleted: up to 32 tables, 64 MiB each for 131,072 tokens and 128
+    Memory grows with each sequence length that a model with rotary embeddings sees, and is not
+    freed when the model is deleted: up to 32 tables, 64 MiB each for 131,072 tokens and 128
     channels, 152 MiB in all for 32 lengths between 8,704 and 10,688. A deleted model's
     `RotaryEmbedding` stays alive, from 0.13 on with a process group; its parameters do not.
 
 Cause:
     `functools.lru_cache(maxsize=32)` around `RotaryEmbedding.forward` is one cache on the class,
-    whose keys hold the embedding. `YarnRotaryEmbedding.forward` has another one, which from 0.16 on
-    is emptied whenever an embedding of that class is built.
+    whose keys refer to the embedding. `YarnRotaryEmbedding.forward` has another cache, which from
+    0.16 on is emptied whenever an embedding of that class is built.
 
 Affects:
-    Every release, on CPU ranks as well. Nothing here repairs it: the cache cannot be told to let go
-    of one embedding, and emptying it unasked would free tables that captured
-    CUDA graphs read. Where a model is deleted, or between rollouts of many lengths and training,
-    call `RotaryEmbedding.forward.cache_clear()`, and that of `YarnRotaryEmbedding`, unless there
-    are such graphs. Tables are made again, about a millisecond each on a CPU.
+    Every release, on CPU ranks as well. There is no patch, because the cache cannot drop the
+    entries of one embedding, and emptying all of it could free tables that captured CUDA graphs
+    read. After you delete a model, or between rollouts of many lengths and training, call
+    `RotaryEmbedding.forward.cache_clear()`, and that of `YarnRotaryEmbedding`, unless there are
+    such graphs. Tables are then computed again, in about a millisecond each on a CPU.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/models/common/embeddings/rotary_pos_embedding.py;
-    `yarn_rotary_pos_embedding.py` beside it speaks of the leak in NeMo-RL, and clears its own.
+    a comment in `yarn_rotary_pos_embedding.py` describes the leak in NeMo-RL, and the code clears
+    its own cache.
 
 Remove when:
-    tables belong to the embedding that made them.
+    tables belong to the embedding that computed them.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ def deleted_model() -> Any:
     ).cuda()
     with torch.no_grad():
         model(*tiny.inputs(0))
-    whole, embedding = weakref.ref(model), weakref.ref(model.rotary_pos_emb)
+    model_ref, embedding = weakref.ref(model), weakref.ref(model.rotary_pos_emb)
     del model
     gc.collect()
-    assert whole() is None, "something else holds the model"
+    assert model_ref() is None, "something else holds the model"
     return embedding
 
 
 def reproduce() -> None:
-    """Let a model run once and delete it."""
+    """Run a model once, and delete it."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     if deleted_model()() is not None:

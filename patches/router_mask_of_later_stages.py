@@ -1,24 +1,24 @@
-"""Routers of later pipeline stages take no padding mask under sequence parallelism.
+"""Routers of later pipeline stages refuse a padding mask under sequence parallelism.
 
 Symptom:
-    With pipeline and sequence parallelism a model with experts that is given a `padding_mask`
-    raises `RuntimeError: The size of tensor a … must match the size of tensor b …` in each stage
-    but the first one.
+    With pipeline and sequence parallelism a model with experts and a `padding_mask` raises
+    `RuntimeError: The size of tensor a … must match the size of tensor b …` in each stage but the
+    first one.
 
 Cause:
-    `GPTModel._preprocess` cuts the mask to the rank's part of the sequence where it embeds tokens,
-    and nowhere else.
+    `GPTModel._preprocess` cuts the mask to the rank's part of the sequence only in the stage that
+    embeds tokens.
 
 Affects:
     0.16 on, in which routers take a mask. Repaired on the branch dev. What the patch does: a mask
-    that is longer than what a router is given is cut to the rank's part of it.
+    that is longer than a router's input is cut to the rank's part of it.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/4359 (on dev);
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5470 cuts the mask itself.
 
 Remove when:
-    no release is supported whose `MoELayer` takes the mask as it comes.
+    no supported release has a `MoELayer` that passes on the mask unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def forward(
     input: Any,
     padding_mask: Any = None,
     *args: Any,
-    **kwargs: Any,  # routers of the branch dev take tokens, too
+    **kwargs: Any,  # routers of the branch dev also take tokens
 ) -> Any:  # these are upstream's names
     """Route with the part of a mask [T, B] that belongs to the input [T / tp, B, H]."""
     if padding_mask is not None and len(padding_mask) != len(input):
@@ -46,7 +46,7 @@ def forward(
 
 
 def reproduce() -> None:
-    """Let the second half of each row be padding: only the first rank's z-loss has a gradient."""
+    """Make the second half of each row padding: only the first rank's z-loss has a gradient."""
     import torch
     from megatron.core import parallel_state
 
@@ -69,10 +69,10 @@ def reproduce() -> None:
     ).cuda()
     half = tiny.SEQUENCE // 2
     stage.set_input_tensor(torch.randn(half, tiny.BATCH, tiny.HIDDEN, device="cuda"))
-    tokens, places, hidden = tiny.inputs(0)
+    tokens, positions, hidden = tiny.inputs(0)
     padding = torch.zeros_like(tokens, dtype=torch.bool)
     padding[:, half:] = True
-    (stage(tokens, places, hidden, padding_mask=padding) * 0.0).sum().backward()
+    (stage(tokens, positions, hidden, padding_mask=padding) * 0.0).sum().backward()
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     if bool(stage.decoder.layers[0].mlp.router.weight.grad.any()) != first:
         raise Fault("a router takes another rank's part of the padding mask")

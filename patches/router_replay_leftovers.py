@@ -1,29 +1,29 @@
-"""Replayed routing of an older window is used by recomputation.
+"""Recomputation uses replayed routing of an earlier window.
 
 Symptom:
     With `moe_enable_routing_replay` and activation recomputation, the forward of a training window
-    and its recomputation route differently: the latter takes the experts of an earlier batch, such
-    as the one that log-probabilities were computed for. Where nothing recomputes, the indices of
-    every microbatch stay in memory.
+    and its recomputation route differently: the recomputation takes the experts of an earlier
+    batch, such as one for log-probabilities. Without recomputation, the indices of every microbatch
+    stay in memory.
 
 Cause:
-    Each set of target indices is appended to `replay_backward_list`, and only recomputation takes
-    it out, oldest first. A forward-only window, one without recomputation and one that raises
-    leave theirs.
+    Each set of target indices is appended to `replay_backward_list`, and only recomputation removes
+    it, oldest first. A forward-only window, a window without recomputation and one that raises
+    leave their indices in the list.
 
 Affects:
-    0.16 on. What the patch does: when a schedule ends, in whichever way, the lists of the routers
-    of its model are emptied; no backward is left that would use them. Target indices and actions
-    stay. What is not covered: `RouterReplay` lists the routers of all models of the process, so
-    that a second model that lives beside the first breaks `set_replay_data` for it; set the list
-    aside while building it. Of models that are gone `router-replay-of-deleted-models` takes care.
+    0.16 on. What the patch does: when a schedule ends, even by an exception, it empties the lists
+    of its model's routers, because no backward will use them. Target indices and actions stay. Not
+    covered: `RouterReplay` lists the routers of all models of the process, so that a second live
+    model breaks `set_replay_data` for the first; replace the list while you build the second model.
+    For deleted models see `router-replay-of-deleted-models`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_replay.py,
     `set_target_indices`.
 
 Remove when:
-    targets are queued only where a backward will recompute.
+    targets are queued only if a backward will recompute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ._case import Fault, Original, Patch, address, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, then empties the replay lists of its routers."""
+    """Run a schedule, then empty the replay lists of its routers."""
     chunks = schedules.chunks(kwargs["model"])
     if not getattr(schedules.config_of(chunks), "moe_enable_routing_replay", False):
         return original(*args, **kwargs)
@@ -51,7 +51,7 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compute log-probs with replayed routing, then look at what recomputation would take."""
+    """Compute log-probs with replayed routing, then check the routing that recomputation takes."""
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 

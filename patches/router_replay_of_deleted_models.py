@@ -1,19 +1,19 @@
-"""Routing replay counts the routers of models that are gone.
+"""Routing replay counts the routers of deleted models.
 
 Symptom:
-    `ValueError: The number of replay tensors (2) does not match instances (4).` where a process has
-    built its model a second time, or a model that builds its decoder twice.
+    `ValueError: The number of replay tensors (2) does not match instances (4).` if a process has
+    built its model a second time, or if a model builds its decoder twice.
     `RouterReplay.get_recorded_data()` begins with a `None` for each router of the old model, and
-    code that goes by the position in the list replays the routing into routers that never run.
+    code that uses positions in the list replays the routing into routers that never run.
 
 Cause:
-    `RouterReplay.__init__` appends itself to a list of the class, and nothing takes it out.
+    `RouterReplay.__init__` appends itself to a list of the class, and is never removed.
 
 Affects:
-    0.16 on. What the patch does: it knows each router's `RouterReplay`, and before routing is set
-    or read it takes those out of the list whose router is gone; where the counts still differ, it
-    collects garbage first. What is not covered: two models that live side by side are both in the
-    list; set the list aside while you build the second.
+    0.16 on. What the patch does: it remembers the router of each `RouterReplay`. Before routing is
+    set or read, it removes those from the list whose router was deleted; if the counts still
+    differ, it collects garbage first. Not covered: two live models are both in the list; replace
+    the list while you build the second.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/2693 (the leak, in review),
@@ -33,29 +33,31 @@ from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 from ._case import Fault, Original, Patch, address, bench, target
 
-#: The router of each RouterReplay, neither kept alive.
+#: RouterReplay → its router, both by weak references.
 _routers: PerProcessWeakKeys[Any, weakref.ref[Any]] = PerProcessWeakKeys(__name__, "_routers")
 
 
 def router(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build a router, and remember that its RouterReplay is its own."""
+    """Build a router, and remember that its RouterReplay belongs to it."""
     original(self, *args, **kwargs)
     if getattr(self, "router_replay", None) is not None:  # miles' fork replays by its own manager
         _routers[self.router_replay] = weakref.ref(self)
 
 
 def _without_deleted() -> list[Any]:
-    """Take what belongs to no router any more out of the list, and return the list."""
+    """Remove the replays of deleted routers from upstream's list, and return the list."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     listed: list[Any] = RouterReplay.global_router_replay_instances
-    # Of a router that was built before the patch nothing is known.
-    listed[:] = [each for each in listed if each not in _routers or _routers[each]() is not None]
+    # Keep replays of routers that were built before the patch was applied.
+    listed[:] = [
+        replay for replay in listed if replay not in _routers or _routers[replay]() is not None
+    ]
     return listed
 
 
 def set_data(original: Original, all_layers_topk_indices: Sequence[Any]) -> None:
-    """Give each router that is left the routing of its layer."""
+    """Give each live router the routing of its layer."""
     import gc
 
     if len(all_layers_topk_indices) != len(_without_deleted()):
@@ -65,7 +67,7 @@ def set_data(original: Original, all_layers_topk_indices: Sequence[Any]) -> None
 
 
 def get_data(original: Original) -> Any:
-    """Read what the routers that are left have recorded."""
+    """Return the routing that live routers have recorded."""
     _without_deleted()
     return original()
 
@@ -79,14 +81,14 @@ def reproduce() -> None:
         overrides = {"moe_enable_routing_replay": True}
         return bench(experts=4, config_overrides=overrides, with_optimizer=False)
 
-    layers = sum(hasattr(each, "router_replay") for each in built().chunks[0].modules())
-    model = built()  # the first is gone
+    layers = sum(hasattr(module, "router_replay") for module in built().chunks[0].modules())
+    model = built()  # the first is deleted
     RouterReplay.set_replay_data([torch.zeros(4, 2, dtype=torch.long)] * layers)
-    routers = [each for each in model.chunks[0].modules() if hasattr(each, "router_replay")]
-    if any(each.router_replay.target_topk_idx is None for each in routers):
-        raise Fault("a router of the model was given no routing")
+    routers = [module for module in model.chunks[0].modules() if hasattr(module, "router_replay")]
+    if any(router.router_replay.target_topk_idx is None for router in routers):
+        raise Fault("a router of the model got no routing")
     if len(RouterReplay.get_recorded_data()) != layers:
-        raise Fault("routing of a model that is gone is read")
+        raise Fault("routing of a deleted model is read")
 
 
 PATCH = Patch(

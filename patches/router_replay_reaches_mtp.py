@@ -1,20 +1,20 @@
-"""Under router replay an MTP layer is routed as a layer of the decoder is.
+"""Under router replay an MTP layer is routed like a layer of the decoder.
 
 Symptom:
-    With `moe_enable_routing_replay`, experts and multi-token prediction (MTP), replaying what an
-    engine recorded gives the MTP router the experts of the decoder's first layer, if code goes by
-    `layer_number`, as NeMo-RL does. The MTP loss trains on wrong experts, and no error says so.
-    Code that goes by the list raises `The number of replay tensors (2) does not match instances
-    (3)`, or ends in `'NoneType' object has no attribute 'to'`. What is recorded in inference, which
-    runs no MTP layer, ends with a `None`.
+    With `moe_enable_routing_replay`, experts and multi-token prediction (MTP), replaying an
+    engine's routing gives the MTP router the experts of the decoder's first layer, if code matches
+    layers by `layer_number`, as NeMo-RL does. The MTP loss silently trains on wrong experts. Code
+    that uses the list raises `The number of replay tensors (2) does not match instances (3)`, or
+    ends in `'NoneType' object has no attribute 'to'`. Routing recorded in inference, which runs no
+    MTP layer, ends with a `None`.
 
 Cause:
-    Each router makes a `RouterReplay`, an MTP layer's too, which from 0.17 on counts its layers
-    from 1 as the decoder does. Engines know nothing of it.
+    Each router creates a `RouterReplay`, including an MTP layer's, which from 0.17 on numbers its
+    layers from 1 like the decoder. Engines do not record MTP layers.
 
 Affects:
     0.16 on. What the patch does: routers of MTP layers have no `RouterReplay`, and choose experts
-    themselves. So recorded and replayed routing is that of the decoder, in this order.
+    themselves. So recorded and replayed routing is that of the decoder, in the order of its layers.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/7404 (in review),
@@ -32,7 +32,7 @@ from ._case import Fault, Original, Patch, address, target
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an MTP layer, and take its routers out of the replay."""
+    """Build an MTP layer, and remove its routers from the replay."""
     original(self, *args, **kwargs)
     for module in self.modules():
         replay = getattr(module, "router_replay", None)
@@ -42,7 +42,7 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def reproduce() -> None:
-    """Replay an engine's routing of the decoder's two layers, and look at the MTP layer's."""
+    """Replay an engine's routing of the decoder's two layers, and check that of the MTP layer."""
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
@@ -59,17 +59,17 @@ def reproduce() -> None:
         replay = getattr(module, "router_replay", None)
         if replay is not None and module.layer_number <= len(recorded):
             replay.set_target_indices(recorded[module.layer_number - 1])
-    taken = []
+    routings = []
 
-    def look(router: Any, args: Any, output: Any) -> None:
-        taken.append(output[1])
+    def record(router: Any, args: Any, output: Any) -> None:
+        routings.append(output[1])
 
-    routers = [each for each in model.chunks[0].modules() if hasattr(each, "router_replay")]
-    routers[-1].register_forward_hook(look)
+    routers = [module for module in model.chunks[0].modules() if hasattr(module, "router_replay")]
+    routers[-1].register_forward_hook(record)
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
     model.forward_backward(1, data_seed=0)
-    if taken[0][:, [0, 3]].all():
-        raise Fault("the MTP layer is routed as the decoder's first layer is")
+    if routings[0][:, [0, 3]].all():
+        raise Fault("the MTP layer is routed like the decoder's first layer")
     RouterReplay.set_replay_data(recorded)
 
 

@@ -2,21 +2,21 @@
 
 Symptom:
     With `--moe-routing-trace-path` each call of `train()` adds one more hook to each router: the
-    second call's records stand in the trace twice, the third's three times.
+    trace has each record of the second call twice, of the third three times.
 
 Cause:
-    `train()` calls `RouterTracer.register_hooks`, which registers on every router whether or not
-    this tracer has a hook there, and never removes them when it leaves.
+    `train()` calls `RouterTracer.register_hooks`, which registers a hook on every router, even if
+    this tracer already has one there. `train()` does not remove the hooks when it leaves.
 
 Affects:
-    0.19, the first release with the trace. What the patch does: `register_hooks` takes away the
-    hooks that this tracer holds on the same modules before it registers.
+    0.19, the first release with the trace. What the patch does: `register_hooks` first removes the
+    hooks that this tracer has on the same modules.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_trace.py
 
 Remove when:
-    `register_hooks` skips routers that hold its hook, or `train()` removes the hooks at its end.
+    `register_hooks` skips routers that have its hook, or `train()` removes the hooks at its end.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def register(original: Original, self: Any, model: Any) -> None:
-    """Take the tracer's hooks off the modules, then run `RouterTracer.register_hooks`."""
+    """Remove the tracer's hooks from the modules, then run `RouterTracer.register_hooks`."""
     chunks = model if isinstance(model, (list, tuple)) else [model]
-    here = {id(module._forward_hooks) for chunk in chunks for module in chunk.modules()}
+    hook_tables = {id(module._forward_hooks) for chunk in chunks for module in chunk.modules()}
     for handle in list(self._hook_handles):
         hooks = handle.hooks_dict_ref()
-        if hooks is None or id(hooks) in here:
+        if hooks is None or id(hooks) in hook_tables:
             handle.remove()
             self._hook_handles.remove(handle)
     original(self, model)
 
 
 def reproduce() -> None:
-    """Do what two calls of `train()` do with the tracer."""
+    """Register the tracer's hooks twice, as two calls of `train()` do."""
     import tempfile
 
     from megatron.core.transformer.moe import router_trace

@@ -1,30 +1,30 @@
 """Loading the scheduler's state adds the saved steps to those that were counted since.
 
 Symptom:
-    A rollback in place, or a load into a scheduler that has stepped, trains on with another
+    A rollback in place, or a load into a scheduler that has stepped, trains on with a wrong
     learning rate: saved at step 30, loaded at step 40, the scheduler is at 70. With a linear decay
-    over 100 steps from 1.0 that is 0.3 in place of 0.7. Two loads in a row count twice. And where
-    the checkpoint's weight decay differs from the scheduler's own, the first step after any load
-    takes the scheduler's. No error.
+    over 100 steps from 1.0 that is 0.3 instead of 0.7. Two loads in a row count twice. And if the
+    checkpoint's weight decay differs from the scheduler's own, the first step after any load uses
+    the scheduler's. No error.
 
 Cause:
-    `load_state_dict` ends in `step(increment=num_steps)`, which adds to `num_steps`, and puts the
-    four settings of the weight decay back after that.
+    `load_state_dict` ends in `step(increment=num_steps)`, which adds to `num_steps`, and restores
+    the four settings of the weight decay only after that.
 
 Affects:
     Every release. Frameworks that call `step(increment=…)` themselves after a load count the saved
-    steps twice in the same way, and still do: load, and step no more. What the patch does: after a
-    load the scheduler is at the saved step, with learning rate and weight decay of the settings
-    that it then has. A load that raises leaves the scheduler as it was.
+    steps twice in the same way, even with the patch: remove that call. What the patch does: after a
+    load the scheduler is at the saved step, with the learning rate and weight decay of its loaded
+    settings. A load that raises leaves the scheduler as it was.
 
 Upstream:
-    https://github.com/NVIDIA/Megatron-LM/pull/7468 is about the weight decay. Rates that were wrong
-    after a load: https://github.com/THUDM/slime/pull/1547,
+    https://github.com/NVIDIA/Megatron-LM/pull/7468 is about the weight decay. Reports of wrong
+    rates after a load: https://github.com/THUDM/slime/pull/1547,
     https://github.com/THUDM/slime/issues/1761,
     https://github.com/NVIDIA-NeMo/Automodel/issues/3882.
 
 Remove when:
-    `load_state_dict` assigns `num_steps`, and sets the groups when all settings are back.
+    `load_state_dict` assigns `num_steps`, and sets the groups after all settings are restored.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Let upstream add the saved steps to none, then set learning rates and weight decays."""
-    before = dict(vars(self))
+    """Let upstream add the saved steps to 0, then set learning rates and weight decays."""
+    attributes = dict(vars(self))
     self.num_steps = 0
     try:
         original(self, state_dict)
     except BaseException:
-        vars(self).update(before)
+        vars(self).update(attributes)
         self.step(0)
         raise
     self.step(0)
 
 
 def reproduce() -> None:
-    """Load a state of step 30 at step 40: it must be at 30 again, with the rate of step 30."""
+    """Load a state of step 30 at step 40: the scheduler must be at step 30, with its rate."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     scheduler = OptimizerParamScheduler(
@@ -68,11 +68,11 @@ def reproduce() -> None:
     saved, lr = scheduler.state_dict(), scheduler.optimizer.param_groups[0]["lr"]
     scheduler.step(10)
     scheduler.load_state_dict(saved)
-    now = scheduler.optimizer.param_groups[0]["lr"]
-    if (scheduler.num_steps, now) != (30, lr):
+    loaded_lr = scheduler.optimizer.param_groups[0]["lr"]
+    if (scheduler.num_steps, loaded_lr) != (30, lr):
         raise Fault(
             f"saved at step 30 with lr {lr:.1f}, "
-            f"loaded at step {scheduler.num_steps} with {now:.1f}"
+            f"loaded at step {scheduler.num_steps} with {loaded_lr:.1f}"
         )
 
 

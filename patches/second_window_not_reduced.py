@@ -1,32 +1,30 @@
 """Gradients of a second window are not reduced, or reduced to wrong values, without zeroing.
 
 Symptom:
-    Two windows that are both reduced, with no `zero_grad_buffer()` in between. With
-    overlap_grad_reduce: from 0.18 on the second one's gradients stay local, so that they differ
-    between data-parallel ranks, without an error; before, `AssertionError: Cannot set grad twice`
-    (0.12 to 0.15) or `Communication call has not been issued for this bucket` (0.16, 0.17). With
-    the distributed optimizer, per-token loss or expert parallelism: wrong values, with or without
-    overlap.
+    Two windows are both reduced, with no `zero_grad_buffer()` in between. With overlap_grad_reduce:
+    from 0.18 on the second window's gradients stay local, so that they differ between data-parallel
+    ranks, without an error; before 0.18, `AssertionError: Cannot set grad twice` (0.12 to 0.15) or
+    `Communication call has not been issued for this bucket` (0.16, 0.17). With the distributed
+    optimizer, per-token loss or expert parallelism: wrong values, with or without overlap.
 
 Cause:
-    Bucket groups reduce once per `reset()`. A buffer that is reduced a second time holds reduced
-    and local gradients mixed. For an average over ranks that all hold the same first part, that is
-    right; a sum counts the first part once per rank, and after a reduce-scatter all but the rank's
-    own shard is still local.
+    Bucket groups reduce once per `reset()`. A buffer that is reduced a second time holds the sum of
+    reduced and local gradients. An average over ranks is still right, because the reduced part is
+    the same on all ranks; a sum counts that part once per rank, and after a reduce-scatter all but
+    the rank's own shard is still local.
 
 Affects:
-    Every release. What the patch does: where a second reduction is exact (an all-reduce that
-    averages), it is made. Where it is not, `finish_grad_sync` or `finalize_model_grads` raises.
-    A program that zeroes gradients otherwise than with `zero_grad_buffer()` counts as one that does
-    not zero them.
+    Every release. What the patch does: if a second reduction is exact (an all-reduce that
+    averages), it runs. If it is not, `finish_grad_sync` or `finalize_model_grads` raises. Zeroing
+    gradients without `zero_grad_buffer()` may not be noticed.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
-    `_ParamAndGradBucketGroup.finish_grad_sync`. https://github.com/NVIDIA-NeMo/RL/pull/3660 mends
+    `_ParamAndGradBucketGroup.finish_grad_sync`. https://github.com/NVIDIA-NeMo/RL/pull/3660 repairs
     it in NeMo-RL: "reduce and finalize gradients once per step, not per chunk".
 
 Remove when:
-    a second reduction in one window is right, or refused, upstream.
+    upstream reduces a second time correctly in one window, or raises.
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ from megatron_idempotent.megatron import ddp
 
 from ._case import Fault, Original, Patch, bench, target
 
-_LOOKED_AT = "_megatron_idempotent_looked_at"
+_CHECKED = "_megatron_idempotent_checked_versions"
 _ZEROED = "_megatron_idempotent_zeroed"
 _AGAIN = "_megatron_idempotent_reduced_again"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Finish a reduction, again if new gradients came on top of reduced ones, or raise."""
+    """Finish a reduction; if gradients were added to reduced ones, reduce again or raise."""
     if ddp.grown(self):
         _require_exact(self)
         setattr(self, _AGAIN, True)
@@ -60,7 +58,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a chunk's reductions; without overlap that reduces, and raises as finishing does."""
+    """Start a chunk's reductions; without overlap this reduces, and may raise like finishing."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
         return
@@ -77,9 +75,9 @@ def _finished(chunk: Any) -> None:
 
 def _require_exact(chunk: Any) -> None:
     for group in ddp.bucket_groups(chunk):
-        why = _inexact(group)
-        if why and not getattr(chunk, _ZEROED, False):
-            _refuse([chunk], why)
+        reason = _inexact(group)
+        if reason and not getattr(chunk, _ZEROED, False):
+            _refuse([chunk], reason)
 
 
 def finalize(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -87,14 +85,14 @@ def finalize(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
     chunks = list(model)
     if any(ddp.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
         num_tokens = args[0] if args else kwargs.get("num_tokens")
-        why = _sums_elsewhere(chunks, num_tokens)
-        if why:
-            _refuse(chunks, why)
+        reason = _sums_elsewhere(chunks, num_tokens)
+        if reason:
+            _refuse(chunks, reason)
     original(model, *args, **kwargs)
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Note if the caller has zeroed gradients without `zero_grad_buffer`, then run a forward."""
+    """Record if the caller has zeroed gradients without `zero_grad_buffer`, then run a forward."""
     reduced = ddp.reduced(self)
     if reduced is not None and not getattr(self, _ZEROED, False):
         _look_for_zeros(self, reduced)
@@ -105,23 +103,23 @@ def _look_for_zeros(chunk: Any, reduced: tuple[int, ...]) -> None:
     import torch
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-    now = ddp.versions(chunk)
-    if now == getattr(chunk, _LOOKED_AT, reduced) or not torch.is_grad_enabled():
+    versions = ddp.versions(chunk)
+    if versions == getattr(chunk, _CHECKED, reduced) or not torch.is_grad_enabled():
         return
     if not is_graph_capturing():
-        setattr(chunk, _LOOKED_AT, now)
-        # A sum of zeros is exact, whatever it counts twice. Only programs that leave the gradients
-        # of a window where they are until the next one wait for the device here.
-        held = [each for each in ddp.gradients(chunk) if each.untyped_storage().size()]
-        setattr(chunk, _ZEROED, not any(bool(each.any()) for each in held))
+        setattr(chunk, _CHECKED, versions)
+        # A sum of zeros is exact, even if it counts them twice. Only programs that keep the
+        # gradients of a window until the next one wait for the device here.
+        gradients = [grad for grad in ddp.gradients(chunk) if grad.untyped_storage().size()]
+        setattr(chunk, _ZEROED, not any(bool(grad.any()) for grad in gradients))
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
     """Start a window whose gradients are not reduced."""
     if getattr(self, _AGAIN, False) or ddp.grown(self):
         for group in ddp.bucket_groups(self):
-            # What two windows have registered is what neither of them will, and a window that was
-            # refused or aborted must teach nothing: the next one counts as the first.
+            # Upstream must not learn the counts of two windows together, nor those of a window that
+            # raised: the next window counts as the first.
             if getattr(group, "is_first_batch", False):
                 ddp.drop_registered(group)
     original(self)
@@ -131,7 +129,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def _inexact(group: Any) -> str | None:
-    """Say why reducing R + g again would not give R + (the reduced g); None if it does."""
+    """Return the reason why reducing R + g would not give R + (the reduced g); None if it does."""
     config = group.ddp_config
     if not config.use_distributed_optimizer:
         ranks = group.data_parallel_group.size()
@@ -143,40 +141,40 @@ def _inexact(group: Any) -> str | None:
     if all(bucket.gradient_scaling_factor == exact for bucket in group.buckets):
         return None
     factor = group.buckets[0].gradient_scaling_factor
-    return f"a sum over {ranks} ranks scaled by {factor:g} counts them more than once or not whole"
+    return f"a sum over {ranks} ranks scaled by {factor:g} does not count them exactly once"
 
 
 def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
-    """List what else `finalize_model_grads` would apply to reduced gradients a second time."""
+    """Return what `finalize_model_grads` would do to reduced gradients twice; None if nothing."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
     config = get_model_config(chunks[0])
     if num_tokens is not None:
-        return "they are divided by the number of tokens already"
+        return "they are already divided by the number of tokens"
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     if tensor > 1 and (config.sequence_parallel or config.qk_layernorm):
-        return f"layer norms' gradients are summed over {tensor} tensor-parallel ranks already"
+        return f"layer norms' gradients are already summed over {tensor} tensor-parallel ranks"
     if parallel_state.get_pipeline_model_parallel_world_size() > 1 and any(
         get_attr_wrapped_model(chunk, "share_embeddings_and_output_weights") for chunk in chunks
     ):
-        return "shared embeddings' gradients are summed over pipeline stages already"
+        return "shared embeddings' gradients are already summed over pipeline stages"
     return None
 
 
-def _refuse(chunks: Sequence[Any], why: str) -> None:
+def _refuse(chunks: Sequence[Any], reason: str) -> None:
     for chunk in chunks:
         ddp.wait(chunk)
     raise RuntimeError(
-        "gradients were added to gradients that were reduced already, without zero_grad_buffer() "
-        f"in between, and cannot be reduced again: {why}. Call zero_grad_buffer() before each "
-        "window; or, to accumulate over several, set config.finalize_model_grads_func = None, hold "
+        "gradients were added to gradients that were already reduced, without zero_grad_buffer() "
+        f"in between, and cannot be reduced again: {reason}. Call zero_grad_buffer() before each "
+        "window; or, to accumulate over several, set config.finalize_model_grads_func = None, use "
         "no_sync() around all windows but the last, and finalize once"
     )
 
 
 def reproduce() -> None:
-    """Run two windows on top of each other, with overlap and without, then reduce-scatter."""
+    """Add two windows, with overlap and without; then do so with a reduce-scatter."""
     gradients = []
     for overlap in (True, False):
         model = _two_windows(overlap_grad_reduce=overlap, distributed_optimizer=False)
@@ -195,43 +193,43 @@ def reproduce() -> None:
 def _two_windows(**options: Any) -> Any:
     model = bench(with_optimizer=False, **options)
     model.forward_backward(2, data_seed=0)
-    # An ordinary window after it, so that upstream knows what to wait for.
+    # A second window that zeroes first, so that upstream has learned the counts.
     model.forward_backward(2, data_seed=1)
     model.forward_backward(2, data_seed=2, zero_first=False)
     return model
 
 
 def neighbour() -> object:
-    """Run windows on top of reduced ones if exact, zeroed by hand, held, and of a probe."""
+    """Run windows after reduced ones: exact sums, zeroed by hand, in `no_sync`, never reduced."""
     from . import _neighbours
 
-    found = []
+    bits = []
     for distributed in (False, True):
         model = _neighbours.build(overlap=False, distributed=distributed)
         for data_seed in range(3):
-            if distributed:  # a sum over zeros counts nothing twice
+            if distributed:  # reducing zeros again is exact
                 for gradients in ddp.gradients(model.chunks[0]):
                     gradients.zero_()
             model.forward_backward(2, data_seed=data_seed, zero_first=False)
             model.chunks[0].finish_grad_sync()
             model.forward_backward(1, data_seed=9, forward_only=True)
-            found.append(model.gradients().numpy().tobytes())
+            bits.append(model.gradients().numpy().tobytes())
     model = _neighbours.build(overlap=True, distributed=True, wired=False)
     (chunk,) = model.chunks
     for _ in range(2):
         chunk.zero_grad_buffer()
-        with chunk.no_sync():  # a probe of gradients that nobody reduces
+        with chunk.no_sync():  # gradients that are never reduced
             model.forward_backward(1, data_seed=7, zero_first=False)
-        found.append(model.gradients().numpy().tobytes())
+        bits.append(model.gradients().numpy().tobytes())
         _neighbours.step(model, (1, 1), held=True, data_seed=3)
-        found.append(_shards(model))
-    if found[-4:-2] != found[-2:]:
-        raise Fault("the same windows again have other gradients")
-    return found
+        bits.append(_shards(model))
+    if bits[-4:-2] != bits[-2:]:
+        raise Fault("the same windows have other gradients the second time")
+    return bits
 
 
 def _shards(model: Any) -> bytes:
-    """Return the part that a reduce-scatter leaves this rank."""
+    """Return the bytes of this rank's shards after a reduce-scatter."""
     import torch
 
     shards = [
@@ -241,8 +239,8 @@ def _shards(model: Any) -> bytes:
         for group in ddp.bucket_groups(model.chunks[0])
         for bucket in group.buckets
     ]
-    whole: bytes = torch.cat(shards).cpu().numpy().tobytes()
-    return whole
+    shard_bytes: bytes = torch.cat(shards).cpu().numpy().tobytes()
+    return shard_bytes
 
 
 PATCH = Patch(

@@ -1,4 +1,4 @@
-"""Per token, MoE's loss of sequences counts less the more rows a microbatch has.
+"""Per token, MoE's loss per sequence counts less if a microbatch has more rows.
 
 Symptom:
     With `calculate_per_token_loss` and `moe_router_load_balancing_type="seq_aux_loss"` the gradient
@@ -7,18 +7,18 @@ Symptom:
     loss is right.
 
 Cause:
-    Gradients are divided by the tokens of the step in the end, so the router multiplies its loss by
-    the tokens of the microbatch. For this kind of loss it counts those of one row.
+    In the end gradients are divided by the tokens of the step, so the router multiplies its loss by
+    the tokens of the microbatch. For this kind of loss it counts the tokens of one row only.
 
 Affects:
     0.16 to 0.18, and commits before July 2026. What the patch does: the loss is also multiplied by
-    the number of rows, as 0.19 does. What is logged does not change.
+    the number of rows, as 0.19 does. Logged losses do not change.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/5798
 
 Remove when:
-    no supported release counts `local_num_tokens` of one row.
+    no supported release counts `local_num_tokens` of one row only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def apply(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare gradients of summed losses to the same of means; a power of two changes no bit."""
+    """Compare gradients of summed losses and of means; they differ by an exact power of two."""
     expect_weight_per_token(moe_router_load_balancing_type="seq_aux_loss")
 
 

@@ -3,24 +3,24 @@
 Symptom:
     A model is built with `perform_initialization=False`, because its weights come from a
     checkpoint: Megatron-Bridge does so for `load_weights=True`, and ms-swift by default. With
-    tensor parallelism the gradient norm, clipping and the number of zeros have the embedding, the
-    output layer and each layer that is not Transformer Engine's from the first rank alone: of a
-    small model 61,184 of 118,528 elements. No error.
+    tensor parallelism the gradient norm, clipping and the number of zeros count the embedding, the
+    output layer and each layer that is not Transformer Engine's on the first rank alone: in a small
+    model 61,184 of 118,528 elements. No error.
 
 Cause:
-    Layers mark their weights `tensor_model_parallel` where they initialize them. What is not marked
-    is taken for a copy of the first rank's.
+    Layers mark their weights `tensor_model_parallel` when they initialize them. Megatron takes an
+    unmarked parameter for a copy of the first rank's.
 
 Affects:
-    0.12 to 0.17. What the patch does: DDP finds the weights of Megatron's own column-parallel,
-    row-parallel and embedding layers marked as initialized ones are. No collective is added.
-    `apply()` has to come before DDP. Megatron-FSDP is left as it is.
+    0.12 to 0.17. What the patch does: before DDP wraps the model, it marks the weights of
+    Megatron's own column-parallel, row-parallel and embedding layers as initialization does. No
+    collective is added. Call `apply()` before DDP. Megatron-FSDP is left as it is.
 
 Upstream:
-    https://github.com/NVIDIA/Megatron-LM/pull/4084 mends it in 0.18.
+    https://github.com/NVIDIA/Megatron-LM/pull/4084 repairs it in 0.18.
 
 Remove when:
-    no supported release marks weights only where it initializes them.
+    no supported release marks weights only when it initializes them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ._case import Fault, Original, Patch, address, arguments, bench, counted, t
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a module in which each rank's part of a weight is marked as such."""
+    """Mark the weights that ranks split, then wrap the module."""
     call = arguments(original, (self, *args), kwargs)
     for weight, dimension in _parts(call["module"]):
         if not getattr(weight, "tensor_model_parallel", False):
@@ -43,7 +43,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _parts(model: Any) -> Iterator[tuple[Any, int]]:
-    """Yield the weights that ranks split, and the dimension along which they do."""
+    """Yield (weight, dimension along which ranks split it)."""
     from megatron.core.tensor_parallel import layers
 
     dimensions = {
@@ -53,13 +53,13 @@ def _parts(model: Any) -> Iterator[tuple[Any, int]]:
     }
     for layer in model.modules():
         for kind, dimension in dimensions.items():
-            # An output layer that is tied to the embedding has no weight of its own.
+            # An output layer that is tied to the embedding has no own weight.
             if isinstance(layer, kind) and layer.weight is not None:
                 yield layer.weight, dimension
 
 
 def reproduce() -> None:
-    """Count a model's elements by the norm of ones; they are those of an initialized model."""
+    """Count the elements in the gradient norm, with and without initialization."""
     counts = []
     for initialized in (True, False):
         model = bench(

@@ -1,23 +1,24 @@
-"""A tied embedding begins in the padding of the bucket before it, and the optimizer refuses it.
+"""A tied embedding begins in the padding of the bucket before it, and the optimizer raises.
 
 Symptom:
     With a tied embedding, several pipeline stages and the distributed optimizer, building the
     optimizer raises `Param should not be in param_gbuf_map; each param only belongs to a single
-    bucket.` on some ranks, and the others wait. It depends on sizes: those of all parameters before
-    the embedding in the buffer, each rounded up to 64, must not add up to a multiple of 128.
+    bucket.` on some ranks, and the others wait. It depends on sizes: it happens if the sizes of all
+    parameters before the embedding in the buffer, each rounded up to 64, do not add up to a
+    multiple of 128.
 
 Cause:
-    The embedding gets a bucket of its own. The end of a bucket is padded to a multiple of the
-    data-parallel size and of 128, but the embedding's start is padded only if it is no multiple of
-    the data-parallel size. So it begins in the padding of the bucket before it.
+    The embedding gets its own bucket. The end of a bucket is padded to a multiple of the
+    data-parallel size and of 128, but the embedding's start is padded only if it is not a multiple
+    of the data-parallel size. So it begins in the padding of the bucket before it.
 
 Affects:
-    0.12. What the patch does: the start is padded as the end is, as from 0.13 on.
+    0.12. What the patch does: the start is padded like the end, as from 0.13 on.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.13.0/megatron/core/distributed/param_and_grad_buffer.py,
     where the new bucket begins at the padded end of the one before it.
-    https://github.com/NVIDIA/Megatron-LM/issues/835 meets it: "The problems with bucket and
+    https://github.com/NVIDIA/Megatron-LM/issues/835 reports it: "The problems with bucket and
     shared_embedding."
 
 Remove when:
@@ -35,30 +36,30 @@ _ASKED = "param_start_index % self.data_parallel_world_size != 0"
 
 
 class _Divisor(int):
-    """Stands for the data-parallel size: a place is a multiple of it where no bucket is padded."""
+    """Stands in for the data-parallel size, so that starts are padded like ends of buckets."""
 
-    def __rmod__(self, place: int) -> int:
-        return place % math.lcm(int(self), 128)
+    def __rmod__(self, start: int) -> int:
+        return start % math.lcm(int(self), 128)
 
 
 def init(original: Original, self: Any, ddp_config: Any, *args: Any, **kw: Any) -> None:
-    """Lays out a buffer in which a bucket begins at the padded end of the one before it."""
+    """Lay out a buffer in which each bucket begins at the padded end of the one before it."""
     if not ddp_config.use_distributed_optimizer:
         original(self, ddp_config, *args, **kw)
         return
     import torch
 
-    theirs = torch.distributed.get_world_size
-    torch.distributed.get_world_size = lambda *of, **group: _Divisor(theirs(*of, **group))
+    world_size = torch.distributed.get_world_size
+    torch.distributed.get_world_size = lambda *a, **group: _Divisor(world_size(*a, **group))
     try:
         original(self, ddp_config, *args, **kw)
     finally:
-        torch.distributed.get_world_size = theirs
+        torch.distributed.get_world_size = world_size
     self.data_parallel_world_size = int(self.data_parallel_world_size)
 
 
 def reproduce() -> None:
-    """Build a tied model, of which a layer has seven sizes that are odd multiples of 64."""
+    """Build a tied model; a layer of it has seven parameters with odd multiples of 64 elements."""
     bench(pp=2, tied=True, layers_per_stage=1, overlap_grad_reduce=False)
 
 

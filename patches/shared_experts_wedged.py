@@ -1,27 +1,27 @@
-"""After an exception among the experts, overlapped shared experts refuse every later forward.
+"""After an exception in the experts, overlapped shared experts refuse every later forward.
 
 Symptom:
-    With moe_shared_expert_overlap, after an exception in an MoE layer (out of memory in the routed
-    experts, say): `AssertionError: pre_forward_comm must be called from IDLE state, but current
-    state is POST_FORWARD_COMM_DONE` from every later forward of that layer, evaluation included.
-    Before 0.18 a bare `AssertionError`, where the exception came when the shared experts were done
-    already.
+    With moe_shared_expert_overlap, after an exception in an MoE layer (for example, out of memory
+    in the routed experts): `AssertionError: pre_forward_comm must be called from IDLE state, but
+    current state is POST_FORWARD_COMM_DONE` from every later forward of that layer, even in
+    evaluation. Before 0.18 a bare `AssertionError`, if the exception came after the shared experts
+    were done.
 
 Cause:
-    The shared experts run in four pieces between those of the token dispatcher, and keep what they
-    hand from one to the next, and from 0.18 on which comes next, in the module. An exception in
-    between leaves it there.
+    The shared experts run in four pieces between those of the token dispatcher. The module keeps
+    the tensors that one piece passes to the next, and from 0.18 on the state of the sequence. An
+    exception in between leaves both in the module.
 
 Affects:
-    Every release. What the patch does: before the first piece runs, it drops what an earlier
-    forward has left. Unless that one raised, it has left nothing.
+    Every release. What the patch does: before the first piece runs, it drops the tensors and the
+    state of an earlier forward. A forward that did not raise leaves none.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/shared_experts.py,
     `overlap_state_check`.
 
 Remove when:
-    the state is reset where a layer raises, or where its forward starts.
+    the state is reset when a layer raises, or when its forward starts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ._case import Original, Patch, bench, expect_gradients, target
 
 
 def pre_forward_comm(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Drop what an interrupted forward has left, then run the first of the pieces."""
+    """Drop the state of an interrupted forward, then run the first piece."""
     reset_shared_experts(self)
     original(self, *args, **kwargs)
 
 
 def reproduce() -> None:
-    """Interrupt a layer before it takes its shared experts' output, and go on."""
+    """Interrupt a layer before it takes its shared experts' output, then run a window."""
     model = bench(
         experts=4,
         overlap_grad_reduce=False,

@@ -1,30 +1,30 @@
-"""A checkpoint that cannot be read ends the program with status 0, as if it had trained to its end.
+"""A checkpoint that cannot be read ends the program with status 0, as after complete training.
 
 Symptom:
-    A file of `--ckpt-format torch` is cut. One rank prints "could not load the checkpoint" and
-    exits with status 0, so that a launcher takes the job for done; the others wait for it. So they
-    do where one rank cannot read the tracker file, `latest_checkpointed_iteration.txt`. Or the file
-    of the optimizer's state is missing: weights are those of the checkpoint by then, moments and
-    main parameters those of the run.
+    A file of `--ckpt-format torch` is truncated. One rank prints "could not load the checkpoint"
+    and exits with status 0, so that a launcher takes the job for done; the others wait for it. The
+    same happens if one rank cannot read the tracker file, `latest_checkpointed_iteration.txt`. Or
+    the file of the optimizer's state is missing: then the weights are already those of the
+    checkpoint, moments and main parameters those of the run.
 
 Cause:
-    `_load_base_checkpoint` and `load_checkpoint` end in `sys.exit()`, which has no status, wherever
-    something cannot be read, and so does `read_metadata`, which has a collective after it has read
-    the tracker file. The optimizer's file is opened after weights are loaded.
+    `_load_base_checkpoint` and `load_checkpoint` call `sys.exit()` without a status if a file
+    cannot be read, and so does `read_metadata`, which calls a collective after it has read the
+    tracker file. The optimizer's file is opened after weights are loaded.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: such an exit is a `RuntimeError` with the reason, on all ranks. Ranks tell each
-    other whether they can read the tracker file before they compare what it says. Before a rank
-    loads weights it looks whether the optimizer's file is whole. `--exit-on-missing-checkpoint`
-    ends with status 0 as before. A rank that sees no tracker file still starts afresh.
+    the patch does: such an exit becomes a `RuntimeError` with the reason, on all ranks. Ranks
+    exchange whether they can read the tracker file before they compare its contents. Before a rank
+    loads weights it checks that the optimizer's file is complete. `--exit-on-missing-checkpoint`
+    ends with status 0 as before. A rank that sees no tracker file still starts from scratch.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
     `_load_base_checkpoint`, at "could not load the checkpoint"; no thread found.
 
 Remove when:
-    `load_checkpoint` raises what it has met, or exits with another status than 0.
+    `load_checkpoint` raises the error, or exits with a status other than 0.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     with agreement.as_one(PART):
         try:
             return original(*args, **kwargs)
-        except SystemExit as left:
-            if left.code or getattr(get_args(), "exit_on_missing_checkpoint", False):
+        except SystemExit as ended:
+            if ended.code or getattr(get_args(), "exit_on_missing_checkpoint", False):
                 raise
-            why = left.__context__
-            said = "see above" if why is None else agreement.describe(why)
-            raise RuntimeError(f"the checkpoint cannot be loaded: {said}") from why
+            cause = ended.__context__
+            reason = "see above" if cause is None else agreement.describe(cause)
+            raise RuntimeError(f"the checkpoint cannot be loaded: {reason}") from cause
 
 
 def read_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read the tracker file, if all ranks can."""
+    """Read the tracker file if all ranks can; raise on all ranks if one cannot."""
     from megatron.training import checkpointing
 
     from megatron_idempotent.window import agreement
 
     name = arguments(original, args, kwargs)["tracker_filename"]
-    # Both of upstream's read in a cloud, too.
+    # Both of upstream's functions also read cloud storage.
     has = vars(checkpointing)
     opened = has.get("open_file") or has["maybe_msc"].open
     with agreement.as_one(UNCHANGED):
         with agreement.attempt(UNCHANGED):
             with opened(name, "r") as file:
-                said = file.read().strip()
-            if said != "release" and not said.isdecimal():
-                raise ValueError(f"{name} has {said!r}: write the iteration to load into it")
+                content = file.read().strip()
+            if content != "release" and not content.isdecimal():
+                raise ValueError(f"{name} has {content!r}: write the iteration to load into it")
         return original(*args, **kwargs)
 
 
 def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read the checkpoint, and look at the optimizer's file before anything is loaded."""
+    """Read the checkpoint, and check the optimizer's file before weights are loaded."""
     from megatron.training import checkpointing
 
     from megatron_idempotent.window import agreement
@@ -82,13 +82,13 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
     call = arguments(original, args, kwargs)
     if ckpt_type is checkpointing.CheckpointType.LEGACY and not call["rank0"]:
         with agreement.attempt(UNCHANGED):
-            if not release:  # it has no state of an optimizer
+            if not release:  # a release has no optimizer state
                 _look_at_optimizer(call["args"], checkpoint_name)
     return loaded
 
 
 def _look_at_optimizer(options: Any, name: str) -> None:
-    """Raise unless the optimizer's file, if this rank will read it, is there and whole."""
+    """Raise if this rank will read the optimizer's file, and it is missing or truncated."""
     import zipfile
 
     from megatron.core import parallel_state
@@ -98,25 +98,25 @@ def _look_at_optimizer(options: Any, name: str) -> None:
         parallel_state.get_data_parallel_rank(with_context_parallel=True)
         and parallel_state.get_expert_data_parallel_rank()
     )
-    wanted = options.use_distributed_optimizer and not (
+    loads_optimizer = options.use_distributed_optimizer and not (
         options.no_load_optim or getattr(options, "finetune", False)
     )
-    if not (reads and wanted):
+    if not (reads and loads_optimizer):
         return
     path = checkpointing.get_distributed_optimizer_checkpoint_name(name)
     with open(path, "rb") as file:
         if file.read(2) == b"PK" and not zipfile.is_zipfile(file):
-            raise ValueError(f"{path} is cut: the end of its archive is missing")
+            raise ValueError(f"{path} is truncated: the end of its archive is missing")
 
 
 def _save_and_move(running: Any) -> None:
-    """Train, save, and move all weights."""
+    """Train, save, and add 1 to all weights."""
     from megatron.training import checkpointing
 
-    whole = [running.chunks, running.optimizer, running.scheduler]
+    state = [running.chunks, running.optimizer, running.scheduler]
     running.args.save = running.args.load = shared_folder()
     running.train(1)
-    checkpointing.save_checkpoint(1, *whole, 0)
+    checkpointing.save_checkpoint(1, *state, 0)
     for chunk in running.chunks:
         chunk.requires_grad_(False)
         for parameter in chunk.parameters():
@@ -124,7 +124,7 @@ def _save_and_move(running: Any) -> None:
 
 
 def reproduce() -> None:
-    """Cut the optimizer's file, that of the weights, and one rank's tracker file; load each."""
+    """Truncate the optimizer's file, the weights' file, and one rank's tracker file; load each."""
     import os
     import shutil
     import tempfile
@@ -135,9 +135,9 @@ def reproduce() -> None:
     running = program(["--bf16", "--ckpt-format", "torch"])
     _save_and_move(running)
     rank = torch.distributed.get_rank()
-    before = running.parameters()
+    parameters = running.parameters()
     for name in ("distrib_optim.pt", "model_optim_rng.pt", "latest*.txt"):
-        if name == "latest*.txt" and rank == 1:  # that of its own machine
+        if name == "latest*.txt" and rank == 1:  # as on its own machine
             running.args.load = shutil.copytree(running.args.load, tempfile.mkdtemp() + "/own")
         torch.distributed.barrier()
         if rank == (name == "latest*.txt"):
@@ -149,13 +149,13 @@ def reproduce() -> None:
         except RuntimeError as error:
             raised = str(error)
         except SystemExit as left:
-            raise Fault(f"{name} is cut, and the program ends with {left.code}") from left
-        if not running.parameters().equal(before):
-            raise Fault(f"{name} is cut, and weights are loaded; said was {raised}")
+            raise Fault(f"{name} is truncated, and the program ends with {left.code}") from left
+        if not running.parameters().equal(parameters):
+            raise Fault(f"{name} is truncated, and weights are loaded; the error was {raised}")
 
 
 def neighbour() -> object:
-    """Load whole weights over others that have moved."""
+    """Load a complete checkpoint over changed weights."""
     running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
     _save_and_move(running)
     running.load()

@@ -1,20 +1,20 @@
-"""`start_param_sync()` raises where a parameter gather is in flight already.
+"""`start_param_sync()` raises if a parameter gather is already in flight.
 
 Symptom:
     A bare `AssertionError` from `start_param_sync`, in `assert self.param_gather_handle is None`:
-    called twice, or after a forward that was aborted half-way, which leaves the gather of the next
-    bucket in flight. With align_param_gather the schedule itself calls it at every window's start.
-    Without, the same assertion ends a forward after a window whose forward left a bucket unused,
-    from inside of a pre-hook.
+    if it is called twice, or after a forward that was aborted half-way, which leaves the gather of
+    the next bucket in flight. With align_param_gather the schedule itself calls it at every
+    window's start. Without align_param_gather a pre-hook raises the same assertion after a window
+    whose forward left a bucket unused.
 
 Cause:
-    The bucket group asserts that it has no handle, and nothing but the pre-hook of a module that
-    uses the bucket takes the handle away.
+    The bucket group asserts that it has no handle, and only the pre-hook of a module that uses the
+    bucket clears the handle.
 
 Affects:
-    Every release. What the patch does: a second start keeps the gather that is in flight, as it
-    carries what a new one would; where upstream has declared that one outdated
-    (`param_gather_dispatched` is False), it is waited for and a new one dispatched.
+    Every release. What the patch does: a second start keeps the gather in flight, because it
+    carries the same values; if upstream has marked that gather as outdated
+    (`param_gather_dispatched` is False), the patch waits for it and dispatches a new one.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
@@ -34,7 +34,7 @@ from ._case import Original, Patch, bench, target
 
 
 def start(original: Original, self: Any, force_sync: bool = False) -> Any:
-    """Start a bucket group's gather, unless one that carries the same is in flight."""
+    """Start a bucket group's gather, unless one with the same values is in flight."""
     if not force_sync and self.param_gather_handle is not None:
         current = self.param_gather_dispatched
         if current and not gather.marked(self):
@@ -44,7 +44,7 @@ def start(original: Original, self: Any, force_sync: bool = False) -> Any:
 
 
 def reproduce() -> None:
-    """Start twice, then run a window on what was gathered."""
+    """Start gathers twice, then run a window."""
     model = bench(overlap_param_gather=True)
     for chunk in model.chunks:
         chunk.start_param_sync()

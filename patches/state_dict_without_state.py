@@ -1,23 +1,23 @@
-"""`optimizer.state_dict()` of the distributed optimizer has no moments, and loading it brings none.
+"""`optimizer.state_dict()` of the distributed optimizer has no moments, and a load restores none.
 
 Symptom:
-    A program saves by `optimizer.state_dict()` and `load_state_dict()`, which was right without
-    `use_distributed_optimizer`. In place, the groups and the step count go back, while moments and
-    main parameters stay those of later steps: the next step puts the later weights back. In a new
-    process the moments are whatever was in the memory: NaN in the first step, or nothing that
-    anybody sees. No error.
+    A program saves with `optimizer.state_dict()` and `load_state_dict()`, which is right without
+    `use_distributed_optimizer`. In the same process, a load restores the groups and the step count,
+    but moments and main parameters stay those of later steps: the next step restores the later
+    weights. In a new process the moments are uninitialized memory: NaN in the first step, or wrong
+    values that go unnoticed. No error.
 
 Cause:
-    `state_dict` leaves out all that depends on the rank, and says so in its docstring.
+    `state_dict` leaves out all state that depends on the rank, and says so in its docstring.
     `load_state_dict` keeps the live state, or allocates it with `torch.empty` for
-    `load_parameter_state` to overwrite. Nothing asks whether that has come.
+    `load_parameter_state` to overwrite. Megatron does not check that this happened.
 
 Affects:
     Every release; by design. What the patch does: a step raises after such a load, unless the state
-    was loaded or written since then, or by hand since the step before. A load at the live step
-    count, such as one that changes rates alone, is as ever. Save by `sharded_state_dict()`, or with
-    `save_parameter_state()` beside it. Not seen: a save after such a load, and Megatron-FSDP, whose
-    `state_dict` is another one.
+    was loaded or written after it, or written by hand between the last step and the load. A load at
+    the live step count, for example to change only rates, works as before. Save with
+    `sharded_state_dict()`, or also call `save_parameter_state()`. Not covered: a save after such a
+    load, and Megatron-FSDP, which has a different `state_dict`.
 
 Upstream:
     https://github.com/radixark/miles/pull/2516, open: resumed LoRA runs step into NaN, or overwrite
@@ -25,7 +25,7 @@ Upstream:
     `state_dict`.
 
 Remove when:
-    `state_dict` has the state of this rank, or a step refuses state that was not loaded.
+    `state_dict` has the state of this rank, or a step raises if state was not loaded.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from weakref import WeakKeyDictionary, ref
 
     _Writes = list[tuple[ref[Any], int]]
-    """Tensors of one parameter's state, and how often each was written."""
+    """Tensors of one parameter's state, and their version counters."""
 
 
 class _Load(NamedTuple):
-    """Describes a load that brought groups alone."""
+    """Describes a load that restored groups alone."""
 
     writes: _Writes
-    """The state's writes right after it."""
+    """The state's writes right after the load."""
     found: str
     """The origin of moments and main parameters, as the end of a sentence."""
 
@@ -58,31 +58,31 @@ _bare: WeakKeyDictionary[Any, _Load] = PerProcessWeakKeys(__name__, "_bare")
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load; note where it has brought groups, and no state."""
+    """Run upstream's load; record if it restored groups without state."""
     if "param_state" in state_dict or optimizers.in_fsdp(self) or self.optimizer is None:
         original(self, state_dict)
         _bare.pop(self, None)
         return
     fresh = not self.optimizer.state
     saved, live = _step_of(state_dict["optimizer"]["param_groups"]), _live_step(self.optimizer)
-    # Somebody may have put moments back by hand, and loads the groups after that.
+    # The program may have restored moments by hand before it loads the groups.
     by_hand = _writes(self) != _stepped.get(self)
     original(self, state_dict)
     if fresh:
-        _note(self, "memory that nobody has written")
+        _note(self, "uninitialized memory")
     elif None not in (saved, live) and saved != live and not by_hand:
-        _note(self, f"those of step {live:g}, where the groups are at step {saved:g}")
+        _note(self, f"those of step {live:g}, but the groups are at step {saved:g}")
 
 
 def step_with_ready_grads(original: Original, self: Any) -> bool:
-    """Refuse to step on state that a load has left out, then run upstream's step."""
+    """Raise if a load left out the state that this step would use, else run upstream's step."""
     load = _bare.pop(self, None)
     if load is not None and load.writes == _writes(self):
         _bare[self] = load
         raise RuntimeError(
             "the distributed optimizer would step after a load_state_dict() that brought no "
             f"moments and no main parameters: they are {load.found}. Its state_dict() does not "
-            "have them. Save sharded_state_dict(), or save_parameter_state() beside it, and load "
+            "have them. Save sharded_state_dict(), or also call save_parameter_state(), and load "
             "both; to go on without, build a new optimizer"
         )
     updated: bool = original(self)
@@ -90,14 +90,14 @@ def step_with_ready_grads(original: Original, self: Any) -> bool:
     return updated
 
 
-def _note(optimizer: Any, found: str) -> None:
+def _note(optimizer: Any, origin: str) -> None:
     writes = _writes(optimizer)
     if writes:  # a rank may have no part of any parameter
-        _bare[optimizer] = _Load(writes, found)
+        _bare[optimizer] = _Load(writes, origin)
 
 
 def _writes(optimizer: Any) -> _Writes:
-    """Count the writes to the state of the first parameter: who loads, loads all of them."""
+    """Return the version counters of the first parameter's state: a load writes all states."""
     import weakref
 
     states = () if optimizer.optimizer is None else optimizer.optimizer.state.values()
@@ -122,7 +122,7 @@ def _step_of(groups: list[dict[str, Any]]) -> float | None:
 
 
 def reproduce() -> None:
-    """Go back by `state_dict` in place, and into an optimizer that never stepped."""
+    """Load a `state_dict` in place, and into an optimizer that never stepped."""
     import copy
 
     model = _trained()
@@ -132,11 +132,11 @@ def reproduce() -> None:
     _expect_refused(model, moments, "of the step after")
     fresh = bench(dtype="bf16", overlap_grad_reduce=False)
     fresh.optimizer.load_state_dict(state)
-    _expect_refused(fresh, moments, "that nobody has written")
+    _expect_refused(fresh, moments, "from uninitialized memory")
 
 
 def _expect_refused(model: Any, moments: list[Any], which: str) -> None:
-    """Raise if a step uses other moments than those, and does not say so."""
+    """Raise a `Fault` if a step uses other moments than these without raising."""
     if all(a.equal(b) for a, b in zip(moments, _moments(model), strict=True)):
         return
     try:
@@ -145,41 +145,41 @@ def _expect_refused(model: Any, moments: list[Any], which: str) -> None:
         if "brought no moments" in str(refusal):
             return
         raise
-    raise Fault(f"after load_state_dict() a step was taken with moments {which}")
+    raise Fault(f"after load_state_dict() a step used moments {which}")
 
 
 def neighbour() -> object:
-    """Load rates alone; groups before a state that is put back by hand, and after it."""
-    found = []
+    """Load only rates; load groups before and after restoring the state by hand."""
+    tensors = []
     model = _trained()
     state = model.optimizer.state_dict()
     for part in state if isinstance(state, list) else [state]:
         for group in part["optimizer"]["param_groups"]:
             group["lr"] *= 0.5
     model.optimizer.load_state_dict(state)
-    found += _moments(model)
+    tensors += _moments(model)
     model.train_step(1, data_seed=1)
 
     model = _trained()
     state, moments = model.optimizer.state_dict(), _moments(model)
     model.train_step(1, data_seed=1)
     fresh = bench(dtype="bf16", overlap_grad_reduce=False)
-    for other, state_comes_first in ((model, True), (fresh, False)):
+    for target_model, state_comes_first in ((model, True), (fresh, False)):
         if state_comes_first:
-            _put_back(other, moments)
-        other.optimizer.load_state_dict(state)
+            _put_back(target_model, moments)
+        target_model.optimizer.load_state_dict(state)
         if not state_comes_first:
-            _put_back(other, moments)
-        found += _moments(other)
-        other.train_step(1, data_seed=1)
+            _put_back(target_model, moments)
+        tensors += _moments(target_model)
+        target_model.train_step(1, data_seed=1)
 
-    plain = _trained(distributed_optimizer=False)  # whose state dict has it all
+    plain = _trained(distributed_optimizer=False)  # its state dict is complete
     state = plain.optimizer.state_dict()
     plain.train_step(1, data_seed=1)
     plain.optimizer.load_state_dict(state)
     plain.train_step(1, data_seed=1)
     # Not the bits after the steps: on stock torch's Adam has one step counter then.
-    return [plain.bits(), *(each.cpu().numpy().tobytes() for each in found)]
+    return [plain.bits(), *(tensor.cpu().numpy().tobytes() for tensor in tensors)]
 
 
 def _trained(**layout: Any) -> Any:
@@ -189,18 +189,18 @@ def _trained(**layout: Any) -> Any:
 
 
 def _state_of(model: Any) -> list[Any]:
-    """Return what a model's optimizers step, and the moments."""
-    found = []
+    """Return the parameters that a model's optimizers step, and their moments."""
+    tensors = []
     for part in optimizers.unchained(model.optimizer):
         inner = part.optimizer
-        stepped = [each for group in inner.param_groups for each in group["params"]]
-        found += stepped
-        found += [inner.state[each][name] for each in stepped for name in ("exp_avg", "exp_avg_sq")]
-    return found
+        stepped = [param for group in inner.param_groups for param in group["params"]]
+        tensors += stepped
+        tensors += [inner.state[p][name] for p in stepped for name in ("exp_avg", "exp_avg_sq")]
+    return tensors
 
 
 def _moments(model: Any) -> list[Any]:
-    return [each.detach().clone() for each in _state_of(model)]
+    return [tensor.detach().clone() for tensor in _state_of(model)]
 
 
 def _put_back(model: Any, moments: list[Any]) -> None:

@@ -1,20 +1,20 @@
 """A model whose experts alone are trained cannot be saved: the optimizer of the rest is a stub.
 
 Symptom:
-    With experts' adapters alone, or a frozen trunk, steps work, and no checkpoint can be written or
+    With only experts' adapters, or a frozen trunk, steps work, but no checkpoint can be written or
     loaded: `optimizer.state_dict()` raises `AttributeError: 'NoneType' object has no attribute
-    'state_dict'`, and `sharded_state_dict()` the same of `param_groups`.
+    'state_dict'`, and `sharded_state_dict()` the same for `param_groups`.
 
 Cause:
     A distributed optimizer without parameters has no inner optimizer (`is_stub_optimizer`). Steps
-    and norms ask for that; what saves and loads does not.
+    and norms check for that; saving and loading do not.
 
 Affects:
     Every release with the distributed optimizer. What the patch does: a stub saves nothing, and
     loads nothing; the other parts keep their index in the chain, and so the names that their
-    tensors have in a checkpoint. A checkpoint of a chain without a stub is as ever. Not covered:
-    `save_parameter_state`, which `--ckpt-format torch` takes; and a pipeline stage that is frozen
-    as a whole, whose optimizer is no stub, where torch's Adam is the fallback.
+    tensors have in a checkpoint. A checkpoint of a chain without a stub does not change. Not
+    covered: `save_parameter_state`, which `--ckpt-format torch` uses; and a completely frozen
+    pipeline stage with torch's Adam as the fallback, whose optimizer is not a stub.
 
 Upstream:
     https://github.com/radixark/miles/pull/2516, open, which leaves stubs out of its own files.
@@ -22,7 +22,7 @@ Upstream:
     `ChainedOptimizer`.
 
 Remove when:
-    `ChainedOptimizer` leaves stubs out of what it saves.
+    `ChainedOptimizer` skips stubs when it saves and loads.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ._case import Fault, Original, Patch, bench, shared_folder, target
 
 
 def state_dict(original: Original, self: Any) -> Any:
-    """Ask the parts that have an optimizer for their state."""
+    """Return the state of the parts that have an optimizer."""
     with _nothing_in_stubs(self):
         return original(self)
 
 
 def sharded_state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ask the parts that have an optimizer for the tensors that they save."""
+    """Return the sharded tensors of the parts that have an optimizer."""
     with _nothing_in_stubs(self):
         return original(self, *args, **kwargs)
 
@@ -56,7 +56,7 @@ def load_state_dict(original: Original, self: Any, state_dict: Any) -> None:
 
 
 class _Nothing:
-    """Stands for a stub while its chain is saved or loaded."""
+    """Stands in for a stub while its chain is saved or loaded."""
 
     optimizer = SimpleNamespace(param_groups=[])
 
@@ -67,12 +67,12 @@ class _Nothing:
         return {}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Do nothing: there is nothing to load into."""
+        """Do nothing, because a stub has no state."""
 
 
 @contextmanager
 def _nothing_in_stubs(chain: Any) -> Iterator[list[int]]:
-    """Put empty parts in the place of a chain's stubs, and yield their indices."""
+    """Replace a chain's stubs by empty parts during the block, and yield their indices."""
     parts = chain.chained_optimizers
     stubs = [index for index, part in enumerate(parts) if _is_stub(part)]
     if not stubs:
@@ -90,7 +90,7 @@ def _is_stub(part: Any) -> bool:
 
 
 def reproduce() -> None:
-    """Save a model whose experts alone are trained, train on, and go back to what was saved."""
+    """Save a model whose experts alone are trained, train on, load, and compare."""
     from megatron.core import dist_checkpointing
 
     model = _experts_alone()
@@ -105,7 +105,7 @@ def reproduce() -> None:
     loaded = dist_checkpointing.load({"optimizer": _sharded(model, is_loading=True)}, folder)
     model.optimizer.load_state_dict(loaded["optimizer"])
     if not all(a.equal(b) for a, b in zip(saved, _state(model), strict=True)):
-        raise Fault("a load has not brought back what was saved of the experts")
+        raise Fault("a load did not restore the saved state of the experts")
 
 
 def _experts_alone() -> Any:
@@ -117,7 +117,7 @@ def _experts_alone() -> Any:
 
 
 def _writes_files() -> bool:
-    """Return whether this release writes its files with the torch of today, as 0.15 and on do."""
+    """Return whether this release can write its files with today's torch, as from 0.15 on."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     formats = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())

@@ -1,18 +1,18 @@
-"""A second `pretrain()` in one process never ends its telemetry, and loses what is not sent yet.
+"""A second `pretrain()` in one process never ends its telemetry, and loses data not sent yet.
 
 Symptom:
-    Spans and metrics of the second run's last seconds arrive nowhere: those that the exporter had
-    still in its queue. No error.
+    Spans and metrics of the second run's last seconds, which are still in the exporter's queue, are
+    lost. No error.
 
 Cause:
     `_end_otel_job_spans()` shuts telemetry down once per process, and remembers that in a global of
-    the module. A second run, after `destroy_global_state()`, sets up a new handle, which is then
-    never shut down; and only a shutdown empties the queue.
+    the module. A second run, after `destroy_global_state()`, sets up a new handle, which is never
+    shut down; and only a shutdown flushes the queue.
 
 Affects:
-    Main after July 2026 (#6438, #6415), if telemetry is on. What the patch does: a handle that was
-    not shut down yet is shut down at the end of its own run. If `train()` raises, it leaves an
-    interval's span open, which needs no repair: the next `train()` closes it, if intervals are on.
+    Main after July 2026 (#6438, #6415), if telemetry is on. What the patch does: each handle is
+    shut down at the end of its own run. If `train()` raises, it leaves an interval's span open,
+    which needs no repair: the next `train()` closes it, if intervals are on.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/6438, `_end_otel_job_spans`.
@@ -29,12 +29,12 @@ from megatron_idempotent.patching.base import PerProcessDict
 
 from ._case import OPEN, Fault, Original, Patch, target
 
-#: Under "handle" the one that was shut down last.
+#: "handle" → the handle that was shut down last.
 _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")
 
 
 def end_job_spans(original: Original) -> None:
-    """Run `_end_otel_job_spans` so that it shuts a new handle down after an old one, too."""
+    """Run `_end_otel_job_spans` so that it also shuts down a new handle after an old one."""
     from megatron.training import training
 
     handle = training.get_telemetry()
@@ -45,7 +45,7 @@ def end_job_spans(original: Original) -> None:
 
 
 class _Handle:
-    """Counts what Megatron asks of nemo-lens' handle at the end of a run."""
+    """Counts Megatron's calls of a nemo-lens handle at the end of a run."""
 
     is_exporting = True
     shutdowns = 0
@@ -55,7 +55,7 @@ class _Handle:
 
 
 def reproduce() -> None:
-    """Run two runs, each with a telemetry of its own, and the hook at the process's end."""
+    """End two runs, each with its own telemetry, then run the hook at the process's end."""
     from megatron.training import global_vars, training
 
     handles = [_Handle(), _Handle()]

@@ -2,7 +2,7 @@
 
 Symptom:
     `AssertionError: timer has already been started` from the window or the optimizer step after one
-    that raised, such as in `config.timers('forward-backward',
+    that raised, for example in `config.timers('forward-backward',
     log_level=1).start(barrier=config.barrier_with_L1_time)`, with `--timing-log-level` 1 or 2, or
     with any `config.timers`.
 
@@ -11,11 +11,11 @@ Cause:
     `finally`.
 
 Affects:
-    Every release. What the patch does: where a schedule, `finalize_model_grads` or an optimizer's
-    `step` raises, the timers that were started inside are stopped. What they measured in earlier
-    iterations stays; the broken one counts as nothing. `prepare_grads` and
-    `step_with_ready_grads`, called on their own, are not covered. `accumulation_window()` reaches
-    the schedules through this patch where `aux-loss-scale-left-set` is gone.
+    Every release. What the patch does: if a schedule, `finalize_model_grads` or an optimizer's
+    `step` raises, the timers that were started inside are stopped. Their times of earlier
+    iterations stay; the failed one does not count. Direct calls of `prepare_grads` and
+    `step_with_ready_grads` are not covered. `accumulation_window()` reaches the schedules through
+    this patch if `aux-loss-scale-left-set` has been removed.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/timers.py, `Timer.start`.
@@ -35,25 +35,25 @@ from ._case import Original, Patch, bench, interrupt_window, schedule_targets, s
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule; if it raises, stops the timers that it started."""
+    """Run a schedule; if it raises, stop the timers that it started."""
     original = schedules.around(original, kwargs["model"])
     timers = schedules.config_of(kwargs["model"]).timers
     return stopping(timers, original, *args, **kwargs)
 
 
 def finalize(original: Original, model: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `finalize_model_grads`; if it raises, stops the timers that it started."""
+    """Run `finalize_model_grads`; if it raises, stop the timers that it started."""
     return stopping(schedules.config_of(model).timers, original, model, *args, **kwargs)
 
 
 def step(original: Original, self: Any) -> Any:
-    """Run an optimizer's `step`; if it raises, stops the timers that it started."""
-    # A chain of no optimizers, on a rank whose parameters are frozen, has no config.
+    """Run an optimizer's `step`; if it raises, stop the timers that it started."""
+    # An empty chain, on a rank whose parameters are frozen, has no config.
     return stopping(getattr(getattr(self, "config", None), "timers", None), original, self)
 
 
 def reproduce() -> None:
-    """Run a forward-only window that raises, and the same again in good order."""
+    """Run a forward-only window that raises, then one that does not."""
     from megatron.core.timers import Timers
 
     model = bench(overlap_grad_reduce=False)

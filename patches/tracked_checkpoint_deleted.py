@@ -1,25 +1,26 @@
-"""After a roll back a save deletes the checkpoint that is in force, before it has written another.
+"""After a roll back a save deletes the checkpoint that the tracker names, before it writes another.
 
 Symptom:
-    Non-persistent checkpoints (`--non-persistent-ckpt-type global`) 32 and 40 are there, and the
+    There are non-persistent checkpoints (`--non-persistent-ckpt-type global`) 32 and 40, and the
     run was rolled back to 32. The save of 34 removes 32 and keeps 40. If it is interrupted, the
-    tracker file names a folder that is gone, and the run cannot be started again.
+    tracker file names a deleted folder, and the run cannot be started again.
 
 Cause:
-    `cleanup_old_non_persistent_checkpoint` keeps the highest iteration, not the one in force.
+    `cleanup_old_non_persistent_checkpoint` keeps the highest iteration, not the one in the tracker
+    file.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: the folder that the tracker file names stays, and all with a higher iteration.
-    So does one of an asynchronous save that still writes. That of the abandoned branch stays until
-    the run passes it.
+    the patch does: it keeps the folder that the tracker file names, and all folders with a higher
+    iteration. So it also keeps the folder of an unfinished asynchronous save, and those of the
+    abandoned branch until the run passes them.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,
     `cleanup_old_non_persistent_checkpoint`; no thread found.
 
 Remove when:
-    the function keeps what the tracker file names.
+    the function keeps the folder that the tracker file names.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from ._case import Fault, Original, Patch, target
 def cleanup(
     original: Original, save_dir: Any, leave_ckpt_num: int = 1, do_async: bool = False
 ) -> None:
-    """Remove older checkpoints, as many as leave the one in force."""
+    """Remove checkpoints that are older than the one in the tracker file."""
     from megatron.training import checkpointing
 
     tracker = Path(checkpointing.get_checkpoint_tracker_filename(save_dir))
-    said = tracker.read_text("utf-8").strip() if tracker.is_file() else ""
-    if said.isdecimal():
+    iteration = tracker.read_text("utf-8").strip() if tracker.is_file() else ""
+    if iteration.isdecimal():
         numbers = [path.name.removeprefix("iter_") for path in Path(save_dir).rglob("iter_*")]
-        needed = sum(number.isdecimal() and int(number) >= int(said) for number in numbers)
+        needed = sum(number.isdecimal() and int(number) >= int(iteration) for number in numbers)
         leave_ckpt_num = max(leave_ckpt_num, needed)
     original(save_dir, leave_ckpt_num=leave_ckpt_num, do_async=do_async)
 
 
 def reproduce() -> None:
-    """Clean up where the tracker file names the lower of two iterations."""
+    """Clean up while the tracker file names the lower of two iterations."""
     import tempfile
 
     from megatron.training import checkpointing
@@ -56,10 +57,10 @@ def reproduce() -> None:
             Path(folder, f"iter_{number:07}").mkdir()
         Path(checkpointing.get_checkpoint_tracker_filename(folder)).write_text("32")
         checkpointing.cleanup_old_non_persistent_checkpoint(folder)
-        left = sorted(path.name for path in Path(folder).glob("iter_*"))
-    if "iter_0000032" not in left:
-        raise Fault(f"the tracker file says 32, and {left} are left")
-    if "iter_0000030" in left:
+        remaining = sorted(path.name for path in Path(folder).glob("iter_*"))
+    if "iter_0000032" not in remaining:
+        raise Fault(f"the tracker file names 32, and {remaining} remain")
+    if "iter_0000030" in remaining:
         raise AssertionError("an older checkpoint is left")
 
 

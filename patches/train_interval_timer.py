@@ -3,8 +3,8 @@
 Symptom:
     `AssertionError: timer has already been started` from the second call of
     `megatron.training.training.train`, in `timers('interval-time',
-    log_level=0).start(barrier=True)`, with or without any overlap. After an exception inside the
-    first call from other timers too: "optimizer", "eval-time" or "save-checkpoint".
+    log_level=0).start(barrier=True)`, with or without overlap. After an exception inside the first
+    call also from other timers: "optimizer", "eval-time" or "save-checkpoint".
 
 Cause:
     `train()` starts the timer "interval-time" on entry and never stops it; the logging in between
@@ -12,8 +12,8 @@ Cause:
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: an "interval-time" of an earlier call is reset on entry, so that the time
-    between two calls (a rollout, say) is in no interval. Where `train()` or `train_step()` raises,
+    the patch does: on entry it resets the "interval-time" of an earlier call, so that the time
+    between two calls (such as a rollout) is in no interval. If `train()` or `train_step()` raises,
     the timers that were started inside are stopped.
 
 Upstream:
@@ -39,15 +39,15 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     from megatron.training import get_timers
 
     timers = get_timers()
-    # Asking for a timer creates it, at a log level that upstream's own call would then not match.
+    # Not `timers(name)`, which would create it at a log level that upstream's call does not match.
     timer = timers._timers.get(_TIMER) if timers is not None else None
     if timer is not None:
-        timer.reset()  # also where it stands still, with time of an earlier call on it
+        timer.reset()  # even if it is stopped, because it may have time from an earlier call
     return stopping(timers, original, *args, **kwargs)
 
 
 def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train_step`; if it raises, stops the timers that it started."""
+    """Run upstream's `train_step`; if it raises, stop the timers that it started."""
     from megatron.training import get_timers
 
     return stopping(get_timers(), original, *args, **kwargs)

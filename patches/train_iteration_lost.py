@@ -3,25 +3,25 @@
 Symptom:
     A second `train()` starts at the iteration at which the first one started: with
     `args.train_iters` raised by n it runs all earlier iterations again, on new data, and reports,
-    evaluates and saves under numbers that were used before. After an exception nobody can tell how
-    many updates were made.
+    evaluates and saves under numbers that were used before. After an exception the number of
+    updates is unknown.
 
 Cause:
     `train()` reads `args.iteration` into a local variable and returns that; the caller, `pretrain`,
-    ends there. `args.num_floating_point_operations_so_far` is treated alike, while
+    ends there. `args.num_floating_point_operations_so_far` is treated in the same way, while
     `args.consumed_train_samples` is written in place.
 
 Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
-    the patch does: however `train()` ends (return, exception, `sys.exit` on an exit condition),
-    `args.iteration` counts the iterations whose `train_step` is done, be it with an update or with
-    a skipped one; `consumed_train_samples`, `skipped_train_samples` and
+    the patch does: when `train()` ends (by return, exception, or `sys.exit` on an exit condition),
+    `args.iteration` counts the iterations whose `train_step` is done, with an update or a skipped
+    one; `consumed_train_samples`, `skipped_train_samples` and
     `num_floating_point_operations_so_far` agree with it. An iteration that was interrupted after
-    its step (logging, evaluation, saving) counts, and what follows the step is not made up
-    for. To train n more iterations, set `args.train_iters = args.iteration + n` and call `train()`
-    again. Not covered: an exception between the optimizer's update and the scheduler's step
-    (`clip_qk`, a dump of the parameters); and with `rl_use_sequence_packing` one between the step
-    and the counting leaves the samples out.
+    its step (in logging, evaluation, saving) counts, and the rest of it is not repeated. To train n
+    more iterations, set `args.train_iters = args.iteration + n` and call `train()` again. Not
+    covered: an exception between the optimizer's update and the scheduler's step (`clip_qk`, a dump
+    of the parameters); and with `rl_use_sequence_packing` one between the step and the counting
+    leaves the samples out.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
@@ -61,39 +61,39 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
     try:
         iteration, num_floating_point_operations_so_far = returned
     except (TypeError, ValueError):
-        # Of a body that somebody accepted by name: no reason to lose a whole training.
+        # A body that a user accepted by name: no reason to lose all of a training.
         import logging
 
         logging.getLogger("megatron_idempotent").warning(
             "train() returned %s: args.iteration stays %d", type(returned).__name__, began
         )
         return returned
-    if options.iteration == began:  # otherwise upstream has counted by itself
+    if options.iteration == began:  # otherwise upstream has set it
         options.iteration = iteration
         options.num_floating_point_operations_so_far = num_floating_point_operations_so_far
     return returned
 
 
 def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train_step`, and note that it is done."""
+    """Run upstream's `train_step`, and record that it is done."""
     from megatron.training import get_args
 
     result = original(*args, **kwargs)
     _, _, _, should_exit, *_ = result
-    if not should_exit:  # with it the step ends before the update
-        # Only `train()` sets it, and frameworks call the step by themselves.
+    if not should_exit:  # with should_exit the step ends before the update
+        # Only `train()` sets it; frameworks may call the step directly.
         _stepped[:] = [getattr(get_args(), "curr_iteration", None)]
     return result
 
 
 def _settle(options: Any, error: BaseException) -> None:
-    left = training.locals_of("train", error)
-    if left is None or not left.keys() >= _COUNTERS:  # it did not come to its loop
+    train_locals = training.locals_of("train", error)
+    if train_locals is None or not train_locals.keys() >= _COUNTERS:  # it did not reach its loop
         return
-    iteration = left["iteration"]
-    operations = left["num_floating_point_operations_so_far"]
+    iteration = train_locals["iteration"]
+    operations = train_locals["num_floating_point_operations_so_far"]
     step = training.locals_of("train_step", error)
-    # train_step says skipped_iter once optimizer and scheduler are done; losses come after that.
+    # train_step sets skipped_iter once optimizer and scheduler are done; losses come after that.
     if _stepped == [iteration] or (step is not None and "skipped_iter" in step):
         iteration += 1
         samples = _count_samples(options)

@@ -1,30 +1,30 @@
-"""Gradients are divided by the loss scale every time that the optimizer looks at them.
+"""Gradients are divided by the loss scale at every `prepare_grads()` of the optimizer.
 
 Symptom:
     With a loss scale, a second `optimizer.step()` on the same gradients, or `prepare_grads()` for
-    logging before the step, sees gradients that are too small by the loss scale: a gradient norm of
-    0.001 where it is 1.4, clipping that never clips, fp16 main gradients that flush to zero. A
+    logging before the step, uses gradients that are too small by the loss scale: a gradient norm of
+    0.001 instead of 1.4, clipping that never clips, fp16 main gradients that flush to zero. A
     dynamic loss scale counts the window twice, and may have changed in between. No error.
 
 Cause:
-    `prepare_grads` unscales in place, and the main gradients are views of the gradient buffer
-    wherever that is fp32 already. Nothing remembers that it was done. Where they are copies, the
-    second copy is divided by the loss scale of after the first.
+    `prepare_grads` unscales in place, and the main gradients are views of the gradient buffer if
+    that is fp32. The optimizer does not remember that it has unscaled them. If they are copies, the
+    second copy is divided by the loss scale from after the first call.
 
 Affects:
     Every release, for optimizers with a gradient scaler. What the patch does: it remembers the
     version counters of the gradient buffers, which zeroing, accumulating and reducing raise. While
-    they stand still, clipping aside, a further `prepare_grads` unscales only what is copied again,
-    by the scale of the first time, reports inf and nan as found then, and leaves the loss scale
-    alone. It joins the same collective as upstream's. A gradient that is replaced through
-    `main_grad.data`, without any of those, is taken for the one that was unscaled.
+    these do not change, except by clipping, a further `prepare_grads` unscales only gradients that
+    are copied again, by the scale of the first call, returns that call's result for inf and nan,
+    and leaves the loss scale alone. It joins the same collective as upstream's. The patch does not
+    notice a gradient that is replaced through `main_grad.data`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/optimizer.py,
     `MixedPrecisionOptimizer.prepare_grads`.
 
 Remove when:
-    `prepare_grads` may be called twice on one gradient.
+    `prepare_grads` may be called twice on the same gradients.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _MEMORY = "megatron_idempotent_unscaled"
 
 
 def prepare_grads(original: Original, self: Any) -> Any:
-    """Run `prepare_grads`, and unscales each gradient once."""
-    # A stub holds no gradient to tell a new window by; Megatron-FSDP keeps its own.
+    """Run `prepare_grads`, but unscale each gradient only once."""
+    # A stub has no gradient that would show a new window; Megatron-FSDP keeps its own gradients.
     if self.grad_scaler is None or self.is_stub_optimizer or optimizers.in_fsdp(self):
         return original(self)
     if _is_unscaled(self):
         _, scale, found_inf = getattr(self, _MEMORY)
-        return _again(self, scale=scale, found_inf=found_inf)
-    scale = self.grad_scaler.scale  # update() below replaces this tensor, it does not write to it
+        return _unscale_copies(self, scale=scale, found_inf=found_inf)
+    scale = self.grad_scaler.scale  # the call below replaces this tensor, and does not write to it
     found_inf = original(self)
     setattr(self, _MEMORY, (_versions(self), scale, found_inf))
     return found_inf
 
 
 def clip_grad_norm(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clips gradients, which stay unscaled although clipping writes to them."""
+    """Clip gradients; they still count as unscaled, although clipping writes to them."""
     unscaled = [o for o in getattr(self, "chained_optimizers", (self,)) if _is_unscaled(o)]
     result = original(self, *args, **kwargs)
     for optimizer in unscaled:
@@ -62,7 +62,7 @@ def clip_grad_norm(original: Original, self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def step_with_ready_grads(original: Original, self: Any) -> Any:
-    """Run the update, whose gradients count as unscaled, although its caller has clipped them."""
+    """Run the update; its gradients still count as unscaled, although the caller clipped them."""
     if hasattr(self, _MEMORY):
         _remember(self)
     return original(self)
@@ -78,7 +78,7 @@ def _remember(optimizer: Any) -> None:
     setattr(optimizer, _MEMORY, (_versions(optimizer), scale, found_inf))
 
 
-def _again(optimizer: Any, *, scale: Any, found_inf: bool) -> bool:
+def _unscale_copies(optimizer: Any, *, scale: Any, found_inf: bool) -> bool:
     import torch
 
     with torch.no_grad():
@@ -94,7 +94,7 @@ def _again(optimizer: Any, *, scale: Any, found_inf: bool) -> bool:
             torch._amp_foreach_non_finite_check_and_unscale_(
                 copies, optimizer.found_inf, scale.double().reciprocal().float()
             )
-        # All ranks must enter: one without parameters is in upstream's body, which reduces here.
+        # All ranks must enter: a rank without parameters runs upstream's body, which also reduces.
         torch.distributed.all_reduce(
             optimizer.found_inf,
             op=torch.distributed.ReduceOp.MAX,
@@ -104,7 +104,7 @@ def _again(optimizer: Any, *, scale: Any, found_inf: bool) -> bool:
 
 
 def _versions(optimizer: Any) -> tuple[int, ...]:
-    """Return version counters, which rise with every write to a gradient or its buffer."""
+    """Return torch's version counters, which rise with each write to a gradient or its buffer."""
     if hasattr(optimizer, "buffers"):
         return tuple(buffer.grad_data._version for buffer in optimizer.buffers)
     return tuple(grad._version for grad in _model_grads(optimizer))
@@ -126,12 +126,12 @@ def _memory(tensor: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare a window's gradient norm with and without a look at gradients before the step."""
+    """Compare a window's gradient norm with and without `prepare_grads` before the step."""
     norms = []
-    for looks in (0, 1):
+    for extra_calls in (0, 1):
         model = bench(dtype="bf16", loss_scale=1024.0)
         model.forward_backward(2, data_seed=0)
-        for _ in range(looks):
+        for _ in range(extra_calls):
             model.optimizer.prepare_grads()
         _, norm, _ = model.step()
         norms.append(float(norm))

@@ -2,9 +2,9 @@
 
 Symptom:
     A bare `AssertionError` from `optimizer.state_dict()`, in `assert len(steps) == 1`, and so from
-    saving a run before its first step and from loading one at its start, which is where runs load:
-    `sharded_state_dict` begins with `state_dict = self.state_dict()`. Without Transformer Engine
-    and Apex only.
+    saving a run before its first step, and from loading at the start of a run, which is when runs
+    load: `sharded_state_dict` begins with `state_dict = self.state_dict()`. Without Transformer
+    Engine and Apex only.
 
 Cause:
     `state_dict` reads the one step counter of torch's Adam from the state of its parameters, and
@@ -12,15 +12,15 @@ Cause:
 
 Affects:
     Every release, with torch's Adam or AdamW as the fallback. What the patch does: an optimizer
-    without any state gets the one that its first step would give it: zeros, at step 0.
+    without any state gets the state that its first step would create: zeros, at step 0.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/optimizer/distrib_optimizer.py,
-    `state_dict`. https://github.com/vllm-project/vime/pull/427 meets it: "Fix native Adam
+    `state_dict`. https://github.com/vllm-project/vime/pull/427 reports it: "Fix native Adam
     checkpoint resume".
 
 Remove when:
-    `state_dict` takes an optimizer without state.
+    `state_dict` accepts an optimizer without state.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def state_dict(original: Original, self: Any) -> Any:
-    """Fill the state if there is none at all, then has upstream read it."""
+    """Fill the state if it is empty, then let upstream read it."""
     if not self.optimizer.state and optimizers.is_torch_adam(self):
-        for one in optimizers.stepping(self.optimizer):
-            _fill(one)
+        for adam in optimizers.stepping(self.optimizer):
+            _fill(adam)
         if optimizers.is_hybrid(self.optimizer):
             self.optimizer._sync_sub_optimizers_state_to_hdo()
     return original(self)
@@ -60,17 +60,17 @@ def _fill(adam: Any) -> None:
 
 
 def reproduce() -> None:
-    """Ask for the state before the first step; the step must then be the one without asking."""
-    found = []
-    for asked in (False, True):
+    """Compare the first step with and without a `state_dict()` before it."""
+    parameters = []
+    for reads_state in (False, True):
         model = bench()
         for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
-            if asked:
+            if reads_state:
                 part.state_dict()
         model.train_step(1, data_seed=0)
-        found.append(model.parameters())
-    if not found[0].equal(found[1]):
-        raise Fault("the first step differs where the state was asked for before")
+        parameters.append(model.parameters())
+    if not parameters[0].equal(parameters[1]):
+        raise Fault("the first step differs after a state_dict()")
 
 
 PATCH = Patch(

@@ -1,16 +1,16 @@
-"""A forward-only interleaved window leaves another virtual pipeline rank than training does.
+"""A forward-only interleaved window leaves a different virtual pipeline rank than training.
 
 Symptom:
-    `parallel_state.is_pipeline_first_stage()` and `is_pipeline_last_stage()` answer differently
-    after a log-prob pass than after a training window: a rank of the last stage, say, takes itself
-    for the last virtual stage only after forward-only windows.
+    `parallel_state.is_pipeline_first_stage()` and `is_pipeline_last_stage()` return different
+    results after a log-prob pass than after a training window: for example, a rank of the last
+    stage counts as the last virtual stage only after forward-only windows.
 
 Cause:
-    The schedule keeps the virtual stage in a global, and leaves in it the last one it has run: the
+    The schedule keeps the virtual stage in a global, and leaves the stage that ran last in it: the
     first chunk's after backward passes, the last chunk's after forward passes.
 
 Affects:
-    0.12, the last release with the global at work in the schedule. What the patch does: after a
+    0.12, the last release whose schedule uses the global. What the patch does: after a
     forward-only window, and after any window that raised, the virtual rank is what it was before.
 
 Upstream:
@@ -28,10 +28,10 @@ from ._case import Fault, Original, Patch, bench, no_body_has, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run the interleaved schedule; if forward-only, or if it raises, puts the rank back."""
+    """Run the interleaved schedule; if forward-only, or if it raises, restore the virtual rank."""
     from megatron.core import parallel_state
 
-    before = parallel_state.get_virtual_pipeline_model_parallel_rank()
+    virtual_rank = parallel_state.get_virtual_pipeline_model_parallel_rank()
     completed = False
     try:
         result = original(*args, **kwargs)
@@ -39,7 +39,7 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
         return result
     finally:
         if kwargs.get("forward_only", False) or not completed:
-            parallel_state.set_virtual_pipeline_model_parallel_rank(before)
+            parallel_state.set_virtual_pipeline_model_parallel_rank(virtual_rank)
 
 
 def reproduce() -> None:
@@ -48,11 +48,13 @@ def reproduce() -> None:
 
     model = bench(pp=2, vpp=2)
     model.forward_backward(4, data_seed=0)
-    before = parallel_state.get_virtual_pipeline_model_parallel_rank()
+    before_rank = parallel_state.get_virtual_pipeline_model_parallel_rank()
     model.forward_backward(4, data_seed=0, forward_only=True)
-    after = parallel_state.get_virtual_pipeline_model_parallel_rank()
-    if after != before:
-        raise Fault(f"virtual rank {after} after a forward-only window, {before} before it")
+    after_rank = parallel_state.get_virtual_pipeline_model_parallel_rank()
+    if after_rank != before_rank:
+        raise Fault(
+            f"virtual rank {after_rank} after a forward-only window, {before_rank} before it"
+        )
 
 
 PATCH = Patch(

@@ -1,28 +1,29 @@
-"""Weights that are written into a live model are undone by its optimizer's next step.
+"""The optimizer's next step undoes weights that were written into a live model.
 
 Symptom:
-    A weights-only load, an adapter's restore or a rollback copies weights into a model that trains.
-    Forwards use them. The next step puts the earlier weights back, updated once. No error.
+    A weights-only load, an adapter's restore or a rollback copies weights into a model in training.
+    Forwards use them. The next step restores the earlier weights, updated once. No error.
 
 Cause:
     A 16-bit model's optimizer steps on main parameters in float32, or on the host, and writes them
-    over the model. Megatron's `load_checkpoint` calls `reload_model_params()` for that; a loop that
-    copies in other ways has to know it. With the precision-aware optimizer of Transformer Engine
-    that call returns without a word.
+    over the model. Megatron's `load_checkpoint` calls `reload_model_params()` for that; other code
+    that copies weights has to call it itself. With the precision-aware optimizer of Transformer
+    Engine that call silently does nothing.
 
 Affects:
-    Every release, with main parameters: fp16, bf16, `optimizer_cpu_offload`. No wrapper can do it:
-    an optimizer is not told when a tensor is written. What to do: call
-    `ensure_main_params_synced(optimizer)` after the write. `TrainStep` refuses to finish a step
-    whose main parameters do not round to the model's. The precision-aware optimizer was run on the
-    host only: on the device it needs Transformer Engine. There its float32 main parameters are
-    renewed, and with `store_param_remainders` nothing needs to be, up to a 16-bit rounding.
+    Every release, with main parameters: fp16, bf16, `optimizer_cpu_offload`. No wrapper can repair
+    it, because an optimizer does not see when a tensor is written. What to do: call
+    `ensure_main_params_synced(optimizer)` after the write. `TrainStep` raises instead of finishing
+    a step whose main parameters do not round to the model's. The precision-aware optimizer was
+    tested on the host only: on the device it needs Transformer Engine. There its float32 main
+    parameters are updated; with `store_param_remainders` no update is needed, up to a 16-bit
+    rounding.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/2149; https://github.com/radixark/miles/pull/2572.
 
 Remove when:
-    upstream has a call that renews all main parameters, and none that does not fit is stepped.
+    upstream has a call that updates all main parameters, and does not step on outdated ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ._case import Fault, Helper, bench
 
 
 def reproduce(*, helped: bool) -> None:
-    """Roll weights back in place, and step."""
+    """Roll back weights in place, and step."""
     from megatron_idempotent import ensure_main_params_synced
 
     model = _stepped()
@@ -43,7 +44,7 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Reload with Megatron's own call or twice with the helper, then train."""
+    """Reload with Megatron's own call, or twice with the helper, then train."""
     from megatron_idempotent import ensure_main_params_synced
 
     model = _stepped()
@@ -59,15 +60,15 @@ def neighbour(*, helped: bool) -> bytes:
 
 
 def _stepped() -> Any:
-    """Train one step, and put the weights back to those before it, as a rollback does."""
+    """Train one step, and restore the weights from before it, as a rollback does."""
     import torch
 
     model = bench(dtype="bf16", optimizer_overrides={"lr": 0.5, "weight_decay": 0.0})
-    before = [each.detach().clone() for each in model.chunks[0].parameters()]
+    saved = [parameter.detach().clone() for parameter in model.chunks[0].parameters()]
     _advance(model)
     with torch.no_grad():
-        for each, value in zip(model.chunks[0].parameters(), before, strict=True):
-            each.copy_(value)
+        for parameter, value in zip(model.chunks[0].parameters(), saved, strict=True):
+            parameter.copy_(value)
     for group in model.optimizer.param_groups:
         group["lr"] = 0.0
     return model
@@ -80,10 +81,10 @@ def _advance(model: Any) -> bytes:
 
 
 def _expect_kept(model: Any) -> None:
-    """Raise unless a step with a learning rate of 0 leaves the weights as they are."""
-    before = model.bits()
-    if _advance(model) != before:
-        raise Fault("a step with a learning rate of 0 has put back other weights")
+    """Raise a `Fault` if a step with a learning rate of 0 changes the weights."""
+    bits_before = model.bits()
+    if _advance(model) != bits_before:
+        raise Fault("a step with a learning rate of 0 has changed the weights")
 
 
 HELPER = Helper(

@@ -3,21 +3,21 @@
 Symptom:
     A segmentation fault, on a GPU an illegal memory access, from `zero_grad_buffer()` between
     `offload_grad_buffers()` and `restore_grad_buffers()`: a loop that zeroes at its end or in an
-    abort, or a checkpoint that does, while generation has the memory.
+    abort, or a checkpoint that zeroes, while generation uses the memory.
 
 Cause:
-    Offloading shrinks the storage to nothing and leaves the tensors as they were.
+    Offloading shrinks the storage to zero bytes and leaves the tensors as they were.
 
 Affects:
-    0.16.0 and later. What the patch does: a buffer without memory is not written to. Restoring it
-    zeroes it, as the caller asked; the rest of `zero_grad_buffer` runs as before.
+    0.16.0 and later. What the patch does: it does not write to a buffer without memory. Restoring
+    the buffer zeroes it; the rest of `zero_grad_buffer` runs as before.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/distributed/param_and_grad_buffer.py,
     `_ParamAndGradBuffer.reset`.
 
 Remove when:
-    `_ParamAndGradBuffer.reset` looks at the storage.
+    `_ParamAndGradBuffer.reset` checks the storage.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ._case import Original, Patch, address, bench, target
 
 
 def reset(original: Original, self: Any) -> None:
-    """Zero a buffer; while its gradients are offloaded, zeroes all but them."""
+    """Zero a buffer; while its gradients are offloaded, zero only its other tensors."""
     if self.grad_data.untyped_storage().size() or not self.grad_data.numel():
         original(self)
         return
     offloaded = self.grad_data
     try:
-        # Upstream's body zeroes more than this one in some releases.
+        # In some releases upstream's body also zeroes other tensors.
         self.grad_data = offloaded.new_empty(0)
         original(self)
     finally:
@@ -42,7 +42,7 @@ def reset(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Zero while offloaded, restore, and train on."""
+    """Zero offloaded buffers, restore them, and train on."""
     model = bench()
     for seed in range(2):
         model.train_step(2, data_seed=seed)

@@ -1,4 +1,4 @@
-"""Reaches into Megatron's internals, and keeps the differences between its releases in one place.
+"""Wraps access to Megatron's internals, and keeps differences between its releases in one place.
 
-No module here knows a patch. Case files, windows and steps are built on them.
+Case files, windows and steps use these modules, which know no patch.
 """

@@ -1,12 +1,12 @@
 """Tracks `no_sync` contexts and reductions of chunks in Megatron's DDP, and their bucket groups.
 
 With overlap_grad_reduce every gradient passes `register_grad_ready` of its bucket group; inside of
-`no_sync` that does nothing. Upstream keeps no record of a reduction that was dispatched: its handle
-is None again after the wait for it, and with several distributed-optimizer instances there is no
-handle at all.
+`no_sync` that call does nothing. Upstream does not record which reductions were dispatched: the
+handle is None again after the wait, and with several distributed-optimizer instances a reduction
+has no handle.
 
 A window's gradients are local until `finish_grad_sync` and reduced afterwards, until
-`zero_grad_buffer`. Upstream keeps no record of which.
+`zero_grad_buffer`. Upstream does not record which of the two they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
     """Return whether a `no_sync_func` is the bound `no_sync` of these very chunks.
 
-    A chunk in Megatron-FSDP hands out that of the module inside of it.
+    A chunk in Megatron-FSDP returns the `no_sync` of the module inside of it.
     """
     functions = installed if isinstance(installed, (list, tuple)) else [installed]
     return len(functions) == len(chunks) and all(
@@ -42,7 +42,7 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 def forget_first_window(group: Any) -> None:
-    """Drop what a bucket group counted in a first window, so that the next one is the first."""
+    """Drop a bucket group's counts of a first window, so that the next window is the first."""
     if group.is_first_batch:
         group.per_param_grad_ready_counts = {}
 
@@ -59,7 +59,7 @@ def drain(group: Any) -> None:
     ):
         import torch
 
-        # No handle tells: upstream orders the streams, as is done here, and never asks the host.
+        # There is no handle: order the streams, as upstream does, without waiting on the host.
         torch.cuda.current_stream().wait_stream(group.communication_stream)
 
 
@@ -69,9 +69,9 @@ _ENTRIES = "_megatron_idempotent_no_sync"
 
 
 class NoSync(ContextDecorator):
-    """Takes the place of `ddp.no_sync()`'s context; if it is dropped without an exit, it ends too.
+    """Replaces the context of `ddp.no_sync()`; it also ends if it is dropped without an exit.
 
-    The schedules drop it so at the end of a forward-only pass.
+    The schedules drop it that way at the end of a forward-only pass.
     """
 
     def __init__(self, chunk: Any) -> None:
@@ -99,9 +99,9 @@ class NoSync(ContextDecorator):
         if entries is None:
             return
         entries[0] -= 1
-        now = getattr(self._chunk, _ENTRIES, None)
-        # One of an earlier window ends nothing that a later one has entered.
-        if now is None or now[0] == 0:
+        current = getattr(self._chunk, _ENTRIES, None)
+        # A context of an earlier window must not end one that a later window has entered.
+        if current is None or current[0] == 0:
             _arm(self._chunk, True)
 
     def __del__(self) -> None:
@@ -117,13 +117,13 @@ def _arm(chunk: Any, armed: bool) -> None:
 
 def no_sync(original: Callable[..., Any], self: Any) -> NoSync:
     """Return our context instead of upstream's generator."""
-    # Never entered; called for the other case files whose wrappers may stand below this one.
+    # The result is not entered; the call runs other case files' wrappers inside this one.
     original(self)
     return NoSync(self)
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
-    """Forget the open `no_sync` contexts: they belong to a window that is gone."""
+    """Forget the open `no_sync` contexts: they belong to a window that has ended."""
     setattr(self, _ENTRIES, None)
     original(self)
 
@@ -135,11 +135,11 @@ _LATE = "late"
 
 
 def watch(group: Any, purpose: str) -> None:
-    """Have the bucket group note, for `purpose`, its first gradient that comes from here on."""
+    """Make the bucket group record, for `purpose`, the first gradient it gets from now on."""
     vars(group).setdefault(_WATCHES, {})[purpose] = None
     if not _is_hooked(group):
-        # An attribute of the instance, and only until the first one: a wrapper would run once per
-        # parameter and microbatch.
+        # An attribute of the instance, removed after the first gradient: a wrapper would run once
+        # per parameter and microbatch.
         group.register_grad_ready = partial(_register, group, group.register_grad_ready)
 
 
@@ -149,7 +149,7 @@ def arrived(group: Any, purpose: str) -> Any:
 
 
 def unwatch(group: Any, purpose: str) -> None:
-    """Stop noting the first gradient for `purpose`, and forget which it was."""
+    """Stop recording the first gradient for `purpose`, and forget which it was."""
     watches = vars(group).get(_WATCHES, {})
     watches.pop(purpose, None)
     if not watches and _is_hooked(group):
@@ -157,8 +157,8 @@ def unwatch(group: Any, purpose: str) -> None:
 
 
 def _is_hooked(group: Any) -> bool:
-    ours = vars(group).get("register_grad_ready")
-    return isinstance(ours, partial) and ours.func is _register
+    hook = vars(group).get("register_grad_ready")
+    return isinstance(hook, partial) and hook.func is _register
 
 
 def _register(
@@ -167,13 +167,13 @@ def _register(
     watches = getattr(group, _WATCHES)
     for purpose, first in watches.items():
         watches[purpose] = param if first is None else first
-    if _is_hooked(group):  # else somebody stands around it, and takes it away
+    if _is_hooked(group):  # else other code has wrapped the hook, and removes it
         del group.register_grad_ready
     beneath(param, *args, **kwargs)
 
 
 def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch a reduction, and watch for gradients that come too late for it from here on."""
+    """Dispatch a reduction, then watch for gradients that come too late for it."""
     original(self, *args, **kwargs)
     if self.ddp_config.overlap_grad_reduce and not vars(self).get(_POSTPONED, False):
         if not vars(self).get(_DISPATCHED, False):
@@ -182,7 +182,7 @@ def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
 
 
 def postpone(group: Any, postponed: bool) -> None:
-    """Note whether calls of `start_grad_sync` put the reduction off from here on."""
+    """Record whether calls of `start_grad_sync` postpone the reduction from now on."""
     setattr(group, _POSTPONED, postponed)
 
 
@@ -197,37 +197,37 @@ def late(group: Any) -> Any:
 
 
 def ended(chunk: Any) -> None:
-    """Note that the chunk's reductions are finished, or its gradients are zeroed."""
+    """Record that the chunk's reductions are finished, or that its gradients are zeroed."""
     for group in bucket_groups(chunk):
         setattr(group, _DISPATCHED, False)
         unwatch(group, _LATE)
 
 
-#: Set on bucket groups where replicas are compared: reductions in this window, and whether
-#: parameters are those of the latest step on all ranks.
+#: Attributes of bucket groups whose replicas are compared: the number of reductions in this window,
+#: and whether parameters are those of the latest step on all ranks.
 REDUCTIONS = "_megatron_idempotent_reductions"
 GATHERED = "_megatron_idempotent_gathered"
 _REDUCED = "_megatron_idempotent_reduced"
 
 
 def reduced(chunk: Any) -> tuple[int, ...] | None:
-    """Return the gradients' `versions` right after their reduction; None before it in a window."""
-    found: tuple[int, ...] | None = getattr(chunk, _REDUCED, None)
-    return found
+    """Return the gradients' `versions` right after their reduction; None if not reduced yet."""
+    recorded: tuple[int, ...] | None = getattr(chunk, _REDUCED, None)
+    return recorded
 
 
 def grown(chunk: Any) -> bool:
     """Return whether gradients were added to reduced ones, or are being reduced again."""
-    before = reduced(chunk)
-    if before is None:
+    reduced_versions = reduced(chunk)
+    if reduced_versions is None:
         return False
     if chunk.ddp_config.overlap_grad_reduce:
         return any(
             arrived(group, _REDUCED) is not None or dispatched(group)
             for group in bucket_groups(chunk)
         )
-    # No hook tells. Clipping and scaling write too, and count as gradients.
-    return versions(chunk) != before or _replays(chunk.config)
+    # No hook runs without overlap. Clipping and scaling also write, and count as new gradients.
+    return versions(chunk) != reduced_versions or _replays(chunk.config)
 
 
 def is_idle(chunk: Any) -> bool:
@@ -236,7 +236,7 @@ def is_idle(chunk: Any) -> bool:
 
 
 def finished(chunk: Any) -> None:
-    """Note that all gradients are reduced now; call it after `finish_grad_sync`."""
+    """Record that all gradients are reduced now; call it after `finish_grad_sync`."""
     setattr(chunk, _REDUCED, versions(chunk))
     ended(chunk)
     if chunk.ddp_config.overlap_grad_reduce:
@@ -245,7 +245,7 @@ def finished(chunk: Any) -> None:
 
 
 def began(chunk: Any) -> None:
-    """Note that a window begins, whose gradients are not reduced; `zero_grad_buffer` calls it."""
+    """Record that a window begins, with gradients to reduce; `zero_grad_buffer` calls it."""
     setattr(chunk, _REDUCED, None)
     ended(chunk)
     for group in bucket_groups(chunk):
@@ -262,14 +262,14 @@ def _replays(config: Any) -> bool:
 
 
 def registered(group: Any) -> dict[Any, int]:
-    """Return how often each parameter's gradient came since `reset` in backwards that reduce."""
+    """Return how many gradients each parameter got since `reset` in backwards that reduce."""
     counts = getattr(group, "per_param_grad_ready_counts", None)
     # Releases before 0.16 keep a set, because they allow one gradient per parameter.
     return dict.fromkeys(group.params_with_grad, 1) if counts is None else counts
 
 
 def drop_registered(group: Any) -> None:
-    """Start the count of `registered` gradients at zero."""
+    """Reset the counts of `registered` gradients to zero."""
     if hasattr(group, "params_with_grad"):
         group.params_with_grad = set()
     else:
@@ -279,8 +279,8 @@ def drop_registered(group: Any) -> None:
 def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
     """Dispatch the reductions that `no_sync` has held back, as `finish_grad_sync` expects.
 
-    In a first batch do nothing: there `finish_grad_sync` dispatches by itself, and if a reduction
-    has no handle it would dispatch it a second time.
+    It does nothing in a first batch: there `finish_grad_sync` dispatches by itself, and would
+    dispatch a reduction without a handle a second time.
     """
     for group in bucket_groups(chunk):
         if not getattr(group, "is_first_batch", False):
@@ -288,7 +288,7 @@ def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def wait(chunk: Any) -> None:
-    """Wait for the reductions in flight, whose results are of no use any more."""
+    """Wait for the reductions in flight; their results are no longer needed."""
     for group in bucket_groups(chunk):
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
@@ -297,7 +297,7 @@ def wait(chunk: Any) -> None:
 
 def name_of(chunk: Any, param: Any) -> str:
     """Return the parameter's name in the wrapped module, for messages."""
-    names = (name for name, other in chunk.module.named_parameters() if other is param)
+    names = (name for name, parameter in chunk.module.named_parameters() if parameter is param)
     return next(names, "?")
 
 
@@ -311,13 +311,13 @@ def gradients(chunk: Any) -> list[Any]:
 
 
 def trained(chunk: Any) -> list[Any]:
-    """Return the tensors that hold the chunk's trained parameters: flat ones, where DDP has such.
+    """Return the tensors that hold the chunk's trained parameters, DDP's flat buffers if it can.
 
-    Flat ones have padding too, of which nothing is known.
+    Flat buffers include padding, whose values are arbitrary.
     """
     flat = [buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    whole = all(each is not None and each.is_floating_point() for each in flat)
-    return flat if whole else list(chunk.param_to_bucket_group)
+    all_flat = all(data is not None and data.is_floating_point() for data in flat)
+    return flat if all_flat else list(chunk.param_to_bucket_group)
 
 
 def versions(chunk: Any) -> tuple[int, ...]:

@@ -24,9 +24,9 @@ def was_interrupted(fsdp: Any) -> bool:
 
 
 def start_over(fsdp: Any) -> None:
-    """Drop what an interrupted backward has left; call it before gradients are zeroed."""
+    """Drop the state of an interrupted backward; call it before gradients are zeroed."""
     reductions = fsdp.grad_reduce_pipeline
-    # First, because reductions under way write into the gradients that are zeroed next.
+    # First, because reductions in flight write into the gradients that are zeroed next.
     reductions.wait_for_previous_grad_reduce(0)
     for ready in reductions.bucket_grad_ready_params:
         ready.clear()

@@ -2,13 +2,13 @@
 
 It serves the distributed optimizer and `LayerWiseDistributedOptimizer`.
 
-Upstream's `param_gather_dispatched` cannot tell: it is reset when gradients are finished, not when
-parameters change. So each bucket group carries a mark of ours, which is set when an optimizer
+Upstream's `param_gather_dispatched` does not show it: it is reset when gradients are finished, not
+when parameters change. So each bucket group gets a mark of ours, which is set when an optimizer
 writes the group's parameters and cleared when a gather of them is dispatched. All ranks of a
-data-parallel group step together, so the marks are the same on all of them.
+data-parallel group step together, so their marks are the same.
 
-`LayerWiseDistributedOptimizer` is a chain of optimizers, each with whole parameters of this rank,
-and no DistributedOptimizer: its updates do not pass the methods that `gather` watches.
+`LayerWiseDistributedOptimizer` is a chain of optimizers, each with complete parameters of this
+rank. It is no DistributedOptimizer: its updates do not pass the methods that `gather` watches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .ddp import bucket_groups
 
 _MARK = "megatron_idempotent_update_pending"
 _HELD = "megatron_idempotent_gradients_wait"
-# For its order: ranks that update the same chunks in the same order must walk them in one order.
+# Keys in order of insertion: ranks that update chunks in the same order must also gather in it.
 _watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched")
 
 
@@ -59,23 +59,23 @@ def gathers_by_lists(group: Any) -> bool:
 
 
 def mark(group: Any) -> None:
-    """Note that the parameters of `group` are about to change on the rank that owns them."""
+    """Record that the parameters of `group` are about to change on the rank that owns them."""
     setattr(group, _MARK, True)
 
 
 def marked(group: Any) -> bool | None:
-    """Return whether an update of `group` waits for its gather; None if nobody watches it yet."""
-    known: bool | None = getattr(group, _MARK, None)
-    return known
+    """Return whether an update of `group` waits for its gather; None if it is not watched yet."""
+    pending: bool | None = getattr(group, _MARK, None)
+    return pending
 
 
-def hold_gradients(group: Any, held: bool) -> None:
-    """Note whether the reduced gradients of `group` wait for a step from here on."""
-    setattr(group, _HELD, held)
+def hold_gradients(group: Any, waiting: bool) -> None:
+    """Record whether the reduced gradients of `group` wait for a step from now on."""
+    setattr(group, _HELD, waiting)
 
 
 def holds_gradients(group: Any) -> bool:
-    """Return whether reduced gradients of `group` wait for a step, as `hold_gradients` noted.
+    """Return whether reduced gradients of `group` wait for a step, as `hold_gradients` recorded.
 
     A gather into the gradients' memory would lose them.
     """
@@ -106,7 +106,7 @@ def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool =
     """Run a bucket group's gather, and clear the mark if the gather carries the update."""
     stale_in_flight = force_sync and self.param_gather_handle is not None
     result = original(self, force_sync=force_sync)
-    # With a gather in flight, `force_sync` only waits for it: it carries what it set out with.
+    # With a gather in flight, `force_sync` only waits for it: it carries the values from its start.
     if not stale_in_flight:
         setattr(self, _MARK, False)
     return result
@@ -115,7 +115,7 @@ def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool =
 def wait(group: Any) -> None:
     """Wait for the gather of `group` that is in flight, if any; dispatch nothing.
 
-    It calls upstream's `finish_param_sync`, which does all else that follows a gather.
+    It calls upstream's `finish_param_sync`, which does the rest of the work after a gather.
     """
     if group.param_gather_handle is not None:
         group.param_gather_dispatched = True  # or upstream would dispatch it once more
@@ -144,8 +144,8 @@ def gather(chunk: Any) -> None:
 def finish_update(chunks: list[Any]) -> None:
     """Gather the updates in these chunks, wrapped or not, that a step left to the next forward.
 
-    All ranks of the chunks' data-parallel groups take part. A group that no patch watches is
-    gathered in any case. MXFP8 parameters that share memory with gradients are left alone.
+    All ranks of the chunks' data-parallel groups take part. A group that no patch watches is always
+    gathered. MXFP8 parameters that share memory with gradients are left alone.
     """
     for chunk in chunks:
         options = getattr(chunk, "ddp_config", None)
@@ -181,7 +181,7 @@ def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any)
 def deferred_groups(optimizer: Any) -> list[Any]:
     """Return the bucket groups whose gather this optimizer leaves to the forward pre-hooks.
 
-    They are the same on all ranks, whether a rank owns any of the parameters or not.
+    They are the same on all ranks, even on a rank that owns none of the parameters.
     """
     if not _defers(optimizer):
         return []
@@ -203,7 +203,7 @@ def watch_layer_wise(optimizer: Any) -> None:
 def outdate(group: Any) -> None:
     """Mark the group's gathered parameters as out of date, as they are after a step."""
     if group.param_gather_handle is not None:
-        # Only waited for: what it brings is about to be overwritten.
+        # Only wait: the gathered values are about to be overwritten.
         group.param_gather_handle.wait()
         group.param_gather_handle = None
         for bucket in group.buckets:
@@ -215,7 +215,7 @@ def outdate(group: Any) -> None:
 def _defers(optimizer: Any) -> bool:
     if not hasattr(optimizer, "set_bucket_layerwise_params_list"):
         return False  # some other chain
-    # The second is the name that 0.17 has for it.
+    # 0.17 calls it `async_allgather`.
     return bool(
         getattr(optimizer, "overlap_param_gather", False)
         or getattr(optimizer, "async_allgather", False)
@@ -223,8 +223,8 @@ def _defers(optimizer: Any) -> bool:
 
 
 def _chunks(optimizer: Any) -> list[Any]:
-    known = getattr(optimizer, "model_chunks", None) or getattr(optimizer, _CHUNKS, None)
-    if known is None:
+    chunks = getattr(optimizer, "model_chunks", None) or getattr(optimizer, _CHUNKS, None)
+    if chunks is None:
         import warnings
 
         warnings.warn(
@@ -233,6 +233,6 @@ def _chunks(optimizer: Any) -> list[Any]:
             "first",
             stacklevel=2,
         )
-        setattr(optimizer, _CHUNKS, [])  # said once
+        setattr(optimizer, _CHUNKS, [])  # so that it warns once
         return []
-    return list(known)
+    return list(chunks)

@@ -1,12 +1,11 @@
-"""Builds models of upstream's local layer specs on any release, also with sequence parallelism.
+"""Builds models with upstream's local layer specs on any release, even with sequence parallelism.
 
 Megatron's local spec falls back to `WrappedTorchNorm`, which refuses sequence parallelism only
 because it leaves its weights unmarked: Megatron sums the gradients of parameters that carry
 `sequence_parallel = True` over the tensor-parallel group. `MarkedNorm` marks them, as Apex's and
 Transformer Engine's norms do. It goes into a layer spec, so upstream stays as it is.
 
-Differences between releases are probed by signature, so that a release in between, or a patched
-one, needs no entry.
+Signatures tell the releases apart, so that a release in between, or a patched one, needs no entry.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ def gpt_stage(
     fused: bool = False,
     **model: Any,
 ) -> Any:
-    """Return a `GPTModel` of upstream's local layers; `model` holds its other arguments.
+    """Return a `GPTModel` with upstream's local layers; `model` holds its other arguments.
 
-    `change_spec` gets upstream's layer spec, and returns the one to use. A config with
+    `change_spec` takes upstream's layer spec, and returns the one to use. A config with
     `mtp_num_layers` gets layers for multi-token prediction of the same spec, unless `model` has
-    an `mtp_block_spec`. With `fused` layers are those of Transformer Engine, as it makes them.
+    an `mtp_block_spec`. With `fused` the layers are Transformer Engine's, without changes.
     """
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -66,7 +65,7 @@ def takes(function: Callable[..., Any], parameter: str) -> bool:
 
 
 class MarkedNorm:
-    """Makes torch's norm that `config.normalization` names, marked for sequence parallelism.
+    """Creates the torch norm of `config.normalization`, marked for sequence parallelism.
 
     Layer specs call it as a class.
     """
@@ -80,19 +79,19 @@ class MarkedNorm:
 
 
 def _mtp_block(layer_spec: Any, config: Any, vp_stage: int | None) -> Any:
-    """Return the submodules of a stage's MTP layers; None for a stage that has none."""
+    """Return the submodules of a stage's MTP layers; None for a stage without MTP layers."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    where = {"vp_stage": vp_stage} if takes(get_gpt_mtp_block_spec, "vp_stage") else {}
+    stage = {"vp_stage": vp_stage} if takes(get_gpt_mtp_block_spec, "vp_stage") else {}
     if config.sequence_parallel:
         layer_spec = _marked(layer_spec, config)
-    block = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False, **where)
+    block = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False, **stage)
     if block is None or not config.sequence_parallel:
         return block
     block = copy.deepcopy(block)
-    for each in block.layer_specs:
+    for mtp_spec in block.layer_specs:
         for norm in ("enorm", "hnorm", "layer_norm"):
-            setattr(each.submodules, norm, MarkedNorm)
+            setattr(mtp_spec.submodules, norm, MarkedNorm)
     return block
 
 
@@ -111,7 +110,7 @@ def with_marked_norm(layer_spec: Any, config: Any, vp_stage: int | None = None) 
     from megatron.core.transformer import transformer_block
 
     layer_spec = _marked(layer_spec, config)
-    # Releases before 0.13 count the layers without asking for the virtual stage.
+    # Releases before 0.13 count the layers without a parameter for the virtual stage.
     count = transformer_block.get_num_layers_to_build
     asks = "vp_stage" in count.__code__.co_varnames
     num_layers = count(config, vp_stage=vp_stage) if asks else count(config)

@@ -1,4 +1,4 @@
-"""Resets what a window leaves in mixture-of-experts layers, and finds their auxiliary losses."""
+"""Resets what a window leaves in mixture-of-experts layers, and lists their auxiliary losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEPT = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_ou
 
 
 def reset_shared_experts(shared: Any) -> None:
-    """Drop what an interrupted forward of overlapped shared experts has kept."""
+    """Drop the tensors that an interrupted forward of overlapped shared experts has kept."""
     for name in _KEPT:
         if getattr(shared, name, None) is not None:
             setattr(shared, name, None)
@@ -22,7 +22,7 @@ def reset_shared_experts(shared: Any) -> None:
 
 
 def forget_tokens(chunk: Any) -> None:
-    """Reset what the routers of a chunk have counted since the last whole window."""
+    """Reset the tokens that a chunk's routers have counted since the last complete window."""
     for module in chunk.modules():
         counted = getattr(module, "local_tokens_per_expert", None)
         if counted is not None:
@@ -35,7 +35,7 @@ def forget_tokens(chunk: Any) -> None:
 
 
 def ranks_of_a_sequence() -> int:
-    """Return the number of tensor- and context-parallel ranks, which have a part of it each."""
+    """Return the number of tensor- and context-parallel ranks that share each sequence."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_and_context_parallel_group()
@@ -46,7 +46,7 @@ def ranks_of_a_sequence() -> int:
 def losses_count_all_ranks() -> bool:
     """Return whether routers multiply losses per token by the tokens of all ranks of a sequence.
 
-    They do from 0.19 on; before they multiply by what they are told is a rank's own number.
+    They do from 0.19 on; earlier releases multiply by the number of a rank's own tokens.
     """
     import inspect
 
@@ -54,32 +54,32 @@ def losses_count_all_ranks() -> bool:
 
     attach = inspect.unwrap(TopKRouter.attach_and_log_load_balancing_loss)
     code = attach.__code__
-    # The branch dev sums the number over the ranks, others multiply by their number.
+    # The branch dev sums the tokens over the ranks; releases multiply by the number of ranks.
     return "aux_loss_scale_num_tokens" in code.co_varnames or "tp_cp_group" in code.co_names
 
 
 @contextmanager
 def multiplied(config: Any, name: str, factor: int) -> Iterator[None]:
-    """Multiply a coefficient of the config, or one for each kind of loss, in a `with`."""
-    given = getattr(config, name)
-    if not given or factor == 1:
+    """Multiply a coefficient of the config, or a list of them, during the block."""
+    original = getattr(config, name)
+    if not original or factor == 1:
         yield
         return
-    several = isinstance(given, (list, tuple))
-    setattr(config, name, [each * factor for each in given] if several else given * factor)
+    several = isinstance(original, (list, tuple))
+    setattr(config, name, [c * factor for c in original] if several else original * factor)
     try:
         yield
     finally:
-        setattr(config, name, given)
+        setattr(config, name, original)
 
 
 def agreed_metrics(sizes: dict[str, int], *, pg_collection: Any = None) -> dict[str, int]:
     """Return the metrics of all pipeline stages, in one order, each with its largest size.
 
-    Takes part: all ranks of the pipeline, in one collective of objects if it has several stages.
+    A collective: all ranks of the pipeline gather their sizes, if it has several stages.
 
     Args:
-        sizes: the elements that each metric has on this stage.
+        sizes: metric → the number of its elements on this stage.
         pg_collection: has the pipeline's group as `pp`; by default Megatron's global one.
     """
     import torch
@@ -103,8 +103,8 @@ def legacy_metrics() -> dict[str, Any]:
 
     # In 0.12 they belong to parallel_state.
     owner = moe_utils if "get_moe_layer_wise_logging_tracker" in vars(moe_utils) else parallel_state
-    found: dict[str, Any] = owner.get_moe_layer_wise_logging_tracker()
-    return found
+    metrics: dict[str, Any] = owner.get_moe_layer_wise_logging_tracker()
+    return metrics
 
 
 _COEFFICIENTS = (
@@ -116,25 +116,25 @@ _COEFFICIENTS = (
 
 
 def auxiliary_losses(config: Any) -> list[str]:
-    """Return the names of the coefficients in use of losses that layers add to the gradient."""
-    found = []
+    """Return the names of nonzero coefficients of losses that layers add to the gradient."""
+    names = []
     for part, name in _COEFFICIENTS:
         value = getattr(config, name, None)
         values = value if isinstance(value, (list, tuple)) else [value]
         if getattr(config, part, None) and any(values):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def has_layers_with_losses(config: Any) -> bool:
-    """Return whether layers of a model may add losses of their own, in use or not."""
+    """Return whether layers of a model can add losses of their own, even with coefficient 0."""
     return any(getattr(config, part, None) for part, _ in _COEFFICIENTS)
 
 
 def adds_up_mtp_losses(config: Any) -> bool:
-    """Return whether MTP losses are sums over what is predicted, and not means, in this Megatron.
+    """Return whether MTP losses are sums over the predicted tokens, not means, in this Megatron.
 
-    So they are before 0.17 where DDP adds up gradients (`calculate_per_token_loss`).
+    They are sums before 0.17 if DDP adds up gradients (`calculate_per_token_loss`).
     """
     if not config.calculate_per_token_loss:
         return False
@@ -166,7 +166,7 @@ def scalers() -> Iterator[Any]:
 
 
 def layer_logs() -> Iterator[Any]:
-    """Yield the tensors that MTP and DSA layers log their losses into; MoE's are elsewhere."""
+    """Yield the tensors that MTP and DSA layers log their losses into, without those of MoE."""
     import torch
 
     for module, name in _LOGS:

@@ -1,4 +1,4 @@
-"""Applies the loss scale of Megatron's optimizers, and lists what they train."""
+"""Applies the loss scale of Megatron's optimizers, and lists the parameters that they train."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def is_torch_adam(optimizer: Any) -> bool:
     from megatron.core.optimizer import distrib_optimizer
 
     return not distrib_optimizer.HAVE_APEX_OR_TE and all(
-        isinstance(one, (torch.optim.Adam, torch.optim.AdamW))
-        for one in stepping(optimizer.optimizer)
+        isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
+        for inner in stepping(optimizer.optimizer)
     )
 
 
 def is_hybrid(inner: Any) -> bool:
-    """Return whether a torch optimizer is Megatron's that steps on the host, at any fraction."""
+    """Return whether a torch optimizer is Megatron's hybrid one, which may step on the host."""
     return hasattr(inner, "param_to_inner_param")
 
 
 def mark_part(parameter: Any, dimension: int) -> None:
     """Mark a parameter as this rank's part along a dimension, as Megatron's own layers do.
 
-    Of parameters that are not marked the gradient norm counts those of the first rank alone.
+    The gradient norm counts a parameter without the mark on the first rank alone.
     """
     parameter.tensor_model_parallel = True
     parameter.partition_dim = dimension
@@ -38,14 +38,14 @@ def mark_part(parameter: Any, dimension: int) -> None:
 
 
 def stepping(inner: Any) -> list[Any]:
-    """Return the torch optimizers that step: those inside of a hybrid one, or the one itself."""
+    """Return the torch optimizers that step: those in a hybrid one, or the optimizer itself."""
     return list(inner.sub_optimizers) if is_hybrid(inner) else [inner]
 
 
 def renew_copies(hybrid: Any, *, widened: bool = True) -> None:
-    """Copy parameters to what a hybrid optimizer steps on instead, on the host or in float32.
+    """Copy parameters to the copies that a hybrid optimizer steps, on the host or in float32.
 
-    Without `widened` leave out float32 copies of 16-bit parameters, which hold more than these.
+    Without `widened` skip float32 copies of 16-bit parameters, which have more bits than these.
     """
     for parameter, inner in hybrid.param_to_inner_param.items():
         if inner is not parameter and (widened or inner.dtype == parameter.dtype):
@@ -55,7 +55,7 @@ def renew_copies(hybrid: Any, *, widened: bool = True) -> None:
 def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's shard of each 16-bit parameter [N], and the float32 one that is stepped.
 
-    Quantized parameters are left out, and Megatron-FSDP, which has main parameters of its own.
+    It skips quantized parameters, and Megatron-FSDP, which has main parameters of its own.
     """
     import torch
 
@@ -74,9 +74,9 @@ def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
                 if main is None:  # the inner optimizer's own: precision-aware
                     main = widened.get(shard, inner.state.get(shard, {}).get("master_param"))
                     if main is None or main.dtype != torch.float32:
-                        continue  # it is made in the first step, or has only what 16 bits lack
-                held = part._get_model_param_range_map(model)["param"]
-                yield model.detach().view(-1)[held.start : held.end], main.detach().view(-1)
+                        continue  # the first step makes it, or it has only the low bits
+                span = part._get_model_param_range_map(model)["param"]
+                yield model.detach().view(-1)[span.start : span.end], main.detach().view(-1)
         elif hasattr(part, "fp32_from_float16_groups"):
             models, mains = (
                 chain.from_iterable(getattr(part, name))
@@ -86,7 +86,8 @@ def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
                 yield model.detach().view(-1), main.detach().view(-1)
 
 
-#: Lists of one optimizer: the model's parameters, what it steps for each, and what if that is None.
+#: Names of an optimizer's lists: the model's parameters, the tensors that it steps for them, and
+#: the tensors that it steps where those are None.
 _STEPPED = (
     ("model_float16_groups", "shard_fp32_from_float16_groups", "shard_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
@@ -96,9 +97,9 @@ _STEPPED = (
 
 
 def stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the model's parameters that one optimizer updates on this rank, and what it steps.
+    """Yield (model parameter, stepped tensor) for each parameter that one optimizer updates here.
 
-    Those of a kind that is not Megatron's own are not known, nor Megatron-FSDP's: none is yielded.
+    It yields nothing for Megatron-FSDP, or an optimizer that is not Megatron's.
     """
     for names in _STEPPED:
         lists = (chain.from_iterable(getattr(optimizer, name, ())) for name in names)
@@ -106,11 +107,11 @@ def stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
             yield model, shard[0] if shard and main is None else main
     if type(optimizer).__name__ == "FP32Optimizer" and optimizer.optimizer is not None:
         for group in optimizer.optimizer.param_groups:
-            yield from ((each, each) for each in group["params"])
+            yield from ((parameter, parameter) for parameter in group["params"])
 
 
 def start_in(optimizer: Any, model: Any) -> int:
-    """Return where what one optimizer steps begins in a parameter of the model."""
+    """Return the index in a flat model parameter at which this rank's stepped shard begins."""
     if not hasattr(optimizer, "shard_fp32_from_float16_groups"):
         return 0
     return int(optimizer._get_model_param_range_map(model)["param"].start)
@@ -126,74 +127,75 @@ def in_fsdp(optimizer: Any) -> bool:
 
 
 def frozen(optimizer: Any) -> list[Tensor]:
-    """Return what one optimizer steps for parameters that are frozen now."""
-    found = [main for model, main in stepped(optimizer) if not model.requires_grad]
+    """Return the tensors that one optimizer steps for parameters that are frozen now."""
+    mains = [main for model, main in stepped(optimizer) if not model.requires_grad]
     if in_fsdp(optimizer) and optimizer.optimizer is not None:
         for group in optimizer.optimizer.param_groups:
-            for each in group["params"]:
-                # Megatron-FSDP puts now the shard into the module, now the whole parameter.
-                whole = getattr(each, "orig_param", each)
-                if not (each.requires_grad and whole.requires_grad):
-                    found.append(each)
-    return found
+            for shard in group["params"]:
+                # The module holds the shard or the complete parameter, at different times.
+                parameter = getattr(shard, "orig_param", shard)
+                if not (shard.requires_grad and parameter.requires_grad):
+                    mains.append(shard)
+    return mains
 
 
 def leave_out(inner: Any, mains: Iterable[Any]) -> None:
-    """Take the gradients of tensors away that a torch optimizer would step."""
+    """Drop the gradients of tensors, so that a torch optimizer does not step them."""
     for main in mains:
         main.grad = None
         if hasattr(main, "decoupled_grad"):
             main.decoupled_grad = None
-        if is_hybrid(inner):  # it leaves the gradient of an earlier step where it is
+        if is_hybrid(inner):  # its copy keeps the gradient of an earlier step
             copy = inner.param_to_inner_param[main]
             copy.grad = None
             inner.cpu_copy_map_grad.pop(copy, None)
 
 
 def count_step(inner: Any, mains: Iterable[Any]) -> None:
-    """Count a step for tensors that were left out of it; Megatron saves one count for all.
+    """Count a step for tensors that it left out, because Megatron saves one count for all.
 
-    One that was never stepped gets the state that others have, with moments of zero.
+    A tensor that was never stepped gets the state of a stepped one, with moments of zero.
     """
     import torch
 
-    copies = {inner.param_to_inner_param[each] if is_hybrid(inner) else each for each in mains}
-    known = chain.from_iterable(one.state.items() for one in stepping(inner))
-    stepped = [(key, state) for key, state in known if state and key not in copies]
+    copies = {inner.param_to_inner_param[main] if is_hybrid(inner) else main for main in mains}
+    states = chain.from_iterable(optimizer.state.items() for optimizer in stepping(inner))
+    stepped = [(key, state) for key, state in states if state and key not in copies]
     if not stepped:
         return
-    like, others = stepped[0]
-    for one in stepping(inner):
-        for copy in (each for group in one.param_groups for each in group["params"]):
+    stepped_tensor, stepped_state = stepped[0]
+    for optimizer in stepping(inner):
+        for copy in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             if copy not in copies:
                 continue
-            state = one.state[copy]
-            for key, value in () if state else others.items():
-                moments = torch.is_tensor(value) and value.shape == like.shape
+            state = optimizer.state[copy]
+            for key, value in () if state else stepped_state.items():
+                moments = torch.is_tensor(value) and value.shape == stepped_tensor.shape
                 state[key] = torch.zeros_like(copy, dtype=value.dtype) if moments else value
             if "step" in state:
-                state["step"] = others["step"].clone()
+                state["step"] = stepped_state["step"].clone()
     if is_hybrid(inner):
         inner._sync_sub_optimizers_state_to_hdo()
 
 
 def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where a main parameter does not round to the model's, and that where the main one is.
+    """Return a mask of elements whose main value does not round to the model's, and the model's.
 
-    A step leaves no such element: weights were written into the model afterwards.
+    After a step all elements round to the model's: others were written into the model later. The
+    returned model's values are on the main parameter's device.
     """
-    here = model if main.is_cuda else model.cpu()
-    return main.to(here.dtype).ne(here).logical_and_(~here.isnan()), here
+    moved = model if main.is_cuda else model.cpu()
+    return main.to(moved.dtype).ne(moved).logical_and_(~moved.isnan()), moved
 
 
 def count_outdated(optimizer: Any, device: Any) -> Tensor:
-    """Return the number of such elements of this rank as a float64 scalar; nothing waits for it."""
+    """Return the number of `outdated` elements of this rank, a float64 scalar, without a sync."""
     import torch
 
-    found = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.float64, device=device)
     for model, main in main_parameters(optimizer):
-        found += outdated(model, main)[0].sum().to(device, non_blocking=True)
-    return found
+        count += outdated(model, main)[0].sum().to(device, non_blocking=True)
+    return count
 
 
 SCALED = "_megatron_idempotent_scaled_by_caller"
@@ -203,7 +205,7 @@ OURS = "_megatron_idempotent_scaling"
 
 
 class LossScale:
-    """Calls `optimizer.scale_loss`, and does not keep alive, copy or pickle the optimizer."""
+    """Calls `optimizer.scale_loss` through a weak reference; it never copies or pickles it."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -216,7 +218,7 @@ class LossScale:
     def __call__(self, loss: Tensor) -> Tensor:
         """Return `loss`, of any shape, times the optimizer's current loss scale.
 
-        Return it as it is if the optimizer is gone, or if the caller has scaled by hand.
+        Return it unchanged if the optimizer no longer exists, or if the caller scales it by hand.
         """
         optimizer = self._optimizer()
         if optimizer is None or any(SCALED in vars(part) for part in parts(optimizer)):
@@ -232,7 +234,7 @@ class LossScale:
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # Another process has no such optimizer; None is what upstream's config starts with.
+        # Another process has no such optimizer; upstream's config starts with None.
         return type(None), ()
 
 
@@ -242,16 +244,19 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 def unchained(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain, and of chains in it, else the one; none of None."""
+    """Return the optimizers in a chain, and in chains inside of it, or the optimizer itself.
+
+    The list is empty for None.
+    """
     if not hasattr(optimizer, "chained_optimizers"):
         return [] if optimizer is None else [optimizer]
-    return [one for part in optimizer.chained_optimizers for one in unchained(part)]
+    return [inner for part in optimizer.chained_optimizers for inner in unchained(part)]
 
 
 def grad_scalers(optimizer: Any) -> list[Any]:
-    """Return the scalers of the losses of an optimizer, or of those in a chain that have one."""
-    found = [getattr(one, "grad_scaler", None) for one in unchained(optimizer)]
-    return [each for each in found if each is not None]
+    """Return the gradient scalers of an optimizer, or of the optimizers in a chain."""
+    scalers = [getattr(part, "grad_scaler", None) for part in unchained(optimizer)]
+    return [scaler for scaler in scalers if scaler is not None]
 
 
 def parts(optimizer: Any) -> list[Any]:

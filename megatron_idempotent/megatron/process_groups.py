@@ -10,12 +10,12 @@ def live_groups() -> list[Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    found: list[Any] = []
+    values: list[Any] = []
     for value in vars(parallel_state).values():
         if isinstance(value, dict):
             value = list(value.values())
-        found += value if isinstance(value, list | tuple) else [value]
-    groups = {id(item): item for item in found if isinstance(item, dist.ProcessGroup)}
+        values += value if isinstance(value, list | tuple) else [value]
+    groups = {id(item): item for item in values if isinstance(item, dist.ProcessGroup)}
     return [g for g in groups.values() if g in alive() and g is not dist.group.WORLD]
 
 
@@ -28,7 +28,7 @@ def alive() -> Any:
 
 def held(groups: list[Any]) -> list[bool]:
     """Return for each group whether anything but torch.distributed and `groups` refers to it."""
-    # What a reference count shows for an object that nobody else holds depends on the interpreter.
+    # The reference count of an object without other holders depends on the interpreter.
     unheld = object()
     (free,) = _references([unheld])
     free -= 1  # its name
@@ -41,7 +41,7 @@ def held(groups: list[Any]) -> list[bool]:
 def _references(objects: list[Any]) -> list[int]:
     import sys
 
-    return [sys.getrefcount(objects[place]) for place in range(len(objects))]
+    return [sys.getrefcount(objects[index]) for index in range(len(objects))]
 
 
 def _by_torch(group: Any) -> int:

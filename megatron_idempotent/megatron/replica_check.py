@@ -35,14 +35,14 @@ class _Numbers(NamedTuple):
 
 
 def check_replicas(model_chunks: Sequence[Any]) -> None:
-    """Compare what data-parallel ranks, and what tensor-parallel ranks, of these chunks share.
+    """Compare the gradients and parameters that data- and tensor-parallel ranks share.
 
     Each bucket group must have been reduced equally often, at least once if it has gradients.
     Parameters must have the same bits, and with an all-reduce gradients too. (After a
-    reduce-scatter each rank holds another shard of them.) Parameters that are not marked
+    reduce-scatter each rank holds a different shard of them.) Parameters that are not marked
     `tensor_model_parallel`, such as those of norms and routers, must have the same bits on all
     tensor-parallel ranks as well. All ranks of each chunk's groups take part, with one small
-    all-gather per group; one more if something differs.
+    all-gather per group, and one more if something differs.
 
     Raises:
         ReplicaMismatchError: on all ranks of the group; names the first parameter that differs,
@@ -53,18 +53,18 @@ def check_replicas(model_chunks: Sequence[Any]) -> None:
             continue
         rows = [_Numbers(*map(int, _row(chunk, group))) for chunk, _, group in entries]
         gathered = _all_gather(rows, process_group)
-        # By bucket group, and within it by rank.
+        # `gathered` is by rank; `ranks` are all ranks' rows of one bucket group.
         for (chunk, index, group), ranks in zip(entries, zip(*gathered, strict=True), strict=True):
             problem = _problem(group, ranks)
             if problem is not None:
-                where = f"bucket group {index} of chunk {model_chunks.index(chunk)}"
-                _raise(chunk, group, where, problem, ranks, process_group)
+                location = f"bucket group {index} of chunk {model_chunks.index(chunk)}"
+                _raise(chunk, group, location, problem, ranks, process_group)
     for process_group, params in _replicated(model_chunks).items():
         _compare_replicated(params, process_group)
 
 
 def _replicated(model_chunks: Sequence[Any]) -> dict[Any, list[tuple[Any, Tensor]]]:
-    """Return trained parameters that tensor-parallel ranks have whole, by their process group."""
+    """Return trained parameters that tensor-parallel ranks replicate, by their process group."""
     from megatron.core import parallel_state
 
     dense = parallel_state.get_tensor_model_parallel_group()
@@ -92,14 +92,14 @@ def _compare_replicated(params: Sequence[tuple[Any, Tensor]], process_group: Any
         raise ReplicaMismatchError(
             f"parameters differ between tensor-parallel ranks before the optimizer step: "
             f"{name_of(*params[index])} is the first; {ranks}. It is not marked "
-            "tensor_model_parallel, so all of them should have it whole: sum its gradient over "
-            "them (param.sequence_parallel = True does, with sequence parallelism); if it is a "
-            "shard, mark it, or norms leave it out"
+            "tensor_model_parallel, so all of them should have the same copy: sum its gradient "
+            "over them (param.sequence_parallel = True does, with sequence parallelism); if it is "
+            "a shard, mark it, or norms leave it out"
         )
 
 
 def _first_mismatch(tensors: Sequence[Tensor], process_group: Any) -> tuple[int, str] | None:
-    """Return the index of the first tensor that ranks have otherwise, and which ranks do.
+    """Return the index of the first tensor that differs between ranks, and those ranks in words.
 
     All ranks of the group take part.
     """
@@ -125,14 +125,14 @@ def _problem(group: Any, ranks: Sequence[_Numbers]) -> str | None:
 
 
 def _raise(
-    chunk: Any, group: Any, where: str, field: str, ranks: Sequence[_Numbers], process_group: Any
+    chunk: Any, group: Any, location: str, field: str, ranks: Sequence[_Numbers], process_group: Any
 ) -> None:
     if field == "reductions":
         numbers = torch.distributed.get_process_group_ranks(process_group)
         counts = {rank: row.reductions for rank, row in zip(numbers, ranks, strict=True)}
         first = name_of(chunk, group.buckets[0].params_list[0])
         raise ReplicaMismatchError(
-            f"{where} (with {first}) was not reduced on every rank of its data-parallel group: "
+            f"{location} (with {first}) was not reduced on every rank of its data-parallel group: "
             f"reductions since zero_grad_buffer() by rank {counts}. Set "
             "config.finalize_model_grads_func (megatron_idempotent.wire_train_config does), and "
             "let every rank run the same windows"
@@ -144,9 +144,11 @@ def _raise(
         index, differing = mismatch
         raise ReplicaMismatchError(
             f"{field} differ between data-parallel ranks before the optimizer step: "
-            f"{name_of(chunk, params[index])} in {where} is the first; {differing}"
+            f"{name_of(chunk, params[index])} in {location} is the first; {differing}"
         )
-    raise ReplicaMismatchError(f"{field} of {where} differ between ranks in padding only: {ranks}")
+    raise ReplicaMismatchError(
+        f"{field} of {location} differ between ranks in padding only: {ranks}"
+    )
 
 
 def _row(chunk: Any, group: Any) -> tuple[Any, ...]:
@@ -168,7 +170,7 @@ def _comparable(chunk: Any, group: Any) -> bool:
 
 
 def _by_process_group(model_chunks: Sequence[Any]) -> dict[Any, list[tuple[Any, int, Any]]]:
-    found: dict[Any, list[tuple[Any, int, Any]]] = {}
+    entries: dict[Any, list[tuple[Any, int, Any]]] = {}
     for chunk in model_chunks:
         for index, group in enumerate(bucket_groups(chunk)):
             process_group = (
@@ -176,15 +178,17 @@ def _by_process_group(model_chunks: Sequence[Any]) -> dict[Any, list[tuple[Any, 
                 if group.ddp_config.use_distributed_optimizer
                 else group.data_parallel_group
             )
-            found.setdefault(process_group, []).append((chunk, index, group))
-    return found
+            entries.setdefault(process_group, []).append((chunk, index, group))
+    return entries
 
 
 def _all_gather(rows: Sequence[_Numbers], process_group: Any) -> list[list[_Numbers]]:
-    mine = torch.tensor(rows, dtype=torch.int64, device=torch.cuda.current_device())
-    ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(process_group))]
+    local_rows = torch.tensor(rows, dtype=torch.int64, device=torch.cuda.current_device())
+    ranks = [
+        torch.empty_like(local_rows) for _ in range(torch.distributed.get_world_size(process_group))
+    ]
     # All ranks of the group must enter: the gather hangs otherwise.
-    torch.distributed.all_gather(ranks, mine, group=process_group)
+    torch.distributed.all_gather(ranks, local_rows, group=process_group)
     return [[_Numbers(*row) for row in rank.tolist()] for rank in ranks]
 
 
@@ -205,8 +209,8 @@ def checksum(values: Tensor) -> Tensor:
 
 def _combine(sums: Sequence[Tensor]) -> Tensor:
     total = torch.zeros_like(sums[0])
-    for one in sums:
-        total = total * _PRIME + one
+    for value in sums:
+        total = total * _PRIME + value
     return total
 
 

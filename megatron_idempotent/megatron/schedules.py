@@ -1,10 +1,10 @@
-"""Leads calls of Megatron's three pipeline schedules to open windows.
+"""Routes calls of Megatron's three pipeline schedules to open windows.
 
-`accumulation_window()` and `TrainStep` fill the list of open windows; otherwise a schedule's
-wrapper looks at an empty list.
+`accumulation_window()` and `TrainStep` fill the list of open windows; otherwise it is empty, and a
+schedule's wrapper calls the schedule.
 
 With `defer_embedding_wgrad_compute` the output layer keeps its inputs and output gradients in two
-lists, and its weight gradient is computed from them after the last backward. Upstream wants the
+lists, and its weight gradient is computed from them after the last backward. Upstream needs the
 fused CUDA kernel for it.
 """
 
@@ -25,7 +25,7 @@ ASKS_WINDOWS = "schedules-ask-windows"
 
 
 def chunks(model: Any) -> list[Any]:
-    """Return the model chunks of a schedule's `model` argument, which may be one chunk alone."""
+    """Return the model chunks of a schedule's `model` argument, which may be a single chunk."""
     return list(model) if isinstance(model, list) else [model]
 
 
@@ -47,7 +47,7 @@ class Window(Protocol):
 
 
 open_windows: list[Window] = PerProcessList(__name__, "open_windows")
-# Those that are in a call now: it is theirs already.
+# Windows that run a schedule call now: they get this call already.
 _running: list[Window] = PerProcessList(__name__, "_running")
 
 
@@ -57,13 +57,13 @@ def are_held(chunks: list[Any]) -> bool:
 
 
 def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Return `schedule`, or the `run` with it of the open window that holds a chunk of `model`.
+    """Return the function to call: the window's `run` if one is open for `model`, or `schedule`.
 
-    Several patches call this, so that the window is still asked if one of them is deleted; a call
-    that is under way in a window asks nobody again.
+    Several patches call this, so that windows still work if one of these patches is deleted. A
+    call that a window already runs goes on to `schedule`.
 
     Args:
-        schedule: what the wrapper got as its original.
+        schedule: the wrapper's `original`.
         model: the schedule's argument.
     """
     if install.state.verify_within:
@@ -79,15 +79,15 @@ def _run(window: Window, schedule: Callable[..., Any], **call: Any) -> Any:
         _running.append(window)
         return window.run(schedule, **call)
     finally:
-        _running[:] = [each for each in _running if each is not window]
+        _running[:] = [running for running in _running if running is not window]
 
 
 @lru_cache(maxsize=1)
 def sums_tokens_of_context_ranks() -> bool:
-    """Return whether the tokens that loss functions return are added up over context ranks too.
+    """Return whether upstream sums the tokens that loss functions return over context ranks too.
 
-    0.12 adds them up over the data-parallel ranks of one context rank: there a loss function
-    returns the tokens of all parts of its microbatch.
+    0.12 sums them over the data-parallel ranks of one context rank: there a loss function returns
+    the tokens of all parts of its microbatch.
     """
     module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     alone = "all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())"
@@ -95,7 +95,7 @@ def sums_tokens_of_context_ranks() -> bool:
 
 
 def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
-    """Return activations and output gradients that the last stage keeps; None without deferral."""
+    """Return the activations and output gradients that the last stage keeps; None if none."""
     holder = _holder(model[-1] if isinstance(model, list) else model)
     return (
         None if holder is None else (holder.embedding_activation_buffer, holder.grad_output_buffer)
@@ -107,14 +107,14 @@ def weight(chunk: Any) -> Any:
     holder = _holder(chunk)
     if holder is None:
         return None
-    found = output_weight(holder)
-    return found if found is not None and found.requires_grad else None
+    layer_weight = output_weight(holder)
+    return layer_weight if layer_weight is not None and layer_weight.requires_grad else None
 
 
 def output_weight(holder: Any) -> Any:
     """Return the weight that the output layer of a GPTModel multiplies by.
 
-    Upstream's schedules take the other one where a stage has MTP layers, and so both.
+    In a stage with MTP layers, which has both weights, upstream's schedules take the wrong one.
     """
     if holder.share_embeddings_and_output_weights:
         return holder.shared_embedding_or_output_weight()
@@ -128,7 +128,7 @@ def _holder(chunk: Any) -> Any:
         return None
     try:
         holder = get_attr_wrapped_model(chunk, "embedding_activation_buffer", return_model_obj=True)
-    except RuntimeError:  # upstream's word for: no module has it
+    except RuntimeError:  # upstream raises it if no module has the attribute
         return None
     if holder.embedding_activation_buffer is None or holder.grad_output_buffer is None:
         return None

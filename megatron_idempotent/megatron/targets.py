@@ -1,4 +1,4 @@
-"""Names the functions that patches wrap, by a short word for the place."""
+"""Gives short names to the functions that patches wrap."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _BUFFER = f"{_DISTRIBUTED}.param_and_grad_buffer"
 _FSDP = f"{_DISTRIBUTED}.fsdp.src.megatron_fsdp.megatron_fsdp"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 TRAINING = "megatron.training.training"
-_PLACES = {
+_PREFIXES = {
     # A wrapped chunk, its bucket groups (what one collective reduces or gathers) and its buffers,
     # which are zeroed by `reset` from 0.16 on.
     "ddp": f"{_DISTRIBUTED}.distributed_data_parallel:DistributedDataParallel.",
     "group": f"{_BUFFER}:_ParamAndGradBucketGroup.",
     "buffer": f"{_BUFFER}:_ParamAndGradBuffer.",
-    # The forward of a wrapped chunk, which Megatron-FSDP's wrapper shares.
+    # The base class of a wrapped chunk, with its forward; Megatron-FSDP's wrapper shares it.
     "chunk": f"{_DISTRIBUTED}.data_parallel_base:_BaseDataParallel.",
     "finalize": f"{_DISTRIBUTED}.finalize_model_grads:",
     # The first version of Megatron-FSDP.
@@ -27,8 +27,8 @@ _PLACES = {
     "any": f"{_OPTIMIZER}:MegatronOptimizer.",
     "mixed": f"{_OPTIMIZER}:MixedPrecisionOptimizer.",
     "fp32": f"{_OPTIMIZER}:FP32Optimizer.",
-    # The distributed optimizer writes its shard of the parameters in `step_with_ready_grads`, a
-    # layer-wise one in the chain's: 0.17 overrides `step`, and later releases the other.
+    # The distributed optimizer writes its shard of the parameters in `step_with_ready_grads`; a
+    # layer-wise one in `step` on 0.17, and in the chain's `step_with_ready_grads` later.
     "distributed": "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.",
     "chained": f"{_OPTIMIZER}:ChainedOptimizer.",
     "layer_wise": "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.",
@@ -46,22 +46,22 @@ _PLACES = {
 }
 
 
-def address(place: str) -> str:
+def address(name: str) -> str:
     """Return `module:qualname` of a function, given that or a short form, such as `ddp.no_sync`.
 
     `moe.router:TopKRouter.forward` and `core.parallel_state:destroy_model_parallel` are short, too.
     """
-    first, _, rest = place.partition(".")
-    return f"{_PLACES[first]}{rest}" if first in _PLACES else place
+    first, _, function = name.partition(".")
+    return f"{_PREFIXES[first]}{function}" if first in _PREFIXES else name
 
 
-def target(place: str, wrapper: Callable[..., Any], *relies_on: str, **more: Any) -> Target:
-    """Return the target for a function; `place` is as of `address`, and all else as of `Target`."""
-    return Target(address(place), wrapper, *relies_on, **more)
+def target(name: str, wrapper: Callable[..., Any], *relies_on: str, **more: Any) -> Target:
+    """Return the `Target` for the function that `address` finds by `name`."""
+    return Target(address(name), wrapper, *relies_on, **more)
 
 
 def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:
-    """Return the targets for `step` of all optimizers; DistributedOptimizer inherits its own."""
+    """Return the targets for `step` of all optimizers; DistributedOptimizer inherits one."""
     return tuple(target(f"{kind}.step", wrapper) for kind in ("chained", "mixed", "fp32"))
 
 

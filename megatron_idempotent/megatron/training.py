@@ -1,7 +1,7 @@
-"""Undoes what calls of `megatron.training.training` leave when they raise.
+"""Cleans up after calls of `megatron.training.training` that raise.
 
-They leave timers running, the settings that `evaluate` changes, and the rerun state machine inside
-of a step.
+They leave timers running, settings that `evaluate` changed, and the rerun state machine inside of a
+step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 from .targets import TRAINING
 
-#: Upstream adds it to the seed of each pipeline stage.
+#: Upstream adds this, times the pipeline rank, to the seed.
 STAGE_OFFSET = 100
 
 
@@ -30,7 +30,7 @@ def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
     while link is not None:
         frame = link.tb_frame
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == TRAINING:
-            # From Python 3.13 on a proxy, whose keys() are a list that no set compares with.
+            # A copy: from Python 3.13 on it is a proxy, whose keys() is a list and not a set.
             return dict(frame.f_locals)
         link = link.tb_next
     return None
@@ -39,17 +39,17 @@ def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
 def stopping(timers: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `original`; if it raises, stop the timers that it started and did not stop.
 
-    The times that they measured before stay: several iterations may add up to one line of the log.
+    Their earlier times stay: several iterations may add up to one line of the log.
     """
-    known = getattr(timers, "_timers", None)
-    if known is None:  # no timers, or a framework's own
+    by_name = getattr(timers, "_timers", None)
+    if by_name is None:  # no timers, or a framework's own
         return original(*args, **kwargs)
-    before = {name for name, timer in known.items() if timer._started}
+    started_before = {name for name, timer in by_name.items() if timer._started}
     try:
         return original(*args, **kwargs)
     except BaseException:
-        for name, timer in known.items():
-            if timer._started and name not in before:
+        for name, timer in by_name.items():
+            if timer._started and name not in started_before:
                 timer._started = False
         raise
 
@@ -66,7 +66,7 @@ def undone(
     config: Any,
     timers: Any,
 ) -> Any:
-    """Call an `evaluate`, upstream's or a copy, and undo its changes also if it raises.
+    """Call an `evaluate`, upstream's or a copy, and undo its changes, even if it raises.
 
     It changes training modes, the rerun mode, the config's timers and its own timer.
     """
@@ -88,16 +88,18 @@ def undone(
 
 
 def _put_back(chunks: Sequence[Any], modes: Sequence[tuple[Any, bool]]) -> None:
-    before = dict(modes)
+    was_training_by_module = dict(modes)
     for chunk in chunks:
-        if chunk.training is not before[chunk]:
-            chunk.train(before[chunk])  # first, because a module may do more here than set its mode
+        if chunk.training is not was_training_by_module[chunk]:
+            chunk.train(
+                was_training_by_module[chunk]
+            )  # first, because a module may do more here than set its mode
     for module, was_training in modes:
         if module.training is not was_training:
             module.training = was_training
 
 
-# A step is under way: state by name → where a next step has to find the machine.
+# State of the machine inside of a step → the state in which the next step must find it.
 _INTERRUPTED = {
     "INITIAL_RUN": "NOT_RUNNING_YET",
     "RERUNNING_IN_PLACE": "NOT_RUNNING_YET",
@@ -105,11 +107,11 @@ _INTERRUPTED = {
 }
 _RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-#: Modules that stand between the function that asks and the wrapper that it reaches.
+#: Modules whose frames are between the calling function and our wrapper.
 _BETWEEN = ("megatron_idempotent.patching", "wrapt")
 
-#: By machine: the call of a function that began its step. Nothing but the frame can tell that an
-#: exception has left that call. Held from the start of a step to its end, or to the next start.
+#: Machine → the frame of the function that began its step. Only the frame shows that an exception
+#: has left that function. Kept from the start of a step to its end, or to the next start.
 _began: PerProcessWeakKeys[Any, FrameType] = PerProcessWeakKeys(__name__, "_began")
 
 
@@ -129,7 +131,7 @@ def abandon(machine: Any) -> None:
     machine.state = type(machine.state)[waiting]
     machine.restart_again_requested = False
     machine.continue_requested = False
-    if waiting == "NOT_RUNNING_YET":  # what was loaded from a checkpoint is still to be rerun
+    if waiting == "NOT_RUNNING_YET":  # a state loaded from a checkpoint still has to be rerun
         machine.current_iteration -= 1
         machine.rerun_requested = False
         machine.checkpoint_requested = False
@@ -140,7 +142,7 @@ def abandon(machine: Any) -> None:
 
 
 def began(machine: Any) -> None:
-    """Remember which function runs the machine's step: the one that called our wrapper."""
+    """Remember the function that runs the machine's step: the caller of our wrapper."""
     _began[machine] = next(
         frame
         for frame in _outwards(sys._getframe(2))
@@ -149,15 +151,15 @@ def began(machine: Any) -> None:
 
 
 def ended(machine: Any) -> None:
-    """Forget which function ran the step, because its loop has ended as it should."""
+    """Forget the function that ran the step, because its loop has ended normally."""
     _began.pop(machine, None)
 
 
 def abandon_if_left(machine: Any) -> None:
     """End the machine's step if an exception has left the call that ran it.
 
-    A function that returned, or catches the exception itself, may still ask for the step's end:
-    its step is left alone.
+    A function that returned, or catches the exception itself, may still end the step: its step is
+    left alone.
     """
     frame = _began.get(machine)
     if frame is not None and _left_by_exception(frame):

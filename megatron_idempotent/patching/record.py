@@ -301,12 +301,12 @@ class Hazard(Record):
 
     @property
     def neighbour(self) -> Callable[..., object] | None:
-        """A right program beside the hazard, which stock runs and the patches must leave as it is.
+        """A correct program close to the hazard: a control.
 
-        It is called on every rank, stock and patched. It raises if stock gets the program wrong,
-        and returns what has to be the same to the bit: bytes, numbers, strings, or lists of them.
-        Each patch that can raise has one, and each helper. It may take `helped`, which is True
-        where it is called with the patches.
+        It must give the same bits with and without patches. It is called on every rank, stock and
+        patched. It raises if stock gets the program wrong, and returns the values to compare:
+        bytes, numbers, strings, or lists of them. Each patch that can raise has one, and each
+        helper. It may take `helped`, which is True when it is called with the patches.
         """
         return getattr(sys.modules[self.module], "neighbour", None)
 
@@ -317,7 +317,7 @@ class Hazard(Record):
 
     @property
     def answer(self) -> str:
-        """The remedy for the hazard, for the tables."""
+        """What to do about the hazard, in a few words; an error message shows it."""
         raise NotImplementedError
 
     @property

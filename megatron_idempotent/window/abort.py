@@ -1,4 +1,4 @@
-"""Drops a window that failed so that the next one computes as if it had not been."""
+"""Drops a failed window, so that the next one computes what it would have without it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_idempotent.megatron.training import abandon, live_machine
 
 from .open_contexts import close_contexts, drop_coalescing, leave_no_sync
 
-# What Megatron times between the start of a window and the end of its step. Timers of the caller's,
-# around several windows, run on.
+# Timers that Megatron starts between the start of a window and the end of its step. The caller's
+# own timers, around several windows, keep running.
 WINDOW_TIMERS = frozenset(
     {
         *("all-grads-sync", "backward-compute", "backward-recv", "backward-send"),
@@ -42,39 +42,38 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
     forward and the end of `optimizer.step()`; on every rank that holds the model, with or without
     patches applied. Safe to repeat; on a model between two steps it changes no value.
 
-    It works on this rank alone: it starts no collective, and waits for those in flight. So it is
-    for failures that all ranks have at the same place. After a failure on some ranks only, the
-    others wait in a collective for ever, or have sent messages that no rank reads: agree between
-    ranks first.
+    It works on this rank alone: it starts no collective, and only waits for those in flight. So use
+    it for failures that all ranks have at the same place. After a failure on some ranks only, the
+    other ranks wait in a collective for ever, or have sent messages that no rank receives: agree
+    between ranks first.
 
-    It puts back the following. Reductions in flight have ended and gradients are zero, in the
-    buffers, in `param.grad` and in the optimizer. Gathers in flight have ended, and collectives
-    that were being put together are dropped. `no_sync` is left, also if a traceback still holds it,
-    and so are other contexts whose exit the exception interrupted, if it is being handled. A first
-    window's counts are dropped. MoE token counts, auxiliary losses kept for logging, router replay,
-    overlapped shared experts and deferred embedding gradients are empty. Megatron's timers of a
-    window are stopped. The rerun state machine waits for a step, and no recomputation is under way.
-    Config, training mode, hooks, random states and loss scale stay as they are.
+    When it returns, reductions and gathers in flight have ended, and gradients are zero in the
+    buffers, in `param.grad` and in the optimizer. Collectives that were being coalesced are
+    dropped. `no_sync` is left, even if a traceback still holds it, and so are other contexts whose
+    exit the exception interrupted, if it is being handled. A first window's counts are dropped. MoE
+    token counts, auxiliary losses kept for logging, router replay, overlapped shared experts and
+    deferred embedding gradients are empty. Megatron's timers of a window are stopped. The rerun
+    state machine waits for a step, and no recomputation is under way. Config, training mode, hooks,
+    random states and loss scale stay as they are.
 
-    It cannot put back an update that has begun. If `optimizer.step()` raised before its inner
-    optimizer ran, parameters are as they were. If it raised later, the step count,
-    `state["step"]`, is one higher, and this rank's shards are updated: all of them, if the inner
-    optimizer returned. Then all ranks can make up for the rest of the step:
-    `_copy_main_params_to_model_params()` of an optimizer that keeps float32 copies, and
-    `chunk.start_param_sync(force_sync=True)`, or with overlap_param_gather the next forward. If
-    the inner optimizer raised, or one of several, load a checkpoint. A dynamic loss scale has
-    counted the window once `prepare_grads` has returned.
+    It cannot undo an update that has begun. If `optimizer.step()` raised before its inner optimizer
+    ran, parameters are unchanged. If it raised later, the step count, `state["step"]`, is one
+    higher, and this rank's shards are updated: all of them, if the inner optimizer returned. Then
+    all ranks can complete the step: `_copy_main_params_to_model_params()` of an optimizer that
+    keeps float32 copies, and `chunk.start_param_sync(force_sync=True)`, or with
+    overlap_param_gather the next forward. If the inner optimizer raised, or one of several, load a
+    checkpoint. A dynamic loss scale has counted the window once `prepare_grads` has returned.
 
-    It does not cover tensors on their way between pipeline stages, CUDA graphs, Transformer
-    Engine's FP8 state, fine-grained activation offloading, or the second version of Megatron-FSDP.
+    It does not cover tensors in flight between pipeline stages, CUDA graphs, Transformer Engine's
+    FP8 state, fine-grained activation offloading, or the second version of Megatron-FSDP.
 
     Args:
         model_chunks: this rank's chunks, in Megatron's `DistributedDataParallel` or Megatron-FSDP.
         optimizer: what `get_megatron_optimizer` returned for them, if they have one.
 
     Raises:
-        ValueError: there is no chunk, a chunk is wrapped in neither, or the optimizer is not
-            Megatron's.
+        ValueError: there is no chunk, a chunk has neither of these wrappers, or the optimizer is
+            not Megatron's.
 
     Example:
         try:
@@ -113,9 +112,9 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
 
 
 def drop_collectives(chunks: Sequence[Any]) -> None:
-    """Forget the collectives that a poisoned session has under way; some will never end.
+    """Forget the collectives that a poisoned session has in flight; some will never end.
 
-    A gather may have ended on some ranks only, so all gather again before the next forward.
+    A gather may have ended on some ranks only, so all ranks gather again before the next forward.
     """
     for chunk in chunks:
         for group in bucket_groups(chunk):
@@ -125,7 +124,7 @@ def drop_collectives(chunks: Sequence[Any]) -> None:
 
 
 def checked(
-    what: str,
+    caller: str,
     model_chunks: Any,
     optimizer: Any,
     *,
@@ -133,39 +132,40 @@ def checked(
 ) -> list[Any]:
     """Return the chunks as a list, after checking that they and the optimizer are Megatron's.
 
-    Chunks are in Megatron's DDP, or in a wrapper for which `or_in` is true. `what` names the
-    caller in messages. Call it before you change anything: half of a model aborted is worse than
-    none.
+    Chunks are in Megatron's DDP, or in a wrapper for which `or_in` is true. `caller` is the
+    function that error messages name. Call it before you change anything: a model that is half
+    aborted is worse than one that is not aborted.
 
     Raises:
-        ValueError: they are not.
+        ValueError: there is no chunk, a chunk has no such wrapper, or the optimizer is not
+            Megatron's.
     """
     if isinstance(model_chunks, torch.nn.Module) or not isinstance(model_chunks, Iterable):
         raise ValueError(
-            f"{what} got a {type(model_chunks).__name__}: pass the list of this rank's "
-            "chunks, also if there is one"
+            f"{caller} got a {type(model_chunks).__name__}: pass the list of this rank's "
+            "chunks, even if there is only one"
         )
     chunks = list(model_chunks)
     if not chunks:
-        raise ValueError(f"{what} got no model chunk: pass the list that DDP wrapped")
+        raise ValueError(f"{caller} got no model chunk: pass the list that DDP wrapped")
     for chunk in chunks:
         in_ddp = hasattr(chunk, "bucket_groups") and hasattr(chunk, "zero_grad_buffer")
         if not in_ddp and not or_in(chunk):
             raise ValueError(
-                f"{what} got a {type(chunk).__name__}, which has no bucket groups: pass "
+                f"{caller} got a {type(chunk).__name__}, which has no bucket groups: pass "
                 "the chunks wrapped in megatron.core.distributed.DistributedDataParallel, not what "
                 "is inside of them"
             )
     if optimizer is not None and not hasattr(optimizer, "step_with_ready_grads"):
         raise ValueError(
-            f"{what} got a {type(optimizer).__name__} as optimizer, which has no "
+            f"{caller} got a {type(optimizer).__name__} as optimizer, which has no "
             "step_with_ready_grads: pass what get_megatron_optimizer() returned, or None"
         )
     return chunks
 
 
 def _forget_activations(chunk: Any) -> None:
-    """Drop activations and routings that modules keep for a later part of the same window."""
+    """Drop activations and expert choices that modules keep for later in the same window."""
     for module in chunk.modules():
         if hasattr(module, "pre_forward_comm"):
             reset_shared_experts(module)
@@ -174,12 +174,12 @@ def _forget_activations(chunk: Any) -> None:
             if deferred is not None:
                 deferred.clear()
         replay = getattr(module, "router_replay", None)
-        if replay is not None:  # routings that a recomputation would have used up
+        if replay is not None:  # expert choices that a recomputation would have consumed
             replay.replay_backward_list = []
 
 
 def _clear_logs() -> None:
-    """Clear the totals that layers log; those of earlier windows go too, if not logged yet."""
+    """Clear the totals that layers log, including those of earlier windows not logged yet."""
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if logging is not None:  # from 0.18 on
@@ -199,5 +199,5 @@ def _stop_timers(chunks: list[Any], optimizer: Any) -> None:
     ):
         for name, timer in getattr(timers, "_timers", {}).items():
             if name in WINDOW_TIMERS:
-                # Not stop(), which would count the broken window; what was measured before stays.
+                # Not stop(), which would add the broken window's time to the earlier ones.
                 timer._started = False

@@ -1,7 +1,7 @@
-"""Makes one optimizer step of several calls of a pipeline schedule, with the gradient of one call.
+"""Makes one optimizer step of several schedule calls, with the gradient of a single call.
 
 A schedule divides the loss and the auxiliary losses by the number of microbatches of that call, and
-reduces and finalizes the gradients at its end. So several calls give another gradient than one.
+reduces and finalizes the gradients at its end. So several calls give a different gradient than one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_idempotent.patching.needs import Need, check_applied
 
 
 def configs_of(chunks: Sequence[Any]) -> list[Any]:
-    """Return the chunks' configs, each once: mostly there is one for all of them."""
+    """Return the chunks' configs without duplicates: chunks mostly share one."""
     return list({id(config): config for config in map(get_model_config, chunks)}.values())
 
 
@@ -31,9 +31,9 @@ def suppress_grad_sync(
     configs: Sequence[Any],
     instead_of_finalize: Callable[..., None],
 ) -> None:
-    """Let no call of a schedule reduce or finalize gradients until the stack is left.
+    """Keep schedule calls from reducing or finalizing gradients until the stack is left.
 
-    Schedules call `instead_of_finalize` with the arguments of the finalize function.
+    Instead of the finalize function, schedules call `instead_of_finalize` with its arguments.
     """
     for config in configs:
         functions = config.no_sync_func
@@ -44,12 +44,12 @@ def suppress_grad_sync(
         # The schedule leaves its own no_sync context for the last microbatch.
         set_for(stack, config, "no_sync_func", nullcontext)
         set_for(stack, config, "grad_sync_func", None)
-        # Not None: the schedules would leave out the deferred embedding gradient with it.
+        # Not None: with None the schedules would also skip the deferred embedding gradient.
         set_for(stack, config, "finalize_model_grads_func", instead_of_finalize)
 
 
 def start_held(chunk: Any) -> None:
-    """Start the reductions that were held back, after the last backward of a step.
+    """Start the reductions that `no_sync` held back, after the last backward of a step.
 
     Raises:
         RuntimeError: the chunk is in hybrid Megatron-FSDP, which reduces inside a backward only.
@@ -66,8 +66,8 @@ def start_held(chunk: Any) -> None:
         )
     if wrapped.data_parallel_sharding_strategy in ("no_shard", "optim"):  # others never hold back
         groups = wrapped.param_and_grad_buffer.parameter_groups
-        held = [each for group in groups if group.requires_grad for each in group.params]
-        wrapped.grad_reduce_pipeline.reduce_gradients(held)
+        params = [param for group in groups if group.requires_grad for param in group.params]
+        wrapped.grad_reduce_pipeline.reduce_gradients(params)
 
 
 def _overlaps(chunk: Any) -> bool:
@@ -94,16 +94,16 @@ def dividing_by(
 ) -> Iterator[None]:
     """Have schedules divide losses by `divisor` instead of their number of microbatches.
 
-    It replaces the schedules' function that divides, which reads the number for nothing else. The
+    It replaces the schedules' function that divides, which uses the number for nothing else. The
     losses of MoE, MTP and experimental attention are also multiplied by `auxiliary_weight`, unless
-    the config has scale functions for them; a function is called after each forward. Without
-    `context_parallel` losses are not multiplied by the number of context-parallel ranks; the
-    schedules of some releases multiply some losses by it because DDP averages over these ranks.
+    the config has scale functions for them; if it is a function, it is called after each forward.
+    The schedules of some releases multiply some losses by the number of context-parallel ranks,
+    because DDP averages over these ranks; without `context_parallel` they do not.
     """
     late = hasattr(schedules, "forward_step_calc_loss")  # 0.14 on; before, forward_step divides
     name = "forward_step_calc_loss" if late else "forward_step"
     original = getattr(schedules, name)
-    number, config, ranks = _places(original)
+    number, config, ranks = _positions(original)
 
     def with_divisor(*args: Any, **kwargs: Any) -> Any:
         if len(args) > number:
@@ -133,23 +133,22 @@ def dividing_by(
 
 
 @functools.lru_cache(maxsize=8)
-def _places(function: Callable[..., Any]) -> tuple[int, int, int | None]:
-    """Return three positions among the function's parameters.
+def _positions(function: Callable[..., Any]) -> tuple[int, int, int | None]:
+    """Return the positions of `num_microbatches`, `config` and `cp_group_size` in the signature.
 
-    They are those of the number of microbatches, of the config, and of the number of
-    context-parallel ranks; None for the last before 0.14, where functions look it up themselves.
+    The last is None before 0.14, where functions look up the number of context-parallel ranks.
     """
     parameters = list(inspect.signature(function).parameters)
     number, config = parameters.index("num_microbatches"), parameters.index("config")
-    late = "cp_group_size" in parameters
-    return number, config, parameters.index("cp_group_size") if late else None
+    has_cp_group_size = "cp_group_size" in parameters
+    return number, config, parameters.index("cp_group_size") if has_cp_group_size else None
 
 
 def multiplies_by_ranks() -> bool:
-    """Return whether `dividing_by(context_parallel=False)` leaves a multiplication by ranks.
+    """Return whether losses are multiplied by ranks despite `dividing_by(context_parallel=False)`.
 
-    0.12 multiplies a loss that comes with its tokens by the number of context-parallel ranks all
-    the same: it looks the number up twice, the second time for losses without tokens.
+    0.12 still multiplies a loss that comes with its tokens by the number of context-parallel ranks:
+    it looks the number up twice, the second time for losses without tokens.
     """
     if hasattr(schedules, "forward_step_calc_loss"):
         return False
@@ -160,7 +159,7 @@ def _times(
     weight: float | Callable[[], float], scale: Callable[[Any], Any] | None
 ) -> Callable[[Any], Any]:
     def weighed(loss: Any) -> Any:
-        # Asked here, because before 0.14 the microbatch is taken inside of the patched function.
+        # Called here, because before 0.14 the patched function fetches the microbatch itself.
         factor = weight() if callable(weight) else weight
         return (loss if scale is None else scale(loss)) * factor
 
@@ -175,7 +174,7 @@ _DOOR = Need(
 
 
 class AccumulationWindow:
-    """Runs the schedule calls of one optimizer step; `accumulation_window()` makes it."""
+    """Runs the schedule calls of one optimizer step; `accumulation_window()` creates it."""
 
     def __init__(self, chunks: list[Any], total: int | None) -> None:
         self._chunks = chunks
@@ -191,7 +190,7 @@ class AccumulationWindow:
 
     def holds(self, chunk: Any) -> bool:
         """Return whether the chunk is one of this window's."""
-        return any(chunk is mine for mine in self._chunks)
+        return any(chunk is held_chunk for held_chunk in self._chunks)
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
         """Run one call of a schedule, and return what it returns; patched schedules call this.
@@ -202,13 +201,13 @@ class AccumulationWindow:
         """
         if call.get("forward_only", False):
             return schedule(**call)
-        after = self._done + call["num_microbatches"]
+        done_after = self._done + call["num_microbatches"]
         if self._broken:
             raise RuntimeError(
                 "an earlier schedule call of this accumulation_window() raised, so the gradients "
                 "are partial: leave the window, drop them and begin the step again"
             )
-        if self._total is not None and after > self._total:
+        if self._total is not None and done_after > self._total:
             raise ValueError(
                 f"accumulation_window() has {self._total} microbatches, {self._done} have run, and "
                 f"this call brings {call['num_microbatches']}: pass the total of the whole step"
@@ -218,13 +217,13 @@ class AccumulationWindow:
             divisor = self._total or 1  # without a total they are divided at the end
             if divisor != call["num_microbatches"]:
                 stack.enter_context(dividing_by(divisor))
-            if after == self._total:
+            if done_after == self._total:
                 self._let_finalize(stack)
             else:
                 suppress_grad_sync(stack, self._chunks, self._configs, self._count_tokens)
             result = schedule(**call)
-        self._done = after
-        self._finalized = after == self._total
+        self._done = done_after
+        self._finalized = done_after == self._total
         self._broken = False
         return result
 
@@ -279,32 +278,32 @@ class AccumulationWindow:
 
 @contextmanager
 def accumulation_window(model_chunks: Any, total_microbatches: int | None = None) -> Iterator[None]:
-    """Make the schedule calls inside one optimizer step: their gradient is that of one call.
+    """Make the schedule calls in the block one optimizer step, with the gradient of a single call.
 
     Inside, every division by the number of microbatches in Megatron's schedules (the loss, the MoE
     auxiliary and z-loss, MTP) uses the step's total instead of that call's number. Only the call
     that completes the total reduces and finalizes the gradients; it overlaps as usual. With
     `calculate_per_token_loss` the tokens of all calls are added up. The same microbatches in the
     same order give the same bits in any number of calls. Forward-only calls pass through, and so do
-    calls for other models. The config's functions are those of the caller again after each call.
+    calls for other models. After each call the config has the caller's functions again.
 
     A loss function that undoes Megatron's division, by multiplying by the number of microbatches of
     its call, must multiply by the total instead, which has to be known at the start.
 
-    Without a total, no call reduces, and the gradients are divided and reduced at the end of the
-    block, without overlap: exactly if the total is a power of two, else with a rounding. All ranks
-    enter with the same number. Zero the gradient buffers before, step after.
+    Without a total, no call reduces. At the end of the block the gradients are divided, exactly if
+    the total is a power of two, else with one rounding, and reduced without overlap. All ranks
+    enter with the same number. Zero the gradient buffers before the block, step after it.
 
     Args:
         model_chunks: this rank's chunks as the schedule gets them, or the only chunk.
-        total_microbatches: the number of the whole step, on this data-parallel rank; None if it is
-            not known yet.
+        total_microbatches: the number of microbatches of the step on this data-parallel rank; None
+            if it is not known yet.
 
     Raises:
         ValueError: there is no chunk, the total is not positive, or calls bring more microbatches
             than it has.
-        RuntimeError: another window holds one of the chunks; the patch through which it reaches the
-            schedules is not applied; or the block ends, without an exception, before the total.
+        RuntimeError: another window holds one of the chunks; the patch that leads schedule calls to
+            this window is not applied; or the block ends, without an exception, before the total.
 
     Example:
         with accumulation_window(chunks, total_microbatches=8):
@@ -326,7 +325,7 @@ def accumulation_window(model_chunks: Any, total_microbatches: int | None = None
     window = AccumulationWindow(chunks, total)
     if are_held(chunks):
         raise RuntimeError(
-            "accumulation_window() is open for these chunks already, and a step has one window: "
+            "accumulation_window() is already open for these chunks, and a step has one window: "
             "leave that block first, or make the calls inside of it"
         )
     open_windows.append(window)

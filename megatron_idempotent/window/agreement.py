@@ -1,8 +1,8 @@
-"""Tells all ranks whether any of them failed, before anything depends on the answer.
+"""Tells all ranks whether any of them failed, before they go on.
 
 The agreement runs on gloo groups of its own, over the host: it never waits for the GPU, it has a
 deadline, and it still works where NCCL or a pipeline message is stuck. Once ranks can no longer
-agree, the session is poisoned: what was sent and never received cannot be taken back.
+agree, the session is poisoned: messages that were sent and never received cannot be recalled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ LONGEST_S = 1e9
 LOCKSTEP_S = 30.0
 """Seconds that a rank which failed in a layer waits for its tensor-parallel peers to fail too."""
 
-# Who is in it, and the deadline in seconds → the default group it was made under, and the gloo
-# group. A deadline belongs to a gloo group, as its collectives take none on every release of torch.
+# Name of a group of ranks, and the deadline in seconds → the default group at its creation, and the
+# gloo group. Each deadline needs a gloo group, because collectives take no timeout of their own.
 _control: dict[tuple[str, float], tuple[Any, Any]] = PerProcessDict(__name__, "_control")
 
 
@@ -37,7 +37,7 @@ class _Session(PerProcess):
     poisoned: str | None = None
     # Counts rebuilds, so that an old reason in the store is not taken for a new one.
     number = 0
-    # Whether ranks are in an `as_one` block, and nobody has told of an error in it.
+    # Whether ranks are in an `as_one` block, and no rank has reported an error in it.
     as_one = False
 
 
@@ -45,7 +45,7 @@ _session = _Session(__name__, "_session")
 
 
 class WindowAborted(RuntimeError):
-    """Says that ranks failed, and that all ranks stopped; the message says what is left to do.
+    """Says that ranks failed, and that all ranks stopped; the message says what to do next.
 
     `failures` maps global ranks to what happened there. On those ranks the original error is the
     `__cause__`, and the message begins with it. `rank` is the global rank of this process, None
@@ -60,25 +60,25 @@ class WindowAborted(RuntimeError):
         if rank is None and dist.is_initialized():
             rank = dist.get_rank()
         self.rank = rank
-        # Among hundreds of ranks, and errors of many lines, a reader looks for his own first.
-        ordered = sorted(self.failures.items(), key=lambda each: (each[0] != rank, each[0]))
-        told = "; ".join(f"rank {number}: {text}" for number, text in ordered)
-        super().__init__(f"{told}. {consequence}")
+        # This rank's error comes first, because there may be hundreds of ranks with long errors.
+        ordered = sorted(self.failures.items(), key=lambda item: (item[0] != rank, item[0]))
+        errors = "; ".join(f"rank {number}: {text}" for number, text in ordered)
+        super().__init__(f"{errors}. {consequence}")
 
     def __reduce__(self) -> tuple[type[WindowAborted], tuple[dict[int, str], str, int | None]]:
-        # The default rebuilds from the message.
+        # The default would rebuild the error from its message.
         return type(self), (self.failures, self.consequence, self.rank)
 
 
 class SessionPoisoned(RuntimeError):
     """Says that ranks left a window at different points; no rank may run another guarded window.
 
-    `rebuild_process_groups()` or a restart of the processes lifts that.
+    `rebuild_process_groups()` or a restart of the processes ends this state.
     """
 
 
 def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S) -> None:
-    """Raise on all ranks if any rank brings an error; call it before a schedule starts.
+    """Raise on all ranks if any rank passes an error; call it before a schedule starts.
 
     All ranks of the default group take part: one all-reduce of one number, on the host. The first
     call with a given deadline also creates its group.
@@ -120,7 +120,7 @@ def checked_deadline(deadline_s: Any) -> float:
     if deadline_s > LONGEST_S:
         raise ValueError(
             f"deadline_s is {deadline_s!r}, and the longest timeout of a process group is "
-            f"{LONGEST_S:g} seconds: give it that to wait for ever"
+            f"{LONGEST_S:g} seconds: pass that to wait for ever"
         )
     return float(deadline_s)
 
@@ -131,7 +131,7 @@ def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[
     `group` is a gloo group with that deadline, None for the one of all ranks.
 
     Raises:
-        SessionPoisoned: a rank did not come within `deadline_s`.
+        SessionPoisoned: a rank did not arrive within `deadline_s`.
     """
     if not dist.is_initialized():
         return {} if failure is None else {0: failure}
@@ -142,12 +142,14 @@ def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[
         if not any_failed.item():
             return {}
         ranks = dist.get_process_group_ranks(group)
-        told: list[str | None] = [None] * len(ranks)
-        dist.all_gather_object(told, failure, group=group)
+        texts: list[str | None] = [None] * len(ranks)
+        dist.all_gather_object(texts, failure, group=group)
     except RuntimeError as lost:
-        own = "" if failure is None else f"; this rank failed itself: {failure}"
-        raise poison(f"the ranks did not agree within {deadline_s:g} s ({lost}){own}") from lost
-    return {rank: text for rank, text in zip(ranks, told, strict=True) if text is not None}
+        own_failure = "" if failure is None else f"; this rank failed itself: {failure}"
+        raise poison(
+            f"the ranks did not agree within {deadline_s:g} s ({lost}){own_failure}"
+        ) from lost
+    return {rank: text for rank, text in zip(ranks, texts, strict=True) if text is not None}
 
 
 def control_group(deadline_s: float) -> Any:
@@ -166,10 +168,11 @@ def control_group(deadline_s: float) -> Any:
 
 @contextmanager
 def as_one(consequence: str) -> Iterator[None]:
-    """Leave the block on all ranks with an error if one does. All ranks of the default group enter.
+    """Leave the block with an error on all ranks if one rank does. All ranks of WORLD enter.
 
-    They learn of it at the next `meet`, at the latest at the end of the block. A block within
-    another one is a part of that. `consequence` tells the others what is left to do.
+    They learn of the error at the next `meet`, at the latest at the end of the block. A nested
+    block is part of the outer one. `consequence` is the end of the error message, which says what
+    to do next.
 
     Raises:
         WindowAborted: another rank has failed.
@@ -209,20 +212,20 @@ def as_one_at_barriers(consequence: str) -> Iterator[None]:
 
 
 def meet(consequence: str, error: BaseException | None = None) -> None:
-    """Raise on all ranks of an `as_one` block if one brings an error; outside of one, raise it.
+    """Raise on all ranks of an `as_one` block if one passes an error; outside a block, raise it.
 
-    The group is the default one: a rank that cannot open files cannot make another.
+    It uses the default group, because a rank that cannot open files cannot create another.
     """
     if not _session.as_one:
         if error is not None:
             raise error
         return
-    own = None if error is None else describe(error)
-    told: list[str | None] = [own]
+    own_text = None if error is None else describe(error)
+    texts: list[str | None] = [own_text]
     if dist.is_initialized():
-        told *= dist.get_world_size()
-        dist.all_gather_object(told, own)
-    failures = {rank: text for rank, text in enumerate(told) if text is not None}
+        texts *= dist.get_world_size()
+        dist.all_gather_object(texts, own_text)
+    failures = {rank: text for rank, text in enumerate(texts) if text is not None}
     if failures:
         _session.as_one = False
         raise WindowAborted(failures, consequence) from error
@@ -230,9 +233,10 @@ def meet(consequence: str, error: BaseException | None = None) -> None:
 
 @contextmanager
 def attempt(consequence: str) -> Iterator[None]:
-    """Raise on all ranks if one cannot read or write a file here; ranks `meet` at the end.
+    """Raise on all ranks if the block raises `OSError` or `ValueError` on one of them.
 
-    It stands within `as_one`. What counts is an `OSError` or a `ValueError`.
+    Ranks `meet` at the end of the block. Use it within `as_one`, around code that reads or writes
+    files.
     """
     error = None
     try:
@@ -242,14 +246,14 @@ def attempt(consequence: str) -> Iterator[None]:
     meet(consequence, error)
 
 
-def compare(what: str, group: Any) -> list[str]:
-    """Return a string from each rank of a gloo group; empty if one did not come in time."""
-    told: list[Any] = [None] * dist.get_world_size(group)
+def compare(text: str, group: Any) -> list[str]:
+    """Return the texts of all ranks of a gloo group; none if a rank did not arrive in time."""
+    texts: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(told, what, group=group)
+        dist.all_gather_object(texts, text, group=group)
     except RuntimeError:
         return []
-    return told
+    return texts
 
 
 def lockstep_group() -> Any:
@@ -264,7 +268,7 @@ def lockstep_group() -> Any:
 
 
 def shared_group(name: str, key: object, deadline_s: float) -> Any:
-    """Return the gloo group over all ranks that give the same key, made once per name and deadline.
+    """Return the gloo group of all ranks that pass the same key; one per name and deadline.
 
     The first call is a collective over all ranks, like that of `control_group`.
     """
@@ -274,10 +278,10 @@ def shared_group(name: str, key: object, deadline_s: float) -> Any:
         keys: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(keys, key, group=control_group(DEADLINE_S))
         timeout = datetime.timedelta(seconds=deadline_s)
-        for each in dict.fromkeys(keys):
-            members = [rank for rank, theirs in enumerate(keys) if theirs == each]
-            made = dist.new_group(members, backend="gloo", timeout=timeout)
-            group = made if each == key else group
+        for group_key in dict.fromkeys(keys):
+            members = [rank for rank, rank_key in enumerate(keys) if rank_key == group_key]
+            new_group = dist.new_group(members, backend="gloo", timeout=timeout)
+            group = new_group if group_key == key else group
         _control[name, deadline_s] = (world, group)
     return group
 
@@ -291,8 +295,8 @@ def poison(reason: str) -> SessionPoisoned:
         with contextlib.suppress(RuntimeError, ValueError):
             store = distributed_c10d._get_default_store()
             store.compare_set(_key(), "", f"rank {dist.get_rank()}: {reason}")
-    heard = "" if first is None or first.endswith(reason) else f" First heard of: {first}."
-    return SessionPoisoned(f"{_session.poisoned}.{heard} {_remedy()}")
+    first_reason = "" if first is None or first.endswith(reason) else f" First heard of: {first}."
+    return SessionPoisoned(f"{_session.poisoned}.{first_reason} {_remedy()}")
 
 
 def is_poisoned() -> bool:
@@ -325,13 +329,13 @@ def describe(error: BaseException) -> str:
 
 def _remedy() -> str:
     return (
-        "Messages of that window may still be under way. Call rebuild_process_groups(chunks) on "
+        "Messages of that window may still be in flight. Call rebuild_process_groups(chunks) on "
         "all ranks, or start the processes again (docs/aborting.md)"
     )
 
 
 def _heard_of() -> str | None:
-    """Return the first rank that poisoned its session, and why; None if that is not known."""
+    """Return the first rank that poisoned its session, and the reason; None if not known."""
     with contextlib.suppress(RuntimeError, ValueError):
         store = distributed_c10d._get_default_store()
         if store.check([_key()]):
@@ -345,10 +349,10 @@ def _key() -> str:
 
 @contextmanager
 def collective_timeout(groups: Sequence[Any], timeout_s: float) -> Iterator[None]:
-    """Have gloo's operations in these process groups end after `timeout_s` in the block.
+    """Let gloo operations of these process groups time out after `timeout_s` in the block.
 
     It changes nothing for NCCL, whose watchdog ends operations, and the process, after the timeout
-    that a group was made with.
+    that a group was created with.
     """
     changed = []
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -357,12 +361,12 @@ def collective_timeout(groups: Sequence[Any], timeout_s: float) -> Iterator[None
             backend = group._get_backend(torch.device(device))
             if type(backend).__name__ != "ProcessGroupGloo":
                 continue
-            before = backend.options._timeout
-            if before > timeout:
-                changed.append((backend, before))
+            earlier_timeout = backend.options._timeout
+            if earlier_timeout > timeout:
+                changed.append((backend, earlier_timeout))
                 backend._set_default_timeout(timeout)
     try:
         yield
     finally:
-        for backend, before in changed:
-            backend._set_default_timeout(before)
+        for backend, earlier_timeout in changed:
+            backend._set_default_timeout(earlier_timeout)

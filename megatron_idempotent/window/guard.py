@@ -2,8 +2,8 @@
 
 A rank that leaves a pipeline schedule half-way leaves messages that the next window consumes, and
 collectives that its peers wait in. So a failing rank stays in the schedule: it sends and receives
-zeros, starts the collectives that it owes, and all ranks stop together before gradients are
-finalized.
+zeros, starts the collectives that its peers expect, and all ranks stop together before gradients
+are finalized.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from .missed_collectives import MissedCollectives, gather_params
 
 
 class _NoGradient(torch.autograd.Function):
-    """Computes a loss of zero that sends zeros backwards through the whole graph.
+    """Computes a loss of zero that sends zeros backwards through the graph.
 
-    The backward is a real one, so that every collective inside the model and every gradient hook
-    takes place as on the other ranks, at any tensor parallel size.
+    The backward really runs, so that every collective inside the model and every gradient hook
+    happens as on the other ranks, at any tensor parallel size.
     """
 
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(each.shape, each.dtype, each.device) for each in outputs]
+        ctx.like = [(output.shape, output.dtype, output.device) for output in outputs]
         return torch.zeros((), dtype=torch.float32, device=outputs[0].device)
 
     @staticmethod
@@ -57,13 +57,13 @@ class _NoGradient(torch.autograd.Function):
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of a last stage's output: it, or those of a tuple or a list."""
+    """Return the tensors of a last stage's output, which may be a tensor, a tuple or a list."""
     parts = output if isinstance(output, (tuple, list)) else [output]
-    return [each for each in parts if isinstance(each, torch.Tensor)]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def no_gradient(output: Any) -> torch.Tensor:
-    """Return a scalar loss of zero, for which the backward through `output` is all zeros."""
+    """Return a scalar loss of zero whose backward sends zeros through `output`."""
     loss: torch.Tensor = _NoGradient.apply(*tensors_of(output))
     return loss
 
@@ -71,8 +71,8 @@ def no_gradient(output: Any) -> torch.Tensor:
 def output_like(arguments: Mapping[str, Any], config: Any, input_tensor: Any, device: Any) -> Any:
     """Return a stage's output [s, b, h] of zeros, in the structure that `forward_step` returns.
 
-    The receiving stage has allocated its shape: the one that `get_tensor_shapes` computes, or, if
-    shapes travel with the messages, that of the input.
+    Its shape is the one that the receiving stage has allocated: the result of `get_tensor_shapes`,
+    or the input's shape if shapes travel with the messages.
     """
     received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
     if config.variable_seq_lengths and received is not None:
@@ -101,16 +101,17 @@ def gradient_like(input_tensor: Any) -> Any:
 
 
 def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return why ranks meet inside of a layer, None if they do not, and whether in lockstep.
+    """Return the setting with which ranks communicate inside a layer, and if they run in lockstep.
 
-    Tensor and context parallel ranks run in lockstep, the same code over one batch. Other ranks
-    have batches of their own, so that one of them can fail alone.
+    The setting is None if they do not communicate there. Tensor and context parallel ranks run in
+    lockstep, the same code over one batch. Other ranks have batches of their own, so that one of
+    them can fail alone.
     """
     if type(arguments.get("p2p_communicator")).__name__ == "MultiModulePipelineCommunicator":
         return "a multi-module pipeline", False
-    why = across_replicas(config)
-    if why is not None:
-        return why, False
+    setting = across_replicas(config)
+    if setting is not None:
+        return setting, False
     experts = _expert_tensor_size(config)
     if experts > 1:
         return f"expert_tensor_parallel_size={experts}", False
@@ -121,7 +122,7 @@ def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool
 
 
 def across_replicas(config: Any) -> str | None:
-    """Return the setting for which data-parallel replicas meet inside of a layer; else None."""
+    """Return the setting with which data-parallel replicas communicate inside a layer, or None."""
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         return "moe_router_load_balancing_type=global_aux_loss"
     shards = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
@@ -147,13 +148,13 @@ def _size(config: Any, name: str) -> int:
 class GuardedCall:
     """Runs one schedule call on this rank, and goes on with zeros after a failure.
 
-    `error` is the failure of this rank, `failures` has those of all ranks by global rank.
-    `exchange` gets this rank's failure or None, at the end of the window, and returns all ranks'.
-    With `check` gradients are checked for NaN before that, if finalizing would do so. `skip` gets
-    the data iterator of each forward that is left out after a failure.
+    `error` is the failure of this rank, `failures` has those of all ranks by global rank. At the
+    end of the window `exchange` takes this rank's failure or None, and returns those of all ranks.
+    With `check` gradients are checked for NaN before that, if finalizing would do so. `skip` takes
+    the data iterator of each forward that is skipped after a failure.
 
-    With tensor or context parallel ranks, making the first one is a collective over all ranks,
-    which makes a gloo group of those that meet inside of the model's layers.
+    With tensor or context parallel ranks, creating the first `GuardedCall` is a collective over all
+    ranks: it makes a gloo group of the ranks that communicate inside the model's layers.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class GuardedCall:
         self._settled = False
         self._shared, in_lockstep = _shared(self.config, arguments)
         self._lockstep = lockstep_group() if in_lockstep else None
-        # From a failure in the model on, nothing is computed; after one in the loss, everything.
+        # After a failure in the model nothing more is computed; after one in the loss, everything.
         self._skipping = False
         self._chunk_of: dict[int, tuple[Any, Any]] = {}
 
@@ -192,7 +193,7 @@ class GuardedCall:
         """Call the schedule, and return what it returns.
 
         Raises:
-            SessionPoisoned: a rank failed where others may wait for it, or did not arrive.
+            SessionPoisoned: a rank failed where others may wait for it, or did not arrive in time.
         """
         try:
             with self._installed():
@@ -210,7 +211,7 @@ class GuardedCall:
 
     @contextlib.contextmanager
     def _installed(self) -> Iterator[None]:
-        """Put this window around the schedule's steps, and take it off at the end."""
+        """Replace the schedule's forward, backward and finalize functions during the block."""
         finalize = self.config.finalize_model_grads_func
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.debts.watched())
@@ -230,21 +231,21 @@ class GuardedCall:
         if self.error is None and self._check and not self._forward_only:
             try:
                 self.debts.check()
-            except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
+            except Exception as error:  # noqa: BLE001  reported to all ranks, and raised on all
                 self._fail(error, "gradient check")
         self.failures = self._exchange(self._told)
 
     def stop(self, optimizer: Any) -> None:
-        """Drop what the window left, on all ranks alike.
+        """Drop the window's gradients and counts, in the same way on all ranks.
 
         This includes a first window's counts. Otherwise only ranks that finished their backward
-        would have had upstream's first batch, and start reductions in another order than the
-        others.
+        would have completed upstream's first batch, and would start reductions in a different order
+        than the others.
         """
         if not self._forward_only:
             abort_window(self.chunks, optimizer)
         if self.error is not None:
-            # The caller may go on while it holds the error; its frames hold the activations.
+            # The caller may keep the error, whose frames would keep the activations alive.
             traceback.clear_frames(self.error.__traceback__)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -311,15 +312,15 @@ class GuardedCall:
 
         return forward_step
 
-    def _give_up(self, error: Exception, where: str) -> None:
-        """Compute nothing more in this window, or end the session if others may wait in a layer."""
-        self._fail(error, where)
+    def _give_up(self, error: Exception, location: str) -> None:
+        """Stop computing in this window; poison the session if peers may wait in a layer."""
+        self._fail(error, location)
         if is_poisoned():
-            raise poison(f"{where}: {describe(error)}") from error
-        self._require_that_nobody_waits(error, where)
+            raise poison(f"{location}: {describe(error)}") from error
+        self._require_that_nobody_waits(error, location)
         self._skipping = True
 
-    def _require_that_nobody_waits(self, error: Exception, where: str) -> None:
+    def _require_that_nobody_waits(self, error: Exception, location: str) -> None:
         """Raise unless all ranks that share the layers raised the same error at the same place.
 
         A rank that failed alone left a layer that the others may still wait in.
@@ -329,29 +330,29 @@ class GuardedCall:
         """
         if self._shared is None:
             return
-        headline, told = f"{where}: {describe(error)}", []
+        headline, reports = f"{location}: {describe(error)}", []
         if self._lockstep is not None:
             frames = traceback.extract_tb(error.__traceback__)
-            place = [f"{frame.filename}:{frame.lineno}" for frame in frames]
-            told = compare("\n".join((headline, *place)), self._lockstep)
-            if told and len(set(told)) == 1:
+            stack = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+            reports = compare("\n".join((headline, *stack)), self._lockstep)
+            if reports and len(set(reports)) == 1:
                 return
-        heads = [text.partition("\n")[0] for text in told]
-        others = "".join(f" ({head})" for head in heads if head != headline)
+        heads = [text.partition("\n")[0] for text in reports]
+        failures = "".join(f" ({head})" for head in heads if head != headline)
         raise poison(
-            f"{headline}; it cannot be reported later with {self._shared}: the other ranks{others} "
-            "did not fail at the same place and may wait inside a layer"
+            f"{headline}; it cannot be reported later with {self._shared}: the other "
+            f"ranks{failures} did not fail at the same place and may wait inside a layer"
         ) from error
 
-    def _fail(self, error: BaseException, where: str) -> None:
+    def _fail(self, error: BaseException, location: str) -> None:
         if self.error is None:
-            self.error, self._told = error, f"{where}: {describe(error)}"
+            self.error, self._told = error, f"{location}: {describe(error)}"
 
     def _remember(self, output: Any, model: Any) -> None:
         if self._forward_only:
             return
         single = _single(output)
-        # The tensor is kept, so that its id stays its own.
+        # The tensor is kept, so that no other object gets its id.
         self._chunk_of[id(single)] = (single, model)
 
     def _name(self, model: Any, kwargs: dict[str, Any]) -> str:
@@ -366,7 +367,7 @@ class GuardedCall:
                 timer.stop()
 
     def _clear_deferred(self) -> None:
-        """Empty the lists that the schedule drains at its end, and expects to be equally long."""
+        """Empty the two lists that the schedule drains at its end; they must be equally long."""
         if not self.config.defer_embedding_wgrad_compute:
             return
         for chunk in self.chunks:
@@ -387,23 +388,23 @@ def guarded_window(
     deadline_s: float = DEADLINE_S,
     **arguments: Any,
 ) -> Any:
-    """Run one window so that a failure of one rank ends it on all ranks and harms no later one.
+    """Run one window; if one rank fails, end it on all ranks and leave later windows unharmed.
 
     All ranks of the default group take part, once per window, in one all-reduce of one number on
-    the host, right before `finalize_model_grads_func`. If no rank fails, all else is as usual.
+    the host, right before `finalize_model_grads_func`. If no rank fails, nothing else changes.
 
     Args:
         forward_backward_func: what `get_forward_backward_func()` returns.
         optimizer: its gradients are zeroed too if the window is stopped.
         deadline_s: how long a rank waits at the window's end for the slowest one, in seconds.
-        **arguments: the schedule's own: forward_step_func, data_iterator, model and so on.
+        **arguments: the schedule's arguments: forward_step_func, data_iterator, model and so on.
 
     Returns:
         The schedule's result.
 
     Raises:
-        WindowAborted: some rank failed. Gradients are zero, and the next window is as if this one
-            had not been; data iterators have advanced by different counts.
+        WindowAborted: some rank failed. Gradients are zero, and the next window computes what it
+            would have without this one; data iterators have advanced by different counts.
         SessionPoisoned: a rank failed where others may wait for it, or did not arrive within the
             deadline.
         ValueError: the schedule is not Megatron's, a chunk to train is not wrapped in DDP, or the

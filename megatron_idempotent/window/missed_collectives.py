@@ -21,9 +21,9 @@ from megatron_idempotent.window.agreement import describe, poison
 
 from .open_contexts import drop_coalescing_of
 
-#: From 0.16 on a bucket group has them, by parameter.
+#: A bucket group's counts of gradients by parameter, from 0.16 on.
 _COUNTS = "per_param_grad_ready_counts"
-# Chunk → indices of its bucket groups in the order in which backward hooks started them last.
+# Chunk → indices of its bucket groups, in the order in which hooks last started their reductions.
 _learned: PerProcessWeakKeys[Any, list[int]] = PerProcessWeakKeys(__name__, "_learned")
 
 
@@ -33,13 +33,13 @@ class MissedCollectives:
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
         self._started: dict[int, list[int]] = {index: [] for index in range(len(chunks))}
-        # Per chunk, its groups by when their last gradient became ready in this backward (an
-        # ordered set), and the same of the last whole backward.
+        # Per chunk, its groups in the order in which their last gradient became ready in this
+        # backward (an ordered set), and the same for the last complete backward.
         self._ready: list[dict[int, None]] = [{} for _ in chunks]
         self._order: list[list[int]] = [[] for _ in chunks]
-        # Per chunk and bucket group, what `_counts` says after the last whole backward.
+        # Per chunk and bucket group, the result of `_counts` after the last complete backward.
         self._counted: list[list[int]] = [[] for _ in chunks]
-        # Looked up once, because they are counted after each microbatch. Before 0.16 none counts.
+        # Looked up once, because each microbatch reads the counts. Before 0.16 no group has them.
         self._firsts: list[list[tuple[Any, Any]]] = [
             [(group, _first(group)) for group in bucket_groups(chunk) if hasattr(group, _COUNTS)]
             for chunk in chunks
@@ -47,21 +47,21 @@ class MissedCollectives:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Note each bucket group's collectives as they start, by attributes of the instance.
+        """Record each bucket group's collectives as they start, by attributes of the instance.
 
-        Until the order of a chunk's reductions is known, also note when gradients become ready:
+        Until the order of a chunk's reductions is known, also record when gradients become ready:
         every backward shows that order, while reductions start in the last one only.
         """
         noted, registering = [], []
         both = zip(self._chunks, self._started.values(), self._ready, strict=True)
-        for place, (chunk, started, ready) in enumerate(both):
-            self._counted[place] = _counts(self._firsts[place])
+        for chunk_index, (chunk, started, ready) in enumerate(both):
+            self._counted[chunk_index] = _counts(self._firsts[chunk_index])
             for number, group in enumerate(bucket_groups(chunk)):
                 if chunk not in _learned:
-                    before = vars(group).get("register_grad_ready")
-                    ours = functools.partial(_note_ready, group.register_grad_ready, ready, number)
-                    group.register_grad_ready = ours
-                    registering.append((group, ours, before))
+                    earlier_hook = vars(group).get("register_grad_ready")
+                    hook = functools.partial(_note_ready, group.register_grad_ready, ready, number)
+                    group.register_grad_ready = hook
+                    registering.append((group, hook, earlier_hook))
                 reduce = functools.partial(_note, group.start_grad_sync, started, number)
                 group.start_grad_sync = functools.partial(_start, group, reduce)
                 group.start_param_sync = functools.partial(_start, group, group.start_param_sync)
@@ -75,70 +75,70 @@ class MissedCollectives:
                 vars(group).pop("start_param_sync", None)
                 vars(group).pop("finish_param_sync", None)
                 vars(group).pop("check_grads", None)
-            for group, ours, before in registering:
-                # A patch may stand around it by now, and takes it away with itself.
-                if vars(group).get("register_grad_ready") is ours:
+            for group, hook, earlier_hook in registering:
+                # A patch may have wrapped it by now, and will remove it with its own wrapper.
+                if vars(group).get("register_grad_ready") is hook:
                     del group.register_grad_ready
-                    if before is not None:
-                        group.register_grad_ready = before
+                    if earlier_hook is not None:
+                        group.register_grad_ready = earlier_hook
 
     def reduce(self, chunk: Any) -> None:
         """Start the reductions that the peers' hooks start in this backward, over zeros."""
         groups = bucket_groups(chunk)
-        place = self._chunks.index(chunk)
-        started = self._started[place]
-        if not groups or not _starts_from_hooks(groups[0]) or not self._is_last(place):
+        chunk_index = self._chunks.index(chunk)
+        started = self._started[chunk_index]
+        if not groups or not _starts_from_hooks(groups[0]) or not self._is_last(chunk_index):
             return
-        # Before any backward has shown the order, it is taken to be that of the buckets.
-        for number in _learned.get(chunk) or self._order[place] or range(len(groups)):
+        # Until a backward has shown the order, assume that of the buckets.
+        for number in _learned.get(chunk) or self._order[chunk_index] or range(len(groups)):
             group = groups[number]
             if number in started:
                 continue
             for bucket in group.buckets:
                 bucket.grad_data.zero_()
-            # What failed may be this very check; over zeros it has nothing to find.
+            # This check may be what failed; zeros need none.
             group.check_grads = _no_check
             if getattr(chunk, "force_all_reduce", False):
                 group.start_grad_sync(force_all_reduce=True)
             else:
                 group.start_grad_sync()
 
-    def _is_last(self, place: int) -> bool:
+    def _is_last(self, chunk_index: int) -> bool:
         """Return whether the peers' hooks start reductions in this backward, which is skipped here.
 
         From 0.16 on a step may have several backwards before that: calls outside of `no_sync`, or
         microbatches without it.
         """
-        groups = bucket_groups(self._chunks[place])
+        groups = bucket_groups(self._chunks[chunk_index])
         learned = [getattr(g, "golden_per_param_grad_ready_counts", None) for g in groups]
         expected = [
             counts[_first(group)] for group, counts in zip(groups, learned, strict=True) if counts
         ]
         if len(expected) < len(groups):
             return True  # before 0.16 each window has one
-        # What each backward registers: some parameter registers once.
+        # The number of backwards: in each of them some parameter registers once.
         backwards = math.gcd(*(n for counts in learned if counts for n in counts.values()))
-        self._counted[place] = [
+        self._counted[chunk_index] = [
             counted + count // backwards
-            for counted, count in zip(self._counted[place], expected, strict=True)
+            for counted, count in zip(self._counted[chunk_index], expected, strict=True)
         ]
-        return self._counted[place] == expected
+        return self._counted[chunk_index] == expected
 
     def check(self) -> None:
-        """Run the gradient checks now, instead of in finalizing.
+        """Run the gradient checks now instead of while finalizing.
 
-        There they would raise on the rank that has the NaN, while its peers enter the reduction.
+        There the rank with the NaN would raise, while its peers enter the reduction.
         """
         for chunk, started in zip(self._chunks, self._started.values(), strict=True):
             for number, group in enumerate(bucket_groups(chunk)):
                 options = group.ddp_config
-                wanted = options.check_for_nan_in_grad or options.check_for_large_grads
-                # Such gradients reach the buffer only as the reduction starts.
+                has_check = options.check_for_nan_in_grad or options.check_for_large_grads
+                # Extra main gradients reach the buffer only as the reduction starts.
                 outside = any(
                     getattr(bucket, "params_with_extra_main_grads", None)
                     for bucket in group.buckets
                 )
-                if wanted and number not in started and not outside:
+                if has_check and number not in started and not outside:
                     group.check_grads(
                         check_for_nan_or_inf=options.check_for_nan_in_grad,
                         check_for_large=options.check_for_large_grads,
@@ -147,26 +147,26 @@ class MissedCollectives:
 
     @contextlib.contextmanager
     def backward(self, chunk: Any) -> Iterator[None]:
-        """Note, around one real backward of a chunk, the order in which its groups become ready."""
-        place = self._chunks.index(chunk)
-        ready = self._ready[place]
+        """Record, during one backward of a chunk, the order in which its groups become ready."""
+        chunk_index = self._chunks.index(chunk)
+        ready = self._ready[chunk_index]
         ready.clear()
         yield
-        self._counted[place] = _counts(self._firsts[place])
+        self._counted[chunk_index] = _counts(self._firsts[chunk_index])
         if len(ready) == len(bucket_groups(chunk)):
-            self._order[place] = list(ready)
+            self._order[chunk_index] = list(ready)
 
     def learn(self, failed: bool) -> None:
         """Keep the order in which hooks start all groups, for a window that fails later."""
-        for place, (chunk, started) in enumerate(
+        for chunk_index, (chunk, started) in enumerate(
             zip(self._chunks, self._started.values(), strict=True)
         ):
             groups = bucket_groups(chunk)
             from_hooks = bool(groups) and _starts_from_hooks(groups[0])
             if from_hooks and len(started) == len(groups) and not failed:
                 _learned[chunk] = list(started)
-            elif self._order[place]:
-                _learned[chunk] = self._order[place]
+            elif self._order[chunk_index]:
+                _learned[chunk] = self._order[chunk_index]
 
 
 def gathers_by_hooks(chunk: Any) -> bool:
@@ -175,12 +175,12 @@ def gathers_by_hooks(chunk: Any) -> bool:
 
 
 def gather_params(chunk: Any, *, wait: bool = True) -> None:
-    """Start the parameter gathers that the peers' forward pre-hooks start; then wait if asked."""
+    """Start the parameter gathers that the peers' forward pre-hooks start, and `wait` for them."""
     if not gathers_by_hooks(chunk):
         return
     chain = [*reversed(chunk.bucket_groups), *reversed(chunk.expert_parallel_bucket_groups)]
-    # All are started before any is waited for: dense and expert parameters alternate on the
-    # peers, and waiting in another order than theirs would be a deadlock.
+    # Start all gathers before waiting for any: peers alternate between dense and expert
+    # parameters, and waiting in a different order than theirs would deadlock.
     for group in chain:
         if not group.param_gather_dispatched:
             _start(group, group.start_param_sync)
@@ -189,29 +189,29 @@ def gather_params(chunk: Any, *, wait: bool = True) -> None:
 
 
 def _start(group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> None:
-    """Start a bucket group's collective; poison the session if an exception came as it started.
+    """Start a bucket group's collective; poison the session if it started and then raised.
 
-    A collective that has started and was not noted would be started again, and the second one would
-    pair up with another collective of the peers.
+    A collective that started without being recorded would be started again, and the second one
+    would pair up with another collective of the peers.
     """
-    before = _collectives(group)
+    counts_before = _collectives(group)
     try:
         start(*args, **kw)
     except BaseException as error:
-        if _collectives(group) != before:
+        if _collectives(group) != counts_before:
             poison(f"a collective was left as it started: {describe(error)}")
-        # What was put together and not started must not be added to the next one.
+        # Collectives that were coalesced but not started must not join the next launch.
         drop_coalescing_of(group)
         raise
 
 
 def _wait(group: Any, finish: Callable[..., None], *args: Any, **kw: Any) -> None:
-    """Wait for a gather; poison the session if it ends in an error, as if a peer never joins."""
+    """Wait for a gather; poison the session if it fails, for example because a peer never joins."""
     try:
         finish(*args, **kw)
     except RuntimeError as lost:
         if group.param_gather_handle is None:
-            raise  # the wait was through, or had not begun
+            raise  # the wait was over, or had not begun
         raise poison(f"parameters were not gathered: {describe(lost)}") from lost
 
 
@@ -225,8 +225,9 @@ def _note(
 
 def _collectives(group: Any) -> list[int]:
     """Count the collectives that were started in each of the bucket group's process groups."""
-    held: list[Any] = [v for v in vars(group).values() if isinstance(v, dist.ProcessGroup)]
-    return [int(each._get_sequence_number_for_group()) for each in held]
+    values = vars(group).values()
+    process_groups: list[Any] = [value for value in values if isinstance(value, dist.ProcessGroup)]
+    return [int(item._get_sequence_number_for_group()) for item in process_groups]
 
 
 def _note_ready(
@@ -255,4 +256,4 @@ def _starts_from_hooks(group: Any) -> bool:
 
 
 def _no_check(**_: Any) -> None:
-    """Do nothing, in place of a gradient check that has run or has only zeros to look at."""
+    """Do nothing, in place of a gradient check that has run or would only see zeros."""

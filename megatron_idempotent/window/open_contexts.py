@@ -1,10 +1,10 @@
-"""Ends contexts that an exception has left open, because it came before or instead of their exit.
+"""Ends contexts that an exception has left open.
 
-They would end later, and do harm then: a suspended generator runs its `finally` when the traceback
-that holds it is freed, which may be in the middle of a later window.
+Left alone, they would end later and do harm: a suspended generator runs its `finally` when the
+traceback that holds it is freed, which may be in the middle of a later window.
 
-Nothing but a walk over all objects finds a generator that upstream enters by hand: once the
-exception is handled no frame at hand has it, and a traceback that is kept keeps it suspended.
+Only a walk over all objects finds a generator that upstream enters without `with`: once the
+exception is handled, no running frame refers to it, and a kept traceback keeps it suspended.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megatron_idempotent.megatron.process_groups import live_groups
 def close_contexts(error: BaseException | None) -> None:
     """End contexts whose exit the exception interrupted, innermost first.
 
-    One is `fork()` of Megatron's random states, which would put old ones back later. Only frames
-    of `contextlib` are looked at; the caller's stay as they are for a debugger.
+    An example is `fork()` of Megatron's random states, which would restore old states later. Only
+    frames of `contextlib` are examined; the caller's frames stay as they are for a debugger.
     """
     for raised in reversed(list(_chain(error))):
         frames = [frame for frame, _ in traceback.walk_tb(raised.__traceback__)]
@@ -35,8 +35,8 @@ def close_contexts(error: BaseException | None) -> None:
             if frame.f_code.co_filename == contextlib.__file__:
                 context = frame.f_locals.get("self")
                 if isinstance(context, contextlib._GeneratorContextManager):
-                    # What it complains of, such as an inner context that was left late, is after
-                    # us; a context around all of this is executing, and refuses.
+                    # Its `finally` may raise because an inner context was left late; a context
+                    # around this very call is executing, and refuses.
                     with contextlib.suppress(Exception):
                         _end(context.gen)
 
@@ -44,8 +44,8 @@ def close_contexts(error: BaseException | None) -> None:
 def leave_no_sync(chunks: list[Any]) -> None:
     """Close upstream's generators that a traceback keeps suspended inside `no_sync`.
 
-    The schedules enter it by hand, so no frame of `contextlib` tells of it. If they ended later,
-    they would turn synchronisation on.
+    The schedules enter it without `with`, so no frame of `contextlib` refers to it. If they ended
+    later, they would turn synchronisation on.
     """
     for generator in _suspended("no_sync"):
         owner = generator.gi_frame.f_locals.get("self")
@@ -54,7 +54,7 @@ def leave_no_sync(chunks: list[Any]) -> None:
 
 
 def leave_coalescing() -> None:
-    """Close torch's generators that a traceback keeps suspended, and that hold process groups."""
+    """Close torch's coalescing generators that a traceback keeps suspended with process groups."""
     for generator in _suspended("_coalescing_manager"):
         _end(generator)
 
@@ -63,7 +63,7 @@ def drop_coalescing(chunks: list[Any]) -> None:
     """Forget collectives that torch was collecting for one launch.
 
     torch goes on collecting as long as its table has the group: every later `all_reduce` would only
-    be noted down, and return without having reduced anything.
+    be queued, and would return without reducing anything.
     """
     _drop([dist.group.WORLD, *live_groups()])
     for chunk in chunks:
@@ -77,13 +77,13 @@ def drop_coalescing_of(*holders: Any) -> None:
 
 def _drop(groups: list[Any]) -> None:
     state = distributed_c10d._world.pg_coalesce_state
-    ours = set(map(id, groups)) if state else set()
-    for group in [group for group in state if id(group) in ours]:
+    group_ids = set(map(id, groups)) if state else set()
+    for group in [group for group in state if id(group) in group_ids]:
         del state[group]
 
 
 def _end(generator: Any) -> None:
-    # CPython 3.12's close() keeps the arguments of one that has not been started.
+    # CPython 3.12's close() keeps the arguments of a generator that has not started.
     with contextlib.suppress(GeneratorExit):
         generator.throw(GeneratorExit)
 
@@ -97,12 +97,12 @@ def _suspended(name: str) -> list[Any]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the exception, and those that it came from."""
-    seen: set[int] = set()
+    """Yield the exception, its causes and its contexts."""
+    visited: set[int] = set()
     queue = [error]
     while queue:
-        one = queue.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            queue += [one.__cause__, one.__context__]
+        raised = queue.pop()
+        if raised is not None and id(raised) not in visited:
+            visited.add(id(raised))
+            yield raised
+            queue += [raised.__cause__, raised.__context__]

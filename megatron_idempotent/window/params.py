@@ -1,4 +1,4 @@
-"""Gathers updated parameters before code reads them, and tells the optimizer of written ones."""
+"""Gathers updated parameters before code reads them, and updates the optimizer's own copies."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .abort import checked
 
 
 def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
-    """Gather the updates that a step under overlap_param_gather has left to the next forward.
+    """Gather the updates that a step with overlap_param_gather leaves to the next forward.
 
     Call it before code other than a forward of the chunks reads parameters: export, refit,
     `state_dict`, a copy of the weights, a forward of a module inside of them. Safe to repeat.
 
     All ranks of the chunks' data-parallel groups take part, expert-parallel ones included. Ranks
     that run the same code have the same gathers pending; if none is pending there is no collective
-    and no synchronisation, so that a rank may call it alone. Gathers in flight are waited for,
-    buckets that are up to date are left alone, and forward pre-hooks may be on or off. Without
+    and no synchronisation, so that a rank may call it alone. It waits for gathers in flight, skips
+    buckets that are up to date, and works with forward pre-hooks on or off. Without
     overlap_param_gather the step has gathered already.
 
     The patches `params-stale-after-step` and `pending-gather-dropped`, and
@@ -45,22 +45,22 @@ def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
         ensure_params_synced(model_chunks)
         weights = {name: p.detach().cpu() for name, p in model_chunks[0].module.named_parameters()}
     """
-    # All chunks are checked first: half of them gathered on some ranks would be a hang.
+    # Check all chunks first: if some ranks gathered only half of them, the others would hang.
     chunks = checked("ensure_params_synced()", model_chunks, None)
     return sum(map(_sync, chunks))
 
 
 def ensure_main_params_synced(optimizer: Any) -> int:
-    """Bring the optimizer's own copies of parameters up to weights that were written into a model.
+    """Update the optimizer's own copies of parameters to weights that were written into a model.
 
-    Call it after weights were loaded, copied or rolled back into a live model without the
-    optimizer's state, in whatever way. The next step would put the old weights back: it updates the
-    main parameters, in float32 or on the host, and writes the result over the model. Safe to
-    repeat, and free of collectives: each rank looks at its own shards.
+    Call it after loading, copying or rolling back weights in a live model without the optimizer's
+    state. Otherwise the next step restores the old weights: it updates the main parameters, in
+    float32 or on the host, and writes the result over the model. Safe to repeat, and without
+    collectives: each rank reads its own shards.
 
-    A main parameter that rounds to the model's keeps the bits that the model lacks, element by
-    element; moments and step counters stay. `reload_model_params()` of Megatron drops these bits,
-    and does nothing for a precision-aware optimizer on the device.
+    An element of a main parameter that rounds to the model's keeps its extra float32 bits; moments
+    and step counters stay. Megatron's `reload_model_params()` drops these bits, and does nothing
+    for a precision-aware optimizer on the device.
 
     Args:
         optimizer: Megatron's, or a chain of them.
@@ -69,7 +69,7 @@ def ensure_main_params_synced(optimizer: Any) -> int:
         The number of this rank's main parameters that did not fit the model's.
 
     Raises:
-        ValueError: it is no optimizer of Megatron.
+        ValueError: the optimizer is not Megatron's.
 
     Example:
         model_chunks[0].load_state_dict(weights)
@@ -85,9 +85,9 @@ def ensure_main_params_synced(optimizer: Any) -> int:
     number = 0
     with torch.no_grad():
         for model, main in optimizers.main_parameters(optimizer):
-            where, here = optimizers.outdated(model, main)
-            if where.any():
-                main.copy_(torch.where(where, here.to(main.dtype), main))
+            mask, moved = optimizers.outdated(model, main)
+            if mask.any():
+                main.copy_(torch.where(mask, moved.to(main.dtype), main))
                 number += 1
         for part in optimizers.unchained(optimizer):
             if optimizers.is_hybrid(getattr(part, "optimizer", None)):
@@ -96,7 +96,7 @@ def ensure_main_params_synced(optimizer: Any) -> int:
 
 
 def finish_gathers(chunks: Sequence[Any]) -> int:
-    """Do so for the chunks that Megatron's DDP wraps; others have nothing pending."""
+    """Gather pending updates of chunks in Megatron's DDP; others have none. Return their number."""
     return sum(_sync(chunk) for chunk in chunks if hasattr(chunk, "bucket_groups"))
 
 
@@ -105,7 +105,7 @@ def _sync(chunk: Any) -> int:
         return 0
     groups = bucket_groups(chunk)
     for group in groups:
-        if not _known(group):
+        if not _is_tracked(group):
             gather.mark(group)
     waiting = [g for g in groups if g.param_gather_handle is not None or gather.marked(g)]
     if waiting and gather.shares_memory_with_gradients(chunk):
@@ -120,21 +120,21 @@ def _sync(chunk: Any) -> int:
     return len(waiting)
 
 
-def _known(group: Any) -> bool:
-    """Return whether the group's mark, or upstream's flag before the first, says what is pending.
+def _is_tracked(group: Any) -> bool:
+    """Return whether our mark, or upstream's flag before the first mark, shows a pending gather.
 
-    If neither can be believed, the caller takes the group's gather for pending.
+    If neither is reliable, the caller assumes that the group's gather is pending.
     """
     watched = is_provided(_watch_of(group))
     if gather.marked(group) is None:
-        # Gradients that wait for the first step of all: nothing was updated yet.
+        # Gradients that wait for the very first step: no parameter was updated yet.
         return watched and (group.param_gather_dispatched or gather.holds_gradients(group))
-    # The patches that watch the distributed optimizer clear marks here too, and set none.
+    # Patches for the distributed optimizer clear marks of layer-wise groups too, but set none.
     return watched or not gather.is_layer_wise(group)
 
 
 def _watch_of(group: Any) -> str:
-    """Return the key of `PROVIDED` for patches that watch updates and gathers of such a group."""
+    """Return the key of `PROVIDED` for patches that watch updates and gathers of this group."""
     if gather.gathers_by_lists(group):
         return "list-gathers-watched"
     return "layer-wise-gathers-watched" if gather.is_layer_wise(group) else "gathers-watched"

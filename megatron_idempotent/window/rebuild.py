@@ -1,10 +1,10 @@
 """Replaces process groups by new ones, in every object that holds one.
 
-The collectives that a poisoned session left under way belong to its process groups. New groups of
-the same ranks know nothing of them; parameters and optimizer state stay where they are.
+The collectives that a poisoned session left in flight belong to its process groups. New groups of
+the same ranks do not have them; parameters and optimizer state stay where they are.
 
-Nothing but a walk over all objects finds the holders: Megatron, optimizers and callers keep groups
-where they like, and torch gives an old group no new backend, `_register_backend` keeps the first.
+Only a walk over all objects finds the holders: Megatron, optimizers and callers keep groups
+anywhere, and torch cannot give an old group a new backend: `_register_backend` keeps the first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .abort import abort_window, drop_collectives
 from .open_contexts import leave_coalescing
 
 _UNTRACKED = frozenset((dict, tuple))
-"""Containers which the garbage collector does not list while they hold nothing that it tracks."""
+"""Containers that the garbage collector does not list while they hold no tracked object."""
 _BATCH = 256
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -38,7 +38,7 @@ class _Substitutes:
     """Maps old objects to new ones, by identity."""
 
     def __init__(self, old: list[Any], new: list[Any]) -> None:
-        self.old = old  # kept, or an id could come to mean another object
+        self.old = old  # kept, so that no other object gets one of their ids
         self._new = {id(a): b for a, b in zip(old, new, strict=True)}
         self.ids = frozenset(self._new)
 
@@ -50,13 +50,13 @@ class _Substitutes:
 
 
 def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
-    """Have every holder of `old[i]` hold `new[i]`, except for these two lists.
+    """Replace `old[i]` by `new[i]` in every object that refers to it, except for these two lists.
 
-    It walks all objects that the garbage collector knows, a few times: seconds in a large process.
-    Frozen objects are thawed for it, and frozen again with all others.
+    It walks all objects that the garbage collector tracks, a few times: seconds in a large process.
+    It unfreezes frozen objects first, and freezes all objects afterwards.
 
     Returns:
-        Words for each holder that still holds an old object, such as a running function.
+        A description of each holder that still holds an old object, such as a running function.
     """
     gc.collect()
     frozen = gc.get_freeze_count()
@@ -71,47 +71,48 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
                 tuples.append(holder)
             else:
                 _replace_in(holder, substitutes)
-        # A tuple cannot change: its own holders get a new one, in the next round.
-        outdated = [each for each in tuples if type(each) is tuple or hasattr(each, "_make")]
+        # A tuple cannot change: the next round gives its own holders a new tuple.
+        outdated = [item for item in tuples if type(item) is tuple or hasattr(item, "_make")]
         renewed = [
-            getattr(each, "_make", tuple)([substitutes[item] for item in each]) for each in outdated
+            getattr(group, "_make", tuple)([substitutes[item] for item in group])
+            for group in outdated
         ]
     del substitutes, tuples
-    left = [
-        words
-        for place, is_held in enumerate(held(old))
+    holders = [
+        description
+        for index, is_held in enumerate(held(old))
         if is_held
-        for words in _in_words(old[place], {id(old), id(new)})
+        for description in _in_words(old[index], {id(old), id(new)})
     ]
     if frozen:
         gc.freeze()
-    return left
+    return holders
 
 
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
     """Return every object that refers to an outdated one, except for frames of this module."""
-    wanted = substitutes.ids
-    asked = tuple(substitutes.old)  # from Python 3.13 on the tuple of arguments is found, too
-    found = gc.get_referrers(*asked)
+    outdated_ids = substitutes.ids
+    outdated = tuple(substitutes.old)  # from Python 3.13 on get_referrers() returns this tuple, too
+    holders = gc.get_referrers(*outdated)
     queue = gc.get_objects()
-    seen: set[int] = set()
-    spared = {*spared, id(queue), id(found), id(asked)}
-    # What the collector does not list is found through what it lists. A million objects refer to
-    # many more, so that each step of this is one loop in C.
+    visited: set[int] = set()
+    spared = {*spared, id(queue), id(holders), id(outdated)}
+    # Objects that the collector does not list are reached through those that it lists. A million
+    # objects refer to many more, so that each step of this is one loop in C.
     while queue:
         fresh: dict[int, Any] = {}
         for start in range(0, len(queue), _BATCH):
             parts = gc.get_referents(*queue[start : start + _BATCH])
             containers = compress(parts, map(_UNTRACKED.__contains__, map(type, parts)))
             fresh.update((id(part), part) for part in filterfalse(gc.is_tracked, containers))
-        queue = [part for place, part in fresh.items() if place not in seen]
-        seen.update(fresh)
-        found += [i for i in queue if not wanted.isdisjoint(map(id, gc.get_referents(i)))]
-    return [item for item in found if id(item) not in spared and not _frame_here(item)]
+        queue = [part for key, part in fresh.items() if key not in visited]
+        visited.update(fresh)
+        holders += [i for i in queue if not outdated_ids.isdisjoint(map(id, gc.get_referents(i)))]
+    return [item for item in holders if id(item) not in spared and not _frame_here(item)]
 
 
 def _replace_in(holder: Any, substitutes: _Substitutes) -> None:
-    """Replace the references directly inside of `holder`, by its kind."""
+    """Replace the references directly inside of `holder`, depending on its type."""
     if isinstance(holder, types.FrameType):
         # A traceback keeps frames of calls that have ended. Clearing a generator's would end it.
         if not holder.f_code.co_flags & _SUSPENDS:
@@ -120,8 +121,8 @@ def _replace_in(holder: Any, substitutes: _Substitutes) -> None:
     elif isinstance(holder, dict):
         _in_dict(holder, substitutes)
     elif isinstance(holder, list | collections.deque):
-        for place, item in enumerate(holder):
-            holder[place] = substitutes[item]
+        for index, item in enumerate(holder):
+            holder[index] = substitutes[item]
     elif isinstance(holder, set):
         items = [substitutes[item] for item in holder]
         holder.clear()
@@ -134,7 +135,7 @@ def _replace_in(holder: Any, substitutes: _Substitutes) -> None:
         state = (holder.func, args, holder.keywords, vars(holder))
         holder.__setstate__(state)  # type: ignore[attr-defined]
     elif isinstance(holder, functools._lru_cache_wrapper):
-        holder.cache_clear()  # what it holds is computed again
+        holder.cache_clear()  # cached results are computed again
     elif isinstance(holder, types.FunctionType):
         holder.__defaults__ = substitutes[holder.__defaults__]
     else:
@@ -150,7 +151,7 @@ def _in_dict(holder: dict[Any, Any], substitutes: _Substitutes) -> None:
 
 
 def _in_attributes(holder: Any, substitutes: _Substitutes) -> None:
-    # Since 3.11 an object refers to its attributes itself, until somebody asks for its dict.
+    # Since 3.11 an object refers to its attributes itself, until its `__dict__` is read.
     attributes = getattr(holder, "__dict__", None)
     if isinstance(attributes, dict):
         _in_dict(attributes, substitutes)
@@ -189,14 +190,14 @@ def rebuild_process_groups(
 
     It walks over every object of the process a few times, seconds for millions of objects, so it
     is for recovery alone. All ranks of the default group take part, each outside of any window,
-    with the same arguments. They meet over the store of torch.distributed, so a collective that
-    hangs is no obstacle; the default group itself is kept. Model, optimizer and config keep their
-    state. Attributes, containers, closures and partials that referred to an old group refer to the
-    new one afterwards. Then the session is no longer poisoned.
+    with the same arguments. They communicate over the store of torch.distributed, so a hanging
+    collective does not block them; the default group itself is kept. Model, optimizer and config
+    keep their state. Attributes, containers, closures and partials that referred to an old group
+    refer to the new one afterwards. Then the session is no longer poisoned.
 
-    It does not reach objects that hold a communicator under another name: captured CUDA graphs,
-    user buffers of Transformer Engine, DeepEP and symmetric memory, DeviceMesh and Megatron-FSDP.
-    Build these again, or restart the processes.
+    It does not reach communicators in other objects: captured CUDA graphs, user buffers of
+    Transformer Engine, DeepEP and symmetric memory, DeviceMesh and Megatron-FSDP. Build these
+    again, or restart the processes.
 
     Args:
         model_chunks: this rank's chunks, whose gradients and unfinished window are dropped, see
@@ -211,20 +212,21 @@ def rebuild_process_groups(
 
     Raises:
         RuntimeError: an object on some rank still holds an old group, such as a local variable of
-            a running function; it is named. All else is done, and the session stays poisoned.
+            a running function, which the message names. All other holders have the new groups,
+            and the session stays poisoned.
     """
     chunks = list(model_chunks or ())
     drop_collectives(chunks)
     old = list({id(group): group for group in (*live_groups(), *groups)}.values())
     agreement.forget()
     leave_coalescing()
-    left = replace_everywhere(old, _made_again(old, timeout_s))
+    remaining = replace_everywhere(old, _made_again(old, timeout_s))
     if chunks:
         abort_window(chunks, optimizer)
-    # All ranks leave together, so that none waits for another that is still walking its objects.
-    told = agreement.exchange(", ".join(dict.fromkeys(left)) or None, agreement.DEADLINE_S)
-    if told:
-        holders = "; ".join(f"{names} on rank {rank}" for rank, names in told.items())
+    # All ranks return together, so that none waits for a rank that is still walking its objects.
+    names = agreement.exchange(", ".join(dict.fromkeys(remaining)) or None, agreement.DEADLINE_S)
+    if names:
+        holders = "; ".join(f"{text} on rank {rank}" for rank, text in names.items())
         raise agreement.poison(
             f"the process groups are new, but old ones are still held by {holders}: let go of them "
             "and call rebuild_process_groups() again, or start the processes again"
@@ -240,13 +242,14 @@ def _made_again(old: list[Any], timeout_s: float | None) -> list[Any]:
     ]
     for group in old:
         dist.destroy_process_group(group)
-    # Creating a group needs all ranks, in one order, members or not. Each rank knows its own
-    # groups only; those that several ranks know are one, in the order of the lowest rank.
-    known: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(known, layouts, group=agreement.control_group(agreement.DEADLINE_S))
+    # Creating a group needs all ranks, members or not, in the same order. Each rank has its own
+    # groups only; a group of several ranks is created once, in the order of its lowest rank.
+    layouts_of_ranks: list[list[Any]] = [[] for _ in range(dist.get_world_size())]
+    control_group = agreement.control_group(agreement.DEADLINE_S)
+    dist.all_gather_object(layouts_of_ranks, layouts, group=control_group)
     new: list[Any] = [None] * len(old)
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
-    for rank, rank_layouts in enumerate(known):
+    for rank, rank_layouts in enumerate(layouts_of_ranks):
         for number, (ranks, backend, description) in enumerate(rank_layouts):
             if min(ranks) != rank:
                 continue
@@ -254,11 +257,11 @@ def _made_again(old: list[Any], timeout_s: float | None) -> list[Any]:
                 list(ranks), timeout=timeout, backend=backend, group_desc=description
             )
             if dist.get_rank() in ranks:
-                # The n-th group of these ranks that the lowest of them has is our n-th as well.
+                # The lowest rank's n-th group of these ranks is our n-th group of them as well.
                 same = [
                     layout for layout in rank_layouts[:number] if layout[:2] == (ranks, backend)
                 ]
-                own = [i for i, layout in enumerate(layouts) if layout[:2] == (ranks, backend)]
-                new[own[len(same)]] = group
+                indices = [i for i, layout in enumerate(layouts) if layout[:2] == (ranks, backend)]
+                new[indices[len(same)]] = group
     assert None not in new, "ranks disagree about the groups that they share"
     return new

@@ -1,6 +1,6 @@
-"""Sets Megatron's globals up once, and the config's functions and seeds before training.
+"""Initialises Megatron's globals once, and sets the config's functions and seeds before training.
 
-All of it is safe to repeat. Globals that are up with other values are an error.
+All functions are safe to repeat. A global that already has another value is an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron_idempotent.patching.base import PerProcessDict
 from .abort import checked
 from .accumulation import configs_of
 
-#: What this process was set up with here, by name of the part.
-_asked: dict[str, tuple[object, dict[str, Any]]] = PerProcessDict(__name__, "_asked")
+#: Name of a global → its holder and the arguments with which this module initialised it.
+_initialised: dict[str, tuple[object, dict[str, Any]]] = PerProcessDict(__name__, "_initialised")
 
 
 def ensure_initialized(
@@ -37,11 +37,11 @@ def ensure_initialized(
     microbatches: Mapping[str, Any] | None = None,
     rerun: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Initialise those of Megatron's globals that are not up, and compare those that are.
+    """Initialise Megatron's globals that are not set yet, and compare the values of the others.
 
     Each argument holds the keyword arguments of one of Megatron's functions; None leaves that part
-    alone. Arguments that are not given are compared by upstream's defaults. With `model_parallel`
-    all ranks call it, because initialising creates process groups.
+    alone. Missing arguments are compared as upstream's defaults. With `model_parallel` all ranks
+    call it, because initialising creates process groups.
 
     Args:
         model_parallel: arguments of `parallel_state.initialize_model_parallel`.
@@ -53,25 +53,25 @@ def ensure_initialized(
         The names of the parts that this call has initialised.
 
     Raises:
-        ValueError: a part is up with another value, or with one that cannot be read back.
-        TypeError: upstream's function does not take an argument.
+        ValueError: a part is already set to another value, or to one that cannot be read back.
+        TypeError: upstream's function does not take one of the arguments.
 
     Example:
         ensure_initialized(model_parallel={"pipeline_model_parallel_size": 2})
     """
-    given = {"model_parallel": model_parallel, "microbatches": microbatches, "rerun": rerun}
-    parts = [part for part in _parts() if given[part.name] is not None]
+    arguments = {"model_parallel": model_parallel, "microbatches": microbatches, "rerun": rerun}
+    parts = [part for part in _parts() if arguments[part.name] is not None]
     missing = []
     # Compare all before anything is changed.
     for part in parts:
-        asked = _with_defaults(part.function, given[part.name] or {})
+        values = _with_defaults(part.function, arguments[part.name] or {})
         if part.holder() is None:
-            missing.append((part, asked))
+            missing.append((part, values))
         else:
-            _compare(part, asked)
-    for part, asked in missing:
-        part.initialise(**(given[part.name] or {}))
-        _asked[part.name] = part.holder(), asked
+            _compare(part, values)
+    for part, values in missing:
+        part.initialise(**(arguments[part.name] or {}))
+        _initialised[part.name] = part.holder(), values
     return [part.name for part, _ in missing]
 
 
@@ -83,9 +83,9 @@ class _Global(NamedTuple):
     """Takes the arguments that are compared."""
     initialise: Callable[..., None]
     holder: Callable[[], object]
-    """Returns what is there if the global is up."""
+    """Returns the global's object, or None if it is not set."""
     values: Callable[[], dict[str, Any]]
-    """Returns the arguments that it is up with, as far as upstream knows them."""
+    """Returns the arguments with which it was initialised, as far as upstream keeps them."""
     remedy: str
 
 
@@ -119,23 +119,23 @@ def _parts() -> list[_Global]:
     ]
 
 
-def _compare(part: _Global, asked: dict[str, Any]) -> None:
-    name, remedy, known = part.name, part.remedy, part.values()
-    holder, earlier = _asked.get(name, (None, {}))
+def _compare(part: _Global, arguments: dict[str, Any]) -> None:
+    name, remedy, current = part.name, part.remedy, part.values()
+    holder, earlier = _initialised.get(name, (None, {}))
     if holder is part.holder():
-        known = {**earlier, **known}  # what upstream can be asked for wins over memory
+        current = {**earlier, **current}  # upstream's values win over those remembered here
     defaults = _with_defaults(part.function, {}, partial=True)
-    for key, value in asked.items():
+    for key, value in arguments.items():
         if key == "rank":  # only decides who logs
             continue
         if key == "expert_tensor_parallel_size" and value is None:
-            # Asks for that of tensor parallelism.
-            value = asked["tensor_model_parallel_size"]
-        if key in known:
-            if known[key] != value:
+            # None means the tensor-parallel size.
+            value = arguments["tensor_model_parallel_size"]
+        if key in current:
+            if current[key] != value:
                 raise ValueError(
                     f"ensure_initialized() got {key}={value!r}, and {name} is up with "
-                    f"{known[key]!r}: call {remedy} first, or pass that value"
+                    f"{current[key]!r}: call {remedy} first, or pass that value"
                 )
         elif key not in defaults or value != defaults[key]:
             raise ValueError(
@@ -145,16 +145,16 @@ def _compare(part: _Global, asked: dict[str, Any]) -> None:
 
 
 def _with_defaults(
-    function: Callable[..., Any], given: Mapping[str, Any], *, partial: bool = False
+    function: Callable[..., Any], arguments: Mapping[str, Any], *, partial: bool = False
 ) -> dict[str, Any]:
     signature = inspect.signature(function)
-    call = signature.bind_partial(**given) if partial else signature.bind(**given)
+    call = signature.bind_partial(**arguments) if partial else signature.bind(**arguments)
     call.apply_defaults()
     return dict(call.arguments)
 
 
 def _groups() -> object:
-    # The group itself tells one initialisation from the next.
+    # Each initialisation makes another group object.
     if not parallel_state.model_parallel_is_initialized():
         return None
     return parallel_state.get_tensor_model_parallel_group()
@@ -176,12 +176,12 @@ def _group_sizes() -> dict[str, Any]:
 def _batch_sizes() -> dict[str, Any]:
     calculator = num_microbatches_calculator
     micro = calculator.get_micro_batch_size()
-    whole = calculator.get_current_global_batch_size()
+    global_batch_size = calculator.get_current_global_batch_size()
     per_replica = micro * calculator.get_num_microbatches()
     return {
         "micro_batch_size": micro,
-        "global_batch_size": whole,
-        "data_parallel_size": whole // per_replica,
+        "global_batch_size": global_batch_size,
+        "data_parallel_size": global_batch_size // per_replica,
     }
 
 
@@ -203,7 +203,7 @@ def wire_train_config(
     Args:
         model_chunks: this rank's chunks, wrapped in Megatron's `DistributedDataParallel`.
         optimizer: what `get_megatron_optimizer` returned for them; None for a reference model,
-            which keeps `grad_scale_func` None.
+            whose `grad_scale_func` stays None.
         align_grad_reduce: let the interleaved schedule dispatch the gradient reductions, at the
             same time on all pipeline stages. (`align_param_gather` is read from the DDP config.)
 
@@ -223,7 +223,7 @@ def wire_train_config(
         config.grad_scale_func = None if optimizer is None else LossScale(optimizer)
         config.finalize_model_grads_func = distributed.finalize_model_grads
         config.no_sync_func = per_chunk("no_sync") if ddp.overlap_grad_reduce else None
-        # Aligned over the pipeline, reductions and gathers are dispatched by the schedule.
+        # If they are aligned over the pipeline, the schedule dispatches reductions and gathers.
         align_grads = ddp.overlap_grad_reduce and align_grad_reduce
         config.grad_sync_func = per_chunk("start_grad_sync") if align_grads else None
         align_params = ddp.overlap_param_gather and ddp.align_param_gather
@@ -234,11 +234,10 @@ def seed_all(seed: int) -> int:
     """Seed Python, NumPy, torch and Megatron's trackers with `seed` + 100 × pipeline rank.
 
     Every rank calls it with the same seed, after `initialize_model_parallel`. The offset is added
-    here, once: with the patch `pipeline-seed-offset` applied the ranks' seeds already differ, so
-    the patch adds nothing.
+    once, here: the patch `pipeline-seed-offset` sees seeds that already differ, and adds nothing.
 
     Returns:
-        The seed that this rank was given.
+        This rank's seed.
 
     Raises:
         ValueError: `seed` is negative or no integer.
@@ -252,10 +251,10 @@ def seed_all(seed: int) -> int:
             "(parallel_state.initialize_model_parallel)"
         )
     stage = int(parallel_state.get_pipeline_model_parallel_rank())
-    mine: int = seed + STAGE_OFFSET * stage
-    random.seed(mine)
-    numpy.random.seed(mine % 2**32)
-    torch.manual_seed(mine)
-    # Looked up here: this module may have been imported before apply().
-    megatron_random.model_parallel_cuda_manual_seed(mine)
-    return mine
+    rank_seed: int = seed + STAGE_OFFSET * stage
+    random.seed(rank_seed)
+    numpy.random.seed(rank_seed % 2**32)
+    torch.manual_seed(rank_seed)
+    # Looked up at the call, because this module may have been imported before apply().
+    megatron_random.model_parallel_cuda_manual_seed(rank_seed)
+    return rank_seed

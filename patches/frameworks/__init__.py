@@ -1,4 +1,4 @@
 """Holds the case files about frameworks' own loops and wiring, with stand-ins for the frameworks.
 
-A hazard stands here if its `distribution` is not megatron-core.
+A hazard is here if its `distribution` is not megatron-core.
 """

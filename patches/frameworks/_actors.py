@@ -1,7 +1,8 @@
-"""Stands for the actor that trains in slime and in its fork miles, for reproductions.
+"""Runs the training actor of slime and of its fork miles, for reproductions.
 
-The actor's methods, and what keeps copies of its weights, are the framework's own, from the modules
-on the path. The model is one small parameter; Ray, checkpoints, engines and data are stand-ins.
+The actor's methods, and the class that keeps copies of its weights, are the framework's own, from
+the modules on the path. The model is one small parameter; Ray, checkpoints, engines and data are
+stand-ins.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ if TYPE_CHECKING:
 
 _LOAD = "load_other_checkpoint"
 ACTOR = "{}.backends.megatron_utils.actor:MegatronTrainRayActor"
-#: The modules whose functions decorate the actor's methods, here and there in the versions.
+#: Modules whose functions decorate the actor's methods, in different versions.
 _TIMERS = (
     *("observability.timer", "utils.timer", "utils.context_utils"),
     "utils.tracking_utils.structured_log",
 )
-#: What is loaded by tag; the actor's own weights are 0.
+#: Tag of a checkpoint → the value of its weights.
 WEIGHTS = {"actor": 0.0, "ref": 1.0, "teacher": 2.0}
 
 
 def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a method that reads the model; put the actor's weights back first, if others are in it.
+    """Run a method that reads the model, but first switch the model to the actor's weights.
 
     Weights that are offloaded stay where they are.
     """
-    # slime does not say whether weights are on the device now; with this option they seldom are.
+    # slime does not record whether weights are on the device; with this option they seldom are.
     asleep = getattr(self, "_asleep", self.args.offload_train)
     if (
         self.role == "actor"
@@ -47,7 +48,7 @@ def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def switches_back(bodies: Mapping[str, Body]) -> bool:
-    """Return whether both an update and a save ask which weights are in the model."""
+    """Return whether both an update and a save check which weights are in the model."""
     readers = [body for address, body in bodies.items() if not address.endswith(_LOAD)]
     return all(
         body.contains("self._active_model_tag") or body.contains('self._switch_model("actor")')
@@ -56,7 +57,7 @@ def switches_back(bodies: Mapping[str, Body]) -> bool:
 
 
 def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load another checkpoint; after a load that raised, the model counts as nobody's."""
+    """Load another checkpoint; if that raises, record that the model has no known weights."""
     try:
         return original(self, *args, **kwargs)
     except BaseException:
@@ -65,7 +66,7 @@ def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def targets(framework: str, *more: str) -> list[Target]:
-    """Return what the patch for a framework wraps: an update, a save, `more` savers, and loads."""
+    """Return the targets of a framework's patch: an update, a save, `more` savers, and loads."""
     actor = ACTOR.format(framework)
     return [
         target(f"{actor}.update_weights", use_actor, "self.weight_updater.update_weights()"),
@@ -84,8 +85,8 @@ class Actor:
 
     Args:
         framework: `slime` or `miles`.
-        by_init: True to run slime's own `init`; without it the model has the actor's weights.
-        args: what the frameworks' parsers would say, all else being off.
+        by_init: True to run slime's own `init`; otherwise the model has the actor's weights.
+        args: parsed options of the frameworks; all others are off.
     """
 
     def __init__(self, framework: str, *, by_init: bool = False, **args: Any) -> None:
@@ -125,9 +126,13 @@ class Actor:
         if self._takes_engines:
             self.actor.update_weights(_standins.Off(rollout_engines=[None]))
             return self.sent[-1]
-        for more in (3, 2, 0):  # what the manager returns beside engines, a lock and a number
+        for more in (
+            3,
+            2,
+            0,
+        ):  # number of values that the manager returns besides engines, a lock and a number
             self.module.ray.get = lambda _, more=more: ([None], None, 0, *[None] * more)
-            with contextlib.suppress(ValueError):  # not as many as this version unpacks
+            with contextlib.suppress(ValueError):  # this version unpacks another number of values
                 self.actor.update_weights()
                 break
         return self.sent[-1]
@@ -138,7 +143,7 @@ class Actor:
         return self.saved[-1]
 
     def fail_in_reference_pass(self) -> None:
-        """Run the actor's `train_actor`, whose log-probs of the reference cannot be computed."""
+        """Run the actor's `train_actor`, which raises in the log-probs of the reference."""
         more = {"witness_info": None, "attempt": 0} if self._takes_engines else {}
         rollout_data = {"num_microbatches": [1], "global_batch_sizes": [1]}
         try:
@@ -149,7 +154,7 @@ class Actor:
 
     @property
     def _takes_engines(self) -> bool:
-        """True for miles, whose methods take more."""
+        """True for miles, whose methods take more arguments."""
         return "miles" in self.module.__name__
 
     def _import(self, framework: str) -> Any:
@@ -169,7 +174,7 @@ class Actor:
 
     def _stand_in(self, framework: str) -> None:
         module = self.module
-        given: dict[str, Any] = {
+        standins: dict[str, Any] = {
             "AutoConfig": _standins.Thing(),
             "AutoTokenizer": _standins.Thing(),
             "dist": _standins.Off(
@@ -188,7 +193,7 @@ class Actor:
                 is_rollout_engines_fresh=lambda: True,
             ),
         }
-        for name, value in given.items():
+        for name, value in standins.items():
             setattr(module, name, value)
         if framework == "miles":
             module.is_multi_lora_enabled = lambda _: False
@@ -221,30 +226,30 @@ def reproduce(framework: str, *, by_init: bool) -> None:
     """Publish and save after a start, and after a pass of the reference that raises."""
     for start in (True, False) if by_init else (False,):
         actor = Actor(framework, by_init=start)
-        _expect_own(actor.update_weights(), "engines", "after the start")
-        for method, whose in (
+        _expect_actor_weights(actor.update_weights(), "engines", "after the start")
+        for method, receiver in (
             (actor.update_weights, "engines"),
             (actor.save_model, "a checkpoint"),
         ):
             actor.fail_in_reference_pass()
-            _expect_own(method(), whose, "after a pass of the reference that raised")
+            _expect_actor_weights(method(), receiver, "after a pass of the reference that raised")
 
 
 def neighbour(framework: str) -> object:
-    """Publish and save where the actor's own weights are in the model."""
+    """Publish and save while the model has the actor's own weights."""
     actor = Actor(framework)
-    found = [actor.update_weights(), actor.save_model()]
-    return [*found, float(actor.weight[0]), str(actor.actor._active_model_tag)]
+    weights = [actor.update_weights(), actor.save_model()]
+    return [*weights, float(actor.weight[0]), str(actor.actor._active_model_tag)]
 
 
-def _expect_own(weight: float, whose: str, when: str) -> None:
+def _expect_actor_weights(weight: float, receiver: str, when: str) -> None:
     if weight != WEIGHTS["actor"]:
         (tag,) = (tag for tag, value in WEIGHTS.items() if value == weight)
-        raise Fault(f"{whose} got the weights of `{tag}` {when}")
+        raise Fault(f"{receiver} got the weights of `{tag}` {when}")
 
 
 class _RayActor(_standins.Off):
-    """Stands for the base class of the actor, which Ray runs."""
+    """Stands in for the base class of the actor, which Ray runs."""
 
     rollout_manager = prof = weight_updater = _heartbeat = _standins.Thing()
 
@@ -253,10 +258,10 @@ class _RayActor(_standins.Off):
 
 
 def fail(*_: Any, **__: Any) -> None:
-    """Raise, in the place of a function that reads something."""
+    """Raise `Broken`, in place of a function that reads data."""
     raise Broken("a microbatch that cannot be read")
 
 
-def _watching(what: Any) -> Any:
-    """Return a function as it is; of a name, a block that does nothing around its code."""
-    return what if callable(what) else contextlib.nullcontext()
+def _watching(decorated: Any) -> Any:
+    """Return a function unchanged, as a decorator; return an empty context for a name."""
+    return decorated if callable(decorated) else contextlib.nullcontext()

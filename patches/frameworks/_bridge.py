@@ -1,6 +1,6 @@
 """Runs Megatron-Bridge's own functions around a program of Megatron's, for reproductions.
 
-Bridge does not import without CUDA, so its functions run with stand-ins for the rest of Bridge:
+Bridge cannot be imported without CUDA, so its functions run with stand-ins for the rest of Bridge:
 its data, checkpoints, logging and configuration classes.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from . import _standins
 
 _OF_CHECKPOINTS = (
-    "training",  # with a recipe's lines, which have to come before Megatron
+    "training",  # runs a recipe's lines, which must come before Megatron's import
     "utils.common_utils",
     "utils.import_utils",
     "utils.safe_pickle",
@@ -33,7 +33,7 @@ _OF_CHECKPOINTS = (
 
 
 class _Flops(SimpleNamespace):
-    """Holds statistics that are all 0: as a tuple of five up to 0.6, as attributes after that."""
+    """Holds statistics of 0, as a tuple of five up to 0.6, and as attributes after that."""
 
     def __iter__(self) -> Iterator[int]:
         return iter((0,) * 5)
@@ -43,7 +43,7 @@ class _Flops(SimpleNamespace):
 
 
 class Bridge:
-    """Trains a model with Bridge, which is as after its `setup()`.
+    """Trains a model with Bridge, in the state after Bridge's `setup()`.
 
     Args:
         options: options of Megatron, as on a command line.
@@ -62,7 +62,7 @@ class Bridge:
 
         self.program = running = program.start(options)
         args = running.args
-        running.config.seq_length = args.seq_length  # which Bridge's own configs have
+        running.config.seq_length = args.seq_length  # as Bridge's own configs have
         self.timers = Timers(2, "minmax")
         self.cfg = _standins.Off(
             checkpoint=_standins.Off(),
@@ -93,7 +93,7 @@ class Bridge:
                 eval_micro_batch_size=args.micro_batch_size,
             ),
         )
-        # Up to 0.3 the options of an evaluation are among those of the training.
+        # Up to 0.3 the options of evaluation are in the training config.
         vars(self.cfg.train).update(vars(self.cfg.validation))
         self.state = _standins.Off(
             cfg=self.cfg,
@@ -157,7 +157,7 @@ class Bridge:
         )
 
     def wire(self) -> None:
-        """Do the last thing that Bridge's `setup` does."""
+        """Run the last part of Bridge's `setup`, which sets functions on the config."""
         module = self._module("setup")
         module.MEGATRON_FSDP_TYPES = ()
         module._update_model_config_funcs(
@@ -186,17 +186,17 @@ class Bridge:
 
 def import_checkpoints() -> tuple[Any, Any, Any]:
     """Import Bridge's modules of configurations, of the training state, and of checkpoints."""
-    found = {
+    modules = {
         name: _standins.import_alone(f"megatron.bridge.{name}", "modelopt", "transformers")
         for name in _OF_CHECKPOINTS
     }
-    module = found["training.checkpointing"]
+    module = modules["training.checkpointing"]
     module.fault_tolerance = _standins.Thing()
     module.is_hf_checkpoint_dir = module.should_fire = lambda *_: False
     module.is_last_rank = lambda: False  # trackers of experiments log on that rank
-    for each in (module, found["training.utils.checkpoint_utils"]):
-        each.print_rank_0 = lambda _: None
-    return found["training.config"], found["training.state"], module
+    for printing in (module, modules["training.utils.checkpoint_utils"]):
+        printing.print_rank_0 = lambda _: None
+    return modules["training.config"], modules["training.state"], module
 
 
 class Checkpoints:
@@ -238,7 +238,7 @@ class Checkpoints:
 
     @staticmethod
     def after_a_step() -> Checkpoints:
-        """Return those of a tiny model that has made one step."""
+        """Return checkpoints of a tiny model that has made one step."""
         from megatron_idempotent.proof.cpu import tiny
 
         model = tiny.build()

@@ -1,7 +1,8 @@
-"""Shares wrappers between case files about frameworks' copies of Megatron's `train()` and wiring.
+"""Holds wrappers for frameworks' copies of Megatron's `train()` and wiring.
 
-Those files go by the statements that a wrapper relies on, not by reviewed bodies: the frameworks
-change around them with every release, and many run from a checkout that says no version.
+Their case files list the statements that a wrapper relies on, not reviewed bodies: the code around
+these statements changes with every release, and many frameworks run from a checkout without a
+version.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def is_megatrons_no_sync(installed: Any) -> bool:
     )
 
 
-def put_back(
+def restoring(
     original: Original,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -44,10 +45,10 @@ def put_back(
     config: Any,
     param_sync_func: Any,
 ) -> Any:
-    """Call `original`, and put back what it took away, also if it raises.
+    """Call `original`, then restore the config and the garbage collector, even if it raises.
 
-    A `config.param_sync_func` that is None then becomes `param_sync_func`, and Python's garbage
-    collector is on again if it was on.
+    If `config.param_sync_func` is None afterwards, it becomes `param_sync_func`. Python's garbage
+    collector is turned on again if it was on.
     """
     was_on = gc.isenabled()
     try:
@@ -67,11 +68,11 @@ def rollout(original: Original, *args: Any, **kwargs: Any) -> Any:
     chunks, options = arguments(original, args, kwargs)["model"], get_args()
     config = get_model_config(chunks[0])
     forget_no_sync(config, chunks)
-    taken = config.param_sync_func
+    sync_func = config.param_sync_func
     if options.overlap_param_gather and options.align_param_gather:
         functions = [chunk.start_param_sync for chunk in chunks]
-        taken = functions[0] if len(functions) == 1 else functions
-    return put_back(original, args, kwargs, config=config, param_sync_func=taken)
+        sync_func = functions[0] if len(functions) == 1 else functions
+    return restoring(original, args, kwargs, config=config, param_sync_func=sync_func)
 
 
 def rollout_target(module: str) -> Target:

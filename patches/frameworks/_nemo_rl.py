@@ -1,8 +1,8 @@
-"""Shares parts between the case files about NeMo-RL's Megatron workers.
+"""Holds functions that the case files about NeMo-RL's Megatron workers share.
 
-`NemoRL` is for reproductions: the workers around a tiny model.
-The workers, the forward and backward, the timers and the decorators are NeMo-RL's, from the modules
-on the path. Its data, metrics and weight exchange are stand-ins.
+`NemoRL` is for reproductions: it runs the workers around a tiny model. The workers, the forward and
+backward, the timers and the decorators are NeMo-RL's, from the modules on the path. Its data,
+metrics and weight transfer are stand-ins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ABSENT = ("megatron.bridge", "transformers")
 
 
 class NemoRL(Windows):
-    """Trains a model with one of NeMo-RL's workers, which is as after its `__init__`.
+    """Trains a model with one of NeMo-RL's workers, in the state after its `__init__`.
 
     Args:
         worker: `policy` or `value`.
@@ -40,10 +40,10 @@ class NemoRL(Windows):
 
         (model,) = self.bench.chunks
         ddp = model.ddp_config
-        self.module, made = _modules(worker)
+        self.module, worker_class = _modules(worker)
         self._stand_in()
         self.worker = methods(
-            made,
+            worker_class,
             model=model,
             optimizer=self.bench.optimizer,
             scheduler=SimpleNamespace(
@@ -82,7 +82,7 @@ class NemoRL(Windows):
             self.worker._collect_mtp_metrics = lambda *_: None
 
     def train(self, seed: int, *, eval_mode: bool = False) -> Any:
-        """Run one call of the worker's `train`: a window and, unless told otherwise, a step."""
+        """Run one call of the worker's `train`: a window and, without `eval_mode`, a step."""
         return self.worker.train(self._data(seed), self._loss_of, eval_mode=eval_mode)
 
     def begin(self) -> None:
@@ -99,15 +99,15 @@ class NemoRL(Windows):
 
     def reference(self, seed: int) -> bytes:
         """Return the bits that the policy worker's `get_reference_policy_logprobs` returns."""
-        found = self.worker.get_reference_policy_logprobs(data=self._data(seed))
-        return _bits(found["reference_logprobs"])
+        result = self.worker.get_reference_policy_logprobs(data=self._data(seed))
+        return _bits(result["reference_logprobs"])
 
     def values(self, seed: int) -> bytes:
         """Return the bits that the value worker's `get_values` returns."""
         return _bits(self.worker.get_values(self._data(seed))["values"])
 
     def exported(self) -> bytes:
-        """Return the bits of the weights that the policy worker hands out."""
+        """Return the bits of the weights that the policy worker exports."""
         import torch
 
         with torch.no_grad():
@@ -115,7 +115,7 @@ class NemoRL(Windows):
         return b"".join(_bits(tensor) for _, tensor in pairs)
 
     def remember_reference(self) -> None:
-        """Make the reference another model than the policy, as the worker's set-up does."""
+        """Give the reference other weights than the policy, as the worker's set-up does."""
         self.worker.reference_state_dict = {
             name: item.detach().clone() * 0.5
             for name, item in self.worker.model.state_dict().items()
@@ -146,13 +146,13 @@ class NemoRL(Windows):
     def _stand_in(self) -> None:
         import torch
 
-        one = torch.tensor(1.0)
-        given: dict[str, Any] = {
+        sequences = torch.tensor(1.0)
+        standins: dict[str, Any] = {
             "BatchedDataDict": _Data,
             "get_microbatch_iterator": self._iterator,
             "process_global_batch": lambda data, **_: {
                 "batch": data,
-                "global_valid_seqs": one,
+                "global_valid_seqs": sequences,
                 "global_valid_toks": torch.tensor(2.0),
             },
             "logical_and_across_model_parallel_group": lambda value, **_: value,
@@ -160,7 +160,7 @@ class NemoRL(Windows):
             "broadcast_loss_metrics_from_last_stage": lambda value: value,
             "broadcast_tensors_from_last_stage": lambda value: value,
         }
-        for name, value in given.items():
+        for name, value in standins.items():
             setattr(self.module, name, value)
         train = _standins.import_alone("nemo_rl.models.megatron.train")
         train.wrap_loss_fn_with_input_preparation = (
@@ -176,11 +176,11 @@ class NemoRL(Windows):
 
 
 class _Config(dict):  # type: ignore[type-arg]
-    """Stands for one of NeMo-RL's configurations, which are dictionaries."""
+    """Stands in for one of NeMo-RL's configurations, which are dictionaries."""
 
 
 class _Data(dict):  # type: ignore[type-arg]
-    """Stands for NeMo-RL's `BatchedDataDict`, as the workers use it."""
+    """Stands in for NeMo-RL's `BatchedDataDict`, as the workers use it."""
 
     size: int
     microbatches: list[Any]
@@ -200,9 +200,9 @@ def _modules(worker: str) -> tuple[Any, type]:
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
     for name in ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2"):
-        if not hasattr(mcore_fsdp_adapter, name):  # up to 0.19 there is one
+        if not hasattr(mcore_fsdp_adapter, name):  # up to 0.19 there is a single class
             setattr(mcore_fsdp_adapter, name, type(name, (), {}))
-    _standins.replace("ray")  # which would make an actor of a class with stand-ins for bases
+    _standins.replace("ray")  # ray would fail to make an actor of a class whose bases are stand-ins
     for module in ("nemo_rl.utils.nsys", "nemo_rl.utils.timer", "nemo_rl.models.megatron.train"):
         _standins.import_alone(module, *_ABSENT)
     if worker == "policy":

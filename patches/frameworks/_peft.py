@@ -1,9 +1,8 @@
 """Puts Megatron-Bridge's own adapters into a tiny model, for reproductions and tests.
 
-First comes what the patches of adapters share. Bridge names Transformer Engine's layers, which need
-CUDA. Layers of these names with torch's arithmetic stand for them; of dense layers Bridge only asks
-whether one is of that class, and those here are megatron-core's own. Only grouped experts run in a
-stand-in.
+The functions that patches of adapters share come first. Bridge imports Transformer Engine's layers,
+which need CUDA. Classes of the same names, in torch, stand in for them. Bridge only checks the
+class of dense layers, so these are megatron-core's own; only grouped experts run in a stand-in.
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ _CONVERSION = (
     "models.conversion.model_bridge",
     "models.conversion.auto_bridge",
 )
-#: Megatron's names of a layer's weights → Qwen's of its parts; and of those that Qwen has in two.
+#: Megatron's names of a layer's weights → Qwen's names; `_GATED` has weights that Qwen splits in
+#: two.
 _LAYER = {
     "input_layernorm.weight": "input_layernorm",
     "pre_mlp_layernorm.weight": "post_attention_layernorm",
@@ -66,7 +66,7 @@ _GATED = {
     "mlp.experts.local_experts.*.linear_fc1.weight": "mlp.experts.*",
     "mlp.experts.linear_fc1.weight*": "mlp.experts.*",
 }
-_WHOLE = {
+_MODEL = {
     "embedding.word_embeddings.weight": "model.embed_tokens",
     "decoder.final_layernorm.weight": "model.norm",
     "output_layer.weight": "lm_head",
@@ -74,38 +74,38 @@ _WHOLE = {
 
 
 def unfuse(*layers: Any) -> None:
-    """Let these layers' weight gradients come through autograd, where hooks see them."""
+    """Let autograd compute these layers' weight gradients, so that hooks see them."""
     for layer in layers:
         if hasattr(layer, "gradient_accumulation_fusion"):
             layer.gradient_accumulation_fusion = False
 
 
 def own_rows(layer: Any, _inputs: Any, outputs: Any) -> Any:
-    """Put a column-parallel layer's outputs among zeros for other ranks', as a forward hook."""
+    """Pad a column-parallel layer's outputs with zeros for other ranks, as a forward hook."""
     output, bias = outputs
     return among_zeros(output, layer.tp_group), bias
 
 
 def among_zeros(tensor: Any, group: Any) -> Any:
-    """Return [..., D * ranks] with the rank's [..., D] in its place, and zeros."""
+    """Return [..., D * ranks] with the rank's [..., D] at its position, and zeros elsewhere."""
     from torch.nn.functional import pad
 
-    size, before = tensor.shape[-1], group.rank()
-    return pad(tensor, (size * before, size * (group.size() - 1 - before)))
+    size, rank = tensor.shape[-1], group.rank()
+    return pad(tensor, (size * rank, size * (group.size() - 1 - rank)))
 
 
 def is_cut(adapter: Any) -> bool:
-    """Return whether ranks share the weight of an adapter's layer; before 0.5 no field says so."""
+    """Return whether ranks split the weights of an adapter's layer."""
     return adapter.input_is_parallel or not adapter.linear_out.gather_output
 
 
 def drops(adapter: Any) -> bool:
-    """Return whether an adapter of Bridge's drops some of what it computes."""
+    """Return whether dropout of a Bridge adapter is active."""
     return adapter.training and getattr(adapter.dropout, "p", 0) > 0
 
 
 def normalizing(base: Any, norm: Any) -> Any:
-    """Return a layer that normalizes its input, and returns that too, as one of the engine's."""
+    """Return a layer that normalizes its input and also returns it, like Transformer Engine's."""
     engine = grouped_layers()["TELayerNormColumnParallelLinear"]()
     engine.weight, engine.bias, engine.config = base.weight, base.bias, base.config
     engine.return_layernorm_output = engine.return_layernorm_output_gathered = True
@@ -127,12 +127,12 @@ def build(
     config: Any = (),
     **options: Any,
 ) -> Any:
-    """Build a tiny model with gated layers and adapters, all of Bridge's factors drawn.
+    """Build a tiny model with gated layers and adapters, whose factors are all random.
 
-    `kind` is a class of Bridge's, or a function that puts others into a chunk's module.
+    `kind` is the name of a Bridge class, or a function that adds adapters to a chunk's module.
 
-    With `fused` Megatron's layers add weight gradients to `main_grad` themselves, by a kernel in
-    Python. All is float64, where that and torch's `_grouped_mm` do not ask for float32.
+    With `fused` Megatron's layers add weight gradients to `main_grad` themselves, with a kernel in
+    Python. The model is float64, unless this kernel or torch's `_grouped_mm` needs float32.
     """
     import torch
     from megatron_idempotent.patches._deferred_embedding import kernel
@@ -151,7 +151,7 @@ def build(
         sizes = {"dim": 4, "alpha": 8, **options}
         if isinstance(kind, str):
             bridge(kind, **sizes)(module)
-            if kind == "MultiLoRA":  # the first adapter has 24 of a microbatch's tokens
+            if kind == "MultiLoRA":  # 24 of a microbatch's tokens belong to the first adapter
                 layers = importlib.import_module("megatron.bridge.peft.multi_lora_layers")
                 tokens = torch.tensor([24, 40], dtype=torch.int32)
                 layers.set_tokens_per_adapter_slot(module, tokens)
@@ -179,14 +179,16 @@ def build(
     )
     with torch.no_grad():
         for name, parameter in bench.chunks[0].module.named_parameters():
-            if "linear_out.weight" in name:  # zero, and the other factor then without a gradient
+            if (
+                "linear_out.weight" in name
+            ):  # initially zero, which leaves the other factor without a gradient
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
     return bench
 
 
 def expect_replicas(chunks: Any) -> None:
-    """Raise unless the gradients of what ranks have in common are the same on all of them."""
+    """Raise a `Fault` if gradients of replicated parameters differ between ranks."""
     from megatron.core import parallel_state as ps
 
     for name, parameter in _trained(chunks):
@@ -198,13 +200,13 @@ def expect_replicas(chunks: Any) -> None:
             continue
         if name.endswith("weight_magnitude") and ("linear_qkv" in name or "linear_fc1" in name):
             continue
-        found = gathered(parameter.main_grad, group)
-        if not all(found[0].equal(each) for each in found):
-            raise Fault(f"ranks that share {name} have other gradients")
+        gradients = gathered(parameter.main_grad, group)
+        if not all(gradients[0].equal(gradient) for gradient in gradients):
+            raise Fault(f"ranks that share {name} have different gradients")
 
 
 def expect_balance(chunks: Any) -> None:
-    """Raise unless each factor times its gradient has the other's sum over all parts of both."""
+    """Raise unless the sums of factor times gradient are equal for the two factors of a product."""
     import torch
     from megatron.core import parallel_state as ps
 
@@ -214,15 +216,15 @@ def expect_balance(chunks: Any) -> None:
         group = ps.get_tensor_model_parallel_group()
         if parameter.dim() == 3:
             group = ps.get_expert_model_parallel_group()
-        own = _summed((parameter * parameter.main_grad).sum().detach(), group)
-        sums.setdefault(adapter, {})[factor] = own
+        total = _summed((parameter * parameter.main_grad).sum().detach(), group)
+        sums.setdefault(adapter, {})[factor] = total
     for adapter, both in sums.items():
         if not torch.allclose(both["in.weight"], both["out.weight"], rtol=0.01):
             raise Fault(f"the gradients of {adapter} are not of one product: {both}")
 
 
 def expect_norms(chunks: Any) -> None:
-    """Raise unless DoRA's norms are those of whole rows."""
+    """Raise unless DoRA's norms are those of complete rows."""
     import torch
     from megatron.core import parallel_state as ps
 
@@ -230,21 +232,22 @@ def expect_norms(chunks: Any) -> None:
         if hasattr(module, "_get_weight_norm"):
             rows, group = module.adapter.input_is_parallel, ps.get_tensor_model_parallel_group()
             inner, base = (
-                torch.cat(gathered(each.weight, group), 1 if rows else 0)
-                for each in (module.adapter.linear_in, module.to_wrap)
+                torch.cat(gathered(layer.weight, group), 1 if rows else 0)
+                for layer in (module.adapter.linear_in, module.to_wrap)
             )
             outer = torch.cat(gathered(module.adapter.linear_out.weight, group))
             norm = (base + module.scaling * outer @ inner).norm(dim=1)
-            own = norm if rows else norm.chunk(group.size())[group.rank()]
-            if not torch.allclose(module._get_weight_norm(), own):
+            expected = norm if rows else norm.chunk(group.size())[group.rank()]
+            if not torch.allclose(module._get_weight_norm(), expected):
                 raise Fault(f"{name} has the norm of a part of its rows")
 
 
 def expect_products(chunks: Any) -> None:
-    """Raise unless the adapters of experts that ranks share add the product of their factors.
+    """Raise unless adapters of experts that ranks share compute the product of their factors.
 
-    An input is the same on all ranks, or each has its columns; the outputs are the ranks' columns,
-    or add up. So are the gradients. All ranks of the expert, or of the shared one, take part.
+    The input is the same on all ranks, or split by columns; outputs are split by columns, or are
+    summed over ranks. The gradients are compared too. All ranks of the expert, or of the shared
+    expert, take part.
     """
     import torch
     from megatron.core import parallel_state as ps
@@ -266,32 +269,33 @@ def expect_products(chunks: Any) -> None:
         splits = [8] + [0] * (len(a) - 1)
         dense = (a[0], b[0]) if a.dim() == 3 else (a, b)
         right = module.alpha / module.dim * x @ dense[0].T @ dense[1].T
-        own = x.detach().chunk(ranks, -1)[rank] if rows else x.detach().clone()
-        own.requires_grad_()
-        found = module(own, splits) if a.dim() == 3 else module(own)
-        wanted = right if rows else right.chunk(ranks, -1)[rank]
-        got = _summed(found.detach(), group) if rows else found.detach()
+        inputs = x.detach().chunk(ranks, -1)[rank] if rows else x.detach().clone()
+        inputs.requires_grad_()
+        output = module(inputs, splits) if a.dim() == 3 else module(inputs)
+        expected = right if rows else right.chunk(ranks, -1)[rank]
+        actual = _summed(output.detach(), group) if rows else output.detach()
         gradients = torch.autograd.grad(
-            found, (own, *factors), dy if rows else dy.chunk(ranks, -1)[rank], allow_unused=True
+            output, (inputs, *factors), dy if rows else dy.chunk(ranks, -1)[rank], allow_unused=True
         )
         dx, da, db = torch.autograd.grad(right, (x, a, b), dy)
-        whole = (
+        expected_gradients = (
             dx.chunk(ranks, -1)[rank] if rows else dx,
             da.chunk(ranks, -1 if rows else -2)[rank],
             db.chunk(ranks, -2)[rank],
         )
-        fine = torch.allclose(got, wanted)
-        for index, (has, is_) in enumerate(zip(gradients, whole, strict=True)):
-            if has is not None and index == 0 and not rows:
-                has = _summed(has, group)
-            fine = fine and has is not None and torch.allclose(has, is_)
-        if not fine:
+        fits = torch.allclose(actual, expected)
+        pairs = zip(gradients, expected_gradients, strict=True)
+        for index, (gradient, expected_gradient) in enumerate(pairs):
+            if gradient is not None and index == 0 and not rows:
+                gradient = _summed(gradient, group)
+            fits = fits and gradient is not None and torch.allclose(gradient, expected_gradient)
+        if not fits:
             raise Fault(f"{name} is not the product of its factors")
 
 
 def _trained(chunks: Any) -> list[tuple[str, Any]]:
     module = chunks[0].module
-    return [(name, each) for name, each in module.named_parameters() if each.requires_grad]
+    return [(name, param) for name, param in module.named_parameters() if param.requires_grad]
 
 
 def _summed(tensor: Any, group: Any) -> Any:
@@ -303,30 +307,30 @@ def _summed(tensor: Any, group: Any) -> Any:
 
 
 def bridge(kind: str, **options: Any) -> Any:
-    """Return one of Bridge's classes of adapters with these options, in float64 as well."""
+    """Return an adapter transform of Bridge, by class name, with these options."""
     engine = importlib.import_module("megatron.core.extensions.transformer_engine")
     for name, layer in grouped_layers().items():
         setattr(engine, name, layer)
-    found: dict[str, Any] = {}
+    imported: dict[str, Any] = {}
     for name in _REAL:
         module = f"megatron.bridge.{name}"
-        if not found or _standins.is_there(module):  # older releases lack some
-            found[name] = _standins.import_alone(module, "transformer_engine")
+        if not imported or _standins.is_there(module):  # older releases lack some
+            imported[name] = _standins.import_alone(module, "transformer_engine")
     modules = {
         "LoRA": "lora",
         "DoRA": "dora",
         "CanonicalLoRA": "canonical_lora",
         "MultiLoRA": "multi_lora",
     }
-    return getattr(found[f"peft.{modules[kind]}"], kind)(**options)
+    return getattr(imported[f"peft.{modules[kind]}"], kind)(**options)
 
 
 def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what Bridge exports by Qwen's names: adapters alone, and the merged model or the base.
+    """Return Bridge's exports by Qwen's names: the adapters, and the merged model or the base.
 
-    All ranks take part. Releases before 0.5 have other modules.
+    All ranks take part. It does not work before 0.5, which has other modules.
     """
-    modules, config, tasks = [each.module for each in chunks], *_planned(chunks)
+    modules, config, tasks = [chunk.module for chunk in chunks], *_planned(chunks)
     factors = _qwen()().stream_adapter_weights_megatron_to_hf(modules, show_progress=False)
     merged = _qwen()().stream_weights_megatron_to_hf(
         modules,
@@ -335,63 +339,64 @@ def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[s
         conversion_tasks=tasks,
         merge_adapter_weights=merge,
     )
-    alone, whole = ({name: value.clone() for name, value in each} for each in (factors, merged))
-    return alone, whole
+    adapters, model = ({name: value.clone() for name, value in s} for s in (factors, merged))
+    return adapters, model
 
 
 def auto_bridge() -> Any:
-    """Return Bridge's `AutoBridge`, of which the rest of the conversion is Bridge's own, too."""
+    """Return Bridge's `AutoBridge`, imported with Bridge's other modules of the conversion."""
     _qwen()
     return importlib.import_module("megatron.bridge.models.conversion.auto_bridge").AutoBridge
 
 
 def load_exported(chunks: Any, weights: dict[str, Any]) -> None:
-    """Let Bridge put weights of Qwen's names into a model without adapters. All ranks take part."""
+    """Let Bridge load weights with Qwen's names into a model without adapters; a collective."""
     import torch
 
     config, tasks = _planned(chunks)
     source = _standins.Off(state=weights, config=config)
-    modules = [each.module for each in chunks]
-    own = [dict(each.named_parameters()) for each in modules]
+    modules = [chunk.module for chunk in chunks]
+    parameters = [dict(module.named_parameters()) for module in modules]
     with torch.no_grad():
         for name, value, stage in _qwen()().stream_weights_hf_to_megatron(source, modules, tasks):
-            own[stage][name].copy_(value)
+            parameters[stage][name].copy_(value)
 
 
 def _planned(chunks: Any) -> tuple[Any, list[Any]]:
-    """Return a configuration, and tasks of what Qwen has a name for; norms' biases have none."""
+    """Return a configuration and the conversion tasks; norms' biases have none in Qwen."""
     from transformers import PretrainedConfig
 
     config = PretrainedConfig()
     config.tie_word_embeddings = False
-    tasks = _qwen()().build_conversion_tasks(config, [each.module for each in chunks])
-    return config, [each for each in tasks if each is not None]
+    tasks = _qwen()().build_conversion_tasks(config, [chunk.module for chunk in chunks])
+    return config, [task for task in tasks if task is not None]
 
 
 @functools.cache
 def _qwen() -> Any:
-    found = {
+    imported = {
         name: _standins.import_alone(f"megatron.bridge.{name}", "modelopt", "transformer_engine")
         for name in _CONVERSION
         if _standins.is_there(f"megatron.bridge.{name}")
     }
     fsdp: Any = importlib.import_module("megatron.bridge.training.fsdp_compat")
     fsdp.MEGATRON_FSDP_TYPES = ()
-    kinds = found["models.conversion.param_mapping"]
+    kinds = imported["models.conversion.param_mapping"]
     layer = ("decoder.layers.*.", "model.layers.*.")
-    names = {f"{layer[0]}{ours}": f"{layer[1]}{theirs}" for ours, theirs in _LAYER.items()} | _WHOLE
-    mappings = [kinds.AutoMapping(ours, f"{theirs}.weight") for ours, theirs in names.items()]
-    qkv = {each: f"{layer[1]}self_attn.{each}_proj.weight" for each in "qkv"}
+    names = {f"{layer[0]}{core}": f"{layer[1]}{qwen}" for core, qwen in _LAYER.items()} | _MODEL
+    mappings = [kinds.AutoMapping(core, f"{qwen}.weight") for core, qwen in names.items()]
+    qkv = {letter: f"{layer[1]}self_attn.{letter}_proj.weight" for letter in "qkv"}
     mappings.append(kinds.QKVMapping(f"{layer[0]}self_attention.linear_qkv.weight", **qkv))
-    for ours, theirs in _GATED.items():
-        both = {each: f"{layer[1]}{theirs}.{each}_proj.weight" for each in ("gate", "up")}
-        mappings.append(kinds.GatedMLPMapping(f"{layer[0]}{ours}", **both))
+    for core, qwen in _GATED.items():
+        both = {half: f"{layer[1]}{qwen}.{half}_proj.weight" for half in ("gate", "up")}
+        mappings.append(kinds.GatedMLPMapping(f"{layer[0]}{core}", **both))
+    model_bridge = imported["models.conversion.model_bridge"]
 
-    class Qwen(found["models.conversion.model_bridge"].MegatronModelBridge):  # type: ignore[misc]
+    class Qwen(model_bridge.MegatronModelBridge):  # type: ignore[misc,name-defined]
         provider_bridge = None
 
         def mapping_registry(self) -> Any:
-            registry = found["models.conversion.mapping_registry"].MegatronMappingRegistry
+            registry = imported["models.conversion.mapping_registry"].MegatronMappingRegistry
             return registry(*mappings)
 
     return Qwen
@@ -399,7 +404,7 @@ def _qwen() -> Any:
 
 @functools.cache
 def grouped_layers() -> dict[str, Any]:
-    """Return stand-ins by Transformer Engine's names; only the grouped ones compute."""
+    """Return stand-ins for Transformer Engine's layers, by name; only the grouped ones compute."""
     import torch
     from megatron.core import parallel_state
     from torch import nn
@@ -440,10 +445,10 @@ def grouped_layers() -> dict[str, Any]:
                 setattr(self, f"weight{index}", weight)
 
         def forward(self, x: Any, m_splits: Any) -> Any:
-            parts = x.split([int(each) for each in m_splits])
+            parts = x.split([int(size) for size in m_splits])
             weights = (getattr(self, f"weight{index}") for index in itertools.count())
             return torch.cat(
-                [nn.functional.linear(*each) for each in zip(parts, weights, strict=False)]
+                [nn.functional.linear(*pair) for pair in zip(parts, weights, strict=False)]
             ), None
 
     grouped: dict[str, Any] = {"TEGroupedLinear": TEGroupedLinear}
@@ -454,14 +459,14 @@ def grouped_layers() -> dict[str, Any]:
 
 
 def _group_experts(module: Any) -> None:
-    """Let one layer of each MoE layer compute all experts of the rank, as Transformer Engine's."""
+    """Replace the experts of each MoE layer by grouped layers, as with Transformer Engine."""
     import torch
     from torch import nn
 
     layers = grouped_layers()
 
     class Grouped(nn.Module):
-        """Computes what `SequentialMLP` does of the same weights, as `TEGroupedMLP`."""
+        """Computes `SequentialMLP` with the same weights, in the form of `TEGroupedMLP`."""
 
         def __init__(self, experts: Any) -> None:
             super().__init__()
@@ -483,13 +488,13 @@ def _group_experts(module: Any) -> None:
         def forward(self, hidden: Any, tokens: Any, probs: Any, *_: Any) -> Any:
             fc1: Any = self.linear_fc1
             fc2: Any = self.linear_fc2
-            found, _ = fc1(hidden, tokens)
+            inner, _ = fc1(hidden, tokens)
             if self.config.gated_linear_unit:
-                gate, up = found.chunk(2, -1)
-                found = self.config.activation_func(gate) * up
+                gate, up = inner.chunk(2, -1)
+                inner = self.config.activation_func(gate) * up
             else:
-                found = self.config.activation_func(found)
-            return fc2(found * probs.unsqueeze(-1).to(found.dtype), tokens)
+                inner = self.config.activation_func(inner)
+            return fc2(inner * probs.unsqueeze(-1).to(inner.dtype), tokens)
 
     for layer in module.modules():
         if hasattr(layer, "experts") and hasattr(layer.experts, "local_experts"):

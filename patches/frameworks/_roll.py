@@ -1,7 +1,7 @@
-"""Shares parts between the case files about ROLL's Megatron strategy.
+"""Holds functions that the case files about ROLL's Megatron strategy share.
 
-`Roll` is for reproductions: ROLL's own `train_step` around a tiny model. Its data, and the forward
-step of a microbatch, are stand-ins.
+`Roll` is for reproductions: it runs ROLL's own `train_step` around a tiny model. Its data, and the
+forward step of a microbatch, are stand-ins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ABSENT = ("codetiming", "transformers", "datasets", "tensordict", "peft")
 
 
 class Roll(Windows):
-    """Trains a model with ROLL's strategy, which is as after `initialize`.
+    """Trains a model with ROLL's strategy, in the state after `initialize`.
 
     Example:
         roll = Roll(overlap_param_gather=True)
@@ -26,7 +26,7 @@ class Roll(Windows):
 
     def __init__(self, **layout: Any) -> None:
         super().__init__(**layout)
-        _standins.replace("ray", "mcore_adapter")  # a folder of the checkout
+        _standins.replace("ray", "mcore_adapter")  # mcore_adapter is a folder of the checkout
         self.module = _standins.import_alone(MODULE, *_ABSENT)
         bench = self.bench
         for name in ("make_micro_batch_iter_for_dynamic_batching", "append_to_dict"):
@@ -69,12 +69,12 @@ class Roll(Windows):
     def _forward_backward(self, *, data_iterator: Any, **call: Any) -> Any:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        data = [self.reading(list(each)) for each in data_iterator]
+        data = [self.reading(list(batches)) for batches in data_iterator]
         return get_forward_backward_func()(data_iterator=data, **call)
 
 
 class _Models(list):  # type: ignore[type-arg]
-    """Stands for mcore_adapter's list of model chunks, as the strategy uses it."""
+    """Stands in for mcore_adapter's list of model chunks, as the strategy uses it."""
 
     def __init__(self, chunks: list[Any], config: Any) -> None:
         super().__init__(chunks)

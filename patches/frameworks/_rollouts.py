@@ -14,7 +14,7 @@ from megatron_idempotent.patches._case import Broken
 
 from . import _standins
 
-# What the frameworks' own parsers add to Megatron's arguments, all of it off.
+# Options that the frameworks' own parsers add to Megatron's arguments; all are off.
 _OFF = (
     *("allgather_cp", "ci_load_grad_norm", "ci_save_grad_norm", "ci_test"),
     "custom_megatron_before_log_prob_hook_path",
@@ -30,7 +30,7 @@ _OPTIONS: dict[str, Any] = {
     "rollout_top_p": 1.0,
 }
 
-#: Per step.
+#: The number of microbatches of a step.
 MICROBATCHES = 4
 
 
@@ -50,7 +50,8 @@ class Rollouts:
     def __init__(self, framework: str, options: Sequence[str] = (), **layout: Any) -> None:
         from megatron_idempotent.proof.cpu import program
 
-        # The frameworks do not initialise the rerun state machine: made on demand it is disabled.
+        # The frameworks do not initialise the rerun state machine; created on demand it is
+        # disabled.
         self.program = program.start(["--rerun-mode", "disabled", *options], **layout)
         self.module = _standins.import_alone(
             f"{framework}.backends.megatron_utils.model", framework, "tqdm", "wandb"
@@ -122,7 +123,7 @@ class Rollouts:
             if hasattr(module, name):
                 setattr(module, name, _Reports(self))
         if hasattr(module, "finalize_model_grads_with_empty_cache"):
-            # There is no device whose memory could run low.
+            # This replacement would only free memory of the device, which does not exist here.
             module.finalize_model_grads_with_empty_cache = module.finalize_model_grads
         if framework == "miles":
             module.get_parallel_state.return_value.indep_dp.size = 1
@@ -146,10 +147,10 @@ class Rollouts:
         kwargs.pop("loss_mask", None)
         return args, kwargs | {"position_ids": self._positions_BT, "attention_mask": self._mask}
 
-    def _loss(self, args: Any, batch: Any, *rest: Any, **_: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def _loss(self, args: Any, batch: Any, *more: Any, **_: Any) -> tuple[Any, Any, dict[str, Any]]:
         import torch
 
-        logits_BTV = rest[-1]
+        logits_BTV = more[-1]
         log_probs_BTV = torch.log_softmax(logits_BTV.float(), dim=-1)
         loss = -log_probs_BTV.gather(-1, batch["tokens"][..., None]).mean()
         self.losses.append(float(loss))
@@ -165,7 +166,7 @@ def run_twice(framework: str) -> None:
 
 
 class _Data:
-    """Holds a rollout's batches, which `train()` starts over with each call."""
+    """Holds a rollout's batches, which each call of `train()` reads from the start."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
@@ -179,7 +180,7 @@ class _Data:
 
 
 class _Reports:
-    """Stands for slime's modules for metrics and logging, as `train()` calls them."""
+    """Stands in for slime's modules for metrics and logging, as `train()` calls them."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts

@@ -1,7 +1,7 @@
-"""Shares parts between the case files about SkyRL's Megatron worker.
+"""Holds functions that the case files about SkyRL's Megatron worker share.
 
-`SkyRL` is for reproductions: SkyRL's own model wrapper and `optim_step` around a tiny model.
-The rest of its worker, its data and its losses are stand-ins.
+`SkyRL` is for reproductions: it runs SkyRL's own model wrapper and `optim_step` around a tiny
+model. The rest of its worker, its data and its losses are stand-ins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ABSENT = ("megatron.bridge", "transformers", "omegaconf", "loguru", "huggingfac
 
 
 class SkyRL(Windows):
-    """Trains a model with SkyRL's Megatron worker, which is as after `init_model`.
+    """Trains a model with SkyRL's Megatron worker, in the state after `init_model`.
 
     Example:
         skyrl = SkyRL()
@@ -83,7 +83,7 @@ class SkyRL(Windows):
             self._call(seed, forward_only=True)
 
     def exported(self) -> bytes:
-        """Return the bits of the weights that the worker hands out."""
+        """Return the bits of the weights that the worker exports."""
         import torch
 
         with torch.no_grad():
@@ -132,9 +132,9 @@ _HOLDER = "megatron.core.dist_checkpointing.strategies.base"
 
 
 def import_strategy() -> Any:
-    """Import the module of `MegatronStrategy`, with a stand-in for Megatron's queue of saves.
+    """Import the module of `MegatronStrategy`, with a stand-in for the module of the save queue.
 
-    SkyRL's Megatron had the queue in a module that ends with megatron-core 0.18.
+    SkyRL imports Megatron's save queue from a module that exists up to megatron-core 0.18.
     """
     from megatron.core.dist_checkpointing import strategies
 
@@ -156,7 +156,7 @@ def import_strategy() -> Any:
 
 
 def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
-    """Return a `MegatronStrategy`, and what it takes for the model of these chunks."""
+    """Return a `MegatronStrategy`, and an object that it accepts as the model of these chunks."""
     config = SimpleNamespace(
         dist_ckpt_optim_fully_reshardable=False,
         async_dist_ckpt_save=False,
@@ -170,7 +170,7 @@ def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
 
 
 def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
-    """Take a step as SkyRL's strategy does, without the scheduler."""
+    """Take a step like SkyRL's strategy, without the scheduler."""
     _, norm, _ = optimizer.step()
     optimizer.zero_grad()
     return norm

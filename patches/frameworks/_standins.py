@@ -2,7 +2,7 @@
 
 The functions of the module are the framework's own; the rest of its package, and packages that are
 not installed (a server, a tokenizer, a logger), are stand-ins. So reproductions run on machines
-that lack a framework's requirements, CUDA among them. Nothing here is used by `apply()`.
+that lack a framework's requirements, such as CUDA. `apply()` does not use this module.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ def import_alone(module: str, *absent: str) -> Any:
         module: the module's full name, such as `slime.backends.megatron_utils.model`.
         absent: other packages to stand in for, if they are not installed.
     """
-    found = sys.modules.get(module)
-    if isinstance(found, _Standin):  # another module imported it before
+    imported = sys.modules.get(module)
+    if isinstance(imported, _Standin):  # another module imported it before
         del sys.modules[module]
-    elif found is not None:
-        return found
+    elif imported is not None:
+        return imported
     # megatron itself is a namespace that several distributions share.
     depth = 2 if module.startswith("megatron.") else 1
-    own = ".".join(module.split(".")[:depth])
+    package = ".".join(module.split(".")[:depth])
     missing = tuple(name for name in absent if find_spec(name) is None)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     _finder.real.add(module)
-    _finder.packages.update((own, *missing))
+    _finder.packages.update((package, *missing))
     return importlib.import_module(module)
 
 
 def is_there(module: str) -> bool:
-    """Return whether the module has a file; another one of its package was imported alone."""
+    """Return whether the module has a file; another module of its package must be imported."""
     parent = importlib.import_module(module.rpartition(".")[0])
     return PathFinder.find_spec(module, parent.__path__) is not None
 
 
 def replace(*packages: str) -> None:
-    """Stand in for these packages from here on, installed or not."""
+    """Stand in for these packages from now on, even if they are installed."""
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     _finder.packages.update(packages)
@@ -61,13 +61,13 @@ def replace(*packages: str) -> None:
 
 @contextlib.contextmanager
 def replaced(*packages: str) -> Iterator[None]:
-    """Stand in for these packages inside of a block, installed or not."""
-    loaded, known = dict(sys.modules), set(_finder.packages)
+    """Stand in for these packages during the block, even if they are installed."""
+    loaded, packages_before = dict(sys.modules), set(_finder.packages)
     replace(*packages)
     try:
         yield
     finally:
-        _finder.packages = known
+        _finder.packages = packages_before
         for name in list(sys.modules):
             if any(_is_in(name, package) for package in packages):
                 del sys.modules[name]
@@ -76,7 +76,7 @@ def replaced(*packages: str) -> Iterator[None]:
 
 
 class _Finder(MetaPathFinder):
-    """Leaves what is `real` to the import system, and stands in for the rest of `packages`."""
+    """Leaves modules in `real` to the import system, and stands in for the rest of `packages`."""
 
     def __init__(self) -> None:
         self.real: set[str] = set()
@@ -86,10 +86,10 @@ class _Finder(MetaPathFinder):
         if fullname in self.real or not any(_is_in(fullname, name) for name in self.packages):
             return None
         spec = ModuleSpec(fullname, _Empty(), is_package=True)
-        there = PathFinder.find_spec(fullname, path)
-        if there is not None:  # it may lead to a file that is, or will be, real
-            spec.submodule_search_locations = list(there.submodule_search_locations or ())
-            spec.origin, spec.has_location = there.origin, there.has_location
+        file_spec = PathFinder.find_spec(fullname, path)
+        if file_spec is not None:  # a module inside of it may be, or become, real
+            spec.submodule_search_locations = list(file_spec.submodule_search_locations or ())
+            spec.origin, spec.has_location = file_spec.origin, file_spec.has_location
         return spec
 
 
@@ -101,18 +101,18 @@ def _is_in(name: str, package: str) -> bool:
 
 
 class _Empty(Loader):
-    """Makes a module whose every name is a stand-in."""
+    """Creates a module whose attributes are all stand-ins."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Standin(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: a stand-in has nothing to run."""
+        """Do nothing, because a stand-in has no code."""
 
 
 class _Names(type):
     def __getattr__(cls, name: str) -> Any:
-        return _made(cls, name)
+        return _standin_for(cls, name)
 
 
 class Thing(metaclass=_Names):
@@ -122,7 +122,7 @@ class Thing(metaclass=_Names):
         pass
 
     def __getattr__(self, name: str) -> Any:
-        return _made(self, name)
+        return _standin_for(self, name)
 
     def __class_getitem__(cls, item: Any) -> Any:
         """Return the class itself, because annotations may subscript it."""
@@ -130,10 +130,10 @@ class Thing(metaclass=_Names):
 
 
 class Off:
-    """Has every attribute, None unless it was given."""
+    """Has every attribute; one that was not passed to it is None."""
 
-    def __init__(self, **given: Any) -> None:
-        vars(self).update(given)
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -143,15 +143,15 @@ class Off:
 
 class _Standin(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        return _made(self, name)
+        return _standin_for(self, name)
 
 
-def _made(owner: Any, name: str) -> Any:
+def _standin_for(owner: Any, name: str) -> Any:
     # A capitalised name may be used as a base class or in an annotation.
     if name.startswith("__"):
         raise AttributeError(name)
     from unittest.mock import MagicMock
 
-    made = _Names(name, (Thing,), {}) if name[0].isupper() else MagicMock(name=name)
-    setattr(owner, name, made)
-    return made
+    standin = _Names(name, (Thing,), {}) if name[0].isupper() else MagicMock(name=name)
+    setattr(owner, name, standin)
+    return standin

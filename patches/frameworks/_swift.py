@@ -1,4 +1,4 @@
-"""Stands for a Megatron trainer of ms-swift around its own methods, for reproductions and tests."""
+"""Runs methods of ms-swift's Megatron trainer on a stand-in, for reproductions and tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def trainer(method: str, options: Sequence[str]) -> Any:
     running = program.start(options)
     running.args.is_multimodal = running.args.nccl_comm_warmup = False
     module = _standins.import_alone("swift.megatron.trainers.base", *ABSENT)
-    made = SimpleNamespace(
+    standin = SimpleNamespace(
         args=running.args,
         config=running.config,
         optimizer=running.optimizer,
@@ -32,5 +32,5 @@ def trainer(method: str, options: Sequence[str]) -> Any:
         call_event=lambda name: None,
         _prepare_data_iterator=lambda *datasets: (None, None),
     )
-    made.call = lambda *args: getattr(module.BaseMegatronTrainer, method)(made, *args)
-    return made
+    standin.call = lambda *args: getattr(module.BaseMegatronTrainer, method)(standin, *args)
+    return standin

@@ -1,6 +1,6 @@
-"""Sets up verl's manager of checkpoints around a tiny model, for reproductions.
+"""Sets up verl's checkpoint manager around a tiny model, for reproductions.
 
-Devices, logs and folders of Hugging Face are stand-ins.
+Devices, logs and Hugging Face folders are stand-ins.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _make(path: str) -> str:
 
 
 class _Config(dict):  # type: ignore[type-arg]
-    """Is a dictionary with its items as attributes, as verl's configurations are."""
+    """Is a dictionary with its items as attributes, like verl's configurations."""
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name)
@@ -61,10 +61,10 @@ def manager_of(
     fully_reshardable: bool = False,
     **checkpoint: Any,
 ) -> Any:
-    """Return a manager that has the model in Megatron's shards.
+    """Return a manager that saves the model in Megatron's shards.
 
     `checkpoint` is its configuration, `scheduler_too` is `use_checkpoint_opt_param_scheduler`, and
-    `fully_reshardable` is `dist_ckpt_optim_fully_reshardable`. Both are off in verl.
+    `fully_reshardable` is `dist_ckpt_optim_fully_reshardable`. verl's defaults for both are off.
     """
     megatron = SimpleNamespace(
         dist_ckpt_optim_fully_reshardable=fully_reshardable,
@@ -93,7 +93,7 @@ def manager_of(
 
 
 def saved(*, fully_reshardable: bool = False) -> tuple[Any, Any, str]:
-    """Return a model after a step, a function that loads that step, and its folder."""
+    """Return a model after a step, a function that loads its checkpoint, and the folder."""
     import torch
 
     import_manager()  # before Megatron, as verl's program does

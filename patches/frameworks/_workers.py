@@ -1,7 +1,7 @@
-"""Puts a small model into the hands of a framework's own worker, for reproductions.
+"""Runs a framework's own worker around a small model, for reproductions.
 
 The worker's methods are the framework's, from the module on the path. They are called on a stand-in
-that has the attributes they read. Its model is a tiny GPT of `cpu.tiny`.
+that has the attributes that they read. Its model is a tiny GPT of `cpu.tiny`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ._standins import Off
 
 #: The microbatches of a window.
 MICROBATCHES = 4
-#: Where a microbatch can fail: before its forward, in its loss function, in its backward.
+#: Sites at which a microbatch can fail: before its forward, in its loss function, in its backward.
 SITES = ("data", "loss", "backward")
 
 
@@ -38,7 +38,7 @@ class Windows:
         self._read = 0
 
     def batches(self, seed: int) -> list[dict[str, Any]]:
-        """Return a window's microbatches of this data-parallel rank, the same for the same seed."""
+        """Return this data-parallel rank's microbatches of a window for a seed."""
         from megatron_idempotent.proof.cpu import tiny
 
         _, positions_BT, hidden = tiny.inputs(seed)
@@ -54,7 +54,7 @@ class Windows:
             yield batch
 
     def loss(self, logits_BTV: Any, tokens_BT: Any) -> Any:
-        """Return the mean negative log-probability; it, or its backward, may fail."""
+        """Return the mean negative log-probability; it or its backward raises if `fail` says so."""
         import torch
 
         self._break("loss")
@@ -67,45 +67,45 @@ class Windows:
         return loss
 
     def forward_step(self, data: Any, model: Any, **_: Any) -> tuple[Any, Any]:
-        """Compute the logits of the next of `batches`; return them and the function of the loss."""
+        """Return the logits of the next of `batches`, and the loss function."""
         row = next(data)
         logits_BTV = model(row["tokens"], row["positions"], row["mask"])
         return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
 
     def measured(self, logits_BTV: Any, target_BT: Any) -> tuple[Any, Any]:
-        """Return the loss, and the log-probs [B, T - 1] that a worker's own loss would take."""
+        """Return the loss, and the log-probs [B, T - 1] for a worker's own loss."""
         logprobs_BTV = logits_BTV.float().log_softmax(-1)
         logprobs_BT = logprobs_BTV.gather(-1, target_BT[..., None])[:, :-1, 0]
         return self.loss(logits_BTV, target_BT), logprobs_BT
 
-    def failing(self, at: tuple[str, int], call: Callable[[], Any]) -> None:
-        """Run `call()`, in which a microbatch fails, and forget the losses that it measured.
+    def failing(self, site: tuple[str, int], call: Callable[[], Any]) -> None:
+        """Run `call()`, in which a microbatch fails, and forget the losses that it recorded.
 
         All ranks call it at once: a rank that fails alone leaves the others waiting for it.
         """
-        kept = len(self.losses)
-        self.fail, self._read = at, 0
+        number = len(self.losses)
+        self.fail, self._read = site, 0
         try:
             call()
         except Broken:
-            del self.losses[kept:]
+            del self.losses[number:]
             return
         finally:
             self.fail = None
-        raise AssertionError(f"nothing failed at {at}")
+        raise AssertionError(f"nothing failed at {site}")
 
     def outcome(self) -> tuple[list[float], bytes]:
-        """Return every loss, and the bits of the parameters on this rank once they are gathered."""
+        """Return every loss, and the bits of this rank's gathered parameters."""
         for chunk in self.bench.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         return self.losses, self.bench.bits()
 
     def expect_no_gradients(self) -> None:
-        """Raise if the gradients of a window are still there."""
+        """Raise if the gradients of a window are not zero."""
         for chunk in self.bench.chunks:
             if any(bool(buffer.grad_data.any()) for buffer in chunk.buffers):
-                raise Fault("the gradients of a window that raised are still there")
+                raise Fault("the gradients of a window that raised are not zero")
 
     def _break(self, site: str) -> None:
         if self._fails(site):
@@ -115,22 +115,22 @@ class Windows:
         return self.fail == (site, self._read)
 
 
-def methods(*of: type, **attributes: Any) -> Any:
-    """Make an object with the methods of a framework's classes, the last one's first.
+def methods(*classes: type, **attributes: Any) -> Any:
+    """Create an object with the methods of a framework's classes; later classes override.
 
-    An attribute that is not given is None.
+    An attribute that is not passed is None.
     """
-    own = {
+    members = {
         name: value
-        for each in of
-        for name, value in vars(each).items()
+        for framework_class in classes
+        for name, value in vars(framework_class).items()
         if not name.startswith("__")
     }
-    return type(of[-1].__name__, (Off,), own)(**attributes)
+    return type(classes[-1].__name__, (Off,), members)(**attributes)
 
 
 def weights_of(chunks: list[Any], **_: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the weights that a bridge's `export_hf_weights` would make of these chunks."""
+    """Yield these chunks' weights, in place of a bridge's `export_hf_weights`."""
     for chunk in chunks:
         yield from chunk.module.named_parameters()
 

@@ -5,21 +5,21 @@ Symptom:
     others wait for it until their collective's timeout.
 
 Cause:
-    `_load_base_checkpoint` reads what is common to all ranks on each of them alone, and the others
+    Each rank reads the common state in `_load_base_checkpoint` by itself; if one fails, the others
     go on to a broadcast of the run's configuration. `save_checkpoint` writes files on rank 0, and
-    has barriers after them.
+    calls barriers after them.
 
 Affects:
     Every release, read from 0.3.0 to 0.6.0, and main of August 2026. NeMo-RL calls these functions.
-    What the patch does: ranks tell each other whether they have failed, after they have read that,
-    at barriers and at the end, and all raise. Saves and loads must be called on all ranks.
+    What the patch does: ranks exchange failures after they have read the common state, at barriers
+    and at the end; if one has failed, all raise. All ranks must call saves and loads.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/checkpointing.py,
     `_load_base_checkpoint`; no thread found.
 
 Remove when:
-    both raise on all ranks where one fails.
+    both raise on all ranks if one fails.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from megatron_idempotent.patches._case import Original, Patch, shared_folder, ta
 
 
 def load_base(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read what is common to all ranks, and go on if all have it."""
+    """Read the common state; raise on all ranks if one of them failed."""
     from megatron_idempotent.window import agreement
 
-    found = original(*args, **kwargs)
+    loaded = original(*args, **kwargs)
     agreement.meet(_checkpoints.UNCHANGED)
-    return found
+    return loaded
 
 
 def reproduce() -> None:
-    """Load where rank 1 cannot open files."""
+    """Load while rank 1 cannot open files."""
     run, folder = _saved()
     _checkpoints.expect_told(lambda: run.load(folder))
 
 
 def neighbour() -> object:
-    """Save, write over the weights, and load; return the weights."""
+    """Save, overwrite the weights, and load; return the weights."""
     run, folder = _saved()
     return _checkpoints.loaded_over(run.held[0][0].parameters(), lambda: run.load(folder))
 

@@ -1,18 +1,20 @@
-"""Bridge's DoRA with dropout drops otherwise than DoRA does, silently.
+"""Bridge's DoRA with dropout computes something other than DoRA, silently.
 
 Symptom:
-    With `DoRA(dropout=…)` above 0, outputs are not those of one dropped input from the step on that
-    moves the magnitudes. In `linear_qkv` and `linear_fc1` of Transformer Engine's kind, which
-    normalize their input, they are far off; with sequence parallelism that raises.
+    With `DoRA(dropout=…)` above 0, outputs differ from DoRA's formula, which has a single dropped
+    input, as soon as a step changes the magnitudes. In `linear_qkv` and `linear_fc1` of Transformer
+    Engine, which normalize their input, outputs are far off; with sequence parallelism these layers
+    raise.
 
 Cause:
-    `DoRALinear.forward` draws a second mask, for the weight's part, though its formula has one
-    input for both. It passes the difference of dropped and whole input through the layer again:
-    one that normalizes scales that up to length 1, and one that adds its bias adds it once more.
+    `DoRALinear.forward` draws a second mask for the weight's part, though the formula has one input
+    for both parts. It passes the difference of dropped and full input through the layer again: a
+    layer that normalizes scales this difference up to length 1, and a layer with a bias adds the
+    bias again.
 
 Affects:
     0.3 to main of August 2026. What the patch does: it draws one mask, and computes the weight's
-    part by the weight alone.
+    part with the weight alone.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py,
@@ -32,39 +34,40 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the layer without dropout but in its adapter, and add what that takes off."""
+    """Compute the layer with dropout in its adapter only, and add the weight's part of dropout."""
     adapter = self.adapter
     dropout = adapter.dropout
     if not (_peft.drops(adapter) and getattr(self, "_adapter_enabled", True)):
         return original(self, *args, **kwargs)
-    adapter.dropout = kept = _once(dropout)
+    adapter.dropout = recorder = _recording(dropout)
     try:
-        found = original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
     finally:
         adapter.dropout = dropout
-    return _of_dropped(self, found, kept.taken)
+    return _with_dropped_input(self, result, recorder.change)
 
 
-def _of_dropped(layer: Any, found: Any, taken: Any) -> Any:
-    output, bias = found
+def _with_dropped_input(layer: Any, result: Any, change: Any) -> Any:
+    """Add the weight's part of the change that dropout made to the input."""
+    output, bias = result
     scale = layer.adapter.get_weight_magnitude() / layer._get_weight_norm()
-    return output + (scale - 1) * _of_weight(layer.to_wrap, taken), bias
+    return output + (scale - 1) * _of_weight(layer.to_wrap, change), bias
 
 
-def _once(dropout: Any) -> Any:
+def _recording(dropout: Any) -> Any:
     from torch import nn
 
-    class Once(nn.Identity):  # of which upstream asks whether there is a second mask to draw
+    class Recording(nn.Identity):  # upstream draws no second mask for an Identity
         def forward(self, x: Any) -> Any:
             dropped = dropout(x)
-            self.taken = dropped - x
+            self.change = dropped - x
             return dropped
 
-    return Once()
+    return Recording()
 
 
 def _of_weight(layer: Any, x: Any) -> Any:
-    """Return the product of a layer's weight and x, without bias, and without its own norm."""
+    """Return the product of a layer's weight and x, without the layer's bias and norm."""
     if not hasattr(layer, "return_layernorm_output"):
         output, bias = layer(x)
         inside = layer.bias if bias is None else None
@@ -80,33 +83,33 @@ def _of_weight(layer: Any, x: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare layers, one of which normalizes, with DoRA's formula of one mask."""
+    """Compare layers, with and without a norm, with DoRA's formula for one mask."""
     import torch
 
     bench = _peft.build("DoRA", {}, config={"add_qkv_bias": True}, dropout=0.5)
     layer = bench.chunks[0].module.decoder.layers[0].self_attention.linear_qkv
-    own = layer.to_wrap
+    base = layer.to_wrap
     with torch.no_grad():
         layer.adapter.weight_magnitude.mul_(2)
-        own.bias.fill_(1)
-    for norm in (None, torch.nn.LayerNorm(own.weight.shape[1])):
+        base.bias.fill_(1)
+    for norm in (None, torch.nn.LayerNorm(base.weight.shape[1])):
         if norm is not None:
-            layer.to_wrap = _peft.normalizing(own, norm)
-        x = 3 * torch.randn(4, 2, own.weight.shape[1], generator=torch.Generator().manual_seed(5))
-        whole = x if norm is None else norm(x)
+            layer.to_wrap = _peft.normalizing(base, norm)
+        x = 3 * torch.randn(4, 2, base.weight.shape[1], generator=torch.Generator().manual_seed(5))
+        full = x if norm is None else norm(x)
         torch.manual_seed(5)
-        dropped = layer.adapter.dropout(whole)
-        inner, outer = (each.weight for each in (layer.adapter.linear_in, layer.adapter.linear_out))
+        dropped = layer.adapter.dropout(full)
+        inner, outer = layer.adapter.linear_in.weight, layer.adapter.linear_out.weight
         low = layer.scaling * dropped @ inner.T @ outer.T
         scale = layer.adapter.weight_magnitude / layer._get_weight_norm()
         right = (
-            torch.nn.functional.linear(whole, own.weight, own.bias)
-            + (scale - 1) * (dropped @ own.weight.T)
+            torch.nn.functional.linear(full, base.weight, base.bias)
+            + (scale - 1) * (dropped @ base.weight.T)
             + scale * low
         )
         torch.manual_seed(5)
         if not torch.allclose(layer(x)[0], right):
-            raise Fault(f"DoRA has dropped otherwise, in a layer with the norm {norm}")
+            raise Fault(f"DoRA with dropout is not its formula, in a layer with the norm {norm}")
 
 
 PATCH = Patch(

@@ -1,20 +1,21 @@
 """Bridge exports DoRA as LoRA, without its magnitudes, silently.
 
 Symptom:
-    An export of a model with DoRA, merged or of the adapters alone, is another model. Merged
-    weights have no magnitudes; `save_hf_adapter` writes `use_dora: true` and no
-    `lora_magnitude_vector`, and peft, which warns of the missing key, takes the rows' own norms.
-    `export_adapter_ckpt` writes `use_dora: false`, and peft then has nothing to warn of.
+    An export of a model with DoRA, merged or adapters alone, is a different model. Merged weights
+    lack the magnitudes; `save_hf_adapter` writes `use_dora: true` without `lora_magnitude_vector`,
+    and peft warns of the missing key and uses the rows' own norms. `export_adapter_ckpt` writes
+    `use_dora: false`, so that peft does not even warn.
 
 Cause:
-    The conversion looks for adapters by `.linear_in.weight` alone, and merges by `LoRAMerge`. What
-    reads a checkpoint's configuration knows `LoRA` and `VLMLoRA`, and loads what these have.
+    The conversion finds adapters by `.linear_in.weight` alone, and merges them with `LoRAMerge`.
+    The code that reads a checkpoint's configuration knows only `LoRA` and `VLMLoRA`, and loads only
+    their weights.
 
 Affects:
-    0.5 to main of August 2026, which export DoRA as LoRA from 0.3 on. What the patch does: it gives
-    each merged row the length that its magnitude says, adds magnitudes to what is exported, and
-    loads a checkpoint of `DoRA` into that. `examples/conversion/adapter/export_adapter.py` on GPUs
-    reads it by code of its own, as LoRA.
+    0.5 to main of August 2026, which export DoRA as LoRA from 0.3 on. What the patch does: it
+    scales each merged row to its magnitude, adds magnitudes to the exports, and loads a checkpoint
+    of `DoRA` as DoRA. Not covered: `examples/conversion/adapter/export_adapter.py` on GPUs, whose
+    own code reads it as LoRA.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/conversion/peft_bridge.py
@@ -46,7 +47,7 @@ def plan(original: Original, self: Any, megatron_model: Any, *args: Any, **kwarg
 
 
 def merge(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Merge the factors, and give each row the length of its magnitude."""
+    """Merge the factors, and scale each row to its magnitude."""
     return _scaled(original(self, *args, **kwargs), self._magnitudes)
 
 
@@ -60,46 +61,46 @@ def _scaled(merged: dict[str, Any], magnitudes: dict[str, Any]) -> dict[str, Any
 
 
 def stream(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Yield the factors, and after both of a weight its magnitudes, by peft's name."""
-    for each in original(self, *args, **kwargs):
-        yield each
-        name = each[0].removesuffix(".lora_B.weight")
+    """Yield the factors, and after both factors of a weight its magnitudes, by peft's name."""
+    for pair in original(self, *args, **kwargs):
+        yield pair
+        name = pair[0].removesuffix(".lora_B.weight")
         length = self._magnitudes.get(f"{name}.weight")
-        if name != each[0] and length is not None:
-            yield type(each)(name + _MAGNITUDE, length.to(each[1].device))
+        if name != pair[0] and length is not None:
+            yield type(pair)(name + _MAGNITUDE, length.to(pair[1].device))
 
 
 def ranks_of(original: Original, adapter_weights: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-    """Read the ranks from the factors; magnitudes have none."""
-    factors = [each for each in adapter_weights if not each[0].endswith(_MAGNITUDE)]
+    """Read the ranks of factors; magnitudes have no rank."""
+    factors = [pair for pair in adapter_weights if not pair[0].endswith(_MAGNITUDE)]
     return original(factors, *args, **kwargs)
 
 
 def load_and_export(
     original: Original, self: Any, peft_checkpoint: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Export by DoRA what a run with DoRA has saved."""
+    """Load and export a checkpoint of a run with DoRA as DoRA."""
     folder = Path(peft_checkpoint).expanduser().resolve()
-    files = [each for each in (folder / _CONFIG, folder.parent / _CONFIG) if each.exists()]
+    files = [path for path in (folder / _CONFIG, folder.parent / _CONFIG) if path.exists()]
     if not files or "megatron.bridge.peft.dora.DoRA" not in files[0].read_text(encoding="utf-8"):
         return original(self, peft_checkpoint, *args, **kwargs)
     from megatron.bridge.peft import dora, lora
 
-    kept, lora.LoRA = lora.LoRA, dora.DoRA  # which upstream imports when it is called
+    lora_class, lora.LoRA = lora.LoRA, dora.DoRA  # upstream imports LoRA when it is called
     try:
         return original(self, peft_checkpoint, *args, **kwargs)
     finally:
-        lora.LoRA = kept
+        lora.LoRA = lora_class
 
 
 def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
-    """Return the magnitudes [rows] of all stages and experts by Hugging Face's names of weights."""
+    """Return the magnitudes [rows] of all stages and experts, by Hugging Face's weight names."""
     import torch
     from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    modules, own = unwrap_model(chunks), {}
+    modules, by_prefix = unwrap_model(chunks), {}
     for stage, module in enumerate(modules):
         for name, layer in module.named_modules():
             adapter: Any = getattr(layer, "adapter", None)
@@ -109,27 +110,27 @@ def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
                     group = parallel_state.get_tensor_model_parallel_group()
                     rows = torch.cat(gathered(rows, group))
                 name = _megatron_local_name_to_global(modules, module.config, name, stage)
-                own[name] = rows.cpu()
+                by_prefix[name] = rows.cpu()
     for group in (
         parallel_state.get_pipeline_model_parallel_group(),
         parallel_state.get_expert_model_parallel_group(),
     ):
         of_ranks: list[Any] = [None] * group.size()
-        torch.distributed.all_gather_object(of_ranks, own, group=group)
-        own = {name: rows for each in of_ranks for name, rows in each.items()}
-    found: dict[str, Any] = {}
-    for prefix, rows in own.items():
+        torch.distributed.all_gather_object(of_ranks, by_prefix, group=group)
+        by_prefix = {name: rows for of_rank in of_ranks for name, rows in of_rank.items()}
+    by_weight: dict[str, Any] = {}
+    for prefix, rows in by_prefix.items():
         names = bridge._get_base_hf_param_names_for_adapter(
             bridge.mapping_registry(), prefix, None, ".weight"
         )
         parts = bridge._get_fused_adapter_linear_out_slices(modules, names, rows[:, None])
         parts = parts or {names[0]: rows[:, None]}
-        found |= {name: each[:, 0] for name, each in parts.items() if hasattr(each, "shape")}
-    return found
+        by_weight |= {name: part[:, 0] for name, part in parts.items() if hasattr(part, "shape")}
+    return by_weight
 
 
 def reproduce() -> None:
-    """Compare a merged weight with the layer, and look for magnitudes among what is exported."""
+    """Compare a merged weight with the layer, and check that the magnitudes are exported."""
     import torch
 
     bench = _peft.build("DoRA", {"tp": 2})
@@ -139,7 +140,7 @@ def reproduce() -> None:
     factors, merged = _peft.exported(bench.chunks)
     name = "model.layers.0.self_attn.o_proj"
     if not torch.allclose(merged[f"{name}.weight"].norm(dim=1), layer.adapter.weight_magnitude):
-        raise Fault("a merged weight's rows have not the length of their magnitudes")
+        raise Fault("a merged weight's rows do not have the lengths of their magnitudes")
     if not factors[name + _MAGNITUDE].equal(layer.adapter.weight_magnitude):
         raise Fault("the magnitudes are not exported")
 

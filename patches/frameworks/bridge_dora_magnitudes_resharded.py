@@ -1,18 +1,18 @@
-"""Bridge's DoRA magnitudes of gate and up come back mixed in another layout, silently.
+"""Bridge's DoRA magnitudes of gate and up are mixed when loaded in another layout, silently.
 
 Symptom:
-    A checkpoint of a gated `linear_fc1` with DoRA that is loaded with another number of
-    tensor-parallel ranks gives rows of gate the magnitudes of rows of up, and the other way round.
+    If a checkpoint of a gated `linear_fc1` with DoRA is loaded with another number of
+    tensor-parallel ranks, rows of gate get the magnitudes of rows of up, and vice versa.
 
 Cause:
     Each rank has rows of gate and rows of up, one part after the other.
-    `ParallelLinearDoRAAdapter.sharded_state_dict` says of the magnitudes that the ranks' parts
-    follow each other, though of the factors it says where both halves are.
+    `ParallelLinearDoRAAdapter.sharded_state_dict` describes the magnitudes as if the ranks' parts
+    followed each other, though it describes both halves of the factors.
 
 Affects:
-    0.2 to main of August 2026. What the patch does: it describes the magnitudes as Megatron does
-    the bias of such a layer. A checkpoint that was saved without it has to be loaded without it,
-    in the layout that saved it.
+    0.2 to main of August 2026. What the patch does: it describes the magnitudes as Megatron
+    describes the bias of such a layer. Load a checkpoint that was saved without the patch without
+    the patch, in the same layout.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py,
@@ -40,14 +40,14 @@ from . import _peft
 
 
 def describe(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the adapter's sharded state, with the magnitudes of gate and up apart."""
-    given = arguments(original, (self, *args), kwargs)
+    """Return the adapter's sharded state, with separate magnitudes of gate and up."""
+    call = arguments(original, (self, *args), kwargs)
     state = original(self, *args, **kwargs)
-    return _apart(self, state, f"{given['prefix']}weight_magnitude", given["sharded_offsets"])
+    return _apart(self, state, f"{call['prefix']}weight_magnitude", call["sharded_offsets"])
 
 
 def _apart(adapter: Any, state: Any, key: str, offsets: tuple[Any, ...]) -> Any:
-    # By itself: the review of bodies takes what a wrapper reads of a result by literal names alone.
+    # A separate function, because the contract of a wrapper follows only literal names in a result.
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
     if adapter.base_linear_name.endswith("linear_fc1") and adapter.config.gated_linear_unit:
@@ -56,7 +56,7 @@ def _apart(adapter: Any, state: Any, key: str, offsets: tuple[Any, ...]) -> Any:
 
 
 def reproduce() -> None:
-    """Save the magnitudes of two ranks, and look at the whole of them in the checkpoint."""
+    """Save the magnitudes of two ranks, and compare the complete vector in the checkpoint."""
     import torch
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -68,19 +68,19 @@ def reproduce() -> None:
     folder = shared_folder()
     dist_checkpointing.save({"weight_magnitude": state["weight_magnitude"]}, folder)
     group = parallel_state.get_tensor_model_parallel_group()
-    halves = [each.chunk(2) for each in gathered(adapter.weight_magnitude, group)]
+    halves = [magnitude.chunk(2) for magnitude in gathered(adapter.weight_magnitude, group)]
     right = torch.cat([part for half in zip(*halves, strict=True) for part in half])
-    # As one rank has it, and not by load_plain_tensors, which stock cannot call with torch 2.15.
-    whole = ShardedTensor.from_rank_offsets(
+    # Not load_plain_tensors, which raises on stock Megatron with torch 2.15.
+    complete = ShardedTensor.from_rank_offsets(
         "weight_magnitude", torch.zeros_like(right), replica_id=group.rank()
     )
-    found = dist_checkpointing.load({"weight_magnitude": whole}, folder)["weight_magnitude"]
-    if not torch.equal(found, right):
+    loaded = dist_checkpointing.load({"weight_magnitude": complete}, folder)["weight_magnitude"]
+    if not torch.equal(loaded, right):
         raise Fault("the magnitudes of gate and up are mixed in the checkpoint")
 
 
 PATCH = Patch(
-    "Bridge's DoRA magnitudes of gate and up come back mixed in another layout, silently",
+    "Bridge's DoRA magnitudes of gate and up are mixed when loaded in another layout, silently",
     target(
         "peft.dora_layers:ParallelLinearDoRAAdapter.sharded_state_dict",
         describe,

@@ -2,27 +2,27 @@
 
 Symptom:
     Under tensor parallelism the outputs of `linear_proj` and `linear_fc2` with DoRA differ between
-    ranks from the first step on, and are no rank's right ones; so are all gradients before them.
-    Under sequence parallelism the magnitudes of these layers drift apart. In other layers the
-    gradient norm counts the magnitudes of one rank only.
+    ranks from the first step on, and are wrong on all of them; so are all gradients before these
+    layers. Under sequence parallelism the magnitudes of these layers drift apart. In other layers
+    the gradient norm counts the magnitudes of one rank only.
 
 Cause:
     `DoRALinear._get_weight_norm` takes the norm of the rank's own columns, while the output that it
     scales is summed over ranks. The magnitude of such a layer is the same on all ranks, but with
-    sequence parallelism each sees a part of the positions, and nothing marks it
-    `sequence_parallel`, by which Megatron sums gradients. That of a column-parallel layer is cut,
-    and nothing marks it `tensor_model_parallel`, by which Megatron's norm counts it.
+    sequence parallelism each rank sees a part of the positions, and the magnitude lacks the mark
+    `sequence_parallel`, by which Megatron sums gradients. The magnitude of a column-parallel layer
+    is split, and lacks the mark `tensor_model_parallel`, by which Megatron's norm counts it.
 
 Affects:
     0.2 to main of August 2026. What the patch does: squares are summed over the ranks that share
-    the rows, and the marks are set. A checkpoint of such a run has magnitudes of one rank: begin
-    the adapters of `linear_proj` and `linear_fc2` again.
+    the rows, and the marks are set. A checkpoint from a run without the patch has magnitudes of one
+    rank: train the adapters of `linear_proj` and `linear_fc2` from scratch.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py
 
 Remove when:
-    Bridge's norm is that of whole rows, and magnitudes are marked.
+    Bridge's norm is that of complete rows, and magnitudes are marked.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from . import _peft
 
 
 def norm(original: Original, self: Any) -> Any:
-    """Return the norms of whole rows [outputs]. All tensor-parallel ranks take part."""
+    """Return the norms of complete rows [outputs]. All tensor-parallel ranks take part."""
     import torch
     from megatron.core import parallel_state
 
-    own = original(self)
+    local = original(self)
     group = parallel_state.get_tensor_model_parallel_group()
     if not self.adapter.input_is_parallel or torch.distributed.get_world_size(group) == 1:
-        return own
-    squares = own.to(torch.promote_types(own.dtype, torch.float32)).square()
+        return local
+    squares = local.to(torch.promote_types(local.dtype, torch.float32)).square()
     torch.distributed.all_reduce(squares, group=group)
-    return squares.sqrt().to(own.dtype)
+    return squares.sqrt().to(local.dtype)
 
 
 def begin(original: Original, self: Any, value: Any) -> None:
-    """Make the magnitude, and say how ranks share it."""
+    """Create the magnitude, and mark how ranks share it."""
     original(self, value)
     if self.input_is_parallel:
         self.weight_magnitude.sequence_parallel = not self.disable_sequence_parallel_comm
@@ -60,7 +60,7 @@ def begin(original: Original, self: Any, value: Any) -> None:
 
 
 def reproduce() -> None:
-    """Make the norms of a model whose layers two ranks share, and compare with whole rows."""
+    """Compare the norms of layers that two ranks share with those of complete rows."""
     bench = _peft.build("DoRA", {"tp": 2, "sequence_parallel": True})
     _peft.expect_norms(bench.chunks)
     bench.forward_backward(1, data_seed=0)

@@ -1,17 +1,17 @@
 """Bridge's DoRA multiplies a layer's bias by the magnitudes, silently.
 
 Symptom:
-    A layer that adds its bias itself, such as `linear_qkv` of Qwen2 with DoRA, has another output
-    from the first step on than the merged weight and its bias have. The magnitudes' gradients are
+    From the first step on, the output of a layer that adds its bias itself, such as `linear_qkv` of
+    Qwen2 with DoRA, differs from that of the merged weight and bias. The magnitudes' gradients are
     wrong, too.
 
 Cause:
-    `DoRALinear.forward` multiplies the output of the layer that it wraps, bias included. DoRA
-    divides a weight into magnitude and direction, and leaves the bias as it is; so does peft.
+    `DoRALinear.forward` multiplies the output of the layer that it wraps, including the bias. DoRA
+    divides a weight into magnitude and direction, and does not scale the bias; nor does peft.
 
 Affects:
-    0.2 to main of August 2026, where a layer returns no bias of its own to be added later. What the
-    patch does: it takes the bias's share out again.
+    0.2 to main of August 2026, for layers that do not return their bias to be added later. What the
+    patch does: it subtracts the scaled bias, and adds the bias unscaled.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/dora_layers.py,
@@ -31,16 +31,16 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the layer with its adapter, and take the bias as it is."""
-    return _with_bias_as_it_is(self, original(self, *args, **kwargs))
+    """Compute the layer with its adapter, without scaling the bias."""
+    return _with_unscaled_bias(self, original(self, *args, **kwargs))
 
 
-def _with_bias_as_it_is(layer: Any, found: Any) -> Any:
+def _with_unscaled_bias(layer: Any, result: Any) -> Any:
     inside = getattr(layer.to_wrap, "bias", None)
-    output, bias = found
-    # One that the layer returns is added later.
+    output, bias = result
+    # A bias that the layer returns is added later.
     if bias is not None or inside is None or not getattr(layer, "_adapter_enabled", True):
-        return found
+        return result
     scale = layer.adapter.get_weight_magnitude() / layer._get_weight_norm()
     return output - (scale - 1) * inside, None
 
@@ -51,7 +51,7 @@ def reproduce() -> None:
 
     bench = _peft.build("DoRA", {}, config={"add_qkv_bias": True})
     layer = bench.chunks[0].module.decoder.layers[0].self_attention.linear_qkv
-    inner, outer = (each.weight for each in (layer.adapter.linear_in, layer.adapter.linear_out))
+    inner, outer = layer.adapter.linear_in.weight, layer.adapter.linear_out.weight
     with torch.no_grad():
         layer.adapter.weight_magnitude.mul_(2)
         layer.to_wrap.bias.fill_(1)
@@ -60,7 +60,7 @@ def reproduce() -> None:
     x = torch.randn(4, 2, weight.shape[1], generator=torch.Generator().manual_seed(5))
     right = torch.nn.functional.linear(x, rows[:, None] * weight, layer.to_wrap.bias)
     if not torch.allclose(layer(x)[0], right):
-        raise Fault("a layer with DoRA has another output than its merged weight and bias")
+        raise Fault("the output of a layer with DoRA differs from its merged weight and bias")
 
 
 PATCH = Patch(

@@ -1,17 +1,17 @@
-"""Bridge's `evaluate()`, where it raises or runs out of time, leaves the model in evaluation mode.
+"""Bridge's `evaluate()`, if it raises or runs out of time, leaves the model in evaluation mode.
 
 Symptom:
-    After an `evaluate()` that raised: every module in evaluation mode, the rerun state machine
-    DISABLED, `config.timers` None; and the next `evaluate()` dies with `AssertionError: timer has
-    already been started`. After one that ran into `exit_duration_in_mins`: evaluation mode and the
-    timer.
+    After an `evaluate()` that raised, every module is in evaluation mode, the rerun state machine
+    is DISABLED, `config.timers` is None, and the next `evaluate()` dies with `AssertionError: timer
+    has already been started`. After one that ran into `exit_duration_in_mins`, the evaluation mode
+    and the running timer remain.
 
 Cause:
-    As in `evaluate-not-undone`: it undoes what it set up at its end, without a `finally`, and
-    returns early at the time limit.
+    As in `evaluate-not-undone`: it undoes its changes at its end, without a `finally`, and returns
+    early at the time limit.
 
 Affects:
-    Every release, read from 0.3.1 to 0.6.2. What the patch does: what `evaluate-not-undone` does
+    Every release, read from 0.3.1 to 0.6.2. What the patch does: the same as `evaluate-not-undone`
     for upstream.
 
 Upstream:
@@ -33,7 +33,7 @@ from megatron_idempotent.megatron.training import undone
 
 
 def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run Bridge's `evaluate`, and undo its changes also if it raises."""
+    """Run Bridge's `evaluate`, and undo its changes, even if it raises."""
     call = arguments(original, args, kwargs)
     return undone(
         original,

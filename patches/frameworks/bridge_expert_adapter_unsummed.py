@@ -1,22 +1,23 @@
-"""Bridge's adapters of experts that several ranks share compute other products, silently.
+"""Bridge's adapters of experts that several ranks share compute wrong products, silently.
 
 Symptom:
     With `expert_tensor_parallel_size` above 1 an adapter on an expert's `linear_fc2` adds a wrong
-    product, and one on `linear_fc1` gets a part of its gradient. With `moe_shared_expert_overlap`
-    under tensor parallelism one on the shared expert's `linear_fc2` counts once for each rank.
+    product, and one on `linear_fc1` gets only a part of its gradient. With
+    `moe_shared_expert_overlap` under tensor parallelism an adapter on the shared expert's
+    `linear_fc2` counts once for each rank.
 
 Cause:
-    Megatron takes the collectives out of such layers (`explicit_expert_comm`, `parallel_mode`),
+    Megatron turns off the collectives of such layers (`explicit_expert_comm`, `parallel_mode`),
     because the dispatcher, or the shared expert, sums their outputs later. The adapter's own layers
-    lose theirs too, although nobody sums between its factors; and the product that it adds to an
-    output that waits to be summed is whole on every rank.
+    lose their collectives too, although there is no later sum between its factors; and each rank
+    adds the complete product to an output that will be summed over ranks.
 
 Affects:
     0.3 on, up to main of August 2026; before 0.3 `moe_shared_expert_overlap` fails. What the patch
-    does: the factor before the bottleneck sums over the ranks, so does the gradient at the
-    bottleneck, and what is added to an output that waits to be summed is the rank's own rows, with
-    zeros for those of others. Adapters of one per expert in grouped layers have a case of their own
-    (`bridge-per-expert-adapter-detached`).
+    does: the factor before the bottleneck sums over the ranks, and so does the gradient at the
+    bottleneck. To an output that will be summed, a rank adds only its own rows, with zeros for the
+    others. For separate adapters per expert in grouped layers see
+    `bridge-per-expert-adapter-detached`.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5634
@@ -35,9 +36,9 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the adapter, and let it complete its own sums."""
+    """Build the adapter, and let its layers sum over ranks themselves."""
     original(self, *args, **kwargs)
-    given = arguments(original, (self, *args), kwargs)
+    call = arguments(original, (self, *args), kwargs)
     if self.linear_out.tp_group.size() == 1:
         return
     expert = self.linear_out.explicit_expert_comm
@@ -45,13 +46,13 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     if not self.input_is_parallel:
         return
     self.linear_in.explicit_expert_comm = False
-    if expert or given["disable_tensor_parallel_comm"]:
+    if expert or call["disable_tensor_parallel_comm"]:
         self.linear_out.gather_output = False
         self.linear_out.register_forward_hook(_peft.own_rows)
 
 
 def reproduce() -> None:
-    """Compare adapters of experts that two ranks share, and of a shared one, with their product."""
+    """Compare adapters of experts on two ranks, and of a shared expert, with their product."""
     options = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
     bench = _peft.build("LoRA", {"tp": 2, "sequence_parallel": True, "experts": 2}, config=options)
     _peft.expect_products(bench.chunks)

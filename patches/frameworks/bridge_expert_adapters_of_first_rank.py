@@ -1,17 +1,18 @@
-"""Bridge's exports have the first expert-parallel rank's adapters alone, silently.
+"""Bridge's exports have only the first expert-parallel rank's adapters, silently.
 
 Symptom:
     With experts one by one (`local_experts`) and `expert_model_parallel_size` above 1, an export of
-    the adapters lacks those of the other ranks' experts. The merged one adds those of the first
-    rank's experts to theirs, too; and each rank has another export. The base alone is right.
+    the adapters lacks those of other ranks' experts. A merged export adds the first rank's adapters
+    to the other ranks' experts; and each rank's export is different. The base alone is right.
 
 Cause:
-    `_megatron_local_name_to_global` leaves the numbers of experts in names of adapters as they are,
+    `_megatron_local_name_to_global` keeps the rank's local numbers of experts in names of adapters,
     and `megatron_to_hf` does not gather adapters, while it gathers the weights that they belong to.
 
 Affects:
     0.5 to main of August 2026. Adapters of grouped experts are gathered. What the patch does: it
-    numbers adapters as the weights are, merges with each expert its own, and exports all.
+    numbers adapters like the weights, merges each expert with its own adapter, and exports all
+    adapters.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/models/conversion/peft_bridge.py,
@@ -35,18 +36,20 @@ _ONE_BY_ONE = re.compile(r"(?<=\.local_experts\.)\d+")
 _EXPERT = re.compile(r"(?<=\bexperts\.)\d+")
 
 
-def place(original: Original, self: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-    """List the adapters: the whole model's name of each, the rank's own, and more."""
+def list_adapters(
+    original: Original, self: Any, megatron_model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Return (global name, local name, ...) of each adapter, with global numbers of experts."""
     from megatron.core.utils import unwrap_model
 
     chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
     first, _ = _experts(unwrap_model(chunks)[0].config)
-    found = []
-    for name, own, *rest in original(self, megatron_model, *args, **kwargs):
-        if number := _ONE_BY_ONE.search(own):
+    adapters = []
+    for name, local_name, *more in original(self, megatron_model, *args, **kwargs):
+        if number := _ONE_BY_ONE.search(local_name):
             name = _ONE_BY_ONE.sub(str(int(number[0]) + first), name)
-        found.append((name, own, *rest))
-    return found
+        adapters.append((name, local_name, *more))
+    return adapters
 
 
 def merge(
@@ -56,11 +59,11 @@ def merge(
     converted_weights_dict: dict[str, Any],
     adapter_weights: list[Any],
 ) -> Any:
-    """Merge with each rank's experts that rank's factors. All ranks of the experts take part."""
+    """Merge each rank's experts with that rank's factors. All ranks of the experts take part."""
     from dataclasses import replace
 
-    _, each = _experts(megatron_model[0].config)
-    apart = each and _ONE_BY_ONE.search(adapter_weights[0].global_base_prefix)
+    _, per_rank = _experts(megatron_model[0].config)
+    apart = per_rank and _ONE_BY_ONE.search(adapter_weights[0].global_base_prefix)
     if not (apart and converted_weights_dict):
         return original(self, megatron_model, converted_weights_dict, adapter_weights)
     sides = ("linear_in_weight", "linear_out_weight")
@@ -71,13 +74,13 @@ def merge(
         weights = {
             name: weight
             for name, weight in converted_weights_dict.items()
-            if self._infer_hf_expert_idx(name) // each == rank
+            if self._infer_hf_expert_idx(name) // per_rank == rank
         }
-        theirs = []
-        for adapter, pair, found in zip(adapter_weights, both, factors, strict=True):
-            new = [a._replace(weight=b[rank]) for a, b in zip(pair, found, strict=True)]
-            theirs.append(replace(adapter, **dict(zip(sides, new, strict=True))))
-        merged |= original(self, megatron_model, weights, theirs)
+        of_rank = []
+        for adapter, pair, gathered_pair in zip(adapter_weights, both, factors, strict=True):
+            new = [a._replace(weight=b[rank]) for a, b in zip(pair, gathered_pair, strict=True)]
+            of_rank.append(replace(adapter, **dict(zip(sides, new, strict=True))))
+        merged |= original(self, megatron_model, weights, of_rank)
     return merged
 
 
@@ -91,30 +94,30 @@ def stream(
 ) -> Iterator[Any]:
     """Yield the factors of all ranks' experts. All ranks of the experts take part."""
     chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
-    first, each = _experts(chunks[0].config)
+    first, per_rank = _experts(chunks[0].config)
     adapters = self._megatron_global_adapters_info_all_pp_ranks(chunks)
-    if not (each and any(_ONE_BY_ONE.search(adapter[0]) for adapter in adapters)):
+    if not (per_rank and any(_ONE_BY_ONE.search(adapter[0]) for adapter in adapters)):
         yield from original(self, megatron_model, cpu, *args, **kwargs)
         return
-    # Tensors are gathered where they are, before they go to the CPU.
+    # Gather tensors on their device, before they go to the CPU.
     for pair in original(self, megatron_model, False, *args, **kwargs):
         name, weight = pair
         number = _EXPERT.search(name)
         for rank, value in enumerate(_of_ranks(weight) if number else [weight]):
             if number:
-                name = _EXPERT.sub(str(int(number[0]) - first + rank * each), name)
+                name = _EXPERT.sub(str(int(number[0]) - first + rank * per_rank), name)
             yield type(pair)(name, value.cpu() if cpu else value)
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """Return the rank's first expert and how many it has; 0 and 0 where ranks have all of them."""
+    """Return the rank's first expert and its number of experts; 0 and 0 if each rank has all."""
     from megatron.core import parallel_state as ps
 
     ranks = ps.get_expert_model_parallel_world_size()
     if not config.num_moe_experts or ranks == 1:
         return 0, 0
-    each = config.num_moe_experts // ranks
-    return each * ps.get_expert_model_parallel_rank(), each
+    per_rank = config.num_moe_experts // ranks
+    return per_rank * ps.get_expert_model_parallel_rank(), per_rank
 
 
 def _of_ranks(weight: Any) -> Any:
@@ -124,21 +127,21 @@ def _of_ranks(weight: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Look for the factors of all experts in an export, and for the rank's own in the merged."""
+    """Check that an export has the rank's factors, and a merged export its products."""
     import torch
     from megatron.core import parallel_state
 
     bench = _peft.build("LoRA", {"experts": 2, "ep": 2})
     layer = bench.chunks[0].module.decoder.layers[0].mlp.experts.local_experts[0].linear_fc2
     factors, merged = _peft.exported(bench.chunks)
-    place = f"model.layers.0.mlp.experts.{parallel_state.get_expert_model_parallel_rank()}"
-    factor = factors.get(f"{place}.down_proj.lora_A.weight")
+    prefix = f"model.layers.0.mlp.experts.{parallel_state.get_expert_model_parallel_rank()}"
+    factor = factors.get(f"{prefix}.down_proj.lora_A.weight")
     if factor is None or not factor.equal(layer.adapter.linear_in.weight):
         raise Fault("the factors of an expert are not exported")
     adapter = layer.adapter
     product = adapter.linear_out.weight @ adapter.linear_in.weight * adapter.alpha / adapter.dim
-    if not torch.allclose(merged[f"{place}.down_proj.weight"], layer.to_wrap.weight + product):
-        raise Fault("an expert is merged with another one's factors")
+    if not torch.allclose(merged[f"{prefix}.down_proj.weight"], layer.to_wrap.weight + product):
+        raise Fault("an expert is merged with the factors of another")
 
 
 _BRIDGE = "bridge.models.conversion.peft_bridge:MegatronPeftBridge."
@@ -146,7 +149,7 @@ PATCH = Patch(
     "Bridge's exports have the first expert-parallel rank's adapters alone, for experts one by one",
     target(
         f"{_BRIDGE}_megatron_global_adapters_info_all_pp_ranks",
-        place,
+        list_adapters,
         "_megatron_local_name_to_global",
     ),
     target(f"{_BRIDGE}_merge_lora_adapter_weights", merge, "self._merge_single_adapter_weight"),

@@ -1,15 +1,15 @@
-"""Bridge's layers of several adapters compute with weights of before the step, silently.
+"""Bridge's layers of several adapters compute with weights from before the step, silently.
 
 Symptom:
-    With the distributed optimizer and `overlap_param_gather`, `MultiLoRA` trains on weights that
-    are new on one replica only: in each forward a replica has its own part of the last step, and
-    old values of all others. Losses differ from the second step on.
+    With the distributed optimizer and `overlap_param_gather`, `MultiLoRA` trains on stale weights:
+    in each forward a replica has new values of its own part of the last step, and old values of all
+    other parts. Losses differ from the second step on.
 
 Cause:
     DDP waits for a gather in a hook before the forward of the module that holds the weights.
     `MultiLoRALinear` and `MultiLoRAGroupedExpertLinear` multiply by all adapters' weights at once,
-    and call none of these modules. Nor does any other hook wait: the base is frozen, and in no
-    buffer.
+    without calling these modules. No other hook waits for the gather, because the base is frozen,
+    and not in a buffer.
 
 Affects:
     Main of August 2026, 0.7. What the patch does: it runs the hooks of the adapters' modules before
@@ -19,7 +19,7 @@ Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/multi_lora_layers.py
 
 Remove when:
-    Bridge calls the modules whose weights it takes, or their hooks.
+    Bridge calls the modules whose weights it uses, or their hooks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Take a step on two replicas, run a forward, and compare what it has computed with."""
+    """Take a step on two replicas, run a forward, and compare the replicas' weights."""
     layout = {"with_optimizer": True, "distributed_optimizer": True, "overlap_param_gather": True}
     bench = _peft.build("MultiLoRA", layout, n_adapters=2, dim=8)
     bench.train_step(1, data_seed=0)

@@ -1,19 +1,20 @@
-"""Bridge's layers of several adapters get a part of their gradients on each rank, silently.
+"""Bridge's layers of several adapters get only a part of their gradients on each rank, silently.
 
 Symptom:
     With tensor parallelism the first factor of each adapter of `MultiLoRA` has the gradient of one
     rank's part of the outputs: in a tiny model it is off by three quarters. Without sequence
-    parallelism the gradients of all that is before such a layer are one rank's part, too.
+    parallelism the gradients of all earlier layers are also one rank's part.
 
 Cause:
     `MultiLoRALinear.forward` multiplies by the factors of all adapters at once, and has its own
-    collectives. The second factor is cut over the ranks, so that each rank's gradient at the
-    bottleneck is of its own rows. Nothing sums them: Bridge's other adapters have Megatron's
-    `ColumnParallelLinear` there, which does.
+    collectives. The second factor is split over the ranks, so that each rank's gradient at the
+    bottleneck comes from its own rows. These gradients are not summed over ranks; Bridge's other
+    adapters use Megatron's `ColumnParallelLinear`, which sums them.
 
 Affects:
     Main of August 2026, 0.7. What the patch does: the gradient at the bottleneck is summed over the
-    ranks; without sequence parallelism so is that at the input of a column-parallel layer.
+    ranks, and, without sequence parallelism, also the gradient at the input of a column-parallel
+    layer.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/multi_lora_layers.py,
@@ -38,7 +39,7 @@ def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Compute the layer with its adapters; gradients are summed over the ranks in the backward."""
     from megatron.core import parallel_state
 
-    # Those of experts need one rank for each expert, and have another forward.
+    # Layers of experts need one rank for each expert, and have a different forward.
     dense = self._adapter_enabled and not hasattr(self, "expert_slot_routing")
     shared = parallel_state.get_tensor_model_parallel_world_size() > 1
     with _summing()(self) if dense and shared else contextlib.nullcontext():
@@ -52,11 +53,11 @@ def _summing() -> Any:
     from torch.overrides import TorchFunctionMode
 
     class Summing(TorchFunctionMode):
-        """Lets the backward of a layer's grouped products sum the gradient at their input."""
+        """Makes the backward of grouped products sum gradients at their inputs over ranks."""
 
         def __init__(self, layer: Any) -> None:
             super().__init__()
-            # Sequence parallelism sums those before the first product where it scatters them.
+            # Sequence parallelism sums gradients before the first product when it scatters them.
             self._sums = not (layer.input_is_parallel or layer.to_wrap.config.sequence_parallel)
 
         def __torch_function__(
@@ -65,14 +66,14 @@ def _summing() -> Any:
             if func is torch._grouped_mm:
                 if self._sums:
                     args = (mappings.copy_to_tensor_model_parallel_region(args[0]), *args[1:])
-                self._sums = True  # before the second one always
+                self._sums = True  # always sum before the second product
             return func(*args, **(kwargs or {}))
 
     return Summing
 
 
 def reproduce() -> None:
-    """Compare each factor times its gradient with that of the other factor."""
+    """Compare the sums of factor times gradient for the two factors."""
     layout = {"tp": 2, "sequence_parallel": True}
     bench = _peft.build("MultiLoRA", layout, n_adapters=2, dim=8)
     bench.forward_backward(1, data_seed=0)

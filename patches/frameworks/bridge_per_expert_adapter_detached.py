@@ -1,17 +1,18 @@
-"""Bridge's adapters of one per grouped expert are not trained where ranks share experts, silently.
+"""Bridge's separate adapters of grouped experts are not trained if ranks share experts, silently.
 
 Symptom:
     With `share_expert_adapters=False` and `expert_tensor_parallel_size` above 1 the first factor on
-    `linear_fc1` and both on `linear_fc2` get no gradient, and the latter add a wrong product.
+    `linear_fc1` and both factors on `linear_fc2` get no gradient, and adapters on `linear_fc2` add
+    a wrong product.
 
 Cause:
-    `_gather_along_last_dim` gathers by `torch.distributed.all_gather`, through which no gradient
-    flows. Nobody sums the bottleneck of `linear_fc2` over the ranks that share its input.
+    `_gather_along_last_dim` gathers with `torch.distributed.all_gather`, through which no gradient
+    flows. The bottleneck of `linear_fc2` is not summed over the ranks that share its input.
 
 Affects:
-    0.5 on, up to main of August 2026. What the patch does: it gathers by Megatron's function, sums
-    the bottleneck and the gradient at it over the ranks, and adds the rank's own rows to an output
-    that the dispatcher sums, as `bridge-expert-adapter-unsummed` does.
+    0.5 on, up to main of August 2026. What the patch does: it gathers with Megatron's function,
+    sums the bottleneck and its gradient over the ranks, and adds only the rank's own rows to an
+    output that the dispatcher sums, as `bridge-expert-adapter-unsummed` does.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5634
@@ -31,7 +32,7 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the adapter; its activation, between the factors, sums over the ranks before it."""
+    """Build the adapter; a hook before its activation, between the factors, sums over ranks."""
     original(self, *args, **kwargs)
     if self.expert_tp_group is not None and self.expert_tp_group.size() > 1:
         self.activation.register_forward_pre_hook(
@@ -40,7 +41,7 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
-    """Sum what each rank has of the bottleneck, if it is a part, and its gradient in any case."""
+    """Sum the bottleneck over ranks if `summed`, and always sum its gradient."""
     from megatron.core.tensor_parallel import mappings
 
     (tensor,) = inputs
@@ -50,7 +51,7 @@ def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
 
 
 def gather(original: Original, self: Any, tensor: Any) -> Any:
-    """Gather the bottleneck with its gradient; of an output that is summed later take own rows."""
+    """Gather the bottleneck with its gradient; pad its rows if the output is summed later."""
     from megatron.core.tensor_parallel import mappings
 
     group = self.expert_tp_group
@@ -62,7 +63,7 @@ def gather(original: Original, self: Any, tensor: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare adapters of grouped experts that two ranks share with their product."""
+    """Compare adapters of grouped experts that two ranks share with their products."""
     bench = _peft.build(
         "LoRA",
         {"tp": 2, "sequence_parallel": True, "experts": 2},

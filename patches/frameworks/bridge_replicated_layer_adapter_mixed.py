@@ -1,25 +1,25 @@
 """Bridge's adapter of a router mixes the tokens of sequence-parallel ranks, silently.
 
 Symptom:
-    With sequence parallelism the adapter of a router, or of a layer of which every tensor-parallel
-    rank has the whole weight, adds sums over other tokens to a token's output.
+    With sequence parallelism the adapter of a router, or of another layer with a replicated weight,
+    adds values of other tokens to a token's output.
 
 Cause:
-    Such a layer sees the rank's own positions. The adapter's factors are cut over the ranks all the
-    same, and each gathers the bottlenecks of the others, which are of other positions: for these
-    layers `ParallelLinearAdapter` leaves out the gather of positions before and the scatter after.
+    Such a layer gets only the rank's own positions. But the adapter's factors are split over the
+    ranks, and each rank gathers the bottlenecks of the others, which are of other positions: for
+    these layers `ParallelLinearAdapter` skips the gather of positions before and the scatter after.
 
 Affects:
     0.2 on, up to main of August 2026. What the patch does: it gathers the positions before such an
-    adapter, and takes the rank's own of its output.
+    adapter, and scatters its output.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/peft/utils.py,
-    `ParallelLinearAdapter.forward`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5156 mends
-    it for multi-LoRA.
+    `ParallelLinearAdapter.forward`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5156
+    repairs it for multi-LoRA.
 
 Remove when:
-    Bridge gathers positions for layers that are not cut, or does not cut their factors.
+    Bridge gathers positions for layers that are not split, or does not split their factors.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the adapter; of a layer that is not cut, over the positions of all ranks."""
+    """Compute the adapter; for a replicated layer, over the positions of all ranks."""
     if _peft.is_cut(self) or not self.config.sequence_parallel:
         return original(self, x, *args, **kwargs)
     from megatron.core.tensor_parallel import mappings
 
-    whole = mappings.gather_from_sequence_parallel_region(x)
-    found = original(self, whole, *args, **kwargs)
-    return mappings.scatter_to_sequence_parallel_region(found)
+    all_positions = mappings.gather_from_sequence_parallel_region(x)
+    output = original(self, all_positions, *args, **kwargs)
+    return mappings.scatter_to_sequence_parallel_region(output)
 
 
 def reproduce() -> None:
@@ -55,12 +55,13 @@ def reproduce() -> None:
     group = parallel_state.get_tensor_model_parallel_group()
     adapter = bench.chunks[0].module.decoder.layers[0].mlp.router.adapter
     inner, outer = (
-        torch.cat(gathered(each.weight, group)) for each in (adapter.linear_in, adapter.linear_out)
+        torch.cat(gathered(layer.weight, group))
+        for layer in (adapter.linear_in, adapter.linear_out)
     )
     generator = torch.Generator().manual_seed(group.rank())
     x = torch.randn(4, 2, inner.shape[1], generator=generator)
     if not torch.allclose(adapter(x), adapter.alpha / adapter.dim * x @ inner.T @ outer.T):
-        raise Fault("a router's adapter has summed over tokens of other ranks")
+        raise Fault("a router's adapter mixes in tokens of other ranks")
 
 
 PATCH = Patch(

@@ -1,20 +1,20 @@
-"""A second load by Megatron-Bridge in one process takes counters that the first one has cached.
+"""A second load by Megatron-Bridge in one process uses counters that the first load cached.
 
 Symptom:
-    A rollback in place brings weights, optimizer and scheduler back, and leaves `train_state`, with
-    its step and samples, where the run had come to: data and `train_iters` go on from there. And a
-    load after a save to the same folder loads the checkpoint that was the latest at the first load.
-    No error.
+    A rollback in the same process restores weights, optimizer and scheduler, but leaves
+    `train_state`, with its step and samples, at the run's latest values: data and `train_iters`
+    continue from there. And a load after a save to the same folder loads the checkpoint that was
+    the latest at the first load. No error.
 
 Cause:
-    `read_train_state` is cached by the file's name. What it returns becomes the run's own state, so
-    that training counts in the cached object; and the file that names the latest checkpoint is
-    written over by each save.
+    `read_train_state` is cached by the file's name. Its result becomes the run's own state, so that
+    training counts in the cached object; and each save overwrites the file that names the latest
+    checkpoint.
 
 Affects:
-    Every release, read from 0.3.0 to 0.6.0, and main of August 2026. There Bridge's in-process
-    restart clears the cache (#4758); a load without one does not. What the patch does: each load
-    reads the files again. All ranks load, as they have to.
+    Every release, read from 0.3.0 to 0.6.0, and main of August 2026. On main Bridge's in-process
+    restart clears the cache (#4758); a load without a restart does not. What the patch does: each
+    load reads the files again. All ranks must load, as upstream requires.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/utils/checkpoint_utils.py,
@@ -33,7 +33,7 @@ from megatron_idempotent.patches._case import Fault, Original, Patch, target
 
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Forget what earlier loads have read, then run `_load_checkpoint_from_path`."""
+    """Clear the caches of earlier loads, then run `_load_checkpoint_from_path`."""
     module = sys.modules[original.__module__]
     for name in ("read_train_state", "read_run_config"):
         getattr(getattr(module, name), "cache_clear", lambda: None)()
@@ -60,9 +60,9 @@ def reproduce() -> None:
         _expect(run, 3, "step 3 was saved last")
 
 
-def _expect(run: Any, step: int, why: str) -> None:
+def _expect(run: Any, step: int, reason: str) -> None:
     if run.state.train_state.step != step:
-        raise Fault(f"the run is at step {run.state.train_state.step}, and {why}")
+        raise Fault(f"the run is at step {run.state.train_state.step}, and {reason}")
 
 
 PATCH = Patch(

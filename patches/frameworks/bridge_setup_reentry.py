@@ -2,29 +2,29 @@
 
 Symptom:
     `AssertionError: When overlap_grad_reduce is True, config.no_sync_func must be None`, from the
-    second `setup()` with one `ConfigContainer`, or from `_update_model_config_funcs` called again,
-    as NeMo-RL calls it by itself.
+    second `setup()` with one `ConfigContainer`, or from a second call of
+    `_update_model_config_funcs`, which NeMo-RL calls directly.
 
 Cause:
-    The model config belongs to the caller and outlives the model: it still holds the `no_sync` of
-    the chunks of the first setup.
+    The model config belongs to the caller and outlives the model: it still has the `no_sync` of the
+    first setup's chunks.
 
 Affects:
     Every release, read from 0.3.1 to 0.6.2. What the patch does: before the check it clears a
-    `no_sync_func` that is the bound `no_sync` of Megatron's own wrappers, be it of these chunks or
-    of those of an earlier setup: everything else that Bridge puts into the config is taken over in
-    the same way. Somebody's own function still meets the assertion. Two models that are trained in
-    turn need a config each: in a window of several microbatches the first one would reduce too
-    early, which `gradient-after-reduction` turns into an error. The upper bound of the range is
-    open, because the statements that the patch relies on decide.
+    `no_sync_func` that is the bound `no_sync` of Megatron's own wrappers, of these chunks or of an
+    earlier setup's. Bridge itself overwrites all other functions in the config in this way. A
+    custom function still ends in the assertion. Two models that are trained alternately need
+    separate configs: otherwise the first one would reduce too early in a window of several
+    microbatches, which `gradient-after-reduction` turns into an error. The upper bound of the range
+    is open, because the statements that the patch relies on decide.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/setup.py,
     `_update_model_config_funcs`. https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4889, "reset
-    model callbacks during in-process restart", mends it for Bridge's own in-process restart alone.
+    model callbacks during in-process restart", repairs it only for Bridge's own in-process restart.
 
 Remove when:
-    Bridge assigns the function without looking, or looks whose it is.
+    Bridge overwrites the function without a check, or accepts its own.
 """
 
 from __future__ import annotations

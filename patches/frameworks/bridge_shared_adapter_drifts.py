@@ -1,21 +1,21 @@
 """Bridge's adapter of all experts drifts apart between expert-parallel ranks, silently.
 
 Symptom:
-    With `gradient_accumulation_fusion`, the default of most of Bridge's recipes, the one adapter
-    that grouped experts share has other gradients on each expert-parallel rank, and after the first
-    step other weights. An export saves those of one rank. No error.
+    With `gradient_accumulation_fusion`, the default of most of Bridge's recipes, the adapter that
+    grouped experts share has different gradients on each expert-parallel rank, and different
+    weights after the first step. An export saves the weights of one rank. No error.
 
 Cause:
     DDP sums an expert's gradient over expert-data-parallel ranks only, so Bridge sums the shared
-    one over expert-parallel ranks in a hook of its weight (`_allreduce_shared_expert_grad`). With
-    the fused kernel Megatron adds the gradient to `main_grad` by itself, and autograd, and so the
-    hook, gets a dummy (`LinearWithGradAccumulationAndAsyncCommunication.backward`).
+    adapter's over expert-parallel ranks in a hook of its weight (`_allreduce_shared_expert_grad`).
+    With the fused kernel Megatron adds the gradient to `main_grad` itself, and autograd and the
+    hook get a dummy (`LinearWithGradAccumulationAndAsyncCommunication.backward`).
 
 Affects:
     0.5 on, up to main of August 2026. What the patch does: the two small layers with such a hook
-    compute their gradients without the fused kernel, so that the hook sums what DDP then adds to
-    `main_grad`. All other layers keep the kernel. Pull request 6009 sums over the ranks once a
-    step instead.
+    compute their gradients without the fused kernel, so that the hook sums the gradients that DDP
+    then adds to `main_grad`. All other layers keep the kernel. Pull request 6009 sums over the
+    ranks once a step instead.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6009
@@ -34,13 +34,13 @@ from . import _peft
 
 
 def register(original: Original, self: Any) -> None:
-    """Register the hooks, and let the weights' gradients come by them."""
+    """Register the hooks, and make the weights' gradients pass through them."""
     original(self)
     _peft.unfuse(self.linear_in, self.linear_out)
 
 
 def reproduce() -> None:
-    """Compute the gradients of shared adapters with the fused kernel on two ranks with experts."""
+    """Compute gradients of shared adapters with the fused kernel on two expert-parallel ranks."""
     bench = _peft.build("LoRA", {"ep": 2, "experts": 4}, grouped=True, fused=True)
     bench.forward_backward(2, data_seed=0)
     _peft.expect_replicas(bench.chunks)

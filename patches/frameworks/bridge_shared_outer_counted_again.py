@@ -9,12 +9,12 @@ Symptom:
 Cause:
     `_make_cross_ep_replicated` sums the gradient in a hook over all ranks of the pipeline stage,
     and DDP then sums it over the expert-data-parallel ranks again. With the fused kernel the hook
-    gets a dummy: `bridge-shared-adapter-drifts`. It also makes weights equal on CUDA only.
+    gets a dummy, see `bridge-shared-adapter-drifts`. It also synchronises weights on CUDA only.
 
 Affects:
     0.5 on, up to main of August 2026. What the patch does: the hook sums over expert-parallel
-    ranks, which is what DDP leaves out; the weight begins with the values of the first of them;
-    and the shared layer computes its gradient without the fused kernel.
+    ranks, because DDP does not; the weight starts with the values of the first expert-parallel
+    rank; and the shared layer computes its gradient without the fused kernel.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/6009,
@@ -34,13 +34,13 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the adapter, and let the shared weight's gradient come by its hook."""
+    """Build the adapter, and make the shared weight's gradient pass through its hook."""
     original(self, *args, **kwargs)
     _peft.unfuse(self.linear_in, self.linear_out)
 
 
 def replicate(original: Original, weight: Any) -> None:
-    """Begin with one value on all expert-parallel ranks, and sum gradients over these alone."""
+    """Start with the same values on all expert-parallel ranks; sum gradients over these alone."""
     import torch
     from megatron.core import parallel_state
 

@@ -5,12 +5,12 @@ Symptom:
     optimizer step raised, with `timing_log_level` 1 or 2.
 
 Cause:
-    Bridge's `train_step` starts the timer "optimizer", and stops it without a `finally`. (All else
-    that an exception leaves is repaired in Megatron itself, and so for Bridge too, by
+    Bridge's `train_step` starts the timer "optimizer", and stops it without a `finally`. (Other
+    effects of an exception are repaired in Megatron itself, and so for Bridge too, by
     `rerun-state-after-exception` and `timers-left-running`.)
 
 Affects:
-    Every release, read from 0.3.1 to 0.6.2 and main of August 2026. What the patch does: where the
+    Every release, read from 0.3.1 to 0.6.2 and main of August 2026. What the patch does: if the
     step raises, the timers that it started are stopped.
 
 Upstream:
@@ -32,7 +32,7 @@ from megatron_idempotent.megatron.training import stopping
 
 
 def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run Bridge's `train_step`; if it raises, stops the timers that the step started."""
+    """Run Bridge's `train_step`; if it raises, stop the timers that the step started."""
     timers = arguments(original, args, kwargs)["global_state"].timers
     return stopping(timers, original, *args, **kwargs)
 

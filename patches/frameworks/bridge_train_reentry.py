@@ -2,27 +2,27 @@
 
 Symptom:
     `AssertionError: timer has already been started` from the second call of
-    `megatron.bridge.training.train.train`. After a call that ran no successful iteration
+    `megatron.bridge.training.train.train`. After a call without a successful iteration
     `config.param_sync_func` is None, and with `manual_gc` Python's garbage collector stays off.
 
 Cause:
     The loop descends from upstream's `train()`: it starts "interval-time" on entry and never stops
-    it, puts `param_sync_func` aside without a `finally`, and calls `gc.disable()` only.
+    it, unsets `param_sync_func` without a `finally`, and calls only `gc.disable()`.
 
 Affects:
-    Every release, read from 0.3.1 to 0.6.2. What the patch does: as `train-interval-timer`,
-    `param-sync-func-lost` and `gc-stays-off` do for upstream. Where `train()` raises, the timers
-    that were started inside are stopped. The number of iterations is in `state.train_state.step`,
-    and right. With overlap_param_gather the second call also needs `forward-pre-hook-reentry`. Not
-    covered: at its end `train()` shuts down asynchronous checkpoints, straggler detection and
-    energy monitor, and exits the process on an exit condition.
+    Every release, read from 0.3.1 to 0.6.2. What the patch does: the same as
+    `train-interval-timer`, `param-sync-func-lost` and `gc-stays-off` for upstream. If `train()`
+    raises, the timers that were started inside are stopped. The number of iterations, in
+    `state.train_state.step`, is right. With overlap_param_gather the second call also needs
+    `forward-pre-hook-reentry`. Not covered: at its end `train()` shuts down asynchronous
+    checkpoints, straggler detection and energy monitor, and exits the process on an exit condition.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/Megatron-Bridge/blob/main/src/megatron/bridge/training/train.py,
     `train`.
 
 Remove when:
-    Bridge's `train()` stops its timers and puts the rest back when it leaves.
+    Bridge's `train()` stops its timers and restores the config and the collector when it leaves.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _TIMER = "interval-time"
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run Bridge's `train` so that it can be called again, also if it raises."""
+    """Run Bridge's `train` so that it can be called again, even if it raises."""
     from megatron.core.utils import get_model_config
 
     call = arguments(original, args, kwargs)
     timers, config = call["global_state"].timers, get_model_config(call["model"][0])
     timer = getattr(timers, "_timers", {}).get(_TIMER)
     if timer is not None:
-        timer.reset()  # also where it stands still, with time of an earlier call on it
-    return _copies.put_back(
+        timer.reset()  # even if it is stopped, because it may have time from an earlier call
+    return _copies.restoring(
         partial(stopping, timers, original),
         args,
         kwargs,
@@ -58,7 +58,7 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run two calls without any overlap."""
+    """Run two calls without overlap."""
     from ._bridge import Bridge
 
     bridge = Bridge()

@@ -2,27 +2,29 @@
 
 Symptom:
     With pipeline stages and expert biases (DeepSeek-V3 and its like) the first weight sync is
-    right. From the second on, a bias of experts is garbage on the stages that do not own it:
-    engines route wrongly, and rewards collapse. NCCL says nothing, because each rank passes its own
-    number of bytes; gloo ends the process, `op.preamble.length <= op.nbytes`.
+    right. From the second sync on, an expert bias is garbage on the stages that do not own it:
+    engines route wrongly, and rewards collapse. NCCL reports no error, because each rank passes its
+    own number of bytes; gloo ends the process with `op.preamble.length <= op.nbytes`.
 
 Cause:
-    A mapping keeps the shape and the type of what it has broadcast once. A model in 16 bits casts
-    its expert biases too, and its routers cast them back to float32 in their first forward, after
-    the first sync. From then on the owner sends float32, and the other stages receive 16 bits.
+    A mapping caches the shape and the type of the tensor that it broadcast first. A model in 16
+    bits also casts its expert biases, and its routers cast them back to float32 in their first
+    forward, after the first sync. From then on the owner sends float32, and the other stages
+    receive 16 bits.
 
 Affects:
-    Callers that keep the tasks of `get_conversion_tasks` over syncs: SkyRL until #1345, and, read
-    in August 2026, verl (`_hf_export_tasks`). NeMo-RL keeps them too (`refit_conversion_tasks`),
-    and loads a state dict first, with which routers cast back. Bridge, read from 0.3.0 to 0.6.0 and
-    on main. What the patch does: each broadcast asks the stages what they have, as the first one
-    does. SkyRL's repair, new tasks for each sync, costs the same.
+    Callers that reuse the tasks of `get_conversion_tasks` for several syncs: SkyRL until #1345,
+    and, read in August 2026, verl (`_hf_export_tasks`). NeMo-RL reuses them too
+    (`refit_conversion_tasks`), but loads a state dict first, after which routers cast the biases
+    back. Bridge, read from 0.3.0 to 0.6.0 and on main. What the patch does: each broadcast
+    exchanges shapes and types, as the first one does. SkyRL's repair, new tasks for each sync,
+    costs the same.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/1345.
 
 Remove when:
-    mappings forget what they have cached when a sync begins.
+    mappings clear their caches when a sync begins.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _MODULE = "megatron.bridge.models.conversion.param_mapping"
 
 
 def broadcast(original: Original, self: Any, tensor: Any, cache_key: str | None = None) -> Any:
-    """Run `broadcast_from_pp_rank` without what it has cached under this key."""
+    """Run `broadcast_from_pp_rank` without its cached entry for this key."""
     self._tensor_spec_output_cache.pop(cache_key, None)
     return original(self, tensor, cache_key)
 
@@ -62,7 +64,7 @@ def reproduce() -> None:
     def checked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         sizes: list[Any] = [None, None]
         torch.distributed.all_gather_object(sizes, tensor.nbytes)
-        if sizes[0] != sizes[1]:  # gloo would end the process, NCCL says nothing
+        if sizes[0] != sizes[1]:  # gloo would end the process, NCCL reports no error
             raise Fault(f"the first stage sends {sizes[0]} bytes, for {sizes[1]} of the last")
         return send(tensor, *args, **kwargs)
 

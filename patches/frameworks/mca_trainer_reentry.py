@@ -5,14 +5,14 @@ Symptom:
     config.no_sync_func must be None`, from the second `train()` of a `McaTrainer`.
 
 Cause:
-    `_prepare_train_loop` installs the chunks' `no_sync` in the model's config, and nothing takes it
-    away. The chunks are wrapped once, when the trainer is made.
+    `_prepare_train_loop` installs the chunks' `no_sync` in the model's config, and never removes
+    it. The chunks are wrapped once, when the trainer is built.
 
 Affects:
     Every release, read in ROLL 0.1.0 to 0.3.0 (mcore_adapter 0.9.0 and 0.10.0.dev0 among them).
     What the patch does: a `no_sync_func` that is the `no_sync` of the trainer's own chunks is
-    cleared before the check. Somebody's own function still meets the assertion. The upper bound of
-    the range is open, because the statements that the patch relies on decide. ROLL's
+    cleared before the check. A custom function still ends in the assertion. The upper bound of the
+    range is open, because the statements that the patch relies on decide. ROLL's
     `MegatronTrainStrategy.initialize` has the same assertion, but builds model and config again.
 
 Upstream:

@@ -6,19 +6,19 @@ Symptom:
     `save_model` and `export_hf` save it as the actor. No error.
 
 Cause:
-    `train_actor` switches the one live model to the reference and back without a `finally`, and
-    what reads the model does not look at what is in it.
+    `train_actor` switches the only live model to the reference and back without a `finally`, and
+    the methods that read the model do not check which weights are in it.
 
 Affects:
-    0.1.0, and main of August 2026. The patch is that for slime, `slime-reference-left-in-actor`;
-    miles' `init` puts the actor's weights back itself.
+    0.1.0, and main of August 2026. The patch is the same as for slime,
+    `slime-reference-left-in-actor`; miles' `init` restores the actor's weights itself.
 
 Upstream:
     https://github.com/radixark/miles/blob/v0.1.0/miles/backends/megatron_utils/actor.py,
     `train_actor`; no thread found. https://github.com/radixark/miles/pull/756 repaired `init`.
 
 Remove when:
-    `update_weights` and `save_model` look at which weights are in the model.
+    `update_weights` and `save_model` check which weights are in the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Publish and save where the actor's own weights are in the model."""
+    """Publish and save while the model has the actor's own weights."""
     return _actors.neighbour("miles")
 
 

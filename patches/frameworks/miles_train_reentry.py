@@ -11,8 +11,8 @@ Cause:
 
 Affects:
     Every release that has `miles.backends.megatron_utils.model.train`, read at 0.1.0. The patch is
-    that for slime. The upper bound of the range is open, because the statements that the patch
-    relies on decide.
+    the same as for slime. The upper bound of the range is open, because the statements that the
+    patch relies on decide.
 
 Upstream:
     https://github.com/radixark/miles/blob/v0.1.0/miles/backends/megatron_utils/model.py, `train`.

@@ -5,26 +5,26 @@ Symptom:
     raised, and from all later ones; the same for `get_logprobs`. After `get_logprobs`,
     `get_topk_logits`, `offload_before_refit` or the value worker's `get_values` raised, gradients
     are off in the process: the next `train` asserts `Communication call has not been issued for
-    this bucket`, or, with the patches for Megatron, steps on nothing.
+    this bucket`, or, with the patches for Megatron, steps on gradients of zero.
 
 Cause:
-    They start the worker's timer, and enter `torch.no_grad()` by hand, and undo it in their last
-    lines: no `finally`.
+    The methods start the worker's timer, and enter `torch.no_grad()` without `with`. They undo both
+    in their last lines, without a `finally`.
 
 Affects:
     The workers of main, August 2026. What the patch does: a method with the decorator
-    `wrap_with_nvtx_name("megatron_policy_worker/…")` or `"megatron_value_worker/…"` that raises
-    leaves the grad mode as it found it, and takes back the timers that it started. (The rerun state
-    machine, which would make the next window train on nothing, is repaired in Megatron itself.)
-    Methods that were decorated before `apply()` are not reached, and a warning says so: call it
-    before the workers' modules are imported.
+    `wrap_with_nvtx_name("megatron_policy_worker/…")` or `"megatron_value_worker/…"` restores the
+    grad mode if it raises, and drops the timers that it started. (The rerun state machine, because
+    of which the next window would read no batch, is repaired in Megatron itself.) Methods that were
+    decorated before `apply()` are not covered, and a warning says so: call `apply()` before the
+    workers' modules are imported.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py,
     `train`, `get_logprobs`.
 
 Remove when:
-    the workers stop timers in a `finally`, and hold `with torch.no_grad():` blocks.
+    the workers stop timers in a `finally`, and use `with torch.no_grad():` blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WORKERS = ("megatron_policy_worker/", "megatron_value_worker/")
 
 
 def wrap_with_nvtx_name(original: Original, name: str) -> Any:
-    """Make NeMo-RL's decorator; methods that it decorates undo their changes if they raise."""
+    """Return NeMo-RL's decorator; methods that it decorates undo their changes if they raise."""
     decorate = original(name)
     return partial(_decorate, decorate) if name.startswith(_WORKERS) else decorate
 
@@ -52,7 +52,7 @@ def _decorate(decorate: Callable[..., Any], method: Callable[..., Any]) -> Calla
     def undoing(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _undoing(decorated, self, *args, **kwargs)
 
-    # NeMo-RL's own decorator copies no name; this is as bare.
+    # NeMo-RL's own decorator copies no attributes of the function, and nor does this.
     return update_wrapper(undoing, decorated, updated=())
 
 
@@ -61,18 +61,18 @@ def _undoing(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
 
     gradients = torch.is_grad_enabled()
     running = getattr(vars(self).get("timer"), "_start_times", {})
-    before = set(running)
+    started_before = set(running)
     try:
         return method(self, *args, **kwargs)
     except BaseException:
         torch.set_grad_enabled(gradients)
-        for label in set(running) - before:
+        for label in set(running) - started_before:
             del running[label]
         raise
 
 
 def reproduce() -> None:
-    """Let passes for log-probs and values and a window raise, and run good ones after them."""
+    """Let log-prob and value passes and a window raise, and run good ones after them."""
     for worker in ("policy", "value"):
         _raise_and_go_on(worker)
 

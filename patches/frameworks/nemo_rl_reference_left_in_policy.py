@@ -2,8 +2,8 @@
 
 Symptom:
     After `get_reference_policy_logprobs` of the Megatron policy worker raised, the policy computes
-    with the reference's weights, without an error, until the next step puts the optimizer's copy
-    back; the log-probs taken before that are the reference's. Top-k and top-p filtering stay off,
+    with the reference's weights, without an error, until the next step restores the optimizer's
+    copy; log-probs computed before that are the reference's. Top-k and top-p filtering stay off,
     and so do the forward pre-hooks.
 
 Cause:
@@ -11,9 +11,9 @@ Cause:
     `yield`, without a `finally`.
 
 Affects:
-    The worker of main, August 2026. What the patch does: where the block raises, the context
-    manager is left as if it had not, and the exception goes on. A failure in the middle of the
-    first copy is not undone.
+    The worker of main, August 2026. What the patch does: if the block raises, the context manager
+    still restores the policy, and the exception propagates. A failure in the middle of the first
+    copy is not undone.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py,
@@ -35,7 +35,7 @@ from . import _nemo_rl
 
 
 def use_reference_model(original: Original, self: Any) -> AbstractContextManager[None]:
-    """Run `use_reference_model`'s block, and restore the policy also if it raises."""
+    """Run `use_reference_model`'s block, and restore the policy even if it raises."""
     return _restoring(original(self))
 
 
@@ -53,9 +53,9 @@ def reproduce() -> None:
     nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
     nemo.remember_reference()
     nemo.train(0)
-    before = nemo.outcome()
+    outcome = nemo.outcome()
     nemo.failing(("data", 1), lambda: nemo.reference(1))
-    if nemo.outcome() != before:
+    if nemo.outcome() != outcome:
         raise Fault("the policy holds the reference's weights")
 
 

@@ -1,25 +1,25 @@
-"""With overlap_param_gather, NeMo-RL's refit hands the engine parameters that lack the step.
+"""With overlap_param_gather, NeMo-RL's refit sends the engine parameters that lack the step.
 
 Symptom:
     The inference engine gets, from each data-parallel rank, that rank's shard of the new parameters
-    and the old ones for the rest. Rollouts come from a model that never was; nothing is raised.
+    and the old ones for the rest. Rollouts come from a mixture of two models; no error.
 
 Cause:
     The step leaves the gather to the next forward, and the refit reads the parameters before one.
-    The worker's own generation with Megatron gathers first; the refit of another engine does not.
+    The worker's own generation with Megatron gathers first; the refit of other engines does not.
 
 Affects:
     The worker of main, August 2026, with overlap_param_gather and the distributed optimizer, until
     its `sync_params_before_refit` gathers, which is called before each refit. What the patch does:
-    the weights that go through `_iter_params_with_optional_kv_scales` (ZMQ and collective refit)
-    are gathered first where an update waits. All of the model's ranks take part in such a refit.
-    Left to the caller: `nccl_reshard_refit` and the sparse refit read parameters by themselves, so
-    call `ensure_params_synced` before them.
+    if an update is pending, `_iter_params_with_optional_kv_scales` (ZMQ and collective refit)
+    gathers it first. All of the model's ranks take part in such a refit. Not covered:
+    `nccl_reshard_refit` and the sparse refit read parameters directly, so call
+    `ensure_params_synced` before them.
 
 Upstream:
     https://github.com/NVIDIA-NeMo/RL/blob/main/nemo_rl/models/policy/workers/megatron_policy_worker.py,
-    `_iter_params_with_optional_kv_scales`. https://github.com/NVIDIA-NeMo/RL/pull/4086 mends it in
-    September 2026: "fix(megatron): synchronize parameters before inference refit".
+    `_iter_params_with_optional_kv_scales`. https://github.com/NVIDIA-NeMo/RL/pull/4086 repairs it
+    in September 2026: "fix(megatron): synchronize parameters before inference refit".
 
 Remove when:
     the worker synchronises the parameters before it exports them.

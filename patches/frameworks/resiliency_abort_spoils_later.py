@@ -1,25 +1,25 @@
 """After the resiliency extension aborted a save, later checkpoints have others' metadata.
 
 Symptom:
-    After an in-process restart, or `abort_nvrx_checkpoint()`, saves end well. Each one's metadata
-    is that of the save before: it cannot be read once the length of something in it has changed. Or
-    the save that was aborted counts as saved, without its files, and the next one raises
-    `results_queue should not be empty`.
+    After an in-process restart, or `abort_nvrx_checkpoint()`, saves report success, but each has
+    the metadata of the save before: it cannot be read once the length of an item has changed. Or
+    the aborted save counts as saved, without its files, and the next one raises `results_queue
+    should not be empty`.
 
 Cause:
-    That of `aborted-save-spoils-later`: an abort leaves what the worker has said in a queue of the
-    whole process, and the list of saves.
+    As in `aborted-save-spoils-later`: an abort clears neither the worker's results in a queue of
+    the whole process, nor the list of saves.
 
 Affects:
     0.6.0 and 0.7.0, with a persistent worker. What the patch does: an abort waits for the worker to
-    end, and forgets its saves and what it has written.
+    end, and forgets its saves and results.
 
 Upstream:
     https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/src/nvidia_resiliency_ext/checkpointing/async_ckpt/core.py,
     `abort_nvrx_checkpoint`; no thread found.
 
 Remove when:
-    `AsyncCallsQueue.close(abort=True)` forgets saves and what was written for them.
+    `AsyncCallsQueue.close(abort=True)` forgets saves and their results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CORE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 
 
 def reproduce() -> None:
-    """Abort a save that is written, and one that is not; save after each, and load that."""
+    """Abort a save that is written, and one that is not; save and load after each."""
     _writers.aborts(importlib.import_module(_CORE), "nvrx")
 
 

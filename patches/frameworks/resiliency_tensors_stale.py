@@ -2,21 +2,22 @@
 
 Symptom:
     With `--async-save --use-persistent-ckpt-worker --ckpt-assume-constant-structure`, and NVIDIA's
-    resiliency extension, each checkpoint after an offload of weights or optimizer states is the
-    one from before it, bit for bit. Save and load report success.
+    resiliency extension, each checkpoint after an offload of weights or optimizer states has, bit
+    for bit, the values from before it. Save and load report success.
 
 Cause:
     `prepare_write_data` sends handles of tensors on the GPU once for each structure. The worker
-    keeps them, and with them the memory in which the tensors lay then: an offload and its return
-    put them elsewhere.
+    keeps these handles, and so the tensors' old memory: an offload and reload move the tensors to
+    other addresses.
 
 Affects:
     0.6.0, through which megatron-core saves from 0.17 on unless `--async-strategy mcore` says
-    otherwise; seen on an H100. What the patch does: tensors that lie elsewhere than at the last
-    save are sent once more. With `--async-ckpt-use-cpu-shm` their values are, at each save.
+    otherwise; seen on an H100. What the patch does: tensors whose address has changed since the
+    last save are sent again. With `--async-ckpt-use-cpu-shm` upstream sends their values at each
+    save.
 
 Upstream:
-    0.7.0 compares addresses; NeMo-RL met it in https://github.com/NVIDIA-NeMo/RL/issues/3312.
+    0.7.0 compares addresses; NeMo-RL reports it in https://github.com/NVIDIA-NeMo/RL/issues/3312.
 
 Remove when:
     0.6 is no longer supported.
@@ -32,46 +33,48 @@ from megatron_idempotent.patches._case import Fault, Original, Patch, target
 
 _WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 
-#: Where tensors lay at the last save, by the key of their structure.
-_places: dict[str, list[int]] = {}
+#: Key of a structure → the addresses of its tensors at the last save.
+_addresses: dict[str, list[int]] = {}
 
 
 def prepare_write_data(original: Original, self: Any, plan: Any, planner: Any) -> None:
-    """Have tensors that have moved sent once more."""
+    """Prepare a save; if tensors have moved, send them to the worker again."""
     from torch.distributed.checkpoint.planner import WriteItemType
 
     if self.use_cached_data_structure and not self.use_cpu_shm_for_gpu_tensors:
         items = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         key = importlib.import_module(_WRITER)._compute_data_structure_key_from_plan(items)
         tensors = map(planner.resolve_data, items)
-        # Of what is on the host, or quantised, the worker gets a copy at each save.
-        kept = [t for t in tensors if t.device.type != "cpu" and "dequantize" not in vars(type(t))]
-        lie = [tensor.data_ptr() for tensor in kept]
-        if _places.get(key) != lie:
+        # The worker gets a copy of tensors on the host, or quantised ones, at each save.
+        cached = [
+            t for t in tensors if t.device.type != "cpu" and "dequantize" not in vars(type(t))
+        ]
+        addresses = [tensor.data_ptr() for tensor in cached]
+        if _addresses.get(key) != addresses:
             type(self)._cached_identifiers.discard(key)
-            _places[key] = lie
+            _addresses[key] = addresses
     original(self, plan, planner)
 
 
 def _prepared(folder: str, weights: Any) -> Any:
-    """Return what a save of a tensor sends to the worker: data_ptr() of it, or None."""
+    """Return the address of the tensor that a save sends to the worker, or None."""
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     class OnDevice(torch.Tensor):
-        """Stands for a tensor on a GPU."""
+        """Stands in for a tensor on a GPU."""
 
         device = torch.device("cuda", 0)
 
     writer = importlib.import_module(_WRITER).FileSystemWriterAsync(
         folder, use_cached_data_structure=True
     )
-    there, planner = torch.Tensor._make_subclass(OnDevice, weights), DefaultSavePlanner()
-    planner.set_up_planner({"weights": there, "step": torch.ones(1)}, None, True)
+    on_device, planner = torch.Tensor._make_subclass(OnDevice, weights), DefaultSavePlanner()
+    planner.set_up_planner({"weights": on_device, "step": torch.ones(1)}, None, True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     writer.prepare_write_data(*writer.prepare_global_plan([plan]), planner)
-    kept = writer.cached_tensor_data
-    return kept and kept[1][0].data_ptr()
+    sent = writer.cached_tensor_data
+    return sent and sent[1][0].data_ptr()
 
 
 def reproduce() -> None:
@@ -84,11 +87,11 @@ def reproduce() -> None:
         moved = weights.clone()
         sent = _prepared(folder, moved)
     if sent != moved.data_ptr():
-        raise Fault("a tensor that has moved is not sent: the worker writes what lay there before")
+        raise Fault("a tensor that has moved is not sent: the worker writes its old memory")
 
 
 def neighbour() -> object:
-    """Prepare three saves of a tensor that stays where it is, and of another on the host."""
+    """Prepare three saves of a tensor that does not move, and of another one on the host."""
     import torch
 
     weights = torch.zeros(9)

@@ -1,35 +1,37 @@
-"""A save by the resiliency extension whose persistent writer dies is waited for without end.
+"""A save by the resiliency extension hangs if its persistent writer dies.
 
 Symptom:
-    With `--async-save --use-persistent-ckpt-worker`, and NVIDIA's resiliency extension, the process
-    that writes is killed or raises, or cannot start, such as without a GPU. The trainer makes no
-    more checkpoints and says nothing; at the next save, or at its end, it hangs. So it does where a
-    rank has nothing to write, as its process was started beforehand. And with
+    With `--async-save --use-persistent-ckpt-worker`, and NVIDIA's resiliency extension, the writing
+    process is killed or raises, or cannot start, for example without a GPU. The trainer writes no
+    more checkpoints and reports nothing; at the next save, or at its end, it hangs. It also hangs
+    if a rank has nothing to write, because its process was started beforehand. With
     `--async-ckpt-use-cpu-shm` and `--ckpt-assume-constant-structure` a save that begins while the
-    one before is written hangs where a rank has no tensor on a GPU, though no process has died;
-    after a `train()` has ended it does not wait at all, and the one before gets its values.
+    previous one is being written hangs if a rank has no tensor on a GPU, though no process has
+    died; after a `train()` has ended it does not wait at all, and overwrites the previous save's
+    values.
 
 Cause:
-    `PersistentAsyncCaller` waits for what the process puts into queues, as Megatron's own does
-    (`dead-checkpoint-writer-hangs`). Nobody looks whether the process lives. With shared memory it
-    finalizes the save before, which is a collective, on the ranks that are to write there again.
-    `AsyncCallsQueue.close` ends that waiting for good, though the queue is used again, and a queue
-    that Megatron makes at a save, without `init_persistent_async_worker`, never waits.
+    `PersistentAsyncCaller` waits for items that the process puts into queues, as Megatron's own
+    does (`dead-checkpoint-writer-hangs`), without checking whether the process is alive. With
+    shared memory it finalizes the previous save, which is a collective, but only on the ranks that
+    will write to this memory again. `AsyncCallsQueue.close` turns this wait off permanently, though
+    the queue is used again, and a queue that Megatron creates at a save, without
+    `init_persistent_async_worker`, never waits.
 
 Affects:
     0.6.0 and 0.7.0, through which megatron-core saves from 0.17 on unless `--async-strategy mcore`
-    says otherwise. What the patch does: what that one does. Before a rank writes into shared memory
-    it waits for its own process alone, and the save is finalized where all ranks ask. Tensors that
-    the process had cached (`--ckpt-assume-constant-structure`) are sent to the next process at its
-    first save: on an H100 one that was started after a `close()` ended for want of them, and was
-    waited for.
+    says otherwise. What the patch does: the same as `dead-checkpoint-writer-hangs`. Before a rank
+    writes into shared memory it waits only for its own process, and the save is finalized when all
+    ranks call for it. Tensors that the process had cached (`--ckpt-assume-constant-structure`) are
+    sent to the next process at its first save: on an H100 a process that was started after a
+    `close()` died because it lacked them, and the trainer waited for it.
 
 Upstream:
     https://github.com/NVIDIA/nvidia-resiliency-ext/blob/main/src/nvidia_resiliency_ext/checkpointing/async_ckpt/core.py,
     `PersistentAsyncCaller`; no thread found.
 
 Remove when:
-    `maybe_finalize_async_calls` raises on all ranks where a persistent writer has ended.
+    `maybe_finalize_async_calls` raises on all ranks if a persistent writer has ended.
 """
 
 from __future__ import annotations
@@ -48,41 +50,41 @@ _WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 
 
 def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
-    """Have the save after this one wait for this rank's process, whose shared memory it needs."""
-    if self.persistent:  # Megatron does not tell each of its queues `cpu_shm_mode`
+    """Make the next save wait for this rank's process before it writes into shared memory."""
+    if self.persistent:  # Megatron does not pass `cpu_shm_mode` to each of its queues
         writer = importlib.import_module(_WRITER).FileSystemWriterAsync
         writer.register_shm_drain_callback(functools.partial(_writers.drain, self))
     return original(self, async_request)
 
 
 def reproduce() -> None:
-    """Have the writer of rank 1 end, also where its memory is needed; then end one with tensors."""
+    """End the writer of rank 1, also before its memory is used again; then one with a cache."""
     core = importlib.import_module(_CORE)
     _writers.ends(core)
     writer = importlib.import_module(_WRITER).FileSystemWriterAsync
     saves = core.AsyncCallsQueue(persistent=True, cpu_shm_mode=True)
     saves.close()  # and use it again, as a second train() does
     _writers.lose(core, saves)
-    writer._shm_drain_callback()  # as a save does that needs the memory
+    writer._shm_drain_callback()  # as in a save that uses the memory again
     if not saves.get_num_unfinalized_calls():
         raise Fault("a rank has finalized a save by itself")
     _writers.refused(saves, "ended with 3")
     saves.close()
-    saves = core.AsyncCallsQueue(persistent=True)  # as Megatron makes one that it lacks at a save
+    saves = core.AsyncCallsQueue(persistent=True)  # as when Megatron creates a queue at a save
     begun = time.monotonic()
     saves.schedule_async_request(core.AsyncRequest(time.sleep, (0.5,), []))
     writer._shm_drain_callback()
     if time.monotonic() - begun < 0.5:
-        raise Fault("a save writes into memory that the one before still reads")
+        raise Fault("a save writes into memory that the previous save still reads")
     saves.maybe_finalize_async_calls(blocking=True)
-    writer._cached_identifiers.add("what its process keeps")
+    writer._cached_identifiers.add("a structure in the process's cache")
     saves.close()
     if writer._cached_identifiers:
-        raise Fault("the next writer is not sent what the one before it kept")
+        raise Fault("the next writer does not get the tensors that the previous one had cached")
 
 
 def neighbour() -> object:
-    """Finalize a save of rank 0 alone, two that take a while, and one on each rank by itself."""
+    """Finalize a save of rank 0 alone, two slow saves, and one on each rank without the others."""
     return _writers.lives(importlib.import_module(_CORE))
 
 

@@ -2,16 +2,16 @@
 
 Symptom:
     A `train_step` of the Megatron strategy that raises leaves gradients in the buffers. The next
-    one adds its own and steps on the sum, silently. Where hooks had started reductions it asserts,
-    or reduces again.
+    one adds its own and steps on the sum, silently. If hooks had started reductions, it asserts, or
+    reduces again.
 
 Cause:
-    `train_step` zeroes the buffers in its last lines only.
+    `train_step` zeroes the buffers only in its last lines.
 
 Affects:
-    The strategy of main, August 2026. What the patch does: where `train_step` raises, the buffers
-    and the optimizer's gradients are zeroed, as it would have done in the end. All ranks have to
-    fail alike.
+    The strategy of main, August 2026. What the patch does: if `train_step` raises, the buffers and
+    the optimizer's gradients are zeroed, as at its normal end. All ranks have to fail in the same
+    call.
 
 Upstream:
     https://github.com/alibaba/ROLL/blob/main/roll/distributed/strategy/megatron_strategy.py,
@@ -31,7 +31,7 @@ from . import _roll
 
 
 def train_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `train_step`; if it raises, zeroes the gradients, as the next one expects."""
+    """Run `train_step`; if it raises, zero the gradients, as the next call expects."""
     try:
         return original(self, *args, **kwargs)
     except BaseException:
@@ -42,7 +42,7 @@ def train_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a step in which a loss raises; then what the next one finds."""
+    """Run a step in which a loss raises, and check that gradients are zero; run another step."""
     roll = _roll.Roll(overlap_grad_reduce=False)
     roll.failing(("loss", 2), lambda: roll.train(7))
     roll.expect_no_gradients()

@@ -2,18 +2,19 @@
 
 Symptom:
     A `forward_backward` that raises leaves the gradients of the microbatches before the exception
-    in the buffers. The next window adds its own, and `optim_step` takes the sum, silently.
+    in the buffers. The next window adds its own, and `optim_step` silently steps on the sum.
 
 Cause:
-    The buffers are zeroed after a step only: a window may be several calls. No call takes back what
-    it had added when it raised, and SkyRL has no call that aborts a window.
+    The buffers are zeroed only after a step, because a window may be several calls. A call that
+    raises does not remove the gradients that it has added, and SkyRL has no function that aborts a
+    window.
 
 Affects:
-    The wrapper of main, August 2026. What the patch does: a call that raises, the window's first,
-    leaves zeroed buffers, so that the next window is right to the bit. Where earlier calls of the
-    window had gone well, their gradients cannot be told from the failed call's: all of them are
+    The wrapper of main, August 2026. What the patch does: if the first call of a window raises, it
+    leaves zeroed buffers, so that the next window has the right bits. If earlier calls of the
+    window succeeded, their gradients cannot be separated from the failed call's: all of them are
     dropped, and the step that would have used them raises a RuntimeError, once. All ranks have to
-    fail alike.
+    fail in the same call.
 
 Upstream:
     https://github.com/NovaSky-AI/SkyRL/blob/main/skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py,
@@ -36,7 +37,7 @@ _LOST = "megatron_idempotent_lost_window"
 
 
 def forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward_backward_mini_batch`; a call that raises drops its whole window."""
+    """Run `forward_backward_mini_batch`; if it raises, drop all gradients of its window."""
     earlier = self._pending_grad_sync is not None
     try:
         return original(self, *args, **kwargs)
@@ -58,14 +59,14 @@ def run_pending_grad_sync(original: Original, self: Any) -> None:
         self._pending_grad_sync = None
         raise RuntimeError(
             "optim_step() found a window in which a forward_backward() raised after others had "
-            "gone well: their gradients could not be told apart and were dropped, all of them. Run "
-            "the whole window again; the next step is right"
+            "succeeded: their gradients could not be separated, and all were dropped. Run the "
+            "whole window again; the next step is right"
         )
     original(self)
 
 
 def reproduce() -> None:
-    """Run a window that raises, one of two calls, and one of two whose second raises."""
+    """Run a window whose only call raises, and one of two calls whose second raises."""
     skyrl = SkyRL(overlap_grad_reduce=False)
     skyrl.failing(("loss", 2), lambda: skyrl.forward_backward(7))
     skyrl.expect_no_gradients()
@@ -82,7 +83,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run windows of two calls, with log-probs in between, one of which raises."""
+    """Run windows of two calls, with log-prob passes in between, one of which raises."""
     skyrl = SkyRL(overlap_grad_reduce=False)
     for seed in range(3):
         skyrl.forward_backward(seed)

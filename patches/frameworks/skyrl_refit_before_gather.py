@@ -1,8 +1,8 @@
-"""With overlap_param_gather, SkyRL's weight sync hands the engine parameters that lack the step.
+"""With overlap_param_gather, SkyRL's weight sync sends the engine parameters that lack the step.
 
 Symptom:
     The inference engine gets, from each data-parallel rank, that rank's shard of the new parameters
-    and the old ones for the rest. Nothing is raised.
+    and the old ones for the rest. No error.
 
 Cause:
     The step leaves the gather to the next forward, and `extract_weights` reads the parameters
@@ -10,7 +10,7 @@ Cause:
 
 Affects:
     The worker of main, August 2026, with overlap_param_gather (off by default there). What the
-    patch does: `extract_weights` first gathers where an update waits. All of the model's ranks take
+    patch does: `extract_weights` first gathers a pending update. All of the model's ranks take
     part in a weight sync.
 
 Upstream:

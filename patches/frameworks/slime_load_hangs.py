@@ -1,25 +1,25 @@
 """A load by slime that fails on one rank leaves the others waiting.
 
 Symptom:
-    One rank cannot look into the checkpoint's folder, or does not see it. It raises, and the others
+    One rank cannot read the checkpoint's folder, or does not see it. It raises, and the others
     wait for it until their collective's timeout.
 
 Cause:
-    slime's `load_checkpoint` looks for the folder, and what is in it, on each rank alone, and then
-    calls Megatron's, where ranks meet.
+    In slime's `load_checkpoint` each rank checks the folder and its contents separately, and then
+    calls Megatron's collectives.
 
 Affects:
     Every release that has `slime.backends.megatron_utils.checkpoint.load_checkpoint`, and main of
-    August 2026. What the patch does: ranks tell each other whether they have failed, where
-    Megatron's load begins (`spoilt-checkpoint-ends-well`) and at the end, and all raise. It must be
-    called on all ranks.
+    August 2026. What the patch does: ranks exchange failures when Megatron's load begins
+    (`spoilt-checkpoint-ends-well`) and at the end; if one has failed, all raise. All ranks must
+    call it.
 
 Upstream:
     https://github.com/THUDM/slime/blob/main/slime/backends/megatron_utils/checkpoint.py,
     `load_checkpoint`; no thread found.
 
 Remove when:
-    it raises on all ranks where one fails.
+    it raises on all ranks if one fails.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MODULE = "slime.backends.megatron_utils.checkpoint"
 
 
 def reproduce() -> None:
-    """Load where rank 1 cannot open files."""
+    """Load while rank 1 cannot open files."""
     _checkpoints.expect_told(_saved())
 
 
 def neighbour() -> object:
-    """Load what was saved; return the iteration."""
+    """Load a checkpoint; return its iteration."""
     return _saved()()[0]
 
 

@@ -1,20 +1,20 @@
-"""slime's load of a reference leaves its options set: later loads take the reference's step.
+"""slime's load of a reference leaves its options set: later loads use the reference's step.
 
 Symptom:
-    With `--ref-ckpt-step` or `--opd-teacher-ckpt-step`, and `--ckpt-step` not given, the next
-    checkpoint of the process is looked for at the reference's step: `--keep-old-actor` loads other
-    weights than the actor's, or none, and a later load in place another step. After a load of a
-    reference that raised, `args.finetune` and `args.no_load_optim` stay True, and `args.load` is
-    the reference's folder: a load that is tried again brings weights alone, at iteration 0. No
-    error.
+    With `--ref-ckpt-step` or `--opd-teacher-ckpt-step`, and without `--ckpt-step`, the next load in
+    the process uses the reference's step: `--keep-old-actor` loads other weights than the actor's,
+    or none, and a later load in the same process loads a wrong step. After a load of a reference
+    that raised, `args.finetune` and `args.no_load_optim` stay True, and `args.load` is the
+    reference's folder: a retried load loads only weights, at iteration 0. No error.
 
 Cause:
-    `load_other_checkpoint` sets the global arguments for one load. It puts the step back only if
+    `load_other_checkpoint` sets the global arguments for one load. It restores the step only if
     there was one, and has no `finally`.
 
 Affects:
-    0.2.3 to 0.3.1; main of August 2026 restores the step, not what a load that raises leaves. What
-    the patch does: after a load of another checkpoint all of these arguments are what they were.
+    0.2.3 to 0.3.1; main of August 2026 restores the step, but not after a load that raises. What
+    the patch does: after a load of another checkpoint all of these arguments have their earlier
+    values.
 
 Upstream:
     https://github.com/THUDM/slime/pull/2243
@@ -41,12 +41,12 @@ _OPTIONS = ("load", "no_load_optim", "no_load_rng", "finetune", "ckpt_step")
 
 
 def load_other_checkpoint(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Load another checkpoint, and leave the arguments of loads as they were."""
-    before = {name: getattr(self.args, name) for name in _OPTIONS if hasattr(self.args, name)}
+    """Load another checkpoint, then restore the arguments for loads."""
+    options = {name: getattr(self.args, name) for name in _OPTIONS if hasattr(self.args, name)}
     try:
         original(self, *args, **kwargs)
     finally:
-        vars(self.args).update(before)
+        vars(self.args).update(options)
 
 
 def restores_always(bodies: Mapping[str, Body]) -> bool:
@@ -58,21 +58,21 @@ def restores_always(bodies: Mapping[str, Body]) -> bool:
 
 
 def reproduce() -> None:
-    """Load a reference of a step of its own; then one that cannot be read."""
+    """Load a reference with its own step; then one that cannot be read."""
     actor = _actors.Actor("slime", ref_ckpt_step=7)
-    _expect_as_given(actor, "a load")
+    _expect_restored(actor, "a load")
     actor.on_load = _actors.fail
     try:
         actor.actor.load_other_checkpoint("ref", "ref")
     except Broken:
-        _expect_as_given(actor, "a load that raised")
+        _expect_restored(actor, "a load that raised")
 
 
-def _expect_as_given(actor: _actors.Actor, when: str) -> None:
-    found = {name: getattr(actor.args, name) for name in _OPTIONS}
-    left = {name: value for name, value in found.items() if value not in (None, "actor")}
-    if left:
-        raise Fault(f"after {when} of a reference the arguments have {left}")
+def _expect_restored(actor: _actors.Actor, when: str) -> None:
+    options = {name: getattr(actor.args, name) for name in _OPTIONS}
+    changed = {name: value for name, value in options.items() if value not in (None, "actor")}
+    if changed:
+        raise Fault(f"after {when} of a reference the arguments have {changed}")
 
 
 PATCH = Patch(

@@ -1,4 +1,4 @@
-"""slime's engines get the reference's weights after a start, silently, and a checkpoint may, too.
+"""slime's engines, and perhaps a checkpoint, get the reference's weights after a start, silently.
 
 Symptom:
     With a reference or a teacher model, without `--colocate` and `--offload-train`, the first
@@ -8,21 +8,21 @@ Symptom:
     error.
 
 Cause:
-    `init` loads the other checkpoints into the one live model and leaves the last one there, unless
-    weights are offloaded; `train_actor` switches to the reference and back without a `finally`.
-    `update_weights` and `save_model` read the model as it is.
+    `init` loads the other checkpoints into the only live model and leaves the last one there,
+    unless weights are offloaded; `train_actor` switches to the reference and back without a
+    `finally`. `update_weights` and `save_model` read the model without a check.
 
 Affects:
     0.2.1 to 0.3.1, and main of August 2026. Training itself begins with the right weights. What the
-    patch does: an update or a save puts the actor's weights back first, where those of another
-    checkpoint are in the model. They are the weights of the last step that `train_actor` finished.
+    patch does: if the model has the weights of another checkpoint, an update or a save first
+    restores the actor's weights, those of the last step that `train_actor` finished.
 
 Upstream:
     https://github.com/THUDM/slime/pull/2224 and https://github.com/THUDM/slime/pull/2380, both
     open; https://github.com/modal-projects/training-gym/pull/546 is a patch over slime.
 
 Remove when:
-    `update_weights` and `save_model` look at which weights are in the model.
+    `update_weights` and `save_model` check which weights are in the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Publish and save where the actor's own weights are in the model."""
+    """Publish and save while the model has the actor's own weights."""
     return _actors.neighbour("slime")
 
 

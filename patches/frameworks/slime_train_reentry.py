@@ -7,19 +7,20 @@ Symptom:
     garbage collector is off between the rollouts.
 
 Cause:
-    slime carries a copy of upstream's `train()`: it installs the chunks' `no_sync`, disables the
-    collector and puts `param_sync_func` aside, and does not undo that.
+    slime has a copy of upstream's `train()`: it installs the chunks' `no_sync`, disables the
+    collector and unsets `param_sync_func`, and does not undo that.
 
 Affects:
     Every release that has `slime.backends.megatron_utils.model.train`, read from 0.1.0 to 0.3.1.
-    What the patch does: as `no-sync-func-reentry`, `param-sync-func-lost` and `gc-stays-off` do for
-    upstream. A `no_sync_func` of somebody's own still meets the assertion. With
+    What the patch does: the same as `no-sync-func-reentry`, `param-sync-func-lost` and
+    `gc-stays-off` for upstream. A custom `no_sync_func` still ends in the assertion. With
     `--overlap-param-gather` the second call also needs `forward-pre-hook-reentry`. The upper bound
     of the range is open, because the statements that the patch relies on decide.
 
 Upstream:
     https://github.com/THUDM/slime/pull/1857 accepts the chunks' own `no_sync`.
-    https://github.com/THUDM/slime/issues/1779 and https://github.com/THUDM/slime/pull/2066 meet it.
+    https://github.com/THUDM/slime/issues/1779 and https://github.com/THUDM/slime/pull/2066 report
+    it.
 
 Remove when:
     slime's `train()` accepts its own `no_sync` and undoes the rest in a `finally`.

@@ -1,19 +1,20 @@
-"""A factor of ms-swift's LoRA that all tensor-parallel ranks have whole drifts between them.
+"""A factor of ms-swift's LoRA that tensor-parallel ranks replicate drifts apart between them.
 
 Symptom:
-    With tensor and sequence parallelism LoRA trains, and the factor that ranks share differs from
-    rank to rank: `lora_B` of `linear_proj` and `linear_fc2`, `lora_A` of `linear_qkv` and
-    `linear_fc1`, both of layers that ranks have whole. An export saves the first rank's. No error.
+    With tensor and sequence parallelism LoRA trains, but its replicated factor differs between
+    ranks: `lora_B` of `linear_proj` and `linear_fc2`, `lora_A` of `linear_qkv` and `linear_fc1`,
+    and both factors of replicated layers. An export saves the first rank's. No error.
 
 Cause:
-    Under sequence parallelism a rank has a part of the tokens, and Megatron adds such gradients up
-    where a parameter is marked `sequence_parallel`. mcore-bridge lost the mark in 1.4.
+    With sequence parallelism a rank has a part of the tokens, and Megatron sums gradients over
+    ranks for parameters that are marked `sequence_parallel`. mcore-bridge lost the mark in 1.4.
 
 Affects:
     mcore-bridge 1.4 to 1.6.2, and ms-swift 4.2 to 4.5.2 with these; right up to 1.3.2. What the
-    patch does: parameters of the factor that ranks share are marked when they are made. Run with
-    1.6.2's own method and layers of Megatron's; Transformer Engine's need CUDA. Factors that were
-    trained before stay apart: go back to a checkpoint of one of the right releases.
+    patch does: parameters of the replicated factor are marked when they are created. Tested with
+    1.6.2's own method and Megatron's own layers, because Transformer Engine's need CUDA. Factors
+    that were trained without the patch stay different: go back to a checkpoint of one of the right
+    releases.
 
 Upstream:
     https://github.com/modelscope/mcore-bridge/pull/173, in 1.6.3.
@@ -47,7 +48,7 @@ _LAYER = "decoder.layers.0.mlp.linear_fc2"
 def update_layer(
     original: Original, self: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Make an adapter's factors, and mark the one that tensor-parallel ranks have whole."""
+    """Create an adapter's factors, and mark the factor that tensor-parallel ranks replicate."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     original(self, adapter_name, *args, **kwargs)
@@ -70,7 +71,7 @@ def reproduce() -> None:
 
 
 def _add_adapter(module: Any) -> None:
-    """Add an adapter, made by mcore-bridge's own method, to a layer of a tiny model."""
+    """Add an adapter to a layer of a tiny model with mcore-bridge's own method."""
     import torch
 
     base = module.get_submodule(_LAYER)
@@ -105,11 +106,11 @@ def _add_adapter(module: Any) -> None:
 
 
 def _nothing(_: Any) -> None:
-    """Stand for a method of peft's that has nothing to do here."""
+    """Stand in for a peft method that is not needed here."""
 
 
 def _bridge() -> Any:
-    """Import mcore-bridge's module, with layers of Megatron's own for the engine's."""
+    """Import mcore-bridge's module, with Megatron's layers instead of Transformer Engine's."""
     import torch
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
@@ -117,14 +118,14 @@ def _bridge() -> Any:
     vars(importlib.import_module("peft"))["__version__"] = "0.18.0"
     module = _standins.import_alone(_MODULE)
 
-    class Whole(torch.nn.Linear):
+    class Replicated(torch.nn.Linear):
         def __init__(self, input_size: int, output_size: int, bias: bool, **_: Any) -> None:
             super().__init__(input_size, output_size, bias)
 
         def forward(self, x: Any) -> Any:
             return super().forward(x), None
 
-    module.TELinear, module.TERowParallelLinear = Whole, RowParallelLinear
+    module.TELinear, module.TERowParallelLinear = Replicated, RowParallelLinear
     module.is_torch_npu_available = lambda: False
     for name in ("Column", "LayerNormColumn"):
         setattr(module, f"TE{name}ParallelLinear", type(name, (), {}))

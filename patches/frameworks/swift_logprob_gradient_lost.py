@@ -2,22 +2,23 @@
 
 Symptom:
     Losses and log-probs are right. With tensor parallelism the gradient of a token's log-prob
-    reaches the vocabulary shard that has the token, and no other: those get zeros. On that shard
-    the largest logit gets too much. torch says once that `c10d::allreduce_` has no autograd kernel.
+    reaches only the vocabulary shard that has the token; other shards get zeros. On that shard the
+    gradient of the largest logit is too large. torch warns once that `c10d::allreduce_` has no
+    autograd kernel.
 
 Cause:
-    `vocab_parallel_log_softmax` sums the exponentials of all shards by `torch.distributed`, whose
-    backward adds nothing up: each rank's gradient has what its own shard contributes. The maximum
-    is not detached, and what it subtracts no longer cancels.
+    `vocab_parallel_log_softmax` sums the exponentials of all shards with `torch.distributed`, whose
+    backward does not sum over ranks: each rank's gradient has only its own shard's part. The
+    maximum is not detached, and its gradient no longer cancels.
 
 Affects:
-    3.12 to 4.5.2, in GRPO and GKD; DPO and KTO take Megatron's cross entropy, and are right. What
+    3.12 to 4.5.2, in GRPO and GKD; DPO and KTO use Megatron's cross entropy, and are right. What
     the patch does: values are ms-swift's own, and the backward is that of the whole vocabulary,
-    with an all-reduce over tensor-parallel ranks. Nothing changes where no gradient is asked for.
+    with an all-reduce over tensor-parallel ranks. Without gradients nothing changes.
 
 Upstream:
     https://github.com/modelscope/ms-swift/pull/9947, in 4.5.3 and 4.6;
-    https://github.com/modelscope/ms-swift/issues/9778 meets it.
+    https://github.com/modelscope/ms-swift/issues/9778 reports it.
 
 Remove when:
     4.5.2 is no longer supported.
@@ -63,7 +64,7 @@ def _log_softmax() -> Any:
         def backward(ctx: Any, gradient: Any) -> Any:
             (log_probs,) = ctx.saved_tensors
             total = gradient.sum(-1, keepdim=True)
-            # All tensor-parallel ranks have these log-probs, and must enter: others hang otherwise.
+            # All tensor-parallel ranks must enter: otherwise the others hang.
             torch.distributed.all_reduce(total, group=ctx.group)
             return gradient - log_probs.exp() * total, None, None
 
@@ -102,15 +103,15 @@ def reproduce() -> None:
         whole_losses(whole_BTV)[index].backward()
         shard_losses(own_BTV)[index].backward()
         expected = part(whole_BTV.grad)
-        # Sums over a vocabulary of eight of values below one; Megatron's cross entropy, with which
-        # 4.5.3 repairs it, has them in float32.
+        # Sums of eight values below one; Megatron's cross entropy, which 4.5.3 uses to repair it,
+        # has float32 sums.
         if not torch.allclose(own_BTV.grad, expected, rtol=0, atol=2.0**-20):
             largest = float((own_BTV.grad - expected).abs().max())
             raise Fault(f"the gradient of {name} is off by {largest:.2g}")
 
 
 def neighbour() -> object:
-    """Compute log-probs and entropy as for the old policy, without gradients."""
+    """Compute log-probs and entropy without gradients, as for the old policy."""
     import torch
 
     swift, logits_BTV, part = _drawn()
@@ -122,7 +123,7 @@ def neighbour() -> object:
 
 
 def _drawn() -> Any:
-    """Return ms-swift's module, logits [1, 6, 8], and a function that takes a rank's shard."""
+    """Return ms-swift's module, logits [1, 6, 8], and a function that returns this rank's shard."""
     import torch
     from megatron.core import parallel_state
 

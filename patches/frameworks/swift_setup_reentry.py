@@ -6,15 +6,15 @@ Symptom:
     `setup_model_training()`.
 
 Cause:
-    `setup_model_training` installs the chunks' `no_sync` in the trainer's config, and nothing takes
-    it away.
+    `setup_model_training` installs the chunks' `no_sync` in the trainer's config, and never removes
+    it.
 
 Affects:
     4.3 on, read to 4.5.2; for 4.0 to 4.2 see `swift-train-reentry`. What the patch does: a
     `no_sync_func` that is the `no_sync` of the trainer's own chunks is cleared before the check,
-    and a `param_sync_func` that the training before put aside, and did not put back because no
-    step succeeded, is put back. Somebody's own function still meets the assertion. The upper
-    bound of the range is open, because the statements that the patch relies on decide.
+    and a `param_sync_func` that the previous training unset, and did not restore because no step
+    succeeded, is restored. A custom function still ends in the assertion. The upper bound of the
+    range is open, because the statements that the patch relies on decide.
 
 Upstream:
     https://github.com/modelscope/ms-swift/blob/v4.5.2/swift/megatron/trainers/base.py,
@@ -34,7 +34,7 @@ from . import _copies
 
 
 def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Undo what an earlier training left in the config, then run `setup_model_training`."""
+    """Undo the config changes of an earlier training, then run `setup_model_training`."""
     config = self.config
     _copies.forget_no_sync(config, self.wrapped_models)
     if config.param_sync_func is None:
@@ -43,7 +43,7 @@ def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Set one trainer up twice."""
+    """Set up one trainer twice."""
     from ._swift import trainer
 
     swift = trainer("setup_model_training", ["--overlap-grad-reduce"])

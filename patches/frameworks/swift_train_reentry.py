@@ -6,11 +6,11 @@ Symptom:
     successful step `config.param_sync_func` is None.
 
 Cause:
-    As in upstream's `train()`, from which it descends.
+    The same as in upstream's `train()`, of which it is a copy.
 
 Affects:
     4.0 to 4.2; for later releases, which split the method, see `swift-setup-reentry`. What the
-    patch does: as `no-sync-func-reentry` and `param-sync-func-lost` do for upstream.
+    patch does: the same as `no-sync-func-reentry` and `param-sync-func-lost` for upstream.
 
 Upstream:
     https://github.com/modelscope/ms-swift/blob/v4.2.3/swift/megatron/trainers/base.py, `train`.
@@ -29,16 +29,16 @@ from . import _copies
 
 
 def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the trainer's `train` so that it can be called again, also if it raises."""
+    """Run the trainer's `train` so that it can be called again, even if it raises."""
     config = self.config
     _copies.forget_no_sync(config, self.wrapped_models)
-    return _copies.put_back(
+    return _copies.restoring(
         original, (self, *args), kwargs, config=config, param_sync_func=config.param_sync_func
     )
 
 
 def reproduce() -> None:
-    """Run two trainings that have no iteration left to run."""
+    """Run two trainings that have no iterations left."""
     from ._swift import trainer
 
     swift = trainer("train", ["--overlap-grad-reduce"])

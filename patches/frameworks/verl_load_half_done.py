@@ -1,21 +1,21 @@
-"""A load by verl that fails leaves weights of the checkpoint beside an optimizer that is not.
+"""A load by verl that fails leaves the checkpoint's weights with the run's optimizer.
 
 Symptom:
-    A file of a checkpoint is missing or cut. `load_checkpoint` raises, and weights, which were
-    loaded before, are those of the checkpoint; optimizer and main parameters are those of the run.
-    Or one rank cannot look into the folder: it raises, and the others wait for it.
+    A file of a checkpoint is missing or truncated. `load_checkpoint` raises after it has loaded the
+    weights: weights are those of the checkpoint, optimizer and main parameters those of the run. Or
+    one rank cannot read the folder: it raises, and the others wait for it.
 
 Cause:
     A checkpoint has three folders, `model`, `optimizer` and `extra`, and
-    `MegatronCheckpointManager.load_checkpoint` loads one after the other into the run. What it
-    reads before it calls Megatron is each rank's own.
+    `MegatronCheckpointManager.load_checkpoint` loads one after the other into the run. Before it
+    calls Megatron, each rank reads files separately.
 
 Affects:
     0.9 and main of August 2026; earlier releases have one folder. What the patch does: before the
-    first folder is loaded, ranks look at the files of all that will be, each at some of them, and
-    all raise if one is missing, cut or cannot be opened. So do they where a rank fails later, or
-    cannot write (`save_checkpoint`). Saves and loads must be called on all ranks. As before is a
-    load with `use_megatron_fsdp`, but for what ranks tell each other at its end.
+    first folder is loaded, ranks check the files of all folders to load, each rank a part of them,
+    and all raise if one is missing, truncated or cannot be opened. All also raise if a rank fails
+    later, or cannot write (`save_checkpoint`). All ranks must call saves and loads. A load with
+    `use_megatron_fsdp` only exchanges failures at its end.
 
 Upstream:
     https://github.com/verl-project/verl/blob/main/verl/utils/checkpoint/megatron_checkpoint_manager.py,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def load(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Look at all files, and load them, or raise on all ranks."""
+    """Check all files and load them, or raise on all ranks."""
     return _checkpoints.load(_load, original, self, *args, **kwargs)
 
 
@@ -50,7 +50,7 @@ def _load(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     path = arguments(original, (self, *args), kwargs)["local_path"]
     with agreement.attempt(_checkpoints.UNCHANGED):
         for folder in _folders(self, sys.modules[original.__module__], path):
-            _look(folder)
+            _check_files(folder)
     return original(self, *args, **kwargs)
 
 
@@ -59,29 +59,29 @@ def _folders(self: Any, module: Any, path: str) -> Iterator[str]:
     if self.use_megatron_fsdp:
         return
     adapters = self.should_load_hf_model and self.peft_cls is not None
-    for wanted, name in (
+    for is_loaded, name in (
         (self.should_load_dist_ckpt_model or adapters, "model"),
         (self.should_load_optimizer, "optimizer"),
         (self.should_load_extra, "extra"),
     ):
-        if wanted:
+        if is_loaded:
             yield getattr(module, f"get_{name}_dist_checkpoint_path")(path)
 
 
-def _look(folder: str) -> None:
-    """Look at this rank's share of the files in a folder."""
+def _check_files(folder: str) -> None:
+    """Check this rank's part of the files in a folder."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     reader = FileSystemReader(folder)
     stored = reader.read_metadata().storage_data.values()
-    names = sorted({each.relative_path for each in stored})
-    own = names[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
-    _checkpoints.look_at_files(reader, [each for each in stored if each.relative_path in own])
+    names = sorted({item.relative_path for item in stored})
+    checked = names[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+    _checkpoints.look_at_files(reader, [item for item in stored if item.relative_path in checked])
 
 
 def reproduce() -> None:
-    """Load where rank 1 cannot open files; then without a file of the optimizer's."""
+    """Load while rank 1 cannot open files; then with a truncated file of the optimizer's."""
     import os
     from pathlib import Path
 
@@ -91,17 +91,17 @@ def reproduce() -> None:
     model, load, folder = saved()
     _checkpoints.expect_told(load)
     model.train_step(1, data_seed=1)
-    before = model.parameters()
+    weights = model.parameters()
     if torch.distributed.get_rank() == 0:
         largest = max(Path(folder, "optimizer").rglob("*.distcp"), key=lambda f: f.stat().st_size)
         os.truncate(largest, largest.stat().st_size // 2)
     torch.distributed.barrier()
     try:
         load()
-    except (Exception, CheckpointException):  # noqa: BLE001  what is left counts
-        if model.parameters().equal(before):
+    except (Exception, CheckpointException):  # noqa: BLE001  the weights decide
+        if model.parameters().equal(weights):
             return
-    raise Fault("a file of the optimizer's is cut, and weights are loaded")
+    raise Fault("a file of the optimizer's is truncated, and weights are loaded")
 
 
 def neighbour() -> object:

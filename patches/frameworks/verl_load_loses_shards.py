@@ -1,9 +1,9 @@
-"""verl cannot load what it has saved: the model's shards are spent when the optimizer asks.
+"""verl cannot load what it has saved: the model's shards are used up before the optimizer's load.
 
 Symptom:
     `load_checkpoint` raises `ValueError: Model param … not in model_sharded_state_dict` with
     `dist_ckpt_optim_fully_reshardable`, or, without the distributed optimizer, `KeyError: 0` in
-    Megatron's `sharded_state_dict`. The save reports no error, and weights are loaded already.
+    Megatron's `sharded_state_dict`. The save reports no error, and weights are already loaded.
 
 Cause:
     The manager builds the model's shards once, for the weights and for the optimizer. Megatron's
@@ -12,7 +12,7 @@ Cause:
 
 Affects:
     0.9 and main of August 2026, with `use_dist_checkpointing` or adapters, which are loaded from
-    Megatron's shards, too. `dp_reshardable`, verl's default, asks for no shards of the model. What
+    Megatron's shards, too. `dp_reshardable`, verl's default, does not use the model's shards. What
     the patch does: it builds them again for the optimizer.
 
 Upstream:
@@ -39,24 +39,24 @@ def build_optimizer_state_dict(
     metadata: Any,
     is_loading: bool = False,
 ) -> Any:
-    """Name the optimizer's shards by the model's as it is."""
+    """Build the optimizer's shards from newly built shards of the model."""
     if is_loading and not self.use_megatron_fsdp:
         model_sharded_state_dict = self._build_model_sharded_state_dict(metadata)
     return original(self, model_sharded_state_dict, metadata, is_loading)
 
 
 def reproduce() -> None:
-    """Save, train on, and load what is fully reshardable."""
+    """Save a fully reshardable checkpoint, train on, and load it."""
     model, load, _ = saved(fully_reshardable=True)
-    before = model.parameters()
+    weights = model.parameters()
     model.train_step(1, data_seed=1)
     load()
-    if not model.parameters().equal(before):
-        raise Fault("what was loaded is not what was saved")
+    if not model.parameters().equal(weights):
+        raise Fault("the loaded weights are not the saved ones")
 
 
 PATCH = Patch(
-    "verl cannot load what it has saved where the optimizer names its shards by the model's",
+    "verl cannot load its own checkpoints if the optimizer's shards are built from the model's",
     target(
         f"{MANAGER}:MegatronCheckpointManager._build_optimizer_state_dict",
         build_optimizer_state_dict,

@@ -6,15 +6,16 @@ Symptom:
     stages at the first.
 
 Cause:
-    It goes through the chunks of a rank and installs the `no_sync` of all of them in the config of
-    each. verl gives all chunks one config, so the second chunk finds what the first one installed.
+    For each chunk of a rank it installs the `no_sync` of all chunks in the chunk's config. verl
+    gives all chunks one config, so the second chunk finds the functions that it installed for the
+    first.
 
 Affects:
     0.6.1 on, read to 0.7.0; before that verl did not set the functions. What the patch does: a
-    `no_sync_func` that is the `no_sync` of these very chunks is cleared before the check, and for
-    the time of the call each further chunk holds a copy of the shared config. Somebody's own
-    function still meets the assertion. The upper bound of the range is open, because the statements
-    that the patch relies on decide.
+    `no_sync_func` that is the `no_sync` of these very chunks is cleared before the check, and
+    during the call each further chunk has a copy of the shared config. A custom function still ends
+    in the assertion. The upper bound of the range is open, because the statements that the patch
+    relies on decide.
 
 Upstream:
     https://github.com/volcengine/verl/blob/v0.7.0/verl/utils/megatron_utils.py,
@@ -45,16 +46,16 @@ from . import _copies
 def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run `register_megatron_training_hooks` so that chunks with one config can be wired."""
     chunks = arguments(original, args, kwargs)["model"]
-    seen: list[Any] = []
+    configs: list[Any] = []
     sharing: list[tuple[Any, Any]] = []
     for chunk in chunks:
         config = getattr(chunk, "config", None)
         if config is None:
             continue
         _copies.forget_no_sync(config, chunks)
-        if any(config is other for other in seen):
+        if any(config is earlier for earlier in configs):
             sharing.append((chunk, config))
-        seen.append(config)
+        configs.append(config)
     for chunk, config in sharing:
         chunk.config = copy.copy(config)
     try:

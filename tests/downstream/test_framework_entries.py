@@ -31,7 +31,7 @@ _standins._finder.packages.add(__name__)
 sys.meta_path.insert(0, _standins._finder)
 __version__ = "1.0.0"
 def __getattr__(name):
-    return _standins._made(sys.modules[__name__], name)
+    return _standins._standin_for(sys.modules[__name__], name)
 """
 #: Framework → (variables of its sources, what it imports, who trains, who does not and whether
 #: Megatron is there all the same).

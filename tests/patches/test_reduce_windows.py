@@ -60,7 +60,7 @@ REFUSED = "cannot be reduced again: "
         (
             2,
             OFF | {"tp": 2, "sequence_parallel": True},
-            "layer norms' gradients are summed over 2 tensor-parallel ranks already",
+            "layer norms' gradients are already summed over 2 tensor-parallel ranks",
         ),
         (2, OFF | {"ep": 2, "experts": 2}, "a sum over 1 ranks scaled by 0.5"),
     ],
