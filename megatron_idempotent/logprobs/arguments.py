@@ -124,8 +124,6 @@ def tokens_to_compute(
     token_mask: Tensor | None,
     ignore_index: int,
     vocabulary: int,
-    *,
-    name: str = "target",
 ) -> tuple[Tokens, Targets]:
     """Check the targets, and return the tokens that are neither masked nor ignored with theirs.
 
@@ -138,13 +136,13 @@ def tokens_to_compute(
     many = targets.shape[:-1] == shape and targets.dim() == len(shape) + 1
     if targets.dtype not in ID_DTYPES or not (targets.shape == shape or many):
         raise ValueError(
-            f"{who}() got {name}s of {targets.dtype} and shape {tuple(targets.shape)} "
+            f"{who}() got targets of {targets.dtype} and shape {tuple(targets.shape)} "
             f"for rows of shape {tuple(shape)}: torch.int64 or int32, {tuple(shape)}, or "
             f"{(*shape, 'K')} for K of each token"
         )
     if many and not targets.shape[-1]:
         raise ValueError(
-            f"{who}() got {name}s of shape {tuple(targets.shape)}: pass at least one each"
+            f"{who}() got targets of shape {tuple(targets.shape)}: pass at least one each"
         )
     targets = targets.long()
     mask_of(who, token_mask, shape)
@@ -167,7 +165,7 @@ def tokens_to_compute(
     count, low, high, *repeated = torch.stack(facts).tolist()
     if low < 0 or high >= vocabulary:
         raise ValueError(
-            f"{who}() got {name} {low if low < 0 else high}, outside of the "
+            f"{who}() got target {low if low < 0 else high}, outside of the "
             f"vocabulary of {vocabulary}: mask such tokens, or set them to ignore_index"
         )
     if repeated and repeated[0]:
@@ -363,7 +361,7 @@ class Inputs(NamedTuple):
             fused=self.fused,
         )
 
-    def consumes(self, order: Order, *, stacklevel: int = 3) -> bool:
+    def consumes(self, order: Order) -> bool:
         """Return whether the gradient takes the logits' memory; warn if it could but for gaps.
 
         Raises:
@@ -384,7 +382,7 @@ class Inputs(NamedTuple):
                 f"{self.who}(ownership='consume') borrows: logits of shape {tuple(logits.shape)} "
                 f"and strides {logits.stride()} lie in memory with gaps: pass contiguous ones to "
                 "save the gradient's memory",
-                stacklevel=stacklevel,
+                stacklevel=3,
             )
             return False
         return True

@@ -178,7 +178,7 @@ _MOST_OF_ONE = 80.0
 
 
 class Scratch:
-    """Holds memory for blocks of rows, at most `buffers` buffers, which each block uses again."""
+    """Holds memory for blocks of rows, at most two buffers, which each block uses again."""
 
     def __init__(
         self,
@@ -187,13 +187,12 @@ class Scratch:
         like: Tensor,
         workspace_bytes: int,
         *,
-        buffers: int = 2,
-        moments: bool = False,
+        moments: bool,
     ) -> None:
         self._dtype = accumulated(like.dtype)
         self.moments = moments
         # Where one buffer is enough, the logits' own rows take the other's place in the cache.
-        fitting = rows_of_a_block(columns, workspace_bytes, buffers, self._dtype)
+        fitting = rows_of_a_block(columns, workspace_bytes, 2, self._dtype)
         self.rows = min(fitting, max(sizes) or 1)
         self._columns, self._device = columns, like.device
         self._buffers: dict[int, Tensor] = {}
@@ -213,11 +212,11 @@ class Scratch:
             self._views[number, rows] = with_room[:, :-1], with_room
         return self._views[number, rows]
 
-    def read(self, logits_nV: Tensor, number: int = 0) -> Tensor:
+    def read(self, logits_nV: Tensor) -> Tensor:
         """Return the logits in the type of the computation; a copy in the buffer if it differs."""
         if logits_nV.dtype == self._dtype:
             return logits_nV
-        return self(number, len(logits_nV))[0].copy_(logits_nV)
+        return self(0, len(logits_nV))[0].copy_(logits_nV)
 
     def without(self, logits_nV: Tensor, apart_nK: Tensor) -> Tensor:
         """Return logits that `read` gave with -inf at some columns, in the first buffer."""

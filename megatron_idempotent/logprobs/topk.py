@@ -1,4 +1,4 @@
-"""`vocab_topk` finds each distribution's likeliest tokens, over a vocabulary that ranks share.
+"""`vocab_topk` finds a teacher's likeliest tokens; `topk_kl` a student's divergence from them.
 
 Legend: N tokens, n some of them, V columns of the vocabulary on this rank, R ranks, K tokens that
 are asked for, C candidates of a rank, W those of all ranks.
@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Inputs, ResultLayout, masked_tokens, positive
+from .api import TokenStats
+from .arguments import Inputs, ResultLayout, masked_tokens, one_of, positive
 from .kernels import local_statistics
 from .sources import Logits, Products, Source
 from .statistics import (
@@ -63,7 +64,7 @@ def vocab_topk(
 
     It reads the logits once, a few rows at a time, or makes them from hidden states some tokens at
     a time; it takes O(tokens · K) memory and the workspace. The result has no gradient: the student
-    calls `token_logprobs` for its own log-probs of `ids`, or `token_kl` for the divergence.
+    calls `token_logprobs` for its own log-probs of `ids`, and `topk_kl` for the divergence.
 
     With a `tp_group` of several ranks all of them take part in one all-gather of 12 + 8 · K bytes
     per token and rank, and find the same bits.
@@ -210,3 +211,148 @@ def _of_all_ranks(
         rest=(left_N - log_sum_N).to(dtype),
         lse=(top_N / temperature + log_sum_N).to(dtype),
     )
+
+
+class TokenKL(NamedTuple):
+    """Holds the divergence of each token, [...], in nats; float32, or float64 for such logits.
+
+    It is zero for tokens that are masked.
+    """
+
+    kl: Tensor
+    student_mass: Tensor
+    """The probability that the student gives the teacher's K tokens; not differentiable."""
+    teacher_mass: Tensor
+    """The probability that the teacher gives its K tokens."""
+
+
+def topk_kl(
+    stats: TokenStats,
+    teacher_logprobs: Tensor,
+    *,
+    teacher_rest: Tensor | None = None,
+    valid: Tensor | None = None,
+    direction: Literal["forward", "reverse", "mixed"] = "forward",
+    mix: float = 0.5,
+    tail: Literal["bucket", "ignore", "renormalize"] = "bucket",
+) -> TokenKL:
+    """Compute the student's divergence from a teacher's K tokens, differentiable in the student.
+
+    With t and s the probabilities of the K tokens over the whole vocabularies, and t_rest and
+    s_rest those of all other tokens together,
+
+    - "bucket" gives both distributions K + 1 outcomes, of which the last is any other token:
+      forward Σ t·(log t - log s) + t_rest·(log t_rest - log s_rest). This is never more than the
+      divergence of the whole vocabulary, and never below 0 but for rounding.
+    - "ignore" takes the K summands alone, Σ t·(log t - log s). This is no divergence: it may be
+      below 0.
+    - "renormalize" divides s and t by their sums over the K tokens, so that the probability that
+      the student gives other tokens does not count.
+
+    The forward direction is KL(teacher ‖ student); the reverse one swaps s and t. Summands whose
+    first factor is 0 are 0. Nothing is averaged, and nothing is multiplied by the square of the
+    temperature.
+
+    Args:
+        stats: what `token_logprobs` or `model_logprobs` returned for the teacher's ids as targets.
+        teacher_logprobs: [..., K], over the teacher's whole vocabulary; taken as they are, because
+            they have the teacher's temperature already.
+        teacher_rest: [...], the teacher's log-prob of all other tokens; None for what
+            `teacher_logprobs` leave of 1, and no less than the rounding of their type.
+        valid: [..., K] of bool, False for entries whose ids were `ignore_index`; None if all are
+            ids. Tokens that were masked are known from the stats.
+        direction: "forward", "reverse", or "mixed": mix · forward + (1 - mix) · reverse.
+        mix: the forward direction's share in "mixed".
+        tail: "bucket", "ignore" or "renormalize".
+
+    Returns:
+        TokenKL, [...], without gradient where the divergence is infinite.
+
+    Raises:
+        ValueError: stats of one target per token, or shapes that do not fit.
+
+    Example:
+        stats = model_logprobs(model, *inputs, targets=teacher.ids)
+        kl = topk_kl(stats, teacher.logprob, teacher_rest=teacher.rest).kl
+    """
+    who = "topk_kl"
+    one_of(who, "direction", direction, ("forward", "reverse", "mixed"))
+    one_of(who, "tail", tail, ("bucket", "ignore", "renormalize"))
+    if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix <= 1:
+        raise ValueError(
+            f"{who}() got mix={mix!r}: pass the forward direction's share, from 0 to 1"
+        )
+    if stats.rest is None:
+        raise ValueError(
+            f"{who}() got stats of targets of shape {tuple(stats.logprob.shape)}, one for each "
+            "token: compute them with the teacher's ids as targets, [..., K]"
+        )
+    for name, value, like in (
+        ("teacher_logprobs", teacher_logprobs, stats.logprob),
+        ("teacher_rest", teacher_rest, stats.rest),
+        ("valid", valid, stats.logprob),
+    ):
+        if value is not None and value.shape != like.shape:
+            raise ValueError(
+                f"{who}() got {name} of shape {tuple(value.shape)} for a student's of "
+                f"{tuple(stats.logprob.shape)}: {tuple(like.shape)}"
+            )
+    # Zeros for all of them are a token that was not computed: no probabilities add up to K + 1.
+    computed = (stats.rest != 0) | (stats.logprob != 0).any(-1)
+    valid_K = computed[..., None] if valid is None else valid & computed[..., None]
+    student_K = stats.logprob.double().masked_fill(~valid_K, -torch.inf)
+    teacher_K = teacher_logprobs.detach().double().masked_fill(~valid_K, -torch.inf)
+    student_mass, teacher_mass = student_K.detach().exp().sum(-1), teacher_K.exp().sum(-1)
+    if tail == "bucket":
+        student_rest = stats.rest.double()
+        if teacher_rest is None:
+            teacher_rest = _left(teacher_K, teacher_mass, student_rest, teacher_logprobs.dtype)
+        # Tokens without any entry have no outcomes at all.
+        empty = ~valid_K.any(-1, keepdim=True)
+        student_K, teacher_K = (
+            torch.cat([logprob_K, rest[..., None].double().masked_fill(empty, -torch.inf)], -1)
+            for logprob_K, rest in ((student_K, student_rest), (teacher_K, teacher_rest.detach()))
+        )
+    elif tail == "renormalize":
+        student_K, teacher_K = _renormalized(student_K), _renormalized(teacher_K)
+    forward = {"forward": 1.0, "reverse": 0.0, "mixed": mix}[direction]
+    kl = torch.zeros_like(teacher_mass)
+    if forward:
+        kl = kl + forward * _kl(teacher_K, student_K)
+    if forward < 1:
+        kl = kl + (1.0 - forward) * _kl(student_K, teacher_K)
+    # In a mix the direction that is finite would move the token.
+    kl = kl.masked_fill(kl == torch.inf, torch.inf)
+    dtype = stats.logprob.dtype
+    return TokenKL(kl.to(dtype), student_mass.to(dtype), teacher_mass.to(dtype))
+
+
+def _left(teacher_K: Tensor, mass: Tensor, student_rest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the log-prob that the teacher's K log-probs leave for all other tokens.
+
+    It is at least the rounding of the K, because less cannot be told from nothing. It is -inf if no
+    more is left and the student has no other token.
+    """
+    size_K = torch.where(teacher_K > -torch.inf, 1 - teacher_K, 0.0)
+    rounding = torch.finfo(dtype).eps * (teacher_K.exp() * size_K).sum(-1)
+    left = 1 - mass
+    nothing = (left <= rounding) & (student_rest == -torch.inf)
+    return torch.maximum(left, rounding).log().masked_fill(nothing, -torch.inf)
+
+
+def _renormalized(logprob_K: Tensor) -> Tensor:
+    """Divide a token's probabilities by their sum; leave a token without any as it is."""
+    total = logprob_K.logsumexp(-1, keepdim=True)
+    return logprob_K - torch.where(total > -torch.inf, total, 0.0)
+
+
+def _kl(first_K: Tensor, second_K: Tensor) -> Tensor:
+    """Sum p·(log p - log q), given the logarithms; infinite, without gradient, if only q is 0."""
+    takes_part_K = first_K > -torch.inf
+    infinite = (takes_part_K & (second_K == -torch.inf)).any(-1)
+    used_K = takes_part_K & ~infinite[..., None]
+    # Not -inf · 0, whose gradient would be NaN.
+    first_K = torch.where(used_K, first_K, 0.0)
+    second_K = torch.where(used_K, second_K, 0.0)
+    summands_K = torch.where(used_K, first_K.exp() * (first_K - second_K), 0.0)
+    return summands_K.sum(-1).masked_fill(infinite, torch.inf)
