@@ -12,21 +12,17 @@ import torch
 from torch import Tensor
 
 from .api import TokenStats
-from .arguments import Inputs, ResultLayout, masked_tokens, one_of, positive
+from .arguments import Call
+from .errors import misfit, one_of
 from .kernels import local_statistics
-from .sources import Logits, Products, Source
 from .statistics import (
-    FINITE,
-    Columns,
     ComputeOptions,
     Partial,
+    TokenBatch,
     accumulated,
     all_gathered,
     per_row,
-    temperature_of,
 )
-
-_NAME = "vocab_topk"
 
 
 class TopK(NamedTuple):
@@ -84,64 +80,42 @@ def vocab_topk(
     Example:
         teacher = vocab_topk(logits=logits, k=64, tp_group=group, vocab_size=vocab_size)
     """
-    inputs = Inputs.accepted(
-        _NAME,
+    caller = "vocab_topk"
+    call = Call(
+        caller,
         logits=logits,
         hidden=hidden,
         weight=weight,
         tp_group=tp_group,
         vocab_size=vocab_size,
+        temperature=temperature,
+        token_mask=token_mask,
+        ignore_index=ignore_index,
         hidden_layout=hidden_layout,
         workspace_bytes=workspace_bytes,
     )
-    columns = inputs.columns
+    columns = call.columns
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= columns.vocabulary:
-        raise ValueError(
-            f"{_NAME}() got k={k!r}: from 1 to {columns.vocabulary}, the size of the vocabulary"
-        )
-    tokens = masked_tokens(_NAME, inputs.shape, token_mask)
-    positive(_NAME, temperature, inputs.shape, tokens)
-    rows = inputs.rows()
-    layout = ResultLayout(rows, tokens)
-    wanted = ComputeOptions(
-        entropy=False,
-        entropy_gradient=False,
-        consume=False,
-        backend="eager",
-        workspace_bytes=inputs.workspace(),
-    )
-    source: Source
-    if weight is None:
-        # Larger than what stays in a cache: a few small operations are made of each block.
-        memory = inputs.logits_bytes()
-        source = Logits(layout.order.rows(rows), layout.kept_N, columns, memory)
-    else:
-        source = Products(layout.chosen(rows), weight, columns, inputs.parts())
-    per_token = layout.chosen(temperature)
+        remedy = f"from 1 to {columns.vocabulary}, the size of the vocabulary"
+        raise misfit(caller, f"k={k!r}", remedy)
+    rows = call.gather()
+    source, options = call.source(rows), ComputeOptions(workspace_bytes=call.workspace())
     with torch.no_grad():
-        width = min(k, columns.per_rank)
-        like_N = torch.zeros(tokens.computed, dtype=accumulated(source.dtype), device=rows.device)
-        logits_NC = like_N.new_full((len(like_N), width), -torch.inf)
-        sums = Partial(like_N.clone(), like_N.clone(), like_N.clone(), logits_NC)
-        sums.origin.fill_(FINITE)
-        ids_NC = torch.zeros(len(like_N), width, dtype=torch.int64, device=rows.device)
-        here = min(width, columns.real)
-        for part, logits_nV in source.parts() if here and len(like_N) else ():
-            column_nC = largest(logits_nV, here)
-            of_part = temperature_of(per_token, part)
-            # These columns are no part of the sums, so what is left beside them is exact.
-            found = local_statistics(logits_nV, column_nC, None, of_part, columns, wanted)
-            for into_N, values_n in zip(sums[:3], found[:3], strict=True):
+        width, count = min(k, columns.per_rank), min(k, columns.real)
+        like_N = torch.zeros(call.count, dtype=accumulated(source.dtype), device=rows.device)
+        sums = Partial.empty(like_N, like_N.new_full((call.count, width), -torch.inf))
+        ids_NC = torch.zeros(call.count, width, dtype=torch.int64, device=rows.device)
+        batch = TokenBatch(ids_NC, call.ordered(temperature), columns, options)
+        for part, logits_nV in source.parts() if count and call.count else ():
+            # These columns are no part of the sums, so the rest beside them is exact.
+            ids_nC = largest(logits_nV, count) + columns.first
+            partial = local_statistics(logits_nV, None, batch.of(part)._replace(targets=ids_nC))
+            for into_N, values_n in zip(sums[:3], partial[:3], strict=True):
                 into_N[part] = values_n
-            sums.target[part, :here] = found.target
-            ids_NC[part, :here] = column_nC + columns.first
-        topk = _of_all_ranks(sums, ids_NC, k, per_token, columns)
-    return TopK(
-        logprob=layout.shaped(topk.logprob),
-        ids=layout.shaped(topk.ids, fill=ignore_index),
-        rest=layout.shaped(topk.rest),
-        lse=layout.shaped(topk.lse),
-    )
+            sums.target[part, :count], ids_NC[part, :count] = partial.target, ids_nC
+        topk = _of_all_ranks(sums, k, batch)
+    ids = call.shaped(topk.ids, fill=ignore_index)
+    return TopK(*map(call.shaped, topk))._replace(ids=ids)
 
 
 def largest(logits_nV: Tensor, count: int) -> Tensor:
@@ -171,26 +145,24 @@ def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) ->
     above_b = (values_bC > last_b1).sum(-1)
     row_e, column_e = (logits_bV == last_b1).nonzero().unbind(1)
     place_e = torch.arange(len(row_e), device=row_e.device)
-    everyone_b = torch.arange(len(logits_bV), device=row_e.device)
-    slot_e = above_b[row_e] + place_e - torch.searchsorted(row_e, everyone_b)[row_e]
+    token_b = torch.arange(len(logits_bV), device=row_e.device)
+    slot_e = above_b[row_e] + place_e - torch.searchsorted(row_e, token_b)[row_e]
     taken_e = slot_e < values_bC.shape[1]
     return column_bC.index_put((row_e[taken_e], slot_e[taken_e]), column_e[taken_e])
 
 
-def _of_all_ranks(
-    sums: Partial, ids_NC: Tensor, k: int, temperature: Tensor | float, columns: Columns
-) -> TopK:
+def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
     """Merge the ranks' candidates and sums over their other columns, alike on all ranks.
 
     The group's ranks take part in one all-gather.
     """
-    dtype = sums.origin.dtype
+    dtype, ids_NC, temperature = sums.origin.dtype, batch.targets, batch.temperature
     # As bits: not every id is a number of float32.
     bits = torch.int32 if dtype == torch.float32 else torch.int64
     sent_NX = torch.cat([sums.packed(), ids_NC.to(bits).view(dtype)], -1)
-    found_RNX = all_gathered(sent_NX, columns.group)
+    gathered_RNX = all_gathered(sent_NX, batch.columns.group)
     width = ids_NC.shape[1]
-    sums_RN3, logits_RNC, bits_RNC = torch.split(found_RNX, [3, width, width], -1)
+    sums_RN3, logits_RNC, bits_RNC = torch.split(gathered_RNX, [3, width, width], -1)
     # Ranks have their columns in order, so of equal logits the lowest id comes first.
     logits_NW = logits_RNC.transpose(0, 1).flatten(1)
     ids_NW = bits_RNC.contiguous().view(bits).long().transpose(0, 1).flatten(1)
@@ -275,28 +247,22 @@ def topk_kl(
         stats = model_logprobs(model, *inputs, targets=teacher.ids)
         kl = topk_kl(stats, teacher.logprob, teacher_rest=teacher.rest).kl
     """
-    who = "topk_kl"
-    one_of(who, "direction", direction, ("forward", "reverse", "mixed"))
-    one_of(who, "tail", tail, ("bucket", "ignore", "renormalize"))
+    caller = "topk_kl"
+    one_of(caller, "direction", direction, ("forward", "reverse", "mixed"))
+    one_of(caller, "tail", tail, ("bucket", "ignore", "renormalize"))
     if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix <= 1:
-        raise ValueError(
-            f"{who}() got mix={mix!r}: pass the forward direction's share, from 0 to 1"
-        )
+        raise misfit(caller, f"mix={mix!r}", "pass the forward direction's share, from 0 to 1")
     if stats.rest is None:
-        raise ValueError(
-            f"{who}() got stats of targets of shape {tuple(stats.logprob.shape)}, one for each "
-            "token: compute them with the teacher's ids as targets, [..., K]"
-        )
+        argument = f"stats of targets of shape {tuple(stats.logprob.shape)}, one for each token"
+        raise misfit(caller, argument, "compute them with the teacher's ids as targets, [..., K]")
     for name, value, like in (
         ("teacher_logprobs", teacher_logprobs, stats.logprob),
         ("teacher_rest", teacher_rest, stats.rest),
         ("valid", valid, stats.logprob),
     ):
         if value is not None and value.shape != like.shape:
-            raise ValueError(
-                f"{who}() got {name} of shape {tuple(value.shape)} for a student's of "
-                f"{tuple(stats.logprob.shape)}: {tuple(like.shape)}"
-            )
+            argument = f"{name} of shape {tuple(value.shape)} for a student's of"
+            raise misfit(caller, f"{argument} {tuple(stats.logprob.shape)}", f"{tuple(like.shape)}")
     # Zeros for all of them are a token that was not computed: no probabilities add up to K + 1.
     computed = (stats.rest != 0) | (stats.logprob != 0).any(-1)
     valid_K = computed[..., None] if valid is None else valid & computed[..., None]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_idempotent import token_logprobs
 from megatron_idempotent.logprobs import Sampling, topk_kl, vocab_topk
-from megatron_idempotent.logprobs.sources import ProductParts, blocks
+from megatron_idempotent.logprobs.sources import ProductParts, blocks_of
 from megatron_idempotent.proof.cpu.probes import peak_bytes, watching_collectives
 
 V = 4096
@@ -243,8 +243,10 @@ def test_from_hidden_states_only_what_is_asked_for_is_multiplied_and_held():
 
 
 def test_rows_that_follow_each_other_are_not_copied():
+    panels = [torch.zeros(64, 1)]
     responses = torch.arange(64) % 16 >= 6
-    assert all(isinstance(each.rows, slice) for each in blocks([64], responses, 8))
+    assert all(isinstance(block.rows, slice) for block in blocks_of(panels, responses, 8))
     every_other = torch.arange(64) % 2 == 0
-    assert not any(isinstance(each.rows, slice) for each in blocks([64], every_other, 16))
-    assert [each.rows for each in blocks([64], None, 48)] == [slice(0, 48), slice(48, 64)]
+    assert not any(isinstance(block.rows, slice) for block in blocks_of(panels, every_other, 16))
+    rows = [block.rows for block in blocks_of(panels, None, 48)]
+    assert rows == [slice(0, 48), slice(48, 64)]
