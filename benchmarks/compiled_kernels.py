@@ -93,7 +93,7 @@ def _of_tokens() -> Iterator[Program]:
 
     common = {"PER_TOKEN": False, "BLOCK": 128}
     combine = {"parts", "into", "temperatures"}
-    numbers = dict.fromkeys(combine, "*fp32") | {"temperature": "fp32", "place": "*i64"}
+    numbers = dict.fromkeys(combine, "*fp32") | {"temperature": "fp32", "targets": "*i64"}
     for is_global in (False, True):
         yield Program(
             name=f"tokens, {'all ranks' if is_global else 'segments'}",

@@ -54,10 +54,10 @@ from .statistics import (
     Partial,
     TokenBatch,
     VocabStatistics,
-    is_ours,
+    is_local,
     merged,
 )
-from .truncated_vocab import Kept, Sampling, choose, named
+from .truncated_vocab import KeptColumns, Sampling, columns_above_boundary, columns_of_ids
 
 
 class TokenStats(NamedTuple):
@@ -194,16 +194,20 @@ def token_logprobs(
     if sampling is not None and sampling.cuts(call.columns.vocabulary):
         function = KeptFromLogits if weight is None else KeptFromHidden
         keep_NK = call.ordered(call.keep)
-        sampler: Any = choose if keep_NK is None else functools.partial(named, keep_NK=keep_NK)
+        sampler: Any = (
+            columns_above_boundary
+            if keep_NK is None
+            else functools.partial(columns_of_ids, keep_NK=keep_NK)
+        )
         inputs = *inputs, functools.partial(sampler, sampling=sampling)
     stats = TokenStats(*map(call.shaped, function.apply(batch, *inputs)))
     if call.valid is None:
         return stats
     # The last log-prob is that of all other tokens. A repeated id gets that of its first mention.
-    logprob_K, rest = stats.logprob[..., :-1], stats.logprob[..., -1]
+    logprob_K, logprob_rest = stats.logprob[..., :-1], stats.logprob[..., -1]
     if call.first is not None:
         logprob_K = logprob_K.gather(-1, call.first)
-    return stats._replace(logprob=torch.where(call.valid, logprob_K, 0.0), rest=rest)
+    return stats._replace(logprob=torch.where(call.valid, logprob_K, 0.0), rest=logprob_rest)
 
 
 #: With bfloat16, and maxima that keep NaN.
@@ -303,7 +307,7 @@ def _differentiated(
     live_N = live_N | more[0] if more else live_N
     if not len(live_N) or int(live_N.sum()) > _FEW * len(live_N):
         return slopes, batch, None
-    return slopes.of(live_N), batch.of(live_N), live_N
+    return slopes.select(live_N), batch.select(live_N), live_N
 
 
 class LogprobsFromHidden(torch.autograd.Function):
@@ -321,7 +325,7 @@ class LogprobsFromHidden(torch.autograd.Function):
         partials, columns = [], batch.columns
         if batch.options.backend == "triton":
             for tokens, logits_nV in Products(hidden_NH, weight_VH, columns, parts).parts():
-                partials.append(local_statistics(logits_nV, None, batch.of(tokens)))
+                partials.append(local_statistics(logits_nV, None, batch.select(tokens)))
             partial = partials[0]
             if len(partials) > 1:
                 partial = Partial(*map(torch.cat, zip(*partials, strict=True)))
@@ -330,7 +334,7 @@ class LogprobsFromHidden(torch.autograd.Function):
             for part in parts.of_columns(len(hidden_NH), columns.real, hidden_NH.dtype):
                 logits_Nv, of_part = product(hidden_NH, weight_VH[part].t()), batch.in_columns(part)
                 partials.append(local_statistics(logits_Nv, None, of_part))
-                has_target.append(is_ours(of_part.local, of_part.columns.real))
+                has_target.append(is_local(of_part.local, of_part.columns.real))
             partial = merged(partials, has_target, batch.temperature)
         ctx.parts = parts
         ctx.weight = weight_VH  # saved tensors may be other objects, without its main_grad
@@ -392,23 +396,23 @@ def _gradients_by_tokens(
     batch, parts, dtype = ctx.batch, ctx.parts, hidden_NH.dtype
     slopes, token_N = on_gpu.grad_coefficients(batch, total, d_logprob_N, d_entropy_N)
     token_L = (token_N >= 0).nonzero().squeeze(1)
-    every, rows = len(token_L) == len(hidden_NH), slice(batch.columns.real)
+    all_live, rows = len(token_L) == len(hidden_NH), slice(batch.columns.real)
     real_VH = weight_VH[rows]
     blocks = list(parts.of_tokens(len(token_L), rows.stop, dtype)) if len(token_L) else []
     _, of_hidden, of_weight, _ = ctx.needs_input_grad
     d_hidden_NH: Any = None
     if of_hidden:
-        made = torch.empty_like if every and rows.stop else torch.zeros_like
-        d_hidden_NH = made(hidden_NH, dtype=slopes.factor.dtype if parts.reduce else dtype)
+        allocate = torch.empty_like if all_live and rows.stop else torch.zeros_like
+        d_hidden_NH = allocate(hidden_NH, dtype=slopes.factor.dtype if parts.reduce else dtype)
     counts = {"written": rows.stop, "parts": len(blocks)}
     d_weight, product = WeightGradient(ctx.weight, of_weight, parts.fused, **counts), Product()
     for block in blocks if rows.stop else ():
-        token_n: Any = block if every else token_L[block]
+        token_n: Any = block if all_live else token_L[block]
         hidden_nH = hidden_NH[token_n]
         logits_nV = product(hidden_nH, real_VH.t())
-        of_tokens = slopes.of(token_n), batch.of(token_n)
+        of_tokens = slopes.select(token_n), batch.select(token_n)
         on_gpu.write_gradient([logits_nV], [logits_nV], None, None, *of_tokens)
-        if every and d_hidden_NH is not None:
+        if all_live and d_hidden_NH is not None:
             product_into(d_hidden_NH[block], logits_nV, real_VH)
         elif d_hidden_NH is not None:
             d_hidden_nH = d_hidden_NH.new_empty(hidden_nH.shape)
@@ -420,14 +424,15 @@ def _gradients_by_tokens(
 def _kept_gradient(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None) -> Any:
     """Return the kept columns' tokens, numbers and gradients, each [E], and the saved inputs."""
     total, *saved = _saved(ctx)
-    kept, inputs = Kept(*saved[:3]), saved[3:]
+    columns, inputs = KeptColumns(*saved[:3]), saved[3:]
     if d_logprob_N is not None:  # one of -inf does not move
         d_logprob_N = torch.where(total.logprob > -torch.inf, d_logprob_N, 0.0)
     slopes = GradCoefficients.from_outputs(ctx.batch, total, d_logprob_N, d_entropy_N)
-    return kept.row.long(), kept.column.long(), kept.gradient(slopes, ctx.batch), *inputs
+    gradient_E = columns.gradient(slopes, ctx.batch)
+    return columns.row.long(), columns.column.long(), gradient_E, *inputs
 
 
-Sampler = Callable[[Source, TokenBatch], tuple[Kept, VocabStatistics]]
+Sampler = Callable[[Source, TokenBatch], tuple[KeptColumns, VocabStatistics]]
 """Returns this rank's columns among those that are kept, and statistics over all of those."""
 
 
@@ -448,10 +453,10 @@ class KeptFromLogits(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute the statistics; `batch` has an entry for each kept token."""
         memory, rows = batch.options.workspace_bytes, Order(logits).rows(logits)
-        kept, total = sampler(Logits(rows, kept_N, batch.columns, memory), batch)
+        columns, total = sampler(Logits(rows, kept_N, batch.columns, memory), batch)
         ctx.like, ctx.device = torch.empty_like(logits, device="meta"), logits.device
         consumed = logits if batch.options.consume else None
-        return _outputs(ctx, batch, total, *kept, kept_N, consumed)
+        return _outputs(ctx, batch, total, *columns, kept_N, consumed)
 
     @staticmethod
     @once_differentiable
@@ -483,8 +488,8 @@ class KeptFromHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both."""
         ctx.parts, ctx.weight = parts, weight_VH
-        kept, total = sampler(Products(hidden_NH, weight_VH, batch.columns, parts), batch)
-        return _outputs(ctx, batch, total, *kept, hidden_NH, weight_VH)
+        columns, total = sampler(Products(hidden_NH, weight_VH, batch.columns, parts), batch)
+        return _outputs(ctx, batch, total, *columns, hidden_NH, weight_VH)
 
     @staticmethod
     @once_differentiable

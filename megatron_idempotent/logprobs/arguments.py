@@ -45,7 +45,7 @@ class Call:
         ValueError: arguments that do not fit each other.
     """
 
-    kept: Tensor | None
+    computed: Tensor | None
     """A bool mask of the tokens that are computed, [...]; None for all."""
     count: int
     """The number of tokens that are computed."""
@@ -92,16 +92,15 @@ class Call:
         if self._in_pieces:
             shape[0] *= self.columns.ranks
         self.shape = torch.Size(shape)
-        fits = token_mask is None or token_mask.dtype == torch.bool
-        if token_mask is not None and not (fits and token_mask.shape == self.shape):
-            raise misfit(
-                caller, f"token_mask of {typed(token_mask)}", f"torch.bool, {tuple(self.shape)}"
-            )
+        kind = None if token_mask is None else (token_mask.dtype, token_mask.shape)
+        if token_mask is not None and kind != (torch.bool, self.shape):
+            remedy = f"torch.bool, {tuple(self.shape)}"
+            raise misfit(caller, f"token_mask of {typed(token_mask)}", remedy)
         if targets is not None:
             self._accept_targets(targets, token_mask, ignore_index)
         else:
             self.count = self.shape.numel() if token_mask is None else int(token_mask.sum())
-            self.kept = None if self.count == self.shape.numel() else token_mask
+            self.computed = None if self.count == self.shape.numel() else token_mask
         self._accept_temperature()
         if sampling is not None and sampling.keep is not None:
             self._accept_keep(sampling)
@@ -113,8 +112,8 @@ class Call:
         forms = {"logits": logits, "hidden": hidden, "weight": weight}
         names = [name for name, value in forms.items() if value is not None]
         if names not in (["logits"], ["hidden", "weight"]):
-            given = ", ".join(names) or "neither"
-            raise misfit(self.caller, given, "pass logits, or hidden and weight")
+            remedy = "pass logits, or hidden and weight"
+            raise misfit(self.caller, ", ".join(names) or "neither", remedy)
         rows = logits if hidden is None else hidden
         assert rows is not None
         self.weight, self.input = weight, rows
@@ -130,10 +129,8 @@ class Call:
             argument = f"hidden of {typed(rows)} with weight of {typed(weight)}"
             raise misfit(self.caller, argument, "[..., H] and [columns, H] of one type")
         if self._consumes:
-            argument = (
-                "hidden and ownership='consume', but no logits are kept that it could consume"
-            )
-            raise misfit(self.caller, argument, "leave it out")
+            argument = "hidden and ownership='consume', but no logits are kept that it could"
+            raise misfit(self.caller, f"{argument} consume", "leave it out")
 
     def _accept_main_grad(self) -> None:
         weight, main_grad = self.weight, getattr(self.weight, "main_grad", None)
@@ -183,28 +180,28 @@ class Call:
             )
         self.ids = targets = targets.long()
         valid = targets != ignore_index
-        kept = valid.any(-1) if many else valid
+        computed = valid.any(-1) if many else valid
         if token_mask is not None:
-            kept = kept & token_mask
+            computed = computed & token_mask
         if many:
-            self.valid = valid = valid & kept[..., None]
+            self.valid = valid = valid & computed[..., None]
             self.ids = torch.where(valid, targets, -1)
-        self.kept, self.count = None, 0
-        if not kept.numel():
+        self.computed, self.count = None, 0
+        if not computed.numel():
             return
-        checked = torch.where(valid if many else kept, targets, 0)
-        facts = [kept.sum(), *checked.aminmax()]
+        checked = torch.where(valid if many else computed, targets, 0)
+        facts = [computed.sum(), *checked.aminmax()]
         if many:
             sorted_K, order_K = self.ids.sort(stable=True, dim=-1)
-            again_K = (sorted_K[..., 1:] == sorted_K[..., :-1]) & (sorted_K[..., 1:] >= 0)
-            facts.append(again_K.sum())
+            repeated_K = (sorted_K[..., 1:] == sorted_K[..., :-1]) & (sorted_K[..., 1:] >= 0)
+            facts.append(repeated_K.sum())
         self.count, low, high, *repeated = torch.stack(facts).tolist()
         if low < 0 or high >= vocabulary:
             target = f"target {low if low < 0 else high}, outside of the vocabulary of {vocabulary}"
             raise misfit(caller, target, "mask such tokens, or set them to ignore_index")
         if repeated and repeated[0]:
-            self._leave_repeats_out(order_K, again_K)
-        self.kept = None if self.count == kept.numel() else kept
+            self._leave_repeats_out(order_K, repeated_K)
+        self.computed = None if self.count == computed.numel() else computed
 
     def _accept_temperature(self) -> None:
         temperature, value = self.temperature, 1.0
@@ -216,7 +213,7 @@ class Call:
         elif temperature.requires_grad:
             raise ValueError(f"{self.caller}() does not differentiate by temperature: detach() it")
         elif self.count:
-            value = float(self._others(temperature, 1.0).min())
+            value = float(self._filled(temperature, 1.0).min())
         if not 0 < value < float("inf"):
             raise misfit(self.caller, f"temperature {value}", "pass a positive, finite number")
 
@@ -230,7 +227,7 @@ class Call:
         if not self.count:
             return
         highest = keep.amax(-1) if keep.shape[-1] else keep.new_full(keep.shape[:-1], -1)
-        low, high = torch.stack(self._others(highest, 0).aminmax()).tolist()
+        low, high = torch.stack(self._filled(highest, 0).aminmax()).tolist()
         if high >= vocabulary:
             argument = f"id {high} in sampling.keep, outside of the vocabulary of {vocabulary}"
             raise misfit(caller, argument, "set entries that are no ids to -1")
@@ -239,19 +236,19 @@ class Call:
             remedy = "mask it, or let its target be kept, with target='keep'"
             raise misfit(caller, argument, remedy)
 
-    def _leave_repeats_out(self, order_K: Tensor, again_K: Tensor) -> None:
+    def _leave_repeats_out(self, order_K: Tensor, repeated_K: Tensor) -> None:
         """Replace repeated ids by -1, and note the place where each id is named first."""
-        place_K = torch.arange(order_K.shape[-1], device=order_K.device)
-        start_K = place_K.expand_as(order_K).clone()
-        start_K[..., 1:] = torch.where(again_K, 0, start_K[..., 1:])
+        position_K = torch.arange(order_K.shape[-1], device=order_K.device)
+        start_K = position_K.expand_as(order_K).clone()
+        start_K[..., 1:] = torch.where(repeated_K, 0, start_K[..., 1:])
         # Of a run of equal ids the first one's place, since places ascend.
         start_K = order_K.gather(-1, start_K.cummax(-1).values)
         self.first = torch.empty_like(order_K).scatter_(-1, order_K, start_K)
-        self.ids = torch.where(self.first == place_K, self.ids, -1)
+        self.ids = torch.where(self.first == position_K, self.ids, -1)
 
-    def _others(self, per_token: Tensor, value: float) -> Tensor:
+    def _filled(self, per_token: Tensor, value: float) -> Tensor:
         """Return a copy of `per_token` with `value` at the tokens that are left out."""
-        return per_token if self.kept is None else torch.where(self.kept, per_token, value)
+        return per_token if self.computed is None else torch.where(self.computed, per_token, value)
 
     def gather(self) -> Tensor:
         """Return the logits [..., V] or the hidden states [..., H] of all tokens.
@@ -263,8 +260,8 @@ class Call:
             gather: Any = SequenceParallel.apply
             rows = gather(rows, self.columns.group)
         self._order = Order(rows)
-        self.kept_N = None if self.kept is None else self._order.flat(self.kept)
-        self._place_K = None if self.kept_N is None else kept_places(self.kept_N, self.count)
+        self.kept_N = None if self.computed is None else self._order.flat(self.computed)
+        self._position_K = None if self.kept_N is None else kept_places(self.kept_N, self.count)
         return rows
 
     def ordered(self, value: Any) -> Any:
@@ -272,7 +269,7 @@ class Call:
         if not isinstance(value, Tensor):
             return value
         value = self._order.flat(value)
-        return value if self._place_K is None else value.index_select(0, self._place_K)
+        return value if self._position_K is None else value.index_select(0, self._position_K)
 
     def shaped(self, values_N: Tensor | None, fill: float = 0.0) -> Any:
         """Return [N] as [...], or [N, K] as [..., K]; `fill` stands for tokens not computed."""

@@ -29,7 +29,7 @@ from .statistics import (
     VocabStatistics,
     accumulated,
     combine,
-    is_ours,
+    is_local,
     is_unit_temperature,
     place_of,
 )
@@ -101,9 +101,9 @@ def local_statistics(logits: Tensor, kept_N: Tensor | None, batch: TokenBatch) -
     temperature = batch.temperature
     panels = [panel[:, : columns.real] for panel in as_matrices(logits)[0]]
     scratch = Scratch(panels, options.workspace_bytes, moments=options.entropy)
-    place_NK, ours_NK = place_of(local_N, columns.real)
+    place_NK, is_local_NK = place_of(local_N, columns.real)
     # The targets are no part of the sums; another rank's go where no column is.
-    apart_NK = torch.where(ours_NK, place_NK, columns.real)
+    apart_NK = torch.where(is_local_NK, place_NK, columns.real)
     token_N = torch.arange(len(local_N), device=local_N.device)
     target_NK = partial.target.view(place_NK.shape)
     for panel, entry_e, row_e in flat_indices(panels, kept_N, token_N):
@@ -124,10 +124,10 @@ def local_statistics(logits: Tensor, kept_N: Tensor | None, batch: TokenBatch) -
             for into_N, values_n in zip(partial, beyond_n, strict=True):
                 into_N[beyond_N] = values_n
     if local_N.dim() == 2:
-        partial.target.copy_(torch.where(ours_NK, partial.target, 0.0))
+        partial.target.copy_(torch.where(is_local_NK, partial.target, 0.0))
     else:
         z_N = (partial.target - partial.origin) / temperature
-        partial.target.copy_(torch.where(ours_NK[:, 0], z_N, 0.0))
+        partial.target.copy_(torch.where(is_local_NK[:, 0], z_N, 0.0))
     return partial
 
 
@@ -212,7 +212,7 @@ def write_gradient(
         if not in_place:
             block.write(into, gradient_nV)
     # A target's place among the tokens, and of K targets that among them.
-    place_E = is_ours(local_N, real).nonzero().unbind(1)
+    place_E = is_local(local_N, real).nonzero().unbind(1)
     for panel, entry_e, row_e in flat_indices(into, kept_N, place_E[0]):
         place_e = tuple(index_E[entry_e] for index_E in place_E)
         panel[row_e, local_N[place_e]] = slopes.of_target[place_e].to(panel.dtype)

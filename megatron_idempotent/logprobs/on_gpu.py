@@ -48,7 +48,7 @@ def local_statistics(logits: Tensor, kept_N: Tensor | None, batch: TokenBatch) -
         tokens = slice(start, start + len(panel if row_n is None else row_n))
         start = tokens.stop
         if tokens.start < tokens.stop:
-            parts.append(launch_statistics(panel, row_n, batch.of(tokens), shape))
+            parts.append(launch_statistics(panel, row_n, batch.select(tokens), shape))
     parts_PN4 = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if len(parts_PN4) > 1:
         fields_N4 = launch_combine(parts_PN4, batch.local, shape.segment, batch, is_global=False)
@@ -127,7 +127,7 @@ def write_gradient(
         start = rows.stop
         of_rows = None if token_M is None else token_M[rows], slopes, batch
         if token_M is None and len(panels) > 1:
-            of_rows = None, slopes.of(rows), batch.of(rows)
+            of_rows = None, slopes.select(rows), batch.select(rows)
         launch_gradient(panel, into_panel, *of_rows, IN_USE["gradient"])
 
 
@@ -146,7 +146,7 @@ _LAUNCH = {"BLOCK": _TOKENS, "num_warps": 4, "enable_fp_fusion": True}
 @triton.jit
 def combine_kernel(
     parts: tl.tensor,
-    place: tl.tensor,
+    targets: tl.tensor,
     temperatures: tl.tensor,
     into: tl.tensor,
     tokens: tl.tensor,
@@ -159,14 +159,14 @@ def combine_kernel(
 ) -> None:
     """Combine parts [P, N, 4] into `Partial` [N, 4], or if `GLOBAL` into `VocabStatistics` [6, N].
 
-    A target is in part `place` // `width`.
+    A target is in part `targets` // `width`.
     """
     token_B = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside_B = token_B < tokens
     t_B = tl.zeros([BLOCK], tl.float64) + temperature
     if PER_TOKEN:
         t_B = tl.load(temperatures + token_B, mask=inside_B, other=1.0).to(tl.float64)
-    place_B = tl.load(place + token_B, mask=inside_B, other=-1)
+    target_B = tl.load(targets + token_B, mask=inside_B, other=-1)
     largest_B = tl.load(parts + token_B * 4, mask=inside_B, other=0.0)
     for part in range(1, count):
         of_part_B = parts + (token_B + part * tokens) * 4
@@ -187,7 +187,7 @@ def combine_kernel(
         sum_B += weight_B * part_sum_B
         moment_B += weight_B * (part_moment_B + behind_B * part_sum_B)
         first = part * width
-        has_target_B = (place_B >= first) & (place_B < first + width)
+        has_target_B = (target_B >= first) & (target_B < first + width)
         z_B = tl.where(has_target_B, part_z_B + behind_B, z_B)
     if GLOBAL:
         target_B = tl.exp(z_B)
@@ -268,11 +268,11 @@ def coefficients_kernel(
 
 
 def launch_combine(
-    parts_PN4: Tensor, place_N: Tensor, width: int, batch: TokenBatch, *, is_global: bool
+    parts_PN4: Tensor, target_N: Tensor, width: int, batch: TokenBatch, *, is_global: bool
 ) -> Tensor:
     """Combine parts [P, N, 4] into `Partial` [N, 4], or if global into `VocabStatistics` [6, N].
 
-    A target is in part `place_N` // `width`.
+    A target is in part `target_N` // `width`.
     """
     count, tokens, _ = parts_PN4.shape
     fields = len(VocabStatistics._fields)
@@ -281,7 +281,7 @@ def launch_combine(
         return into
     with on_device_of(parts_PN4):
         combine_kernel[(triton.cdiv(tokens, _TOKENS),)](
-            *(parts_PN4, place_N),
+            *(parts_PN4, target_N),
             into=into,
             tokens=tokens,
             count=count,

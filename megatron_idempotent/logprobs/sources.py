@@ -50,8 +50,8 @@ class Order:
     def unflat(self, per_token_N: Tensor) -> Tensor:
         """Return [N] as [...], or [N, K] as [..., K]; undo `flat`."""
         behind = per_token_N.shape[1:]
-        places = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
-        return per_token_N.view([*self._shape, *behind]).permute(places)
+        dims = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
+        return per_token_N.view([*self._shape, *behind]).permute(dims)
 
 
 def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
@@ -258,14 +258,14 @@ class Logits:
         for block in blocks_of(self._panels, self._kept_N, rows):
             yield block.tokens, block.read(self._panels)
 
-    def of(self, token_b: Tensor) -> Tensor:
+    def rows_of(self, token_b: Tensor) -> Tensor:
         """Return the logits of these tokens, [b, V]."""
         logits_bV = token_b.new_empty(len(token_b), self._columns.real, dtype=self.dtype)
         for panel, entry_e, row_e in flat_indices(self._panels, self._kept_N, token_b):
             logits_bV[entry_e] = panel[row_e]
         return logits_bV
 
-    def at(self, column_NK: Tensor) -> Tensor:
+    def values_at(self, column_NK: Tensor) -> Tensor:
         """Return the logits at some columns of each token, [N, K]."""
         logits_NK = column_NK.new_empty(column_NK.shape, dtype=self.dtype)
         token_N = torch.arange(len(column_NK), device=column_NK.device)
@@ -290,11 +290,11 @@ class Products:
         for part in self._parts.of_tokens(tokens, columns, self.dtype):
             yield part, product(self._hidden_NH[part], weight_HV)
 
-    def of(self, token_b: Tensor) -> Tensor:
+    def rows_of(self, token_b: Tensor) -> Tensor:
         """Return the logits of these tokens, [b, V]."""
         return self._hidden_NH[token_b] @ self._weight_VH.t()
 
-    def at(self, column_NK: Tensor) -> Tensor:
+    def values_at(self, column_NK: Tensor) -> Tensor:
         """Return the logits [N, K]; multiply only columns that some token asks for."""
         used_U, place_NK = torch.unique(column_NK, return_inverse=True)
         logits_NK = self._hidden_NH.new_empty(column_NK.shape)
@@ -365,14 +365,16 @@ class WeightGradient:
         return torch.zeros_like(parameter)
 
 
-def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:
-    """Write or add `left @ right` to `into`, and return that.
+def product_into(
+    into: Tensor, left_factor: Tensor, right_factor: Tensor, *, add: bool = False
+) -> Tensor:
+    """Write or add the product of two matrices to `into`, and return that.
 
     `into` may be of float32 while the factors have 16 bits.
     """
     beta = int(add)
-    if into.dtype == left.dtype:
-        return torch.addmm(into, left, right, beta=beta, out=into)
+    if into.dtype == left_factor.dtype:
+        return torch.addmm(into, left_factor, right_factor, beta=beta, out=into)
     if into.device.type == "cuda":
         # cloudpickle takes `torch.ops` for a module that a function needs, and cannot pickle it.
         from torch._ops import ops
@@ -380,9 +382,9 @@ def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False
         # Its own sums are of float32, and are not rounded to half of it in between. From 2.8 on.
         widened = getattr(ops.aten.addmm, "dtype_out", None)
         if widened is not None:
-            widened(into, left, right, into.dtype, beta=beta, out=into)
+            widened(into, left_factor, right_factor, into.dtype, beta=beta, out=into)
             return into
-    product = left @ right
+    product = left_factor @ right_factor
     return into.add_(product) if add else into.copy_(product)
 
 

@@ -75,7 +75,7 @@ class TokenBatch(NamedTuple):
         """The ranks in the group that have the targets' columns, in the targets' shape."""
         return self.targets // self.columns.per_rank
 
-    def of(self, tokens: slice | Tensor) -> TokenBatch:
+    def select(self, tokens: slice | Tensor) -> TokenBatch:
         """Return the inputs of some tokens."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
@@ -103,7 +103,7 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def is_ours(local: Tensor, columns: int) -> Tensor:
+def is_local(local: Tensor, columns: int) -> Tensor:
     """Return a mask of the columns that are among the first `columns`, those of this rank."""
     return (local >= 0) & (local < columns)
 
@@ -114,8 +114,8 @@ def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     Both are [n, 1], or [n, K] for K targets. The column is 0 if another rank has the target.
     """
     local_nK = local_n if local_n.dim() == 2 else local_n[:, None]
-    ours_nK = is_ours(local_nK, columns)
-    return torch.where(ours_nK, local_nK, 0), ours_nK
+    is_local_nK = is_local(local_nK, columns)
+    return torch.where(is_local_nK, local_nK, 0), is_local_nK
 
 
 class Partial(NamedTuple):
@@ -374,7 +374,7 @@ class GradCoefficients(NamedTuple):
         factor_N = factor_N * shift_N.exp()
         return GradCoefficients(origin_N, factor_N.to(like_N), slope_N, of_target_NK.to(like_N))
 
-    def of(self, tokens: slice | Tensor) -> GradCoefficients:
+    def select(self, tokens: slice | Tensor) -> GradCoefficients:
         """Return the numbers of some tokens."""
         fields: list[Any] = [None if field is None else field[tokens] for field in self]
         return GradCoefficients(*fields)

@@ -62,9 +62,9 @@ def shift_targets(
     if cu_seqlens is not None:
         _check_lengths("shift_targets", cu_seqlens)
         # Which sequence each position is in; n after the last one.
-        place_T = torch.arange(tokens.shape[-1], device=tokens.device)
-        ends = cu_seqlens[1:].to(place_T)
-        number_T = torch.searchsorted(ends, place_T, right=True)
+        position_T = torch.arange(tokens.shape[-1], device=tokens.device)
+        ends = cu_seqlens[1:].to(position_T)
+        number_T = torch.searchsorted(ends, position_T, right=True)
         following = following & (number_T[:-1] == number_T[1:]) & (number_T[1:] < len(ends))
     targets[..., :-1] = torch.where(following, tokens[..., 1:], ignore_index)
     return targets
@@ -103,18 +103,18 @@ def context_parallel_part(
     if positions % (2 * size):
         argument, remedy = f"{positions} positions for {size} ranks", "pad them to a multiple of"
         raise misfit(caller, argument, f"{remedy} {2 * size}")
-    place = torch.arange(positions // size, device=values.device)
+    position = torch.arange(positions // size, device=values.device)
     if cu_seqlens is None:
-        start, offset = torch.zeros_like(place), place
-        half = torch.full_like(place, positions // (2 * size))
+        start, offset = torch.zeros_like(position), position
+        half = torch.full_like(position, positions // (2 * size))
     else:
         _check_lengths(caller, cu_seqlens)
-        starts = cu_seqlens.to(place)
+        starts = cu_seqlens.to(position)
         # Of each sequence a rank has its share, so the shares begin where starts / size say.
-        number = torch.searchsorted(starts[1:] // size, place, right=True)
+        number = torch.searchsorted(starts[1:] // size, position, right=True)
         number = number.clamp(max=len(starts) - 2)
         start = starts[number]
-        offset = place - start // size
+        offset = position - start // size
         half = (starts[number + 1] - start) // (2 * size)
     behind = (2 * size - 1 - rank) * half + (offset - half)
     return values.index_select(
@@ -176,26 +176,29 @@ def context_parallel_whole(
         argument = f"{positions // size} positions from each of {size} ranks"
         remedy = "pass parts that context_parallel_part made, which have an even number"
         raise misfit(caller, argument, remedy)
-    return joined.index_select(dim, _places(positions, size, cu_seqlens, joined.device))
+    return joined.index_select(dim, _index_among_parts(positions, size, cu_seqlens, joined.device))
 
 
-def _places(positions: int, size: int, cu_seqlens: Tensor | None, device: Any) -> Tensor:
+def _index_among_parts(positions: int, size: int, cu_seqlens: Tensor | None, device: Any) -> Tensor:
     """Return where each position is among the parts of all ranks, one after the other."""
-    place_T = torch.arange(positions, device=device)
+    position_T = torch.arange(positions, device=device)
     if cu_seqlens is None:
-        start, half = torch.zeros_like(place_T), torch.full_like(place_T, positions // (2 * size))
+        start, half = (
+            torch.zeros_like(position_T),
+            torch.full_like(position_T, positions // (2 * size)),
+        )
     else:
         _check_lengths("context_parallel_whole", cu_seqlens)
-        starts = cu_seqlens.to(place_T)
-        number = torch.searchsorted(starts[1:].contiguous(), place_T, right=True)
+        starts = cu_seqlens.to(position_T)
+        number = torch.searchsorted(starts[1:].contiguous(), position_T, right=True)
         number = number.clamp(max=len(starts) - 2)
         start = starts[number]
         # At least 1: positions after the last sequence have none.
         half = ((starts[number + 1] - start) // (2 * size)).clamp(min=1)
-    piece = (place_T - start) // half
+    piece = (position_T - start) // half
     front = piece < size
     rank = torch.where(front, piece, 2 * size - 1 - piece)
-    offset = (place_T - start) % half + torch.where(front, 0, half)
+    offset = (position_T - start) % half + torch.where(front, 0, half)
     return rank * (positions // size) + start // size + offset
 
 

@@ -109,7 +109,7 @@ def vocab_topk(
         for part, logits_nV in source.parts() if count and call.count else ():
             # These columns are no part of the sums, so the rest beside them is exact.
             ids_nC = largest(logits_nV, count) + columns.first
-            partial = local_statistics(logits_nV, None, batch.of(part)._replace(targets=ids_nC))
+            partial = local_statistics(logits_nV, None, batch.select(part)._replace(targets=ids_nC))
             for into_N, values_n in zip(sums[:3], partial[:3], strict=True):
                 into_N[part] = values_n
             sums.target[part, :count], ids_NC[part, :count] = partial.target, ids_nC
@@ -123,10 +123,10 @@ def largest(logits_nV: Tensor, count: int) -> Tensor:
 
     Of equal logits those in the lowest columns are chosen, and come first.
     """
-    one_more = min(count + 1, logits_nV.shape[1])
-    values_nX, column_nX = logits_nV.topk(one_more, -1)
+    count_and_next = min(count + 1, logits_nV.shape[1])
+    values_nX, column_nX = logits_nV.topk(count_and_next, -1)
     column_nC = column_nX[:, :count]
-    if one_more > count:
+    if count_and_next > count:
         # Of those that equal the last one, what topk has taken is nobody's choice.
         tied_b = (values_nX[:, -1] == values_nX[:, -2]).nonzero().squeeze(1)
         if len(tied_b):
@@ -144,11 +144,11 @@ def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) ->
     last_b1 = values_bC[:, -1:]
     above_b = (values_bC > last_b1).sum(-1)
     row_e, column_e = (logits_bV == last_b1).nonzero().unbind(1)
-    place_e = torch.arange(len(row_e), device=row_e.device)
+    entry_e = torch.arange(len(row_e), device=row_e.device)
     token_b = torch.arange(len(logits_bV), device=row_e.device)
-    slot_e = above_b[row_e] + place_e - torch.searchsorted(row_e, token_b)[row_e]
-    taken_e = slot_e < values_bC.shape[1]
-    return column_bC.index_put((row_e[taken_e], slot_e[taken_e]), column_e[taken_e])
+    slot_e = above_b[row_e] + entry_e - torch.searchsorted(row_e, token_b)[row_e]
+    is_chosen_e = slot_e < values_bC.shape[1]
+    return column_bC.index_put((row_e[is_chosen_e], slot_e[is_chosen_e]), column_e[is_chosen_e])
 
 
 def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
@@ -173,14 +173,14 @@ def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
     z_NW = (ordered_NW - top_N[:, None]) / per_row(temperature)
     others_N = (mass_RN * ((origin_RN - top_N) / temperature).exp()).sum(0)
     # What is left is added up apart: beside tokens that are all but certain it would be lost.
-    left_RN = (origin_RN - top_N) / temperature + mass_RN.log()
-    left_NX = torch.cat([left_RN.t(), z_NW[:, k:]], -1)
-    left_N = left_NX.logsumexp(-1)
+    others_RN = (origin_RN - top_N) / temperature + mass_RN.log()
+    others_NX = torch.cat([others_RN.t(), z_NW[:, k:]], -1)
+    rest_N = others_NX.logsumexp(-1)
     log_sum_N = (others_N + z_NW.exp().sum(-1)).log()
     return TopK(
         logprob=(z_NW[:, :k] - log_sum_N[:, None]).to(dtype),
         ids=ids_NW.gather(1, place_NW[:, :k]),
-        rest=(left_N - log_sum_N).to(dtype),
+        rest=(rest_N - log_sum_N).to(dtype),
         lse=(top_N / temperature + log_sum_N).to(dtype),
     )
 
@@ -272,12 +272,19 @@ def topk_kl(
     if tail == "bucket":
         student_rest = stats.rest.double()
         if teacher_rest is None:
-            teacher_rest = _left(teacher_K, teacher_mass, student_rest, teacher_logprobs.dtype)
+            teacher_rest = _unnamed_logprob(
+                teacher_K, teacher_mass, student_rest, teacher_logprobs.dtype
+            )
         # Tokens without any entry have no outcomes at all.
         empty = ~valid_K.any(-1, keepdim=True)
         student_K, teacher_K = (
-            torch.cat([logprob_K, rest[..., None].double().masked_fill(empty, -torch.inf)], -1)
-            for logprob_K, rest in ((student_K, student_rest), (teacher_K, teacher_rest.detach()))
+            torch.cat(
+                [logprob_K, rest_logprob[..., None].double().masked_fill(empty, -torch.inf)], -1
+            )
+            for logprob_K, rest_logprob in (
+                (student_K, student_rest),
+                (teacher_K, teacher_rest.detach()),
+            )
         )
     elif tail == "renormalize":
         student_K, teacher_K = _renormalized(student_K), _renormalized(teacher_K)
@@ -293,7 +300,9 @@ def topk_kl(
     return TokenKL(kl.to(dtype), student_mass.to(dtype), teacher_mass.to(dtype))
 
 
-def _left(teacher_K: Tensor, mass: Tensor, student_rest: Tensor, dtype: torch.dtype) -> Tensor:
+def _unnamed_logprob(
+    teacher_K: Tensor, mass: Tensor, student_rest: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Return the log-prob that the teacher's K log-probs leave for all other tokens.
 
     It is at least the rounding of the K, because less cannot be told from nothing. It is -inf if no
@@ -301,9 +310,9 @@ def _left(teacher_K: Tensor, mass: Tensor, student_rest: Tensor, dtype: torch.dt
     """
     size_K = torch.where(teacher_K > -torch.inf, 1 - teacher_K, 0.0)
     rounding = torch.finfo(dtype).eps * (teacher_K.exp() * size_K).sum(-1)
-    left = 1 - mass
-    nothing = (left <= rounding) & (student_rest == -torch.inf)
-    return torch.maximum(left, rounding).log().masked_fill(nothing, -torch.inf)
+    remainder = 1 - mass
+    nothing = (remainder <= rounding) & (student_rest == -torch.inf)
+    return torch.maximum(remainder, rounding).log().masked_fill(nothing, -torch.inf)
 
 
 def _renormalized(logprob_K: Tensor) -> Tensor:

@@ -122,12 +122,12 @@ IN_USE: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.it
 @contextlib.contextmanager
 def using(**shapes: Shape) -> Iterator[None]:
     """Use other shapes inside of a `with`, for benchmarks: `using(gradient=Shape(4, 2, 1))`."""
-    before = dict(IN_USE)
+    previous = dict(IN_USE)
     IN_USE.update(shapes)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        IN_USE.update(before)
+        IN_USE.update(previous)
 
 
 def temperature_arguments(batch: TokenBatch, like: Tensor) -> dict[str, Any]:
@@ -158,11 +158,11 @@ def _absorb(
     ENTROPY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a tile to each lane's largest logit and sums, and return them."""
-    before_L = largest_L
-    largest_L = tl.maximum(before_L, tl.max(x_UL, 0))
+    previous_L = largest_L
+    largest_L = tl.maximum(previous_L, tl.max(x_UL, 0))
     z_UL = scaled(x_UL - largest_L[None, :], temperature, inverse, UNIT)
     exponential_UL = exponential(z_UL)
-    behind_L = scaled(before_L - largest_L, temperature, inverse, UNIT)
+    behind_L = scaled(previous_L - largest_L, temperature, inverse, UNIT)
     weight_L = exponential(behind_L)
     if ENTROPY:
         moved_L = weight_L * (moment_L + behind_L * sum_L)
@@ -208,16 +208,16 @@ def statistics_kernel(
     last = tl.minimum(first + SEGMENT, columns)
     tiles_end = first + (last - first) // TILE * TILE
     target = tl.load(local + token)
-    is_here = (target >= first) & (target < last)
-    apart = tl.where(is_here, target, -1).to(tl.int32)
+    has_target = (target >= first) & (target < last)
+    apart = tl.where(has_target, target, -1).to(tl.int32)
     offset_UL = tl.arange(0, UNROLL)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     largest_L = tl.full([LANES], FINITE, tl.float32)
     sum_L = tl.zeros([LANES], tl.float32)
     moment_L = tl.zeros([LANES], tl.float32)
     for start in tl.range(first, tiles_end, TILE, num_stages=STAGES):
         column_UL = start + offset_UL
-        place_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
-        x_UL = tl.load(base + place_UL, eviction_policy="evict_first").to(tl.float32)
+        address_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
+        x_UL = tl.load(base + address_UL, eviction_policy="evict_first").to(tl.float32)
         # The target is no part of the sums; its tile alone pays for that.
         if (apart >= start) & (apart < start + TILE):
             x_UL = tl.where(column_UL == apart, float("-inf"), x_UL)
@@ -226,15 +226,15 @@ def statistics_kernel(
         )
     if tiles_end < last:
         column_UL = tiles_end + offset_UL
-        place_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
+        address_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
         inside_UL = column_UL < last
-        x_UL = tl.load(base + place_UL, mask=inside_UL, other=float("-inf")).to(tl.float32)
+        x_UL = tl.load(base + address_UL, mask=inside_UL, other=float("-inf")).to(tl.float32)
         x_UL = tl.where(column_UL == apart, float("-inf"), x_UL)
         largest_L, sum_L, moment_L = _absorb(
             x_UL, largest_L, sum_L, moment_L, temperature, inverse, UNIT, ENTROPY
         )
-    place = target if ADJACENT else target * column_stride
-    logit = tl.load(base + place, mask=is_here, other=float("-inf")).to(tl.float32)
+    target_offset = target if ADJACENT else target * column_stride
+    logit = tl.load(base + target_offset, mask=has_target, other=float("-inf")).to(tl.float32)
     origin = tl.maximum(tl.max(largest_L, 0), logit, propagate_nan=tl.PropagateNan.ALL)
     behind_L = scaled(largest_L - origin, temperature, inverse, UNIT)
     weight_L = exponential(behind_L)
@@ -244,7 +244,7 @@ def statistics_kernel(
     moment = tl.sum(weight_L * (moment_L + behind_L * sum_L), 0) if ENTROPY else 0.0
     tl.store(of_token + 2, moment)
     z = logit - origin if UNIT else tl.div_rn(logit - origin, temperature)
-    tl.store(of_token + 3, tl.where(is_here, z, 0.0))
+    tl.store(of_token + 3, tl.where(has_target, z, 0.0))
 
 
 def launch_statistics(
@@ -319,9 +319,9 @@ def gradient_kernel(
     if token < 0:
         for start in range(first, end, TILE):
             column_T = start + offset_T
-            place_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
+            address_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
             zero_T = tl.zeros([TILE], into.dtype.element_ty)
-            tl.store(into_base + place_T, zero_T, mask=column_T < end)
+            tl.store(into_base + address_T, zero_T, mask=column_T < end)
         return
     last = tl.maximum(tl.minimum(end, columns), first)
     tiles_end = first + (last - first) // TILE * TILE
@@ -336,9 +336,9 @@ def gradient_kernel(
     apart = tl.where((target >= first) & (target < last), target, -1).to(tl.int32)
     for start in tl.range(first, tiles_end, TILE, num_stages=STAGES):
         column_T = start + offset_T
-        place_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
+        address_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
         into_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
-        x_T = tl.load(base + place_T, eviction_policy="evict_first").to(tl.float32)
+        x_T = tl.load(base + address_T, eviction_policy="evict_first").to(tl.float32)
         z_T = scaled(x_T - origin, temperature, inverse, UNIT)
         factor_T = tl.fma(z_T, slope, factor) if HAS_SLOPE else factor
         gradient_T = exponential(z_T) * factor_T
@@ -348,9 +348,9 @@ def gradient_kernel(
     for start in range(tiles_end, end, TILE):
         column_T = start + offset_T
         inside_T = column_T < last
-        place_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
+        address_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
         into_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
-        x_T = tl.load(base + place_T, mask=inside_T, other=0.0).to(tl.float32)
+        x_T = tl.load(base + address_T, mask=inside_T, other=0.0).to(tl.float32)
         z_T = scaled(x_T - origin, temperature, inverse, UNIT)
         factor_T = tl.fma(z_T, slope, factor) if HAS_SLOPE else factor
         gradient_T = exponential(z_T) * factor_T

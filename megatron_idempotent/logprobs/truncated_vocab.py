@@ -30,7 +30,7 @@ from .statistics import (
     accumulated,
     all_gathered,
     combine,
-    is_ours,
+    is_local,
     per_row,
     place_of,
     with_target,
@@ -135,8 +135,8 @@ class Sampling:
         mass_nW = z_nW.exp().masked_fill_(ordered_nW < lowest_n[:, None], 0)
         if self.limit:
             mass_n = mass_nW.sum(-1)
-        before_nW = mass_nW.cumsum(-1) - mass_nW
-        count_n = (before_nW < self.top_p * mass_n[:, None]).sum(-1).clamp(min=1)
+        mass_before_nW = mass_nW.cumsum(-1) - mass_nW
+        count_n = (mass_before_nW < self.top_p * mass_n[:, None]).sum(-1).clamp(min=1)
         last_n = ordered_nW.gather(1, count_n[:, None] - 1).squeeze(1)
         return torch.maximum(lowest_n, last_n), sure_n & _nothing_beyond(last_n, beyond_n)
 
@@ -148,7 +148,7 @@ def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
     return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
 
 
-class Kept(NamedTuple):
+class KeptColumns(NamedTuple):
     """Holds the columns of this rank that tokens keep, each once; [E]."""
 
     row: Tensor
@@ -158,17 +158,17 @@ class Kept(NamedTuple):
     logit: Tensor
 
     @staticmethod
-    def joined(parts: list[Kept], like_N: Tensor) -> Kept:
+    def joined(parts: list[KeptColumns], like_N: Tensor) -> KeptColumns:
         """Join the parts, with indices of int32 and logits of the type of `like_N`."""
         none = like_N.new_empty(0)
-        parts = [Kept(none.int(), none.int(), none), *parts]
+        parts = [KeptColumns(none.int(), none.int(), none), *parts]
         row, column, logit = map(torch.cat, zip(*parts, strict=True))
-        return Kept(row.int(), column.int(), logit.to(like_N.dtype))
+        return KeptColumns(row.int(), column.int(), logit.to(like_N.dtype))
 
     def gradient(self, slopes: GradCoefficients, batch: TokenBatch) -> Tensor:
         """Return the gradient of these columns' logits, [E]."""
         row_E = self.row.long()
-        slopes_E, batch_E = slopes.of(row_E), batch.of(row_E)
+        slopes_E, batch_E = slopes.select(row_E), batch.select(row_E)
         z_E = self.logit if slopes_E.origin is None else self.logit - slopes_E.origin
         z_E = z_E / batch_E.temperature
         factor_E = slopes_E.factor
@@ -178,9 +178,9 @@ class Kept(NamedTuple):
         return torch.where(is_target_E, slopes_E.of_target, z_E.exp() * factor_E)
 
 
-def named(
+def columns_of_ids(
     source: Source, batch: TokenBatch, sampling: Sampling, keep_NK: Tensor
-) -> tuple[Kept, VocabStatistics]:
+) -> tuple[KeptColumns, VocabStatistics]:
     """Return this rank's columns among the ids of `keep_NK`, and statistics over all of these ids.
 
     The group's ranks take part in one all-gather of 16 bytes per token and rank.
@@ -188,18 +188,19 @@ def named(
     columns, local_N = batch.columns, batch.local
     target_N1 = batch.targets[:, None]
     keep_NK = keep_NK.sort(-1).values
-    again_NK = torch.zeros_like(keep_NK, dtype=torch.bool)
-    again_NK[:, 1:] = keep_NK[:, 1:] == keep_NK[:, :-1]
+    repeated_NK = torch.zeros_like(keep_NK, dtype=torch.bool)
+    repeated_NK[:, 1:] = keep_NK[:, 1:] == keep_NK[:, :-1]
     kept_N = (keep_NK == target_N1).any(-1) | (sampling.target == "keep")
     # The target has the last place, whether or not it is kept, and no other.
     local_NK = torch.cat([keep_NK - columns.first, local_N[:, None]], 1)
-    left_NK = torch.cat([(keep_NK >= 0) & ~again_NK & (keep_NK != target_N1), kept_N[:, None]], 1)
-    left_NK &= is_ours(local_NK, columns.real)
-    place_NK = torch.where(left_NK, local_NK, 0)
-    logits_NK = source.at(place_NK) if columns.real else place_NK
+    kept_NK = (keep_NK >= 0) & ~repeated_NK & (keep_NK != target_N1)
+    kept_NK = torch.cat([kept_NK, kept_N[:, None]], 1)
+    kept_NK &= is_local(local_NK, columns.real)
+    column_NK = torch.where(kept_NK, local_NK, 0)
+    logits_NK = source.values_at(column_NK) if columns.real else column_NK
     logits_NK = logits_NK.to(accumulated(source.dtype))
-    ours_N = is_ours(local_N, columns.real)
-    logits_NK = torch.where(left_NK, logits_NK, -torch.inf)
+    target_is_local_N = is_local(local_N, columns.real)
+    logits_NK = torch.where(kept_NK, logits_NK, -torch.inf)
     maximum_N = logits_NK.amax(-1).clamp(min=FINITE)
     z_NK = (logits_NK - maximum_N[:, None]) / per_row(batch.temperature)
     mass_NK = z_NK[:, :-1].exp()  # the target is no part of the sums
@@ -207,13 +208,13 @@ def named(
         origin=maximum_N,
         exponentials=mass_NK.sum(-1),
         moments=(mass_NK * z_NK[:, :-1].clamp(min=FINITE)).sum(-1),
-        target=torch.where(ours_N, z_NK[:, -1], 0.0),
+        target=torch.where(target_is_local_N, z_NK[:, -1], 0.0),
     )
     total = combine(partial, batch.owner, batch.temperature, columns.group)
     total = total._replace(logprob=torch.where(kept_N, total.logprob, -torch.inf))
-    row_E, slot_E = left_NK.nonzero().unbind(1)
-    kept = Kept(row_E, place_NK[row_E, slot_E], logits_NK[row_E, slot_E])
-    return Kept.joined([kept], maximum_N), total
+    row_E, slot_E = kept_NK.nonzero().unbind(1)
+    columns_E = KeptColumns(row_E, column_NK[row_E, slot_E], logits_NK[row_E, slot_E])
+    return KeptColumns.joined([columns_E], maximum_N), total
 
 
 #: Memory for computing with all ranks' candidates, which takes some six float64 for each.
@@ -226,7 +227,9 @@ _BESIDES = 3
 _MORE = 8
 
 
-def choose(source: Source, batch: TokenBatch, sampling: Sampling) -> tuple[Kept, VocabStatistics]:
+def columns_above_boundary(
+    source: Source, batch: TokenBatch, sampling: Sampling
+) -> tuple[KeptColumns, VocabStatistics]:
     """Return this rank's columns among those that top-k and top-p leave, and statistics over all.
 
     The group's ranks take part in one all-gather of 4 · (3 + C) bytes per token and rank. For
@@ -237,18 +240,18 @@ def choose(source: Source, batch: TokenBatch, sampling: Sampling) -> tuple[Kept,
     token_N = torch.arange(len(batch.targets), device=batch.targets.device)
     like_N = torch.zeros(len(token_N), dtype=dtype, device=token_N.device)
     total = VocabStatistics(*(like_N.clone() for _ in VocabStatistics._fields))
-    kept: list[Kept] = []
+    kept_columns: list[KeptColumns] = []
 
     def settle(token_s: Tensor, parts: Iterator[tuple[slice, Tensor]], width: int) -> Tensor:
         """Send `width` candidates of these tokens; return the tokens for which they are too few."""
-        sent_sX, column_sC = _candidates(batch.of(token_s), sampling, parts, width, dtype)
+        sent_sX, column_sC = _candidates(batch.select(token_s), sampling, parts, width, dtype)
         sent_RsX = all_gathered(sent_sX, columns.group)
         unsent = [columns.real_of(rank) > width for rank in range(columns.ranks)]
         step, short = _fit(columns, width), [token_s[:0]]
         for start in range(0, len(token_s), step):
             rows = slice(start, start + step)
             token_n = token_s[rows]
-            batch_n = batch.of(token_n)
+            batch_n = batch.select(token_n)
             temperature, local_n = batch_n.temperature, batch_n.local
             maximum_Rn, mass_Rn, target_Rn = sent_RsX[:, rows, :_BESIDES].double().unbind(-1)
             z_Rn = (maximum_Rn - maximum_Rn.amax(0).clamp(min=FINITE)) / temperature
@@ -257,19 +260,20 @@ def choose(source: Source, batch: TokenBatch, sampling: Sampling) -> tuple[Kept,
             mass_n = torch.where(mass_Rn == 0, 0.0, mass_Rn * z_Rn.exp()).sum(0)
             beyond_n = sent_RsX[unsent][:, rows, -1].amax(0) if any(unsent) else None
             threshold_n, enough_n = sampling.thresholds(logits_nW, mass_n, beyond_n, temperature)
-            also_n = target_n < threshold_n
+            added_n = target_n < threshold_n
             if sampling.target != "keep":
-                also_n.zero_()
-            fields = _statistics(logits_nW, target_n, threshold_n, also_n, temperature, dtype)
+                added_n.zero_()
+            fields = _statistics(logits_nW, target_n, threshold_n, added_n, temperature, dtype)
             for into_N, values_n in zip(total, fields, strict=True):
                 into_N[token_n] = values_n
             logits_nC = sent_sX[rows, _BESIDES : _BESIDES + column_sC.shape[1]]
             kept_nC = (logits_nC >= threshold_n[:, None]) & (logits_nC > -torch.inf)
             row_e, slot_e = (kept_nC & enough_n[:, None]).nonzero().unbind(1)
             column_e = column_sC[rows][row_e, slot_e]
-            kept.append(Kept(token_n[row_e], column_e, logits_nC[row_e, slot_e]))
-            row_e = (is_ours(local_n, columns.real) & also_n & enough_n).nonzero().squeeze(1)
-            kept.append(Kept(token_n[row_e], local_n[row_e], target_n[row_e].to(dtype)))
+            kept_columns.append(KeptColumns(token_n[row_e], column_e, logits_nC[row_e, slot_e]))
+            row_e = (is_local(local_n, columns.real) & added_n & enough_n).nonzero().squeeze(1)
+            logit_e = target_n[row_e].to(dtype)
+            kept_columns.append(KeptColumns(token_n[row_e], local_n[row_e], logit_e))
             short.append(token_n[~enough_n])
         return torch.cat(short)
 
@@ -277,14 +281,12 @@ def choose(source: Source, batch: TokenBatch, sampling: Sampling) -> tuple[Kept,
     token_s = settle(token_N, source.parts(), width)
     while len(token_s):
         width = min(width * _MORE, columns.per_rank)
-        groups = torch.split(token_s, _fit(columns, width))
-        token_s = torch.cat(
-            [
-                settle(token_n, iter([(slice(None), source.of(token_n))]), width)
-                for token_n in groups
-            ]
-        )
-    return Kept.joined(kept, like_N), total
+        short = []
+        for token_n in torch.split(token_s, _fit(columns, width)):
+            parts = iter([(slice(None), source.rows_of(token_n))])
+            short.append(settle(token_n, parts, width))
+        token_s = torch.cat(short)
+    return KeptColumns.joined(kept_columns, like_N), total
 
 
 def _candidates(
@@ -306,15 +308,15 @@ def _candidates(
     column_sC = batch.targets.new_zeros(tokens, count)
     for part, logits_nV in parts if count else ():
         values_nC, column_sC[part] = logits_nV.topk(count, -1)
-        sent_nX, batch_n = sent_sX[part], batch.of(part)
+        sent_nX, batch_n = sent_sX[part], batch.select(part)
         sent_nX[:, 0] = values_nC[:, 0]
-        place_n1, ours_n1 = place_of(batch_n.local, columns.real)
-        target_n1 = torch.where(ours_n1, logits_nV.gather(1, place_n1), -torch.inf)
+        column_n1, is_local_n1 = place_of(batch_n.local, columns.real)
+        target_n1 = torch.where(is_local_n1, logits_nV.gather(1, column_n1), -torch.inf)
         sent_nX[:, 2] = target_n1.squeeze(1)
         sent_nX[:, _BESIDES : _BESIDES + count] = values_nC
         if not sampling.limit:
             partial = local_statistics(logits_nV, None, batch_n)
-            of_target_n = torch.where(ours_n1.squeeze(1), partial.target.exp(), 0.0)
+            of_target_n = torch.where(is_local_n1.squeeze(1), partial.target.exp(), 0.0)
             below_n = partial.origin.double() - sent_nX[:, 0].clamp(min=FINITE)
             below_n = below_n / batch_n.temperature
             sent_nX[:, 1] = (partial.exponentials + of_target_n) * below_n.exp()
@@ -330,7 +332,7 @@ def _statistics(
     logits_nW: Tensor,
     target_n: Tensor,
     threshold_n: Tensor,
-    also_n: Tensor,
+    added_n: Tensor,
     temperature: Tensor | float,
     dtype: torch.dtype,
 ) -> VocabStatistics:
@@ -349,5 +351,5 @@ def _statistics(
     others_n = (mass_nW.sum(-1) - target_mass_n).clamp(min=0)
     moment_n = torch.where(kept_nW, mass_nW * z_nW, 0.0).sum(-1)
     moment_n -= torch.where(target_mass_n > 0, target_mass_n * target_z_n, 0.0)
-    z_n = torch.where(inside_n | also_n, target_z_n, -torch.inf)
+    z_n = torch.where(inside_n | added_n, target_z_n, -torch.inf)
     return with_target(maximum_n, others_n, moment_n, z_n, dtype)
