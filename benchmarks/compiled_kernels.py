@@ -93,21 +93,21 @@ def _of_tokens() -> Iterator[Program]:
 
     common = {"PER_TOKEN": False, "BLOCK": 128}
     combine = {"parts", "into", "temperatures"}
-    numbers = dict.fromkeys(combine, "*fp32") | {"temperature": "fp32", "place": "*i64"}
-    for whole in (False, True):
+    numbers = dict.fromkeys(combine, "*fp32") | {"temperature": "fp32", "targets": "*i64"}
+    for is_global in (False, True):
         yield Program(
-            name=f"tokens, {'all ranks' if whole else 'segments'}",
+            name=f"tokens, {'all ranks' if is_global else 'segments'}",
             kernel=on_gpu.combine_kernel,
-            constants={**common, "WHOLE": whole},
+            constants={**common, "GLOBAL": is_global},
             types=numbers,
             warps=4,
         )
-    given = "exponentials mean logprob entropy of_logprob of_entropy temperatures into"
+    floats = "exponentials mean logprob entropy d_logprob d_entropy temperatures into"
     yield Program(
         name="tokens, gradient",
         kernel=on_gpu.coefficients_kernel,
         constants={**common, "HAS_LOGPROB": True, "HAS_ENTROPY": True},
-        types=dict.fromkeys(given.split(), "*fp32") | {"live": "*i64", "temperature": "fp32"},
+        types=dict.fromkeys(floats.split(), "*fp32") | {"live": "*i64", "temperature": "fp32"},
         warps=4,
     )
 
@@ -124,7 +124,7 @@ def _of_logprobs(kernel: str, shape: Any, name: str, entropy: bool) -> Program:
     types = {"logits": logits, "temperatures": "*fp32", "temperature": "fp32", "local": "*i64"}
     if kernel == "statistics":
         constants |= {"HAS_ROWS": False, "ENTROPY": entropy}
-        types |= {"rows": "*i64", "found": "*fp32"}
+        types |= {"rows": "*i64", "into": "*fp32"}
         compute = triton_kernels.statistics_kernel
     else:
         constants |= {"HAS_TOKENS": False, "HAS_ORIGIN": entropy, "HAS_SLOPE": entropy}

@@ -1,4 +1,4 @@
-"""Log-probs of K targets, top-k and divergences from a teacher, beside plain PyTorch's.
+"""Log-probs of K targets, top-k and the divergence from it, beside plain PyTorch's.
 
     python -m benchmarks.distillation [--rounds 5] [--tokens 1024] [--vocabulary 32768] [--json]
 
@@ -7,7 +7,7 @@ made of it, forward and backward, of the same logits, which each side is given f
 turns.
 
 - time: the median, of rounds, of PyTorch's seconds ÷ ours, logits borrowed, and consumed
-- memory: the most that is held beside both logits, by the allocator's events ÷ the student's
+- memory: the most that is held beside the logits, by the allocator's events ÷ their size
 - error: against float64, of the first tokens: the largest of the outputs, and the 2-norm of the
   gradient's ÷ the gradient's
 """
@@ -28,8 +28,8 @@ from megatron_idempotent.proof import cpu
 
 _K = 64
 _COMPARED = 64
-#: A side, of the student's logits, the teacher's, and the teacher's `vocab_topk`.
-Run = Callable[[Any, Any, Any], Any]
+#: A side, of the student's logits and the teacher's `vocab_topk`.
+Run = Callable[[Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Row:
     """One side's results.
 
     Example:
-        Row(what="KL, forward", side="PyTorch", seconds=1.2, memory=3.0, ...)
+        Row(what="K targets", side="PyTorch", seconds=1.2, memory=3.0, ...)
     """
 
     what: str
@@ -55,7 +55,7 @@ def _torch(what: str) -> Run:
     """The formula as one writes it, in the type that `log_softmax` is asked for."""
     import torch
 
-    def run(logits_NV: Any, teacher_NV: Any, topk: Any) -> Any:
+    def run(logits_NV: Any, topk: Any) -> Any:
         ids_NK = topk.ids
         dtype = torch.float64 if logits_NV.dtype == torch.float64 else torch.float32
         s_NV = logits_NV.to(dtype).log_softmax(-1)
@@ -63,10 +63,6 @@ def _torch(what: str) -> Run:
             return s_NV.gather(-1, ids_NK)
         if what == "top-k":
             return s_NV.topk(_K, -1).values
-        if what in ("KL, forward", "KL, reverse"):
-            t_NV = teacher_NV.to(dtype).log_softmax(-1)
-            first, second = (t_NV, s_NV) if what == "KL, forward" else (s_NV, t_NV)
-            return (first.exp() * (first - second)).sum(-1)
         t_NK, s_NK = topk.logprob.to(dtype), s_NV.gather(-1, ids_NK)
         rests = [torch.log1p(-each.exp().sum(-1)) for each in (t_NK, s_NK)]
         of_k = (t_NK.exp() * (t_NK - s_NK)).sum(-1)
@@ -77,27 +73,20 @@ def _torch(what: str) -> Run:
 
 def _ours(what: str, ownership: Literal["borrow", "consume"]) -> Run:
     from megatron_idempotent import token_logprobs
-    from megatron_idempotent.logprobs import token_kl, vocab_topk
+    from megatron_idempotent.logprobs import topk_kl, vocab_topk
 
-    def run(logits_NV: Any, teacher_NV: Any, topk: Any) -> Any:
-        if what == "K targets":
-            return token_logprobs(logits=logits_NV, targets=topk.ids, ownership=ownership).logprob
+    def run(logits_NV: Any, topk: Any) -> Any:
         if what == "top-k":
             return vocab_topk(logits=logits_NV, k=_K).logprob
-        of_teacher: dict[str, Any] = {"teacher_logits": teacher_NV}
-        if what == "KL, top-k and a tail":
-            of_teacher = {
-                "teacher_ids": topk.ids,
-                "teacher_logprobs": topk.logprob,
-                "teacher_rest": topk.rest,
-            }
-        direction: Any = "reverse" if what == "KL, reverse" else "forward"
-        return token_kl(logits=logits_NV, direction=direction, ownership=ownership, **of_teacher).kl
+        stats = token_logprobs(logits=logits_NV, targets=topk.ids, ownership=ownership)
+        if what == "K targets":
+            return stats.logprob
+        return topk_kl(stats, topk.logprob, teacher_rest=topk.rest).kl
 
     return run
 
 
-WHAT = ("K targets", "top-k", "KL, forward", "KL, reverse", "KL, top-k and a tail")
+WHAT = ("K targets", "top-k", "KL, top-k and a tail")
 
 
 def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -> list[Row]:
@@ -116,26 +105,25 @@ def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -
     if what != "top-k":  # which nobody differentiates
         sides["consume"] = _ours(what, "consume")
 
-    def step(run: Run, logits: Any, *of_teacher: Any) -> Any:
+    def step(run: Run, logits: Any, of_teacher: Any) -> Any:
         if what == "top-k":
             with torch.no_grad():
-                return run(logits, *of_teacher), None
+                return run(logits, of_teacher), None
         gradients: list[Any] = []
         logits.register_hook(gradients.append)
-        found = run(logits, *of_teacher)
+        found = run(logits, of_teacher)
         found.sum().backward()
         return found.detach(), gradients[0]
 
     few = slice(0, _COMPARED)
     of_few = TopK(*(each[few] for each in topk))
-    student, teacher = (each[few].double() for each in (logits_NV, teacher_NV))
-    exact = step(_torch(what), as_output(student), teacher, of_few)
+    exact = step(_torch(what), as_output(logits_NV[few].double()), of_few)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, run in sides.items() if number % 2 else reversed(sides.items()):
             given = as_output(logits_NV)
             start = time.perf_counter()
-            step(run, given, teacher_NV, topk)
+            step(run, given, topk)
             if number:
                 seconds[name].append(time.perf_counter() - start)
     rows = []
@@ -143,10 +131,10 @@ def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -
         inputs = [as_output(logits_NV) for _ in range(2)]
 
         def once(run: Run = run, inputs: list[Any] = inputs) -> None:
-            step(run, inputs.pop(), teacher_NV, topk)
+            step(run, inputs.pop(), topk)
 
         held = peak_bytes(once, runs=2)
-        found = step(run, as_output(logits_NV[few]), teacher_NV[few], of_few)
+        found = step(run, as_output(logits_NV[few]), of_few)
         of_gradient = None
         if exact[1] is not None:
             of_gradient = float((found[1].double() - exact[1]).norm() / exact[1].norm())

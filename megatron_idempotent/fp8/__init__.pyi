@@ -4,4 +4,3 @@ from .export import Fp8Export as Fp8Export
 from .packing import Pack as Pack
 from .packing import TokenAlignment as TokenAlignment
 from .packing import token_alignment as token_alignment
-from .settings import fp8_settings as fp8_settings

@@ -97,24 +97,24 @@ def quantize_blockwise(
     blocks = (experts, _blocks(rows), _blocks(columns))
     scale_Erc = torch.ones(blocks, dtype=torch.float32, device=weight.device)
     largest_Erc = torch.zeros_like(scale_Erc)
-    asked = uses_triton(
+    on_triton = uses_triton(
         "quantize_blockwise()", weight.device, asked=triton, capability=_E4M3_CAPABILITY
     )
-    by_kernel = asked and weight.numel() > 0 and {weight.dtype, dtype} <= _KERNEL_TYPES
-    if by_kernel:
+    by_triton = on_triton and weight.numel() > 0 and {weight.dtype, dtype} <= _KERNEL_TYPES
+    if by_triton:
         from .triton_blockwise import launch_quantize
 
         into = codes_ERC, scale_Erc, largest_Erc
         launch_quantize(weight_ERC, *into, powers=scales == "ue8m0", dtype=dtype, block=BLOCK)
-    for e, r, of in () if by_kernel else _slabs(weight_ERC.shape):
-        slab = weight_ERC[e, of].to(dtype)
+    for e, r, rows_of_slab in () if by_triton else _slabs(weight_ERC.shape):
+        slab = weight_ERC[e, rows_of_slab].to(dtype)
         blocks_erKcK = _as_blocks(slab)
         largest = torch.maximum(blocks_erKcK.amax((2, 4)), -blocks_erKcK.amin((2, 4)))
         scale = _scale(largest, scales)
         blocks_erKcK.div_(scale[:, :, None, :, None])
         # Quotients are at most 464, so they are rounded to 448 or less, and none to NaN.
-        whole = blocks_erKcK.flatten(3, 4).flatten(1, 2)
-        codes_ERC[e, of].copy_(whole[:, : slab.shape[1], :columns])
+        values_ERC = blocks_erKcK.flatten(3, 4).flatten(1, 2)
+        codes_ERC[e, rows_of_slab].copy_(values_ERC[:, : slab.shape[1], :columns])
         scale_Erc[e, r], largest_Erc[e, r] = scale, largest
     if not bool(largest_Erc.isfinite().all()):
         _refuse_not_finite(name, weight, dtype, largest_Erc)
@@ -148,21 +148,21 @@ def dequantize_blockwise(
     codes_ERC = codes if codes.dim() == 3 else codes[None]
     scale_Erc = scale_inv.float().view(codes_ERC.shape[0], *scale_inv.shape[-2:])
     weight_ERC = torch.empty(codes_ERC.shape, dtype=dtype, device=codes.device)
-    for e, r, of in _slabs(codes_ERC.shape):
-        slab = codes_ERC[e, of]
+    for e, r, rows_of_slab in _slabs(codes_ERC.shape):
+        slab = codes_ERC[e, rows_of_slab]
         blocks_erKcK = _as_blocks(slab)
         blocks_erKcK.mul_(scale_Erc[e, r][:, :, None, :, None])
-        whole = blocks_erKcK.flatten(3, 4).flatten(1, 2)
-        weight_ERC[e, of].copy_(whole[:, : slab.shape[1], : slab.shape[2]])
+        values_ERC = blocks_erKcK.flatten(3, 4).flatten(1, 2)
+        weight_ERC[e, rows_of_slab].copy_(values_ERC[:, : slab.shape[1], : slab.shape[2]])
     return weight_ERC.view(codes.shape)
 
 
-def check_scale_shape(what: str, codes: Tensor, scale_inv: Tensor) -> None:
+def check_scale_shape(caller: str, codes: Tensor, scale_inv: Tensor) -> None:
     """Raise `ValueError` unless there is one scale for each block of the codes."""
     expected = (*codes.shape[:-2], *map(_blocks, codes.shape[-2:]))
     if tuple(scale_inv.shape) != expected:
         raise ValueError(
-            f"{what} got scales of shape {tuple(scale_inv.shape)} for codes of shape "
+            f"{caller} got scales of shape {tuple(scale_inv.shape)} for codes of shape "
             f"{tuple(codes.shape)}; allowed: {expected}, one for each block of {BLOCK} × {BLOCK}"
         )
 
@@ -205,13 +205,13 @@ def _slabs(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
     """Yield the parts that are taken at a time, as slices of experts, of blocks and of rows."""
     experts, rows, columns = shape
     row_bytes = BLOCK * max(1, _blocks(columns)) * BLOCK * 4
-    at_a_time = max(1, _SLAB_BYTES // row_bytes)
+    blocks_per_slab = max(1, _SLAB_BYTES // row_bytes)
     blocks = max(1, _blocks(rows))
-    experts_at_a_time = max(1, at_a_time // blocks)
-    for expert in range(0, experts, experts_at_a_time):
-        e = slice(expert, expert + experts_at_a_time)
-        for block in range(0, blocks, at_a_time):
-            r = slice(block, block + at_a_time)
+    experts_per_slab = max(1, blocks_per_slab // blocks)
+    for expert in range(0, experts, experts_per_slab):
+        e = slice(expert, expert + experts_per_slab)
+        for block in range(0, blocks, blocks_per_slab):
+            r = slice(block, block + blocks_per_slab)
             yield e, r, slice(r.start * BLOCK, r.stop * BLOCK)
 
 
@@ -246,10 +246,10 @@ def _refuse_not_finite(name: str, weight: Tensor, dtype: torch.dtype, largest_Er
     block = (weight if weight.dim() == 3 else weight[None])[e][r * BLOCK :, c * BLOCK :]
     block = block[:BLOCK, :BLOCK].to(dtype)
     row, column = (~block.isfinite()).nonzero()[0].tolist()
-    at = [r * BLOCK + row, c * BLOCK + column]
-    place = at if weight.dim() == 2 else [e, *at]
-    value = weight[tuple(place)].item()
+    index = [r * BLOCK + row, c * BLOCK + column]
+    index = index if weight.dim() == 2 else [e, *index]
+    value = weight[tuple(index)].item()
     raise ValueError(
-        f"{name} is {value} at {place}, {block[row, column].item()} as {dtype}, and a block "
+        f"{name} is {value} at {index}, {block[row, column].item()} as {dtype}, and a block "
         "needs finite values; find the step that made it, or give a dtype that holds it"
     )

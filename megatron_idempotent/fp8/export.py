@@ -87,34 +87,36 @@ class Fp8Export:
                 engines cut within a block; codes without scales or scales without codes, which is
                 known at the end; values that are not finite.
         """
-        seen: set[str] = set()
+        names: set[str] = set()
         codes: dict[str, Tensor] = {}
         scales: dict[str, Tensor] = {}
 
-        def once(name: str) -> None:
-            if name in seen:
+        def note(name: str) -> None:
+            if name in names:
                 raise ValueError(
                     f"{name} is given twice: the engine would keep either; is it mapped twice, or "
                     "is a scale given with a weight that is not quantized yet?"
                 )
-            seen.add(name)
+            names.add(name)
 
         for name, tensor in weights:
-            once(name)
+            note(name)
             if tensor.dtype == E4M3 or name.endswith(_SCALE):
                 # Shapes are kept until both are there, and no tensor's memory.
-                mine, others = (codes, scales) if tensor.dtype == E4M3 else (scales, codes)
-                key = name.removesuffix(_SCALE) if mine is scales else name
-                mine[key] = tensor.to("meta")
-                if key in others:
+                is_codes = tensor.dtype == E4M3
+                key = name if is_codes else name.removesuffix(_SCALE)
+                (codes if is_codes else scales)[key] = tensor.to("meta")
+                if key in codes and key in scales:
                     check_scale_shape(key, codes.pop(key), scales.pop(key))
                 yield name, tensor
             elif self.converts(name, tensor):
                 self._check_layout(name, tensor)
-                found = quantize_blockwise(tensor, scales=self.scales, dtype=self.dtype, name=name)
-                once(name + _SCALE)
-                yield name, found.codes
-                yield name + _SCALE, found.scale_inv
+                quantized = quantize_blockwise(
+                    tensor, scales=self.scales, dtype=self.dtype, name=name
+                )
+                note(name + _SCALE)
+                yield name, quantized.codes
+                yield name + _SCALE, quantized.scale_inv
             else:
                 yield name, tensor
         for name in codes:
@@ -151,8 +153,9 @@ class Fp8Export:
         return config
 
     def _left_out(self, module: str) -> bool:
-        whole = f".{module}."
-        return any(f".{each}." in whole for each in (*NOT_CONVERTED, *self.modules_to_not_convert))
+        dotted = f".{module}."
+        parts = *NOT_CONVERTED, *self.modules_to_not_convert
+        return any(f".{part}." in dotted for part in parts)
 
     def _check_layout(self, name: str, weight: Tensor) -> None:
         if _MEGATRON.search(name):

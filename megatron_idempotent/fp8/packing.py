@@ -146,10 +146,10 @@ def token_alignment(
     return TokenAlignment(sequence=sequence, pack=math.lcm(sequence, cp * share))
 
 
-def _positive(what: str, **sizes: Any) -> None:
+def _positive(caller: str, **sizes: Any) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{what}() got {name}={size!r}; allowed: integers, 1 or more")
+            raise ValueError(f"{caller}() got {name}={size!r}; allowed: integers, 1 or more")
 
 
 def _field(config: Any, name: str) -> Any:
@@ -219,7 +219,7 @@ class Pack:
         if isinstance(lengths, Tensor):
             device = lengths.device if device is None else device
             lengths = lengths.tolist()
-        if any(isinstance(each, float) or each < 0 for each in lengths):
+        if any(isinstance(length, float) or length < 0 for length in lengths):
             raise ValueError(f"Pack.of() got lengths {list(lengths)}; allowed: integers, 0 or more")
         needed = alignment.of_pack(lengths)
         total = needed if tokens is None else tokens
@@ -228,7 +228,7 @@ class Pack:
                 f"Pack.of() got tokens={tokens} for sequences that take {needed}; allowed: that or "
                 f"more, in multiples of {alignment.pack}"
             )
-        segments = [alignment.of_sequence(each) for each in lengths]
+        segments = [alignment.of_sequence(length) for length in lengths]
         if sum(segments) < total:
             segments.append(total - sum(segments))
 
@@ -284,11 +284,11 @@ class Pack:
             ValueError: lengths that are not those of the pack.
         """
         if not isinstance(sequences, Tensor):
-            found = tuple(len(each) for each in sequences)
-            if found != self.lengths:
+            lengths = tuple(len(sequence) for sequence in sequences)
+            if lengths != self.lengths:
                 raise ValueError(
-                    f"join() got lengths {found}; the pack has {self.lengths}: give the sequences "
-                    "that it was made for"
+                    f"join() got lengths {lengths}; the pack has {self.lengths}: give the "
+                    "sequences that it was made for"
                 )
             if not sequences:
                 raise ValueError("join() got no sequences: give an empty tensor of their type")
@@ -368,13 +368,13 @@ class Pack:
         )
         return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), spread, fill)
 
-    def _flat(self, what: str, values: Tensor) -> Tensor:
+    def _flat(self, caller: str, values: Tensor) -> Tensor:
         """Return values [T, ...], without the dimension of rows of a model's output."""
         if values.dim() > 1 and tuple(values.shape[:2]) == (1, self.tokens):
             values = values[0]
         if values.dim() < 1 or len(values) != self.tokens:
             raise ValueError(
-                f"{what}() got values of shape {tuple(values.shape)}; the pack has {self.tokens} "
+                f"{caller}() got values of shape {tuple(values.shape)}; the pack has {self.tokens} "
                 "tokens: give a value for each, padding included"
             )
         return values

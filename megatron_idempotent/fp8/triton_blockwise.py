@@ -46,12 +46,12 @@ def quantize_kernel(
     expert = (program // column_blocks // row_blocks).to(tl.int64)
     row_K1 = in_column * BLOCK + tl.arange(0, BLOCK)[:, None]
     column_1K = in_row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there_KK = (row_K1 < rows) & (column_1K < columns)
-    place_1K = column_1K if ADJACENT else column_1K.to(tl.int64) * column_stride
-    place_KK = row_K1.to(tl.int64) * row_stride + place_1K
+    inside_KK = (row_K1 < rows) & (column_1K < columns)
+    offset_1K = column_1K if ADJACENT else column_1K.to(tl.int64) * column_stride
+    offset_KK = row_K1.to(tl.int64) * row_stride + offset_1K
     x_KK = tl.load(
-        weight + expert * expert_stride + place_KK,
-        mask=there_KK,
+        weight + expert * expert_stride + offset_KK,
+        mask=inside_KK,
         other=0.0,
         eviction_policy="evict_first",
     )
@@ -70,7 +70,7 @@ def quantize_kernel(
     scale = tl.where(bits > 0, scale, 1.0)
     code_KK = tl.div_rn(x_KK, tl.broadcast_to(scale, [BLOCK, BLOCK])).to(tl.float8e4nv)
     into_KK = (expert * rows + row_K1) * columns + column_1K
-    tl.store(codes + into_KK, code_KK, mask=there_KK)
+    tl.store(codes + into_KK, code_KK, mask=inside_KK)
     tl.store(scales + program, scale)
     tl.store(largest_of + program, largest)
 

@@ -1,13 +1,12 @@
 from .api import TokenStats as TokenStats
 from .api import token_logprobs as token_logprobs
-from .kl import TokenKL as TokenKL
-from .kl import token_kl as token_kl
-from .kl import topk_kl as topk_kl
 from .model import logprobs_processor as logprobs_processor
 from .model import model_logprobs as model_logprobs
 from .targets import context_parallel_part as context_parallel_part
 from .targets import context_parallel_whole as context_parallel_whole
 from .targets import shift_targets as shift_targets
+from .topk import TokenKL as TokenKL
 from .topk import TopK as TopK
+from .topk import topk_kl as topk_kl
 from .topk import vocab_topk as vocab_topk
 from .truncated_vocab import Sampling as Sampling

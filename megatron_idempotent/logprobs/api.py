@@ -19,6 +19,8 @@ Legend: N tokens, H features, E kept columns of this rank.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,22 +28,9 @@ from torch import Tensor
 
 from megatron_idempotent.kernel_choice import uses_triton
 
-from .arguments import (
-    Inputs,
-    ResultLayout,
-    ids_to_keep,
-    one_of,
-    positive,
-    tokens_to_compute,
-)
-from .kernels import (
-    GradCoefficients,
-    differentiated,
-    global_statistics,
-    local_statistics,
-    picked,
-    write_gradient,
-)
+from .arguments import Call
+from .errors import misfit, one_of
+from .kernels import global_statistics, local_statistics, write_gradient
 from .sources import (
     Logits,
     Order,
@@ -52,7 +41,6 @@ from .sources import (
     WeightGradient,
     as_matrices,
     flat_indices,
-    gradients_by_columns,
     of_all_ranks,
     once_differentiable,
     product_into,
@@ -62,16 +50,14 @@ from .sources import (
 from .statistics import (
     Backend,
     ComputeOptions,
+    GradCoefficients,
     Partial,
     TokenBatch,
-    Whole,
-    is_ours,
+    VocabStatistics,
+    is_local,
     merged,
-    temperature_of,
 )
-from .truncated_vocab import Kept, Sampling, choose, named
-
-_NAME = "token_logprobs"
+from .truncated_vocab import KeptColumns, Sampling, columns_above_boundary, columns_of_ids
 
 
 class TokenStats(NamedTuple):
@@ -163,68 +149,70 @@ def token_logprobs(
         stats = token_logprobs(logits=logits, targets=labels, entropy="metric")
         loss = -(stats.logprob * mask).sum()
     """
-    one_of(_NAME, "entropy", entropy, ("none", "metric", "grad"))
-    inputs = Inputs.accepted(
-        _NAME,
+    caller = "token_logprobs"
+    one_of(caller, "entropy", entropy, ("none", "metric", "grad"))
+    call = Call(
+        caller,
         logits=logits,
         hidden=hidden,
         weight=weight,
         tp_group=tp_group,
         vocab_size=vocab_size,
-        ownership=ownership,
+        temperature=temperature,
+        token_mask=token_mask,
+        ignore_index=ignore_index,
         hidden_layout=hidden_layout,
-        fused=gradient_accumulation_fusion,
         workspace_bytes=workspace_bytes,
+        targets=targets,
+        sampling=sampling,
+        ownership=ownership,
+        fused=gradient_accumulation_fusion,
     )
-    columns = inputs.columns
-    tokens, asked_targets = tokens_to_compute(
-        _NAME, inputs.shape, targets, token_mask, ignore_index, columns.vocabulary
-    )
-    positive(_NAME, temperature, inputs.shape, tokens)
-    keep = ids_to_keep(_NAME, sampling, inputs.shape, tokens, columns.vocabulary)
+    many = call.valid is not None
     for name, value in (("triton", triton), ("sampling", sampling)):
-        if value and asked_targets.many:
-            raise ValueError(
-                f"{_NAME}() got targets of shape {tuple(targets.shape)}, several for each token, "
-                f"and {name}={value!r}, which knows one: leave {name} out"
-            )
+        if value and many:
+            argument = f"targets of shape {tuple(targets.shape)}, several for each token, and"
+            remedy = f"leave {name} out"
+            raise misfit(caller, f"{argument} {name}={value!r}, which knows one", remedy)
     # PyTorch computes K targets, on any device.
-    backend: Backend = "eager"
-    if not asked_targets.many:
-        backend = backend_of(inputs.given.device, inputs.given.dtype, triton)
-    rows = inputs.rows()
-    layout = ResultLayout(rows, tokens)
-    wanted = ComputeOptions(
+    dtype, device = call.input.dtype, call.input.device
+    backend: Backend = "eager" if many else backend_of(device, dtype, triton)
+    rows = call.gather()
+    options = ComputeOptions(
         entropy=entropy != "none",
         entropy_gradient=entropy == "grad",
-        consume=inputs.consumes(layout.order),
+        consume=call.consumes(),
         backend=backend,
-        workspace_bytes=inputs.workspace(),
+        workspace_bytes=call.workspace(),
     )
-    ids, of_tokens = layout.chosen(asked_targets.ids), layout.chosen(temperature)
-    asked = TokenBatch(ids, of_tokens, columns, wanted)
-    cut = sampling is not None and sampling.cuts(columns.vocabulary)
-    if cut:
-        asked = asked._replace(sampling=sampling, keep=layout.chosen(keep))
-    if logits is not None:
-        from_logits: Any = KeptFromLogits if cut else LogprobsFromLogits
-        found = from_logits.apply(rows, layout.kept_N, asked)
-    else:
-        from_hidden: Any = KeptFromHidden if cut else LogprobsFromHidden
-        found = from_hidden.apply(layout.chosen(rows), weight, asked, inputs.parts(backend))
-    stats = TokenStats(*map(layout.shaped, found))
-    if asked_targets.valid is None:
+    of_tokens = call.ordered(call.ids), call.ordered(temperature)
+    batch = TokenBatch(*of_tokens, call.columns, options)
+    inputs: tuple[Any, ...] = (rows, call.kept_N)
+    if weight is not None:
+        inputs = call.ordered(rows), weight, call.parts(backend)
+    function: Any = LogprobsFromLogits if weight is None else LogprobsFromHidden
+    if sampling is not None and sampling.cuts(call.columns.vocabulary):
+        function = KeptFromLogits if weight is None else KeptFromHidden
+        keep_NK = call.ordered(call.keep)
+        sampler: Any = (
+            columns_above_boundary
+            if keep_NK is None
+            else functools.partial(columns_of_ids, keep_NK=keep_NK)
+        )
+        inputs = *inputs, functools.partial(sampler, sampling=sampling)
+    stats = TokenStats(*map(call.shaped, function.apply(batch, *inputs)))
+    if call.valid is None:
         return stats
     # The last log-prob is that of all other tokens. A repeated id gets that of its first mention.
-    logprob_K, rest = stats.logprob[..., :-1], stats.logprob[..., -1]
-    if asked_targets.first is not None:
-        logprob_K = logprob_K.gather(-1, asked_targets.first)
-    return stats._replace(logprob=torch.where(asked_targets.valid, logprob_K, 0.0), rest=rest)
+    logprob_K, logprob_rest = stats.logprob[..., :-1], stats.logprob[..., -1]
+    if call.first is not None:
+        logprob_K = logprob_K.gather(-1, call.first)
+    return stats._replace(logprob=torch.where(call.valid, logprob_K, 0.0), rest=logprob_rest)
 
 
 #: With bfloat16, and maxima that keep NaN.
 _CAPABILITY = (8, 0)
-#: Kernels compute in float32; float64 is for who wants more, and computed by torch.
+#: Kernels compute in float32; torch computes float64, for callers who want more.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -234,8 +222,32 @@ def backend_of(device: torch.device, dtype: torch.dtype, triton: bool | None) ->
     Raises:
         ValueError: kernels were asked for where they cannot run.
     """
-    found = uses_triton("token_logprobs()", device, asked=triton, capability=_CAPABILITY)
-    return "triton" if found and dtype in DTYPES else "eager"
+    on_triton = uses_triton("token_logprobs()", device, asked=triton, capability=_CAPABILITY)
+    return "triton" if on_triton and dtype in DTYPES else "eager"
+
+
+def _outputs(
+    ctx: Any, batch: TokenBatch, total: VocabStatistics, *inputs: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return `(logprob, entropy, lse)`, and save the statistics and `inputs` for the backward."""
+    if any(ctx.needs_input_grad):
+        ctx.save_for_backward(*total, *inputs)
+    ctx.batch = batch
+    lse_N = total.origin / batch.temperature + total.log_sum
+    # Copies, because callers may change in place what the backward has saved.
+    entropy_N = total.entropy.clone() if batch.options.entropy else None
+    constant = [lse_N]
+    if entropy_N is not None and not batch.options.entropy_gradient:
+        constant.append(entropy_N)
+    ctx.mark_non_differentiable(*constant)
+    ctx.set_materialize_grads(False)
+    return total.logprob.clone(), entropy_N, lse_N
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """Return the statistics, and the inputs that `_outputs` saved."""
+    count = len(VocabStatistics._fields)
+    return VocabStatistics(*ctx.saved_tensors[:count]), *ctx.saved_tensors[count:]
 
 
 class LogprobsFromLogits(torch.autograd.Function):
@@ -246,106 +258,56 @@ class LogprobsFromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, kept_N: Tensor | None, asked: TokenBatch
+        ctx: Any, batch: TokenBatch, logits: Tensor, kept_N: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the statistics; `asked` has an entry for each kept token."""
-        rows = Order(logits).rows(logits)
-        temperature, columns, wanted = asked.temperature, asked.columns, asked.wanted
-        partial = local_statistics(rows, asked.local, kept_N, temperature, columns, wanted)
-        whole = global_statistics(partial, asked)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, kept_N, *whole)
-        ctx.asked = asked
-        return wanted.returned(ctx, whole, temperature)
+        """Compute the statistics; `batch` has an entry for each kept token."""
+        partial = local_statistics(Order(logits).rows(logits), kept_N, batch)
+        return _outputs(ctx, batch, global_statistics(partial, batch), logits, kept_N)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
+    def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
         """Compute the logits' gradient, without a collective: all ranks' sums have been saved."""
-        logits, kept_N, *saved = ctx.saved_tensors
-        asked: TokenBatch = ctx.asked
-        given = Whole(*saved), of_logprob_N, of_entropy_N
-        order = Order(logits)
-        # An alias that shares the version counter: who has saved the logits too is told of it.
-        gradient = logits.detach() if asked.wanted.consume else torch.empty_like(logits)
-        rows, into = as_matrices(order.rows(logits.detach()), order.rows(gradient))
-        if asked.wanted.backend == "triton":
+        batch, (total, logits, kept_N) = ctx.batch, _saved(ctx)
+        order, of_outputs = Order(logits), (batch, total, d_logprob_N, d_entropy_N)
+        # An alias that shares the version counter: autograd tells others who have saved the logits.
+        gradient = logits.detach() if batch.options.consume else torch.empty_like(logits)
+        panels, into = as_matrices(order.rows(logits.detach()), order.rows(gradient))
+        if batch.options.backend == "triton":
             from . import on_gpu
 
-            found, token_N = on_gpu.grad_coefficients(asked, *given)
-            numbers = found, asked.temperature, asked.columns
-            on_gpu.write_gradient(rows, into, kept_N, token_N, *numbers)
+            slopes, token_N = on_gpu.grad_coefficients(*of_outputs)
+            on_gpu.write_gradient(panels, into, kept_N, token_N, slopes, batch)
         else:
-            slopes, temperature, few_N = _differentiated(asked, *given)
+            slopes, batch, few_N = _differentiated(*of_outputs)
             kept_N = kept_N if few_N is None else submask(kept_N, few_N)
-            zero_others(into, kept_N, asked.columns.real)
-            numbers = slopes, temperature, asked.columns
-            write_gradient(rows, into, kept_N, *numbers, asked.wanted)
-        return gradient, None, None
+            zero_others(into, kept_N, batch.columns.real)
+            write_gradient(panels, into, kept_N, slopes, batch)
+        return None, gradient, None
+
+
+#: If more than this share of the tokens has a gradient, picking them costs more than it saves.
+_FEW = 0.9
 
 
 def _differentiated(
-    asked: TokenBatch, whole: Whole, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None
-) -> tuple[GradCoefficients, Tensor | float, Tensor | None]:
-    """Return coefficients and temperature of the tokens that have a gradient, and a mask of these.
+    batch: TokenBatch,
+    total: VocabStatistics,
+    d_logprob_N: Tensor | None,
+    d_entropy_N: Tensor | None,
+) -> tuple[GradCoefficients, TokenBatch, Tensor | None]:
+    """Return coefficients and inputs of the tokens that have a gradient, and a mask of these.
 
-    The mask is [N], or None if nearly all tokens have one: then these are of all.
+    Clipped tokens have none, nor have tokens of groups whose rewards are all alike. The mask is
+    [N], or None if nearly all tokens have one: then these are of all. The host counts them.
     """
-    slopes = GradCoefficients.from_outputs(
-        asked.local, whole, of_logprob_N, of_entropy_N, asked.temperature
-    )
-    few_N = picked(differentiated(of_logprob_N, of_entropy_N))
-    if few_N is None:
-        return slopes, asked.temperature, None
-    return slopes.of(few_N), temperature_of(asked.temperature, few_N), few_N
-
-
-def _gradients_by_tokens(
-    weight: Tensor,
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    asked: TokenBatch,
-    parts: ProductParts,
-    *,
-    given: tuple[Whole, Tensor | None, Tensor | None],
-    needed: tuple[bool, bool],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Compute this rank's share of the hidden states' gradient, and the weight's gradient.
-
-    Arguments are those of `sources.gradients_by_columns`; `given` holds the statistics, and the
-    gradients of log-probs and entropies. The hidden states' gradient is in float32 if shares of
-    several ranks are added up.
-    """
-    from . import on_gpu
-
-    of_hidden, of_weight = needed
-    columns, dtype = asked.columns, hidden_NH.dtype
-    slopes, token_N = on_gpu.grad_coefficients(asked, *given)
-    token_L = (token_N >= 0).nonzero().squeeze(1)
-    every = len(token_L) == len(hidden_NH)
-    real_VH = weight_VH[: columns.real]
-    blocks = list(parts.of_tokens(len(token_L), columns.real, dtype)) if len(token_L) else []
-    d_hidden_NH: Any = None
-    if of_hidden:
-        made = torch.empty_like if every and columns.real else torch.zeros_like
-        summed = slopes.factor.dtype if parts.reduce else dtype
-        d_hidden_NH = made(hidden_NH, dtype=summed)
-    rows, number = slice(columns.real), len(blocks)
-    d_weight = WeightGradient(weight, of_weight, parts.fused, written=rows.stop, parts=number)
-    product = Product()
-    for block in blocks if columns.real else ():
-        chosen: Any = block if every else token_L[block]
-        hidden_nH, some = hidden_NH[chosen], slopes.of(chosen)
-        logits_nV = product(hidden_nH, real_VH.t())
-        temperature, in_place = temperature_of(asked.temperature, chosen), [logits_nV]
-        on_gpu.write_gradient(in_place, in_place, None, None, some, temperature, columns)
-        if isinstance(chosen, slice) and d_hidden_NH is not None:
-            product_into(d_hidden_NH[chosen], logits_nV, real_VH)
-        elif d_hidden_NH is not None:
-            d_hidden_nH = d_hidden_NH.new_empty(hidden_nH.shape)
-            d_hidden_NH[chosen] = product_into(d_hidden_nH, logits_nV, real_VH)
-        d_weight.add(rows, logits_nV, hidden_nH)
-    return of_all_ranks(d_hidden_NH, parts, columns), d_weight.done()
+    slopes = GradCoefficients.from_outputs(batch, total, d_logprob_N, d_entropy_N)
+    live = [gradient != 0 for gradient in (d_logprob_N, d_entropy_N) if gradient is not None]
+    live_N, *more = (mask if mask.dim() == 1 else mask.any(-1) for mask in live)
+    live_N = live_N | more[0] if more else live_N
+    if not len(live_N) or int(live_N.sum()) > _FEW * len(live_N):
+        return slopes, batch, None
+    return slopes.select(live_N), batch.select(live_N), live_N
 
 
 class LogprobsFromHidden(torch.autograd.Function):
@@ -353,89 +315,125 @@ class LogprobsFromHidden(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
+        ctx: Any, batch: TokenBatch, hidden_NH: Tensor, weight_VH: Tensor, parts: ProductParts
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both.
 
         It makes some columns of all tokens at a time, so that each row of the weight is read once;
         with Triton's kernels all columns of some tokens.
         """
-        found, columns, wanted = [], asked.columns, asked.wanted
-        if wanted.backend == "triton":
+        partials, columns = [], batch.columns
+        if batch.options.backend == "triton":
             for tokens, logits_nV in Products(hidden_NH, weight_VH, columns, parts).parts():
-                of_these = temperature_of(asked.temperature, tokens)
-                given = (logits_nV, asked.local[tokens], None, of_these, columns, wanted)
-                found.append(local_statistics(*given))
-            several = len(found) > 1
-            partial = Partial(*map(torch.cat, zip(*found, strict=True))) if several else found[0]
+                partials.append(local_statistics(logits_nV, None, batch.select(tokens)))
+            partial = partials[0]
+            if len(partials) > 1:
+                partial = Partial(*map(torch.cat, zip(*partials, strict=True)))
         else:
-            own, product = [], Product()
+            has_target, product = [], Product()
             for part in parts.of_columns(len(hidden_NH), columns.real, hidden_NH.dtype):
-                logits_Nv = product(hidden_NH, weight_VH[part].t())
-                here = columns._replace(real=part.stop - part.start)
-                local_n = asked.local - part.start
-                given = (logits_Nv, local_n, None, asked.temperature, here, wanted)
-                found.append(local_statistics(*given))
-                own.append(is_ours(local_n, here.real))
-            partial = merged(found, own, asked.temperature)
-        whole = global_statistics(partial, asked)
-        if any(ctx.needs_input_grad[:2]):
-            ctx.save_for_backward(hidden_NH, weight_VH, *whole)
-        ctx.asked, ctx.parts = asked, parts
-        ctx.weight = weight_VH  # what is saved may be another object, without its main_grad
-        return asked.wanted.returned(ctx, whole, asked.temperature)
+                logits_Nv, of_part = product(hidden_NH, weight_VH[part].t()), batch.in_columns(part)
+                partials.append(local_statistics(logits_Nv, None, of_part))
+                has_target.append(is_local(of_part.local, of_part.columns.real))
+            partial = merged(partials, has_target, batch.temperature)
+        ctx.parts = parts
+        ctx.weight = weight_VH  # saved tensors may be other objects, without its main_grad
+        return _outputs(ctx, batch, global_statistics(partial, batch), hidden_NH, weight_VH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
+    def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
         """Make the same parts of the logits again, and from them both gradients.
 
         With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """
-        asked: TokenBatch = ctx.asked
-        hidden_NH, weight_VH, *saved = ctx.saved_tensors
-        given = Whole(*saved), of_logprob_N, of_entropy_N
-        inputs, needed = (ctx.weight, hidden_NH, weight_VH), ctx.needs_input_grad[:2]
-        if asked.wanted.backend == "triton":
-            found = _gradients_by_tokens(*inputs, asked, ctx.parts, given=given, needed=needed)
-            return *found, None, None
-        slopes, temperature, few_N = _differentiated(asked, *given)
-
-        def write(part: slice, logits_Nv: Tensor) -> None:
-            here = slopes._replace(local=slopes.local - part.start)
-            columns = asked.columns._replace(real=part.stop - part.start)
-            rows = [logits_Nv]
-            write_gradient(rows, rows, None, here, temperature, columns, asked.wanted)
-
-        of_these = asked.columns, ctx.parts, few_N
-        found = gradients_by_columns(
-            *inputs, *of_these, needed=needed, dtype=saved[0].dtype, write=write
-        )
-        return *found, None, None
+        by_tokens = ctx.batch.options.backend == "triton"
+        gradients = _gradients_by_tokens if by_tokens else _gradients_by_columns
+        d_hidden_NH, d_weight_VH = gradients(ctx, d_logprob_N, d_entropy_N)
+        return None, of_all_ranks(d_hidden_NH, ctx.parts, ctx.batch.columns), d_weight_VH, None
 
 
-def _forward(
-    ctx: Any, source: Source, asked: TokenBatch, *inputs: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    kept, whole = (choose if asked.keep is None else named)(source, asked)
-    if any(ctx.needs_input_grad):
-        ctx.save_for_backward(*kept, *whole, *inputs)
-    ctx.asked = asked
-    return asked.wanted.returned(ctx, whole, asked.temperature)
+def _gradients_by_columns(
+    ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return this rank's share of the hidden states' gradient, and the weight's gradient.
+
+    It makes the logits again, some columns of all tokens at a time, and adds the hidden states'
+    gradient up in the type of the statistics.
+    """
+    total, hidden_NH, weight_VH = _saved(ctx)
+    slopes, batch, few_N = _differentiated(ctx.batch, total, d_logprob_N, d_entropy_N)
+    real, dtype = batch.columns.real, total.origin.dtype
+    shape, product = hidden_NH.shape, Product()
+    if few_N is not None:
+        hidden_NH = hidden_NH[few_N]
+    _, of_hidden, of_weight, _ = ctx.needs_input_grad
+    sum_NH = torch.zeros_like(hidden_NH, dtype=dtype) if of_hidden else None
+    d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused, written=real)
+    for part in ctx.parts.of_columns(len(hidden_NH), real, hidden_NH.dtype):
+        logits_Nv = product(hidden_NH, weight_VH[part].t())
+        write_gradient([logits_Nv], [logits_Nv], None, slopes, batch.in_columns(part))
+        if sum_NH is not None and dtype == logits_Nv.dtype:
+            sum_NH.addmm_(logits_Nv, weight_VH[part])
+        elif sum_NH is not None:
+            sum_NH += logits_Nv @ weight_VH[part]
+        d_weight.add(part, logits_Nv, hidden_NH)
+    if sum_NH is not None and few_N is not None:
+        sum_NH = sum_NH.new_zeros(shape).masked_scatter_(few_N[:, None], sum_NH)
+    return sum_NH, d_weight.finish()
 
 
-def _gradient(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None) -> Any:
+def _gradients_by_tokens(
+    ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the same with all columns of some tokens at a time, as Triton's kernels take them.
+
+    The hidden states' gradient is in float32 if shares of several ranks are added up.
+    """
+    from . import on_gpu
+
+    total, hidden_NH, weight_VH = _saved(ctx)
+    batch, parts, dtype = ctx.batch, ctx.parts, hidden_NH.dtype
+    slopes, token_N = on_gpu.grad_coefficients(batch, total, d_logprob_N, d_entropy_N)
+    token_L = (token_N >= 0).nonzero().squeeze(1)
+    all_live, rows = len(token_L) == len(hidden_NH), slice(batch.columns.real)
+    real_VH = weight_VH[rows]
+    blocks = list(parts.of_tokens(len(token_L), rows.stop, dtype)) if len(token_L) else []
+    _, of_hidden, of_weight, _ = ctx.needs_input_grad
+    d_hidden_NH: Any = None
+    if of_hidden:
+        allocate = torch.empty_like if all_live and rows.stop else torch.zeros_like
+        d_hidden_NH = allocate(hidden_NH, dtype=slopes.factor.dtype if parts.reduce else dtype)
+    counts = {"written": rows.stop, "parts": len(blocks)}
+    d_weight, product = WeightGradient(ctx.weight, of_weight, parts.fused, **counts), Product()
+    for block in blocks if rows.stop else ():
+        token_n: Any = block if all_live else token_L[block]
+        hidden_nH = hidden_NH[token_n]
+        logits_nV = product(hidden_nH, real_VH.t())
+        of_tokens = slopes.select(token_n), batch.select(token_n)
+        on_gpu.write_gradient([logits_nV], [logits_nV], None, None, *of_tokens)
+        if all_live and d_hidden_NH is not None:
+            product_into(d_hidden_NH[block], logits_nV, real_VH)
+        elif d_hidden_NH is not None:
+            d_hidden_nH = d_hidden_NH.new_empty(hidden_nH.shape)
+            d_hidden_NH[token_n] = product_into(d_hidden_nH, logits_nV, real_VH)
+        d_weight.add(rows, logits_nV, hidden_nH)
+    return d_hidden_NH, d_weight.finish()
+
+
+def _kept_gradient(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None) -> Any:
     """Return the kept columns' tokens, numbers and gradients, each [E], and the saved inputs."""
-    asked: TokenBatch = ctx.asked
-    saved = ctx.saved_tensors
-    kept, whole, inputs = Kept(*saved[:3]), Whole(*saved[3:9]), saved[9:]
-    if of_logprob_N is not None:  # one of -inf does not move
-        of_logprob_N = torch.where(whole.logprob > -torch.inf, of_logprob_N, 0.0)
-    slopes = GradCoefficients.from_outputs(
-        asked.local, whole, of_logprob_N, of_entropy_N, asked.temperature
-    )
-    gradient_E = kept.gradient(slopes, asked.temperature)
-    return kept.row.long(), kept.column.long(), gradient_E, *inputs
+    total, *saved = _saved(ctx)
+    columns, inputs = KeptColumns(*saved[:3]), saved[3:]
+    if d_logprob_N is not None:  # one of -inf does not move
+        d_logprob_N = torch.where(total.logprob > -torch.inf, d_logprob_N, 0.0)
+    slopes = GradCoefficients.from_outputs(ctx.batch, total, d_logprob_N, d_entropy_N)
+    gradient_E = columns.gradient(slopes, ctx.batch)
+    return columns.row.long(), columns.column.long(), gradient_E, *inputs
+
+
+Sampler = Callable[[Source, TokenBatch], tuple[KeptColumns, VocabStatistics]]
+"""Returns this rank's columns among those that are kept, and statistics over all of those."""
 
 
 class KeptFromLogits(torch.autograd.Function):
@@ -447,30 +445,33 @@ class KeptFromLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, kept_N: Tensor | None, asked: TokenBatch
+        ctx: Any,
+        batch: TokenBatch,
+        logits: Tensor,
+        kept_N: Tensor | None,
+        sampler: Sampler,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the statistics; `asked` has an entry for each kept token."""
-        wanted = asked.wanted
-        rows = Order(logits).rows(logits)
-        source = Logits(rows, kept_N, asked.columns, wanted.workspace_bytes)
-        ctx.like = torch.empty_like(logits, device="meta")
-        ctx.device = logits.device
-        return _forward(ctx, source, asked, kept_N, logits if wanted.consume else None)
+        """Compute the statistics; `batch` has an entry for each kept token."""
+        memory, rows = batch.options.workspace_bytes, Order(logits).rows(logits)
+        columns, total = sampler(Logits(rows, kept_N, batch.columns, memory), batch)
+        ctx.like, ctx.device = torch.empty_like(logits, device="meta"), logits.device
+        consumed = logits if batch.options.consume else None
+        return _outputs(ctx, batch, total, *columns, kept_N, consumed)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
+    def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
         """Write the gradients of kept columns, and zeros elsewhere, without a collective."""
-        row_E, column_E, gradient_E, kept_N, logits = _gradient(ctx, of_logprob_N, of_entropy_N)
+        row_E, column_E, gradient_E, kept_N, logits = _kept_gradient(ctx, d_logprob_N, d_entropy_N)
         if logits is None:
             gradient = torch.zeros_like(ctx.like, device=ctx.device)
         else:
-            # An alias that shares the version counter: who has saved the logits too is told of it.
+            # An alias that shares the version counter: autograd tells others who saved the logits.
             gradient = logits.detach().zero_()
         (into,) = as_matrices(Order(gradient).rows(gradient))
-        for panel, chosen, row_e in flat_indices([len(each) for each in into], kept_N, row_E):
-            into[panel][row_e, column_E[chosen]] = gradient_E[chosen].to(gradient.dtype)
-        return gradient, None, None
+        for panel, entry_e, row_e in flat_indices(into, kept_N, row_E):
+            panel[row_e, column_E[entry_e]] = gradient_E[entry_e].to(gradient.dtype)
+        return None, gradient, None, None
 
 
 class KeptFromHidden(torch.autograd.Function):
@@ -478,24 +479,29 @@ class KeptFromHidden(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, asked: TokenBatch, parts: ProductParts
+        ctx: Any,
+        batch: TokenBatch,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        parts: ProductParts,
+        sampler: Sampler,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both."""
         ctx.parts, ctx.weight = parts, weight_VH
-        source = Products(hidden_NH, weight_VH, asked.columns, parts)
-        return _forward(ctx, source, asked, hidden_NH, weight_VH)
+        columns, total = sampler(Products(hidden_NH, weight_VH, batch.columns, parts), batch)
+        return _outputs(ctx, batch, total, *columns, hidden_NH, weight_VH)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_logprob_N: Tensor | None, of_entropy_N: Tensor | None, _: Any) -> Any:
+    def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
         """Compute both gradients with the columns that some token kept, and make no logits.
 
         With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """
-        row_E, column_E, gradient_E, hidden_NH, weight_VH = _gradient(
-            ctx, of_logprob_N, of_entropy_N
+        row_E, column_E, gradient_E, hidden_NH, weight_VH = _kept_gradient(
+            ctx, d_logprob_N, d_entropy_N
         )
-        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        _, of_hidden, of_weight, *_ = ctx.needs_input_grad
         d_hidden_NH = torch.zeros_like(hidden_NH, dtype=gradient_E.dtype) if of_hidden else None
         d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
         used_U, place_E = torch.unique(column_E, return_inverse=True)
@@ -511,5 +517,5 @@ class KeptFromHidden(torch.autograd.Function):
             if d_hidden_NH is not None:
                 d_hidden_NH += d_logits_Nu @ weight_VH[used_U[part]]
             d_weight.add(used_U[part], d_logits_Nu, hidden_NH)
-        d_hidden_NH = of_all_ranks(d_hidden_NH, ctx.parts, ctx.asked.columns)
-        return d_hidden_NH, d_weight.done(), None, None
+        d_hidden_NH = of_all_ranks(d_hidden_NH, ctx.parts, ctx.batch.columns)
+        return None, d_hidden_NH, d_weight.finish(), None, None

@@ -8,6 +8,7 @@ Legend: B batch, S positions, H features, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal
@@ -23,13 +24,13 @@ from megatron_idempotent.megatron.expert_replay import ExpertReplay
 from megatron_idempotent.patching.needs import absent, is_provided
 
 from .api import TokenStats, token_logprobs
-from .arguments import number
+from .errors import misfit, number
 from .truncated_vocab import Sampling
 
 _INSTEAD = "take the logits, and token_logprobs(logits=…)"
 
 
-def stats_of(
+def _stats_of(
     layer: Any, hidden_SBH: Tensor, output_weight: Tensor | None, arguments: dict[str, Any]
 ) -> TokenStats:
     """Call the output layer with `token_logprobs` as its forward; stats are [B, S] as the targets.
@@ -42,9 +43,12 @@ def stats_of(
             fit.
     """
     _accept(layer)
-    size = 1 if not layer.sequence_parallel else _group(layer).size()
-    shape_BS = hidden_SBH.shape[1], hidden_SBH.shape[0] * size
-    arguments = {name: _turned(name, value, shape_BS) for name, value in arguments.items()}
+    # A layer knows its group from 0.13 on.
+    group = getattr(layer, "tp_group", None)
+    group = parallel_state.get_tensor_model_parallel_group() if group is None else group
+    pieces = group.size() if layer.sequence_parallel else 1
+    shape_BS = hidden_SBH.shape[1], hidden_SBH.shape[0] * pieces
+    arguments = {name: _transposed(name, value, shape_BS) for name, value in arguments.items()}
 
     def forward(
         hidden_SBH: Tensor, weight: Tensor | None = None, **_: Any
@@ -56,34 +60,32 @@ def stats_of(
                 "config.defer_embedding_wgrad_compute=True keeps logit gradients for the end of "
                 f"the window, and here there are none: set it to False, or {_INSTEAD}"
             )
-        found = token_logprobs(
+        stats_SB = token_logprobs(
             hidden=hidden_SBH,
             weight=weight_VH,
-            tp_group=_group(layer),
+            tp_group=group,
             hidden_layout="sequence_parallel" if layer.sequence_parallel else "replicated",
             gradient_accumulation_fusion=recorded and layer.gradient_accumulation_fusion,
             **arguments,
         )
-        turned: Any = (
-            each if each is None else each.transpose(0, 1).contiguous() for each in found
-        )
-        return TokenStats(*turned), None
+        stats_BS: Any = (x if x is None else x.transpose(0, 1).contiguous() for x in stats_SB)
+        return TokenStats(*stats_BS), None
 
     # An attribute of the instance, which the module's __call__ prefers to the class's method.
     layer.forward = forward
     try:
-        found, _ = layer(hidden_SBH, weight=output_weight)
+        stats, _ = layer(hidden_SBH, weight=output_weight)
     finally:
         del layer.forward
-    if not isinstance(found, TokenStats):
+    if not isinstance(stats, TokenStats):
         raise RuntimeError(
-            f"a forward hook of the output layer made a {type(found).__name__} of its "
+            f"a forward hook of the output layer made a {type(stats).__name__} of its "
             f"TokenStats: remove the hook, or {_INSTEAD}"
         )
-    return found
+    return stats
 
 
-def scale_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
+def _scale_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
     """Return the factor by which the model multiplies its logits after the output layer (muP).
 
     Raises:
@@ -103,44 +105,37 @@ def scale_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
 
 
 def _accept(layer: Any) -> None:
+    """Raise `ValueError` unless the output layer is a product with its weight and nothing else."""
     kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
-    more = None
+    reason = None
     if not isinstance(layer, ColumnParallelLinear):
-        more = f"is a {kind}, not Megatron's ColumnParallelLinear"
+        reason = f"is a {kind}, not Megatron's ColumnParallelLinear"
     elif "forward" in vars(layer) or type(layer).forward is not ColumnParallelLinear.forward:
-        more = f"({kind}) has a forward that is not ColumnParallelLinear's"
+        reason = f"({kind}) has a forward that is not ColumnParallelLinear's"
     elif layer.bias is not None:
-        more = "has a bias"
+        reason = "has a bias"
     elif layer.disable_grad_reduce:
-        more = "has disable_grad_reduce=True, so its input's gradient is to stay a share"
+        reason = "has disable_grad_reduce=True, so its input's gradient is to stay a share"
     elif getattr(layer, "gtp_remat_size", 1) > 1:
-        more = f"has a weight of which {layer.gtp_remat_size} ranks have a piece each (gtp_remat)"
-    if more is not None:
+        reason = f"has a weight of which {layer.gtp_remat_size} ranks have a piece each (gtp_remat)"
+    if reason is not None:
         raise ValueError(
-            f"the output layer {more}; log-probs out of hidden states know a product with a "
+            f"the output layer {reason}; log-probs out of hidden states know a product with a "
             f"weight and nothing else: {_INSTEAD}"
         )
 
 
-def _group(layer: Any) -> Any:
-    # A layer knows its group from 0.13 on.
-    group = getattr(layer, "tp_group", None)
-    return parallel_state.get_tensor_model_parallel_group() if group is None else group
-
-
-def _turned(name: str, value: Any, shape_BS: tuple[int, int]) -> Any:
+def _transposed(name: str, value: Any, shape_BS: tuple[int, int]) -> Any:
     """Return values [B, S, ...] of each token as [S, B, ...], the order of the hidden states."""
     if isinstance(value, Sampling) and value.keep is not None:
-        keep = _turned("sampling.keep", value.keep, shape_BS)
+        keep = _transposed("sampling.keep", value.keep, shape_BS)
         return dataclasses.replace(value, keep=keep)
     if not isinstance(value, Tensor):
         return value
     if value.shape[:2] != shape_BS:
-        raise ValueError(
-            f"model_logprobs() got {name} of shape {tuple(value.shape)}, and hidden states of "
-            f"{shape_BS[0]} rows with {shape_BS[1]} positions: pass it with these two dimensions "
-            "first"
-        )
+        hidden = f"hidden states of {shape_BS[0]} rows with {shape_BS[1]} positions"
+        argument = f"{name} of shape {tuple(value.shape)}, and {hidden}"
+        raise misfit("model_logprobs", argument, "pass it with these two dimensions first")
     return value.transpose(0, 1)
 
 
@@ -177,9 +172,7 @@ def model_logprobs(
 
     Args:
         model: a GPTModel, or what it is wrapped in: DistributedDataParallel, Float16Module, FSDP.
-        input_ids, position_ids: [B, S], as of `model.forward`.
-        attention_mask: [B, 1, S, S], true where a position is hidden, as of `model.forward`; None
-            for a model that is causal by itself.
+        input_ids: [B, S], as of `model.forward`; so are `position_ids` and `attention_mask`.
         targets: [B, S] of int64 or int32, each position's target, or [B, S, K] for K of them, such
             as a teacher's tokens. With context parallelism those of this rank's positions.
         temperature, entropy, token_mask, ignore_index, vocab_size, workspace_bytes, sampling,
@@ -215,32 +208,32 @@ def model_logprobs(
         sampling=sampling,
         triton=triton,
     )
-    found: list[TokenStats] = []
+    calls = 0
 
-    def kept(**given: Any) -> TokenStats:
-        found.append(processor(**given))
-        return found[-1]
+    def counted(**inputs: Any) -> TokenStats:
+        nonlocal calls
+        calls += 1
+        return processor(**inputs)
 
-    def called() -> Any:
-        return model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            output_processor=kept,
-            **forward,
-        )
-
+    run = functools.partial(
+        model,
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        output_processor=counted,
+        **forward,
+    )
     if routed_experts is None:
-        output = called()
+        output = run()
     else:
         replay = ExpertReplay([model], of="model_logprobs()")
-        output = replay.run(model, routed_experts, called)
+        output = replay.run(model, routed_experts, run)
     if not gpt.post_process:
         stage: Tensor = output
         return stage
-    if len(found) != 1 or not isinstance(output, tuple):
+    if calls != 1 or not isinstance(output, tuple):
         raise RuntimeError(
-            f"the forward of {type(gpt).__qualname__} called its output_processor {len(found)} "
+            f"the forward of {type(gpt).__qualname__} called its output_processor {calls} "
             f"times and returned a {type(output).__name__}: it has to hand it on to GPTModel's "
             "and return what that returns"
         )
@@ -283,9 +276,8 @@ def logprobs_processor(
                 "log-probs were asked for in a forward with an inference_context, whose hidden "
                 "states may be those of some tokens only: call the model without it"
             )
-        scale = scale_of(scale_logits)
-        given = {**arguments, "targets": targets, "temperature": temperature / scale}
-        return stats_of(output_layer, hidden_states, output_weight, given)
+        of_tokens = {"targets": targets, "temperature": temperature / _scale_of(scale_logits)}
+        return _stats_of(output_layer, hidden_states, output_weight, {**arguments, **of_tokens})
 
     return processor
 
@@ -296,10 +288,8 @@ def _gpt_in(model: Any) -> Any:
     while not isinstance(gpt, GPTModel) and isinstance(getattr(gpt, "module", None), Module):
         gpt = gpt.module
     if not isinstance(gpt, GPTModel):
-        raise ValueError(
-            f"model_logprobs() got a {type(gpt).__qualname__}, which has no output_processor as "
-            "Megatron's GPTModel: take its logits, and token_logprobs(logits=…)"
-        )
+        reason = f"a {type(gpt).__qualname__}, which has no output_processor as Megatron's GPTModel"
+        raise misfit("model_logprobs", reason, "take its logits, and token_logprobs(logits=…)")
     built_in = "output_processor" in inspect.signature(GPTModel.forward).parameters
     if not built_in and not is_provided(_PROVIDED):
         raise RuntimeError(

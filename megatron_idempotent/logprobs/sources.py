@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,8 @@ class Order:
     def __init__(self, tensor: Tensor) -> None:
         leading = tensor.dim() - 1
         self._order = sorted(range(leading), key=tensor.stride, reverse=True)
-        self._back = [self._order.index(place) for place in range(leading)]
-        self._shape = [tensor.shape[place] for place in self._order]
+        self._back = [self._order.index(dim) for dim in range(leading)]
+        self._shape = [tensor.shape[dim] for dim in self._order]
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return a view of the tensor with its leading dimensions in this order."""
@@ -43,15 +43,15 @@ class Order:
 
     def flat(self, per_token: Tensor) -> Tensor:
         """Return [...] as [N], or [..., K] as [N, K], in this order."""
-        behind = range(len(self._order), per_token.dim())
-        moved = per_token.permute([*self._order, *behind])
-        return moved.reshape(math.prod(self._shape), *(moved.shape[place] for place in behind))
+        leading = len(self._order)
+        ordered = per_token.permute([*self._order, *range(leading, per_token.dim())])
+        return ordered.reshape(math.prod(self._shape), *ordered.shape[leading:])
 
     def unflat(self, per_token_N: Tensor) -> Tensor:
         """Return [N] as [...], or [N, K] as [..., K]; undo `flat`."""
         behind = per_token_N.shape[1:]
-        places = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
-        return per_token_N.view([*self._shape, *behind]).permute(places)
+        dims = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
+        return per_token_N.view([*self._shape, *behind]).permute(dims)
 
 
 def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
@@ -63,11 +63,11 @@ def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
     try:
         return tuple([tensor.view(-1, tensor.shape[-1])] for tensor in tensors)
     except RuntimeError:  # no one stride leads from row to row
-        found: tuple[list[Tensor], ...] = tuple([] for _ in tensors)
+        panels: tuple[list[Tensor], ...] = tuple([] for _ in tensors)
         for parts in zip(*(tensor.unbind(0) for tensor in tensors), strict=True):
-            for of_tensor, of_part in zip(found, as_matrices(*parts), strict=True):
+            for of_tensor, of_part in zip(panels, as_matrices(*parts), strict=True):
                 of_tensor += of_part
-        return found
+        return panels
 
 
 class RowBlock(NamedTuple):
@@ -75,22 +75,22 @@ class RowBlock(NamedTuple):
 
     panel: int
     rows: slice | Tensor
-    kept: slice
+    tokens: slice
 
-    def read(self, as_matrices: list[Tensor]) -> Tensor:
+    def read(self, panels: list[Tensor]) -> Tensor:
         """Return the block's rows of these panels; a view if the rows follow each other."""
-        rows, matrix = self.rows, as_matrices[self.panel]
+        rows, matrix = self.rows, panels[self.panel]
         if isinstance(rows, Tensor):
             return matrix.index_select(0, rows)
         return matrix.narrow(0, rows.start, rows.stop - rows.start)
 
-    def view(self, as_matrices: list[Tensor]) -> Tensor | None:
+    def view(self, panels: list[Tensor]) -> Tensor | None:
         """Return a view of the block's rows; None if they do not follow each other."""
-        return self.read(as_matrices) if isinstance(self.rows, slice) else None
+        return self.read(panels) if isinstance(self.rows, slice) else None
 
-    def write(self, as_matrices: list[Tensor], values: Tensor) -> None:
+    def write(self, panels: list[Tensor], values: Tensor) -> None:
         """Write values to the block's rows of these panels, rounded to the panels' type."""
-        matrix = as_matrices[self.panel]
+        matrix = panels[self.panel]
         values = values.to(matrix.dtype)
         if isinstance(self.rows, slice):
             matrix[self.rows] = values
@@ -98,39 +98,40 @@ class RowBlock(NamedTuple):
             matrix.index_copy_(0, self.rows, values)
 
 
-def split_like(blocks: Sequence[RowBlock], per_token: Tensor) -> Sequence[Tensor]:
-    """Split [N, ...] into a view for each of the blocks, which together are all kept tokens."""
-    return torch.split(per_token, [each.kept.stop - each.kept.start for each in blocks])
-
-
-def blocks(sizes: list[int], kept_N: Tensor | None, rows: int) -> Iterator[RowBlock]:
-    """Yield blocks of at most `rows` rows: all tokens of panels of these sizes, or the kept ones.
+def blocks_of(panels: list[Tensor], kept_N: Tensor | None, rows: int) -> Iterator[RowBlock]:
+    """Yield blocks of at most `rows` rows: all tokens of these panels, or the kept ones.
 
     `kept_N` is a bool mask, or None for all tokens; the host reads it once for each panel.
     """
-    masks = [None] * len(sizes) if kept_N is None else torch.split(kept_N, sizes)
-    done = 0
-    for panel, (size, mask) in enumerate(zip(sizes, masks, strict=True)):
-        chosen = None if mask is None else mask.nonzero().squeeze(1)
-        for part in _parts(size, chosen, rows):
-            count = part.stop - part.start if isinstance(part, slice) else len(part)
-            yield RowBlock(panel, part, slice(done, done + count))
-            done += count
+    start = 0
+    for panel, (matrix, mask) in enumerate(masked(panels, kept_N)):
+        row_n = None if mask is None else mask.nonzero().squeeze(1)
+        for part in _parts(len(matrix), row_n, rows):
+            stop = start + (part.stop - part.start if isinstance(part, slice) else len(part))
+            yield RowBlock(panel, part, slice(start, stop))
+            start = stop
 
 
-def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tensor]:
-    """Cut the rows into parts of at most `rows`; as slices, without a copy, if runs are long."""
-    if chosen is None:
+def masked(panels: list[Tensor], mask_N: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield each panel with its rows of the mask; with None if the mask is None."""
+    if mask_N is None:
+        return ((panel, None) for panel in panels)
+    return zip(panels, torch.split(mask_N, [len(panel) for panel in panels]), strict=True)
+
+
+def _parts(size: int, row_n: Tensor | None, rows: int) -> Iterator[slice | Tensor]:
+    """Cut rows into parts of at most `rows`; as slices, without a copy, if runs are long."""
+    if row_n is None:
         runs = [(0, size)]
-    elif not len(chosen):
+    elif not len(row_n):
         return
     else:
-        breaks = (chosen[1:] - chosen[:-1] != 1).nonzero().squeeze(1)
-        if len(breaks) >= _SHORTER * -(-len(chosen) // rows):
-            yield from torch.split(chosen, rows)
+        breaks = (row_n[1:] - row_n[:-1] != 1).nonzero().squeeze(1)
+        if len(breaks) >= _SHORTER * -(-len(row_n) // rows):
+            yield from torch.split(row_n, rows)
             return
-        first = torch.cat([chosen[:1], chosen[breaks + 1]])
-        last = torch.cat([chosen[breaks], chosen[-1:]])
+        first = torch.cat([row_n[:1], row_n[breaks + 1]])
+        last = torch.cat([row_n[breaks], row_n[-1:]])
         runs = list(zip(first.tolist(), (last + 1).tolist(), strict=True))
     for start, stop in runs:
         for row in range(start, stop, rows):
@@ -140,26 +141,25 @@ def _parts(size: int, chosen: Tensor | None, rows: int) -> Iterator[slice | Tens
 def kept_places(kept_N: Tensor, count: int) -> Tensor:
     """Return the places of the `count` tokens in a bool mask, in order; int64 [count].
 
-    `nonzero()` finds the same, but has the host wait for the device to learn their number.
+    `nonzero()` returns the same, but has the host wait for the device to learn their number.
     """
     place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, count)
-    found = place_N.new_empty(count + 1)
-    found.scatter_(0, place_N, torch.arange(len(place_N), device=place_N.device))
-    return found[:count]
+    row_n = place_N.new_empty(count + 1)
+    row_n.scatter_(0, place_N, torch.arange(len(place_N), device=place_N.device))
+    return row_n[:count]
 
 
-def zero_others(into: list[Tensor], kept_N: Tensor | None, columns: int) -> None:
+def zero_others(panels: list[Tensor], kept_N: Tensor | None, columns: int) -> None:
     """Zero the parts without a gradient: padding, and tokens that are not kept."""
-    masks = [None] * len(into) if kept_N is None else torch.split(kept_N, [len(p) for p in into])
-    for panel, mask in zip(into, masks, strict=True):
+    for panel, mask in masked(panels, kept_N):
         panel[:, columns:] = 0
         if mask is not None:
             panel.index_fill_(0, mask.logical_not().nonzero().squeeze(1), 0)
 
 
-def submask(kept_N: Tensor | None, chosen_K: Tensor) -> Tensor:
-    """Return a bool mask, over all tokens, of those of the K kept ones that are chosen."""
-    return chosen_K if kept_N is None else kept_N.masked_scatter(kept_N, chosen_K)
+def submask(kept_N: Tensor | None, picked_K: Tensor) -> Tensor:
+    """Return a bool mask, over all tokens, of those of the K kept ones that are picked."""
+    return picked_K if kept_N is None else kept_N.masked_scatter(kept_N, picked_K)
 
 
 def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: torch.dtype) -> int:
@@ -168,21 +168,21 @@ def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: tor
 
 
 def flat_indices(
-    sizes: list[int], kept_N: Tensor | None, token_E: Tensor
-) -> Iterator[tuple[int, slice | Tensor, Tensor]]:
-    """Yield for each panel its number, which of `token_E` are in it, and their rows there.
+    panels: list[Tensor], kept_N: Tensor | None, token_E: Tensor
+) -> Iterator[tuple[Tensor, slice | Tensor, Tensor]]:
+    """Yield each panel, which of `token_E` are in it, and their rows there.
 
     `token_E` are places among the kept tokens.
     """
     row_E = token_E if kept_N is None else kept_N.nonzero().squeeze(1)[token_E]
-    if len(sizes) == 1:
-        yield 0, slice(None), row_E
+    if len(panels) == 1:
+        yield panels[0], slice(None), row_E
         return
     start = 0
-    for panel, size in enumerate(sizes):
-        chosen = ((row_E >= start) & (row_E < start + size)).nonzero().squeeze(1)
-        yield panel, chosen, row_E[chosen] - start
-        start += size
+    for panel in panels:
+        entry_e = ((row_E >= start) & (row_E < start + len(panel))).nonzero().squeeze(1)
+        yield panel, entry_e, row_E[entry_e] - start
+        start += len(panel)
 
 
 #: Narrower matrices are multiplied at a fraction of the speed.
@@ -192,7 +192,7 @@ TILE = 128
 
 
 class ProductParts(NamedTuple):
-    """Says in parts of which size logits are computed, and where their gradients go."""
+    """Describes the parts in which logits are computed, and where their gradients go."""
 
     logits_bytes: int
     """The bytes of logits that are made at a time."""
@@ -205,9 +205,7 @@ class ProductParts(NamedTuple):
     def of_tokens(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
         """Yield the tokens in slices, each of which is multiplied with all columns."""
         rows = rows_of_a_block(columns, self.logits_bytes, 1, dtype)
-        rows = rows // TILE * TILE or rows
-        for start in range(0, tokens or 1, rows):  # without tokens, once none
-            yield slice(start, min(start + rows, tokens))
+        return _slices(tokens, rows // TILE * TILE or rows)
 
     def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
         """Yield the columns in slices, each of which all tokens are multiplied with.
@@ -215,9 +213,12 @@ class ProductParts(NamedTuple):
         A part fits `logits_bytes` in the type in which it is computed, which may be wider.
         """
         width = rows_of_a_block(tokens, self.logits_bytes, 1, accumulated(dtype))
-        width = max(NARROWEST, width)
-        for start in range(0, columns or 1, width):  # without columns, once none
-            yield slice(start, min(start + width, columns))
+        return _slices(columns, max(NARROWEST, width))
+
+
+def _slices(stop: int, step: int) -> Iterator[slice]:
+    """Cut a range into slices; yield an empty one if there is nothing in it."""
+    return (slice(start, min(start + step, stop)) for start in range(0, stop or 1, step))
 
 
 class Product:
@@ -246,7 +247,6 @@ class Logits:
     ) -> None:
         self.dtype = rows.dtype
         self._panels = [panel[:, : columns.real] for panel in as_matrices(rows)[0]]
-        self._sizes = [len(panel) for panel in self._panels]
         self._kept_N, self._columns, self._workspace = kept_N, columns, workspace_bytes
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
@@ -254,26 +254,24 @@ class Logits:
 
         They are views if their rows follow each other, else copies.
         """
-        if not self._panels:
-            return
         rows = rows_of_a_block(self._columns.real, self._workspace, 2, self.dtype)
-        for block in blocks(self._sizes, self._kept_N, rows):
-            yield block.kept, block.read(self._panels)
+        for block in blocks_of(self._panels, self._kept_N, rows):
+            yield block.tokens, block.read(self._panels)
 
-    def of(self, token_b: Tensor) -> Tensor:
+    def rows_of(self, token_b: Tensor) -> Tensor:
         """Return the logits of these tokens, [b, V]."""
-        found = token_b.new_empty(len(token_b), self._columns.real, dtype=self.dtype)
-        for panel, chosen, row in flat_indices(self._sizes, self._kept_N, token_b):
-            found[chosen] = self._panels[panel][row]
-        return found
+        logits_bV = token_b.new_empty(len(token_b), self._columns.real, dtype=self.dtype)
+        for panel, entry_e, row_e in flat_indices(self._panels, self._kept_N, token_b):
+            logits_bV[entry_e] = panel[row_e]
+        return logits_bV
 
-    def at(self, column_NK: Tensor) -> Tensor:
+    def values_at(self, column_NK: Tensor) -> Tensor:
         """Return the logits at some columns of each token, [N, K]."""
-        found = column_NK.new_empty(column_NK.shape, dtype=self.dtype)
-        everyone = torch.arange(len(column_NK), device=column_NK.device)
-        for panel, chosen, row in flat_indices(self._sizes, self._kept_N, everyone):
-            found[chosen] = self._panels[panel][row[:, None], column_NK[chosen]]
-        return found
+        logits_NK = column_NK.new_empty(column_NK.shape, dtype=self.dtype)
+        token_N = torch.arange(len(column_NK), device=column_NK.device)
+        for panel, entry_e, row_e in flat_indices(self._panels, self._kept_N, token_N):
+            logits_NK[entry_e] = panel[row_e[:, None], column_NK[entry_e]]
+        return logits_NK
 
 
 class Products:
@@ -286,25 +284,26 @@ class Products:
         self._parts, self.dtype = parts, hidden_NH.dtype
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        weight_HV = self._weight_VH.t()
-        columns = len(self._weight_VH)
-        product = Product()
-        for tokens in self._parts.of_tokens(len(self._hidden_NH), columns, self.dtype):
-            yield tokens, product(self._hidden_NH[tokens], weight_HV)
+        """Yield the logits of all tokens, some tokens [n, V] at a time, with their places."""
+        weight_HV, product = self._weight_VH.t(), Product()
+        tokens, columns = len(self._hidden_NH), len(self._weight_VH)
+        for part in self._parts.of_tokens(tokens, columns, self.dtype):
+            yield part, product(self._hidden_NH[part], weight_HV)
 
-    def of(self, token_b: Tensor) -> Tensor:
+    def rows_of(self, token_b: Tensor) -> Tensor:
+        """Return the logits of these tokens, [b, V]."""
         return self._hidden_NH[token_b] @ self._weight_VH.t()
 
-    def at(self, column_NK: Tensor) -> Tensor:
+    def values_at(self, column_NK: Tensor) -> Tensor:
         """Return the logits [N, K]; multiply only columns that some token asks for."""
         used_U, place_NK = torch.unique(column_NK, return_inverse=True)
-        found = self._hidden_NH.new_empty(column_NK.shape)
+        logits_NK = self._hidden_NH.new_empty(column_NK.shape)
         if not len(self._weight_VH):
-            return found
+            return logits_NK
         weight_HU = self._weight_VH[used_U].t()
-        for tokens in self._parts.of_tokens(len(found), len(used_U), self.dtype):
-            found[tokens] = (self._hidden_NH[tokens] @ weight_HU).gather(1, place_NK[tokens])
-        return found
+        for part in self._parts.of_tokens(len(logits_NK), len(used_U), self.dtype):
+            logits_NK[part] = (self._hidden_NH[part] @ weight_HU).gather(1, place_NK[part])
+        return logits_NK
 
 
 Source = Logits | Products
@@ -322,24 +321,20 @@ class WeightGradient:
     """
 
     def __init__(
-        self, weight_VH: Tensor, needed: bool, fused: bool, *, written: int = 0, parts: int = 1
+        self, weight_VH: Any, needed: bool, fused: bool, *, written: int = 0, parts: int = 1
     ) -> None:
-        self._weight_VH, self._fused = weight_VH, needed and fused
+        self._parameter, self._fused = weight_VH, needed and fused
         self._sum: Tensor | None = None
         # One product is rounded once, straight to what it is for; several add up in float32.
         self._adds = fused or parts > 1
         exact = accumulated(weight_VH.dtype)
-        if self._fused and (parts <= 1 or self._main_grad.dtype == exact):
-            self._sum = self._main_grad
+        if self._fused and (parts <= 1 or weight_VH.main_grad.dtype == exact):
+            self._sum = weight_VH.main_grad
         elif needed and self._adds:
             self._sum = torch.zeros_like(weight_VH, dtype=exact)
         elif needed:
             self._sum = torch.empty_like(weight_VH)
             self._sum[written if parts else 0 :].zero_()
-
-    @property
-    def _main_grad(self) -> Tensor:
-        return self._weight_VH.main_grad  # type: ignore[attr-defined,no-any-return]
 
     def add(self, rows: slice | Tensor, d_logits_nv: Tensor, hidden_nH: Tensor) -> None:
         """Add the product of these columns' gradients, of some tokens, and the hidden states."""
@@ -354,91 +349,43 @@ class WeightGradient:
         else:
             self._sum[rows] = product_vH
 
-    def done(self) -> Tensor | None:
+    def finish(self) -> Tensor | None:
         """Return the gradient for autograd; zeros if it went into `main_grad`."""
         if self._sum is None:
             return None
-        weight_VH = self._weight_VH
+        parameter = self._parameter
         if not self._fused:
-            return self._sum.to(weight_VH.dtype)
-        if self._sum is not self._main_grad:
-            self._main_grad.add_(self._sum)
-        if hasattr(weight_VH, "grad_added_to_main_grad"):
-            weight_VH.grad_added_to_main_grad = True
+            return self._sum.to(parameter.dtype)
+        if self._sum is not parameter.main_grad:
+            parameter.main_grad.add_(self._sum)
+        if hasattr(parameter, "grad_added_to_main_grad"):
+            parameter.grad_added_to_main_grad = True
         # Zeros, because weights that are tied to another layer's have theirs added to it, and DDP's
-        # hook wants a gradient.
-        return torch.zeros_like(weight_VH)
+        # hook waits for a gradient.
+        return torch.zeros_like(parameter)
 
 
-def product_into(into: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> Tensor:
-    """Write or add `left @ right` to `into`, and return that.
+def product_into(
+    into: Tensor, left_factor: Tensor, right_factor: Tensor, *, add: bool = False
+) -> Tensor:
+    """Write or add the product of two matrices to `into`, and return that.
 
     `into` may be of float32 while the factors have 16 bits.
     """
     beta = int(add)
-    if into.dtype == left.dtype:
-        return torch.addmm(into, left, right, beta=beta, out=into)
-    widened = _widened_product() if into.device.type == "cuda" else None
-    if widened is not None:
-        # The product's own sums are of float32, and are not rounded to half of it in between.
-        found: Tensor = widened(into, left, right, into.dtype, beta=beta, out=into)
-        return found
-    product = left @ right
+    if into.dtype == left_factor.dtype:
+        return torch.addmm(into, left_factor, right_factor, beta=beta, out=into)
+    if into.device.type == "cuda":
+        # cloudpickle takes `torch.ops` for a module that a function needs, and cannot pickle it.
+        from torch._ops import ops
+
+        # Its own sums are of float32, and are not rounded to half of it in between. From 2.8 on.
+        widened = getattr(ops.aten.addmm, "dtype_out", None)
+        if widened is not None:
+            widened(into, left_factor, right_factor, into.dtype, beta=beta, out=into)
+            return into
+    product = left_factor @ right_factor
     return into.add_(product) if add else into.copy_(product)
-
-
-def _widened_product() -> Any:
-    """Return the operator that multiplies into a wider type; None before torch 2.8."""
-    # cloudpickle takes `torch.ops` for a module that a function needs, and cannot pickle it.
-    from torch._ops import ops
-
-    return getattr(ops.aten.addmm, "dtype_out", None)
-
-
-def gradients_by_columns(
-    weight: Tensor,
-    hidden_NH: Tensor,
-    weight_VH: Tensor,
-    columns: Columns,
-    parts: ProductParts,
-    few_N: Tensor | None,
-    *,
-    needed: tuple[bool, bool],
-    dtype: torch.dtype,
-    write: Callable[[slice, Tensor], None],
-) -> tuple[Tensor | None, Tensor | None]:
-    """Make the logits again, some columns of all tokens at a time, and from them both gradients.
-
-    With `parts.reduce` the group's ranks take part in one all-reduce.
-
-    Args:
-        weight: the parameter with the `main_grad`; autograd may have saved another object,
-            `weight_VH`.
-        hidden_NH: the hidden states of all tokens.
-        weight_VH: the weight as it was saved.
-        columns: those of this rank.
-        parts: the size of the parts.
-        few_N: a mask of the tokens that have a gradient; None if all have one.
-        needed: says which of the two gradients are computed.
-        dtype: the type in which the hidden states' gradient is added up.
-        write: overwrites these columns' logits of the tokens of `few_N` with their gradient.
-    """
-    shape, product = hidden_NH.shape, Product()
-    if few_N is not None:
-        hidden_NH = hidden_NH[few_N]
-    sum_NH = torch.zeros_like(hidden_NH, dtype=dtype) if needed[0] else None
-    d_weight = WeightGradient(weight, needed[1], parts.fused, written=columns.real)
-    for part in parts.of_columns(len(hidden_NH), columns.real, hidden_NH.dtype):
-        logits_Nv = product(hidden_NH, weight_VH[part].t())
-        write(part, logits_Nv)
-        if sum_NH is not None and dtype == logits_Nv.dtype:
-            sum_NH.addmm_(logits_Nv, weight_VH[part])
-        elif sum_NH is not None:
-            sum_NH += logits_Nv @ weight_VH[part]
-        d_weight.add(part, logits_Nv, hidden_NH)
-    if sum_NH is not None and few_N is not None:
-        sum_NH = sum_NH.new_zeros(shape).masked_scatter_(few_N[:, None], sum_NH)
-    return of_all_ranks(sum_NH, parts, columns), d_weight.done()
 
 
 def of_all_ranks(
@@ -460,12 +407,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(backward)
-    def once(ctx: Any, *gradients: Any) -> Any:
-        if all(each is None for each in gradients):
+    def wrapped(ctx: Any, *gradients: Any) -> Any:
+        if all(gradient is None for gradient in gradients):
             return (None,) * len(ctx.needs_input_grad)
         return torch.autograd.function.once_differentiable(backward)(ctx, *gradients)
 
-    return once
+    return wrapped
 
 
 class SequenceParallel(torch.autograd.Function):
@@ -480,9 +427,9 @@ class SequenceParallel(torch.autograd.Function):
         """Return all pieces; the group's ranks take part in one all-gather."""
         ctx.group = group
         size = dist.get_world_size(group)
-        whole = hidden.new_empty(size * hidden.shape[0], *hidden.shape[1:])
-        dist.all_gather_into_tensor(whole, hidden.contiguous(), group=group)
-        return whole
+        pieces = hidden.new_empty(size * hidden.shape[0], *hidden.shape[1:])
+        dist.all_gather_into_tensor(pieces, hidden.contiguous(), group=group)
+        return pieces
 
     @staticmethod
     @once_differentiable

@@ -2,22 +2,21 @@
 
 All ranks get the same bits.
 
-Legend: N tokens, K targets of a token, P parts of the columns, R ranks.
+Legend: N tokens, K targets of a token, X numbers of a token, P parts of the columns, R ranks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .truncated_vocab import Sampling
-
 #: Types of ids that callers may have; they are computed as int64.
 ID_DTYPES = (torch.int64, torch.int32)
+#: Stands for -inf where it is multiplied by a probability of 0: the product is then 0, not NaN.
+FINITE = -1e30
 
 Backend = Literal["eager", "triton"]
 
@@ -46,25 +45,11 @@ class Columns(NamedTuple):
 class ComputeOptions(NamedTuple):
     """Holds the options of a computation."""
 
-    entropy: bool
-    entropy_gradient: bool
-    consume: bool
-    backend: Backend
-    workspace_bytes: int
-
-    def returned(
-        self, ctx: Any, whole: Whole, temperature: Tensor | float
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return `(logprob, entropy, lse)`, and mark those that have no gradient for autograd."""
-        lse_N = whole.origin / temperature + whole.log_sum
-        # Copies, because callers may change in place what the backward has saved.
-        entropy_N = whole.entropy.clone() if self.entropy else None
-        constant = [lse_N]
-        if entropy_N is not None and not self.entropy_gradient:
-            constant.append(entropy_N)
-        ctx.mark_non_differentiable(*constant)
-        ctx.set_materialize_grads(False)
-        return whole.logprob.clone(), entropy_N, lse_N
+    entropy: bool = False
+    entropy_gradient: bool = False
+    consume: bool = False
+    backend: Backend = "eager"
+    workspace_bytes: int = 0
 
 
 class TokenBatch(NamedTuple):
@@ -75,11 +60,7 @@ class TokenBatch(NamedTuple):
     temperature: Tensor | float
     """The temperature of all tokens, or [N]."""
     columns: Columns
-    wanted: ComputeOptions
-    sampling: Sampling | None = None
-    """The sampler, if it leaves something out."""
-    keep: Tensor | None = None
-    """`Sampling.keep` of these tokens, [N, K]."""
+    options: ComputeOptions
 
     @property
     def local(self) -> Tensor:
@@ -94,10 +75,22 @@ class TokenBatch(NamedTuple):
         """The ranks in the group that have the targets' columns, in the targets' shape."""
         return self.targets // self.columns.per_rank
 
+    def select(self, tokens: slice | Tensor) -> TokenBatch:
+        """Return the inputs of some tokens."""
+        temperature = self.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature[tokens]
+        return self._replace(targets=self.targets[tokens], temperature=temperature)
 
-def temperature_of(temperature: Tensor | float, tokens: slice | Tensor) -> Tensor | float:
-    """Return the temperature of some tokens, if each token has its own."""
-    return temperature[tokens] if isinstance(temperature, Tensor) else temperature
+    def in_columns(self, part: slice) -> TokenBatch:
+        """Return the same tokens for some of this rank's columns, as if it had no others."""
+        first, real = self.columns.first + part.start, part.stop - part.start
+        return self._replace(columns=self.columns._replace(first=first, real=real))
+
+
+def per_row(temperature: Tensor | float) -> Tensor | float:
+    """Return the temperature in a shape that divides rows: a number, or [n, 1]."""
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
 
 
 def is_unit_temperature(temperature: Tensor | float) -> bool:
@@ -110,7 +103,7 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def is_ours(local: Tensor, columns: int) -> Tensor:
+def is_local(local: Tensor, columns: int) -> Tensor:
     """Return a mask of the columns that are among the first `columns`, those of this rank."""
     return (local >= 0) & (local < columns)
 
@@ -121,8 +114,8 @@ def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     Both are [n, 1], or [n, K] for K targets. The column is 0 if another rank has the target.
     """
     local_nK = local_n if local_n.dim() == 2 else local_n[:, None]
-    ours_nK = is_ours(local_nK, columns)
-    return torch.where(ours_nK, local_nK, 0), ours_nK
+    is_local_nK = is_local(local_nK, columns)
+    return torch.where(is_local_nK, local_nK, 0), is_local_nK
 
 
 class Partial(NamedTuple):
@@ -139,9 +132,15 @@ class Partial(NamedTuple):
     exponentials: Tensor
     """Σ exp(z)"""
     moments: Tensor
-    """Σ exp(z)·z; zeros if no entropy is wanted."""
+    """Σ exp(z)·z; zeros if no entropy is computed."""
     target: Tensor
     """The target's z; 0 on ranks without its column. With K targets their logits, [N, K]."""
+
+    @staticmethod
+    def empty(like_N: Tensor, target: Tensor) -> Partial:
+        """Return statistics of no columns, of the type of `like_N`, with these targets."""
+        zeros_N = torch.zeros_like(like_N)
+        return Partial(torch.full_like(like_N, FINITE), zeros_N, zeros_N.clone(), target)
 
     def packed(self) -> Tensor:
         """Return what a rank sends, [N, 3 + K]."""
@@ -150,7 +149,7 @@ class Partial(NamedTuple):
         return torch.cat([torch.stack(self[:3], dim=-1), self.target], dim=-1)
 
 
-class Whole(NamedTuple):
+class VocabStatistics(NamedTuple):
     """Holds statistics of all columns, with z = (logit - origin) / temperature; each [N]."""
 
     origin: Tensor
@@ -166,7 +165,9 @@ class Whole(NamedTuple):
     entropy: Tensor
 
 
-def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, group: Any) -> Whole:
+def combine(
+    partial: Partial, owner_N: Tensor, temperature: Tensor | float, group: Any
+) -> VocabStatistics:
     """Combine the ranks' statistics into those of the whole vocabulary.
 
     The group's ranks take part in one all-gather. Sums of the ranks' sums are taken in float64 and
@@ -177,61 +178,58 @@ def combine(partial: Partial, owner_N: Tensor, temperature: Tensor | float, grou
     dtype = partial.origin.dtype
     parts_RNX = all_gathered(partial.packed(), group)
     rank_R = torch.arange(len(parts_RNX), device=owner_N.device)
-    own_RN = owner_N == rank_R.view(-1, *(1 for _ in owner_N.shape))  # [R, N, K] for K targets
-    found = _together(parts_RNX, own_RN, temperature)
+    has_target_RN = owner_N == rank_R.view(-1, *(1 for _ in owner_N.shape))  # K targets: [R, N, K]
+    sums = _summed(parts_RNX, has_target_RN, temperature)
     if owner_N.dim() == 1:
-        return with_target(*found, dtype)
-    return with_targets(*found, owner_N >= 0, temperature, dtype)
+        return with_target(*sums, dtype)
+    return _with_targets(*sums, owner_N >= 0, temperature, dtype)
 
 
 def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
     """Gather [N, X] of each of the group's ranks as [R, N, X]; one rank alone sends nothing."""
     if group is None or dist.get_world_size(group) == 1:
         return sent_NX[None]
-    found_RNX = sent_NX.new_empty(dist.get_world_size(group), *sent_NX.shape)
-    dist.all_gather_into_tensor(found_RNX.view(-1, sent_NX.shape[-1]), sent_NX, group=group)
-    return found_RNX
+    gathered_RNX = sent_NX.new_empty(dist.get_world_size(group), *sent_NX.shape)
+    dist.all_gather_into_tensor(gathered_RNX.view(-1, sent_NX.shape[-1]), sent_NX, group=group)
+    return gathered_RNX
 
 
-def merged(parts: list[Partial], own: list[Tensor], temperature: Tensor | float) -> Partial:
+def merged(parts: list[Partial], has_target: list[Tensor], temperature: Tensor | float) -> Partial:
     """Merge statistics of parts of a rank's columns, without a collective.
 
-    `own` has a mask for each part, [N] or [N, K]: True for targets that are among its columns.
+    `has_target` has a mask for each part, [N] or [N, K]: True for targets among its columns.
     """
     if len(parts) == 1:
         return parts[0]
     parts_PNX = torch.stack([part.packed() for part in parts])
-    found = _together(parts_PNX, torch.stack(own), temperature)
-    return Partial(*(each.to(parts_PNX.dtype) for each in found))
+    sums = _summed(parts_PNX, torch.stack(has_target), temperature)
+    return Partial(*(sum_N.to(parts_PNX.dtype) for sum_N in sums))
 
 
-def _together(
-    parts_PNX: Tensor, own_PN: Tensor, temperature: Tensor | float
+def _summed(
+    parts_PNX: Tensor, has_target_PN: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `Partial` over all parts together, in float64.
 
-    `own_PN` says which part has each target; for K targets it is [P, N, K].
+    `has_target_PN` says which part has each target; for K targets it is [P, N, K].
     """
     parts_PNX = parts_PNX.double()
     origin_PN, sums_PN, moments_PN = parts_PNX[..., :3].unbind(-1)
     origin_N = origin_PN.amax(0)
-    behind_PN = (origin_PN - origin_N) / temperature
-    weights_PN = behind_PN.exp()
-    if own_PN.dim() == 2:
-        target_N = torch.where(own_PN, parts_PNX[..., 3] + behind_PN, 0.0).sum(0)
-    else:
-        target_N = torch.where(own_PN, parts_PNX[..., 3:], 0.0).sum(0)
+    below_PN = (origin_PN - origin_N) / temperature
+    weights_PN = below_PN.exp()
+    target_PN = parts_PNX[..., 3] + below_PN if has_target_PN.dim() == 2 else parts_PNX[..., 3:]
     return (
         origin_N,
         (weights_PN * sums_PN).sum(0),
-        (weights_PN * (moments_PN + behind_PN * sums_PN)).sum(0),
-        target_N,
+        (weights_PN * (moments_PN + below_PN * sums_PN)).sum(0),
+        torch.where(has_target_PN, target_PN, 0.0).sum(0),
     )
 
 
 def with_target(
     origin_N: Tensor, others_N: Tensor, moment_N: Tensor, z_N: Tensor, dtype: torch.dtype
-) -> Whole:
+) -> VocabStatistics:
     """Compute the statistics of all columns from the target's z and the others' sums.
 
     All are given in float64, and rounded to `dtype` at the end.
@@ -241,25 +239,25 @@ def with_target(
     moment_N = moment_N + torch.where(target_N == 0, 0.0, target_N * z_N)
     log_sum_N = sum_N.log()
     mean_N = moment_N / sum_N
-    found = (origin_N, sum_N, mean_N, log_sum_N, z_N - log_sum_N, log_sum_N - mean_N)
-    return Whole(*(each.to(dtype) for each in found))
+    fields = (origin_N, sum_N, mean_N, log_sum_N, z_N - log_sum_N, log_sum_N - mean_N)
+    return VocabStatistics(*(field.to(dtype) for field in fields))
 
 
-def with_targets(
+def _with_targets(
     origin_N: Tensor,
     others_N: Tensor,
     moment_N: Tensor,
     logit_NK: Tensor,
-    counted_NK: Tensor,
+    valid_NK: Tensor,
     temperature: Tensor | float,
     dtype: torch.dtype,
-) -> Whole:
+) -> VocabStatistics:
     """Compute the statistics of all columns from K targets' logits and the others' sums.
 
-    All are given in float64, and rounded to `dtype` at the end. Targets that `counted_NK` leaves
-    out have no part in them; no token is a target twice.
+    All are given in float64, and rounded to `dtype` at the end. Targets that `valid_NK` leaves out
+    have no part in them; no token is a target twice.
     """
-    logit_NK = torch.where(counted_NK, logit_NK, -torch.inf)
+    logit_NK = torch.where(valid_NK, logit_NK, -torch.inf)
     top_N = torch.maximum(origin_N, logit_NK.amax(-1))
     z_NK = (logit_NK - top_N[:, None]) / per_row(temperature)
     mass_NK = z_NK.exp()
@@ -270,18 +268,113 @@ def with_targets(
     moment_N = moment_N + torch.where(mass_NK == 0, 0.0, mass_NK * z_NK).sum(-1)
     log_sum_N = sum_N.log()
     mean_N = moment_N / sum_N
-    logprob_NK = torch.where(counted_NK, z_NK - log_sum_N[:, None], 0.0)
+    logprob_NK = torch.where(valid_NK, z_NK - log_sum_N[:, None], 0.0)
     # Not the logarithm of a product: however unlikely all others are, this one is a number.
     rest_N = others_N.log() + below_N - log_sum_N
     logprob_NX = torch.cat([logprob_NK, rest_N[:, None]], -1)
-    found = (top_N, sum_N, mean_N, log_sum_N, logprob_NX, log_sum_N - mean_N)
-    return Whole(*(each.to(dtype) for each in found))
+    fields = (top_N, sum_N, mean_N, log_sum_N, logprob_NX, log_sum_N - mean_N)
+    return VocabStatistics(*(field.to(dtype) for field in fields))
 
 
-def per_row(temperature: Tensor | float) -> Tensor | float:
-    """Return the temperature in a shape that divides rows: a number, or [n, 1]."""
-    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
+#: Between these values of log Σ exp(logits) the gradient uses exp(logit) as it is. Below them
+#: exponentials lose bits that the probabilities have; above them the factor of exp(logit) does.
+_LEAST_LOG, _MOST_LOG = -15.0, 40.0
 
 
-#: Stands for -inf where it is multiplied by a probability of 0: the product is then 0, not NaN.
-FINITE = -1e30
+class GradCoefficients(NamedTuple):
+    """Holds the numbers of each kept token's gradient, each [N].
+
+    The gradient is exp(z)·(factor + slope·z), with z = (logit - origin) / temperature, and
+    `of_target` at the target's column.
+    """
+
+    origin: Tensor | None
+    """The number that z subtracts from each logit; None if it is 0 for all tokens."""
+    factor: Tensor
+    slope: Tensor | None
+    """The factor of z; None if entropies have no gradient."""
+    of_target: Tensor
+    """The gradient at the targets' columns, [N] or [N, K]."""
+
+    @staticmethod
+    def from_outputs(
+        batch: TokenBatch,
+        total: VocabStatistics,
+        d_logprob_N: Tensor | None,
+        d_entropy_N: Tensor | None,
+    ) -> GradCoefficients:
+        """Return the numbers of p·(-g_logprob - g_entropy·(H + log p)) + [is target]·g_logprob.
+
+        It takes H + log p as z - mean, so that nothing cancels, and the target's 1 - p from its
+        log-prob.
+        """
+        if d_logprob_N is None:
+            d_logprob_N = torch.zeros_like(total.logprob)
+        if batch.targets.dim() == 2:
+            return GradCoefficients._of_targets(batch, total, d_logprob_N, d_entropy_N)
+        temperature, like_N = batch.temperature, total.origin
+        origin_N, sum_N, mean_N, _, logprob_N, entropy_N = (field.double() for field in total)
+        d_logprob_N = d_logprob_N / temperature
+        factor_N, slope_N = -d_logprob_N / sum_N, None
+        of_target_N = -d_logprob_N * logprob_N.expm1()
+        if d_entropy_N is not None:
+            d_entropy_N = d_entropy_N / temperature
+            factor_N = factor_N + d_entropy_N * mean_N / sum_N
+            slope_N = (-d_entropy_N / sum_N).to(like_N)
+            inner_N = (logprob_N + entropy_N).clamp(min=FINITE)
+            of_target_N = of_target_N - d_entropy_N * logprob_N.exp() * inner_N
+        elif is_unit_temperature(temperature):
+            # exp(logit), or if that or its factor might not be a normal number, exp(logit - lse).
+            lse_N = origin_N + sum_N.log()
+            near_N = (lse_N > _LEAST_LOG) & (lse_N < _MOST_LOG)
+            origin_N = torch.where(near_N, 0.0, lse_N.to(like_N)).double()
+            factor_N = -d_logprob_N * (origin_N - lse_N).exp()
+        origin = origin_N.to(like_N) if bool(origin_N.any()) else None
+        return GradCoefficients(origin, factor_N.to(like_N), slope_N, of_target_N.to(like_N))
+
+    @staticmethod
+    def _of_targets(
+        batch: TokenBatch,
+        total: VocabStatistics,
+        d_logprob_NX: Tensor,
+        d_entropy_N: Tensor | None,
+    ) -> GradCoefficients:
+        """Return the same for K targets and the rest, all other tokens; each has a gradient.
+
+        The other columns' gradient is written with q = p / rest, which is a number however small
+        both are: q·(g_rest·(1 - rest) - rest·Σ g_target), and for the entropy
+        -q·rest·g_entropy·(H + log p).
+        """
+        temperature, like_N = batch.temperature, total.origin
+        top_N, _, _, log_sum_N, logprob_NX, entropy_N = (field.double() for field in total)
+        logprob_NK, rest_N = logprob_NX[:, :-1], logprob_NX[:, -1]
+        d_logprob_NX = d_logprob_NX.double() / per_row(temperature)
+        # A log-prob of -inf does not move.
+        d_logprob_NX = torch.where(logprob_NX > -torch.inf, d_logprob_NX, 0.0)
+        d_target_NK, d_rest_N = d_logprob_NX[:, :-1], d_logprob_NX[:, -1]
+        d_targets_N = d_target_NK.sum(-1)
+        # z = (logit - origin) / temperature + shift = log q
+        of_others_N = torch.where(rest_N > -torch.inf, log_sum_N + rest_N, 0.0)
+        exact_N = top_N + of_others_N * temperature
+        origin_N = exact_N.to(like_N)
+        shift_N = (origin_N.double() - exact_N) / temperature
+        factor_N = -d_rest_N * rest_N.expm1() - rest_N.exp() * d_targets_N
+        slope_N = None
+        p_NK = logprob_NK.exp()
+        d_others_NK = (d_targets_N + d_rest_N)[:, None] - d_target_NK
+        of_target_NK = -d_target_NK * logprob_NK.expm1() - p_NK * d_others_NK
+        if d_entropy_N is not None:
+            d_entropy_N = d_entropy_N.double() / temperature
+            inner_N = (rest_N + entropy_N).clamp(min=FINITE)
+            scaled_N = d_entropy_N * rest_N.exp()
+            factor_N = factor_N - scaled_N * (inner_N + shift_N)
+            slope_N = (-scaled_N * shift_N.exp()).to(like_N)
+            inner_NK = (logprob_NK + entropy_N[:, None]).clamp(min=FINITE)
+            of_target_NK = of_target_NK - d_entropy_N[:, None] * p_NK * inner_NK
+        factor_N = factor_N * shift_N.exp()
+        return GradCoefficients(origin_N, factor_N.to(like_N), slope_N, of_target_NK.to(like_N))
+
+    def select(self, tokens: slice | Tensor) -> GradCoefficients:
+        """Return the numbers of some tokens."""
+        fields: list[Any] = [None if field is None else field[tokens] for field in self]
+        return GradCoefficients(*fields)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .arguments import integer
+from .errors import integer, misfit, one_of, typed
 from .statistics import ID_DTYPES
 
 
@@ -43,17 +43,15 @@ def shift_targets(
         ValueError: shapes or types that do not fit.
 
     Example:
-        stats = token_logprobs(logits=logits, targets=shift_targets(tokens, mask=valid))
+        stats = token_logprobs(logits=logits, targets=shift_targets(tokens, mask=attention_mask))
     """
     integer("shift_targets", "ignore_index", ignore_index)
     if tokens.dtype not in ID_DTYPES or tokens.dim() < 1:
-        raise ValueError(
-            f"shift_targets() got tokens of {tokens.dtype} and shape {tuple(tokens.shape)}: "
-            "torch.int64 or int32, [..., positions]"
-        )
+        remedy = "torch.int64 or int32, [..., positions]"
+        raise misfit("shift_targets", f"tokens of {typed(tokens)}", remedy)
     if mask is not None and mask.shape != tokens.shape:
-        raise ValueError(
-            f"shift_targets() got mask of shape {tuple(mask.shape)}: {tuple(tokens.shape)}"
+        raise misfit(
+            "shift_targets", f"mask of shape {tuple(mask.shape)}", f"{tuple(tokens.shape)}"
         )
     targets = torch.full_like(tokens, ignore_index)
     if not tokens.shape[-1]:
@@ -65,9 +63,9 @@ def shift_targets(
     if cu_seqlens is not None:
         _check_lengths("shift_targets", cu_seqlens)
         # Which sequence each position is in; n after the last one.
-        place_T = torch.arange(tokens.shape[-1], device=tokens.device)
-        ends = cu_seqlens[1:].to(place_T)
-        number_T = torch.searchsorted(ends, place_T, right=True)
+        position_T = torch.arange(tokens.shape[-1], device=tokens.device)
+        ends = cu_seqlens[1:].to(position_T)
+        number_T = torch.searchsorted(ends, position_T, right=True)
         following = following & (number_T[:-1] == number_T[1:]) & (number_T[1:] < len(ends))
     targets[..., :-1] = torch.where(following, tokens[..., 1:], ignore_index)
     return targets
@@ -97,30 +95,27 @@ def context_parallel_part(
         ValueError: a rank that the group has not, positions that cannot be dealt out evenly, or
             shapes and types that do not fit.
     """
+    caller = "context_parallel_part"
     if not 0 <= rank < size:
-        raise ValueError(
-            f"context_parallel_part() got rank {rank} of {size}: pass a rank from 0 to {size - 1}"
-        )
+        raise misfit(caller, f"rank {rank} of {size}", f"pass a rank from 0 to {size - 1}")
     if size == 1:
         return values
     positions = values.shape[dim]
     if positions % (2 * size):
-        raise ValueError(
-            f"context_parallel_part() got {positions} positions for {size} ranks: pad them to a "
-            f"multiple of {2 * size}"
-        )
-    place = torch.arange(positions // size, device=values.device)
+        argument, remedy = f"{positions} positions for {size} ranks", "pad them to a multiple of"
+        raise misfit(caller, argument, f"{remedy} {2 * size}")
+    position = torch.arange(positions // size, device=values.device)
     if cu_seqlens is None:
-        start, offset = torch.zeros_like(place), place
-        half = torch.full_like(place, positions // (2 * size))
+        start, offset = torch.zeros_like(position), position
+        half = torch.full_like(position, positions // (2 * size))
     else:
-        _check_lengths("context_parallel_part", cu_seqlens)
-        starts = cu_seqlens.to(place)
+        _check_lengths(caller, cu_seqlens)
+        starts = cu_seqlens.to(position)
         # Of each sequence a rank has its share, so the shares begin where starts / size say.
-        number = torch.searchsorted(starts[1:] // size, place, right=True)
+        number = torch.searchsorted(starts[1:] // size, position, right=True)
         number = number.clamp(max=len(starts) - 2)
         start = starts[number]
-        offset = place - start // size
+        offset = position - start // size
         half = (starts[number + 1] - start) // (2 * size)
     behind = (2 * size - 1 - rank) * half + (offset - half)
     return values.index_select(
@@ -162,52 +157,49 @@ def context_parallel_whole(
         parts = [context_parallel_part(tokens, rank=rank, size=2) for rank in range(2)]
         assert torch.equal(context_parallel_whole(parts), tokens)
     """
-    if losses not in ("same", "parts"):
-        raise ValueError(f"context_parallel_whole() got losses={losses!r}: 'same' or 'parts'")
+    caller = "context_parallel_whole"
+    one_of(caller, "losses", losses, ("same", "parts"))
     if group is not None:
         if not isinstance(parts, Tensor):
-            raise ValueError(
-                f"context_parallel_whole() got a group and a {type(parts).__name__}: this rank's "
-                "part alone, a tensor"
-            )
+            remedy = "this rank's part alone, a tensor"
+            raise misfit(caller, f"a group and a {type(parts).__name__}", remedy)
         parts = _GatheredParts.apply(parts, group, losses == "parts")
-    each = list(parts.unbind() if isinstance(parts, Tensor) else parts)
-    shapes = sorted({tuple(part.shape) for part in each})
+    tensors = list(parts.unbind() if isinstance(parts, Tensor) else parts)
+    shapes, size = sorted({tuple(part.shape) for part in tensors}), len(tensors)
     if len(shapes) != 1 or not shapes[0]:
-        raise ValueError(
-            f"context_parallel_whole() got {len(each)} parts of shapes {shapes}: those of all "
-            "ranks, of one shape"
-        )
-    size = len(each)
+        remedy = "those of all ranks, of one shape"
+        raise misfit(caller, f"{size} parts of shapes {shapes}", remedy)
     if size == 1:
-        return each[0]
-    joined = torch.cat(each, dim)
+        return tensors[0]
+    joined = torch.cat(tensors, dim)
     positions = joined.shape[dim]
     if positions % (2 * size):
-        raise ValueError(
-            f"context_parallel_whole() got {positions // size} positions from each of {size} "
-            f"ranks: pass parts that context_parallel_part made, which have an even number"
-        )
-    return joined.index_select(dim, _places(positions, size, cu_seqlens, joined.device))
+        argument = f"{positions // size} positions from each of {size} ranks"
+        remedy = "pass parts that context_parallel_part made, which have an even number"
+        raise misfit(caller, argument, remedy)
+    return joined.index_select(dim, _index_among_parts(positions, size, cu_seqlens, joined.device))
 
 
-def _places(positions: int, size: int, cu_seqlens: Tensor | None, device: Any) -> Tensor:
+def _index_among_parts(positions: int, size: int, cu_seqlens: Tensor | None, device: Any) -> Tensor:
     """Return where each position is among the parts of all ranks, one after the other."""
-    place_T = torch.arange(positions, device=device)
+    position_T = torch.arange(positions, device=device)
     if cu_seqlens is None:
-        start, half = torch.zeros_like(place_T), torch.full_like(place_T, positions // (2 * size))
+        start, half = (
+            torch.zeros_like(position_T),
+            torch.full_like(position_T, positions // (2 * size)),
+        )
     else:
         _check_lengths("context_parallel_whole", cu_seqlens)
-        starts = cu_seqlens.to(place_T)
-        number = torch.searchsorted(starts[1:].contiguous(), place_T, right=True)
+        starts = cu_seqlens.to(position_T)
+        number = torch.searchsorted(starts[1:].contiguous(), position_T, right=True)
         number = number.clamp(max=len(starts) - 2)
         start = starts[number]
         # At least 1: positions after the last sequence have none.
         half = ((starts[number + 1] - start) // (2 * size)).clamp(min=1)
-    piece = (place_T - start) // half
+    piece = (position_T - start) // half
     front = piece < size
     rank = torch.where(front, piece, 2 * size - 1 - piece)
-    offset = (place_T - start) % half + torch.where(front, 0, half)
+    offset = (position_T - start) % half + torch.where(front, 0, half)
     return rank * (positions // size) + start // size + offset
 
 
@@ -231,9 +223,6 @@ class _GatheredParts(torch.autograd.Function):
         return gradient[dist.get_rank(ctx.group)], None, None
 
 
-def _check_lengths(what: str, cu_seqlens: Tensor) -> None:
+def _check_lengths(caller: str, cu_seqlens: Tensor) -> None:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
-        raise ValueError(
-            f"{what}() got cu_seqlens of {cu_seqlens.dtype} and shape {tuple(cu_seqlens.shape)}: "
-            "integers, [sequences + 1]"
-        )
+        raise misfit(caller, f"cu_seqlens of {typed(cu_seqlens)}", "integers, [sequences + 1]")

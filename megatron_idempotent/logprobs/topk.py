@@ -1,4 +1,4 @@
-"""`vocab_topk` finds each distribution's likeliest tokens, over a vocabulary that ranks share.
+"""`vocab_topk` finds a teacher's likeliest tokens; `topk_kl` a student's divergence from them.
 
 Legend: N tokens, n some of them, V columns of the vocabulary on this rank, R ranks, K tokens that
 are asked for, C candidates of a rank, W those of all ranks.
@@ -11,21 +11,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import Inputs, ResultLayout, integer, masked_tokens, positive
+from .api import TokenStats
+from .arguments import Call
+from .errors import dense, misfit, one_of
 from .kernels import local_statistics
-from .sources import Logits, Products, Source
 from .statistics import (
-    FINITE,
-    Columns,
     ComputeOptions,
     Partial,
+    TokenBatch,
     accumulated,
     all_gathered,
     per_row,
-    temperature_of,
 )
-
-_NAME = "vocab_topk"
 
 
 class TopK(NamedTuple):
@@ -63,7 +60,7 @@ def vocab_topk(
 
     It reads the logits once, a few rows at a time, or makes them from hidden states some tokens at
     a time; it takes O(tokens · K) memory and the workspace. The result has no gradient: the student
-    calls `token_logprobs` for its own log-probs of `ids`, or `token_kl` for the divergence.
+    calls `token_logprobs` for its own log-probs of `ids`, and `topk_kl` for the divergence.
 
     With a `tp_group` of several ranks all of them take part in one all-gather of 12 + 8 · K bytes
     per token and rank, and find the same bits.
@@ -83,65 +80,42 @@ def vocab_topk(
     Example:
         teacher = vocab_topk(logits=logits, k=64, tp_group=group, vocab_size=vocab_size)
     """
-    inputs = Inputs.accepted(
-        _NAME,
+    caller = "vocab_topk"
+    call = Call(
+        caller,
         logits=logits,
         hidden=hidden,
         weight=weight,
         tp_group=tp_group,
         vocab_size=vocab_size,
+        temperature=temperature,
+        token_mask=token_mask,
+        ignore_index=ignore_index,
         hidden_layout=hidden_layout,
         workspace_bytes=workspace_bytes,
     )
-    columns = inputs.columns
+    columns = call.columns
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= columns.vocabulary:
-        raise ValueError(
-            f"{_NAME}() got k={k!r}: from 1 to {columns.vocabulary}, the size of the vocabulary"
-        )
-    integer(_NAME, "ignore_index", ignore_index)
-    tokens = masked_tokens(_NAME, inputs.shape, token_mask)
-    positive(_NAME, temperature, inputs.shape, tokens)
-    rows = inputs.rows()
-    layout = ResultLayout(rows, tokens)
-    wanted = ComputeOptions(
-        entropy=False,
-        entropy_gradient=False,
-        consume=False,
-        backend="eager",
-        workspace_bytes=inputs.workspace(),
-    )
-    source: Source
-    if weight is None:
-        # Larger than what stays in a cache: a few small operations are made of each block.
-        memory = inputs.logits_bytes()
-        source = Logits(layout.order.rows(rows), layout.kept_N, columns, memory)
-    else:
-        source = Products(layout.chosen(rows), weight, columns, inputs.parts())
-    per_token = layout.chosen(temperature)
+        remedy = f"from 1 to {columns.vocabulary}, the size of the vocabulary"
+        raise misfit(caller, f"k={k!r}", remedy)
+    rows = call.gather()
+    source, options = call.source(rows), ComputeOptions(workspace_bytes=call.workspace())
     with torch.no_grad():
-        width = min(k, columns.per_rank)
-        like_N = torch.zeros(tokens.computed, dtype=accumulated(source.dtype), device=rows.device)
-        logits_NC = like_N.new_full((len(like_N), width), -torch.inf)
-        sums = Partial(like_N.clone(), like_N.clone(), like_N.clone(), logits_NC)
-        sums.origin.fill_(FINITE)
-        ids_NC = torch.zeros(len(like_N), width, dtype=torch.int64, device=rows.device)
-        here = min(width, columns.real)
-        for part, logits_nV in source.parts() if here and len(like_N) else ():
-            column_nC = largest(logits_nV, here)
-            of_part = temperature_of(per_token, part)
-            # These columns are no part of the sums, so what is left beside them is exact.
-            found = local_statistics(logits_nV, column_nC, None, of_part, columns, wanted)
-            for into_N, values_n in zip(sums[:3], found[:3], strict=True):
+        width, count = min(k, columns.per_rank), min(k, columns.real)
+        like_N = torch.zeros(call.count, dtype=accumulated(source.dtype), device=rows.device)
+        sums = Partial.empty(like_N, like_N.new_full((call.count, width), -torch.inf))
+        ids_NC = torch.zeros(call.count, width, dtype=torch.int64, device=rows.device)
+        batch = TokenBatch(ids_NC, call.ordered(temperature), columns, options)
+        for part, logits_nV in source.parts() if count and call.count else ():
+            # These columns are no part of the sums, so the rest beside them is exact.
+            ids_nC = largest(logits_nV, count) + columns.first
+            partial = local_statistics(logits_nV, None, batch.select(part)._replace(targets=ids_nC))
+            for into_N, values_n in zip(sums[:3], partial[:3], strict=True):
                 into_N[part] = values_n
-            sums.target[part, :here] = found.target
-            ids_NC[part, :here] = column_nC + columns.first
-        topk = _of_all_ranks(sums, ids_NC, k, per_token, columns)
-    return TopK(
-        logprob=layout.shaped(topk.logprob),
-        ids=layout.shaped(topk.ids, fill=ignore_index),
-        rest=layout.shaped(topk.rest),
-        lse=layout.shaped(topk.lse),
-    )
+            sums.target[part, :count], ids_NC[part, :count] = partial.target, ids_nC
+        topk = _of_all_ranks(sums, k, batch)
+    ids = call.shaped(topk.ids, fill=ignore_index)
+    return TopK(*map(call.shaped, topk))._replace(ids=ids)
 
 
 def largest(logits_nV: Tensor, count: int) -> Tensor:
@@ -149,10 +123,10 @@ def largest(logits_nV: Tensor, count: int) -> Tensor:
 
     Of equal logits those in the lowest columns are chosen, and come first.
     """
-    one_more = min(count + 1, logits_nV.shape[1])
-    values_nX, column_nX = logits_nV.topk(one_more, -1)
+    count_and_next = min(count + 1, logits_nV.shape[1])
+    values_nX, column_nX = logits_nV.topk(count_and_next, -1)
     column_nC = column_nX[:, :count]
-    if one_more > count:
+    if count_and_next > count:
         # Of those that equal the last one, what topk has taken is nobody's choice.
         tied_b = (values_nX[:, -1] == values_nX[:, -2]).nonzero().squeeze(1)
         if len(tied_b):
@@ -170,27 +144,25 @@ def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) ->
     last_b1 = values_bC[:, -1:]
     above_b = (values_bC > last_b1).sum(-1)
     row_e, column_e = (logits_bV == last_b1).nonzero().unbind(1)
-    place_e = torch.arange(len(row_e), device=row_e.device)
-    everyone_b = torch.arange(len(logits_bV), device=row_e.device)
-    slot_e = above_b[row_e] + place_e - torch.searchsorted(row_e, everyone_b)[row_e]
-    taken_e = slot_e < values_bC.shape[1]
-    return column_bC.index_put((row_e[taken_e], slot_e[taken_e]), column_e[taken_e])
+    entry_e = torch.arange(len(row_e), device=row_e.device)
+    token_b = torch.arange(len(logits_bV), device=row_e.device)
+    slot_e = above_b[row_e] + entry_e - torch.searchsorted(row_e, token_b)[row_e]
+    is_chosen_e = slot_e < values_bC.shape[1]
+    return column_bC.index_put((row_e[is_chosen_e], slot_e[is_chosen_e]), column_e[is_chosen_e])
 
 
-def _of_all_ranks(
-    sums: Partial, ids_NC: Tensor, k: int, temperature: Tensor | float, columns: Columns
-) -> TopK:
+def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
     """Merge the ranks' candidates and sums over their other columns, alike on all ranks.
 
     The group's ranks take part in one all-gather.
     """
-    dtype = sums.origin.dtype
+    dtype, ids_NC, temperature = sums.origin.dtype, batch.targets, batch.temperature
     # As bits: not every id is a number of float32.
     bits = torch.int32 if dtype == torch.float32 else torch.int64
     sent_NX = torch.cat([sums.packed(), ids_NC.to(bits).view(dtype)], -1)
-    found_RNX = all_gathered(sent_NX, columns.group)
+    gathered_RNX = all_gathered(sent_NX, batch.columns.group)
     width = ids_NC.shape[1]
-    sums_RN3, logits_RNC, bits_RNC = torch.split(found_RNX, [3, width, width], -1)
+    sums_RN3, logits_RNC, bits_RNC = torch.split(gathered_RNX, [3, width, width], -1)
     # Ranks have their columns in order, so of equal logits the lowest id comes first.
     logits_NW = logits_RNC.transpose(0, 1).flatten(1)
     ids_NW = bits_RNC.contiguous().view(bits).long().transpose(0, 1).flatten(1)
@@ -201,13 +173,163 @@ def _of_all_ranks(
     z_NW = (ordered_NW - top_N[:, None]) / per_row(temperature)
     others_N = (mass_RN * ((origin_RN - top_N) / temperature).exp()).sum(0)
     # What is left is added up apart: beside tokens that are all but certain it would be lost.
-    left_RN = (origin_RN - top_N) / temperature + mass_RN.log()
-    left_NX = torch.cat([left_RN.t(), z_NW[:, k:]], -1)
-    left_N = left_NX.logsumexp(-1)
+    others_RN = (origin_RN - top_N) / temperature + mass_RN.log()
+    others_NX = torch.cat([others_RN.t(), z_NW[:, k:]], -1)
+    rest_N = others_NX.logsumexp(-1)
     log_sum_N = (others_N + z_NW.exp().sum(-1)).log()
     return TopK(
         logprob=(z_NW[:, :k] - log_sum_N[:, None]).to(dtype),
         ids=ids_NW.gather(1, place_NW[:, :k]),
-        rest=(left_N - log_sum_N).to(dtype),
+        rest=(rest_N - log_sum_N).to(dtype),
         lse=(top_N / temperature + log_sum_N).to(dtype),
     )
+
+
+class TokenKL(NamedTuple):
+    """Holds the divergence of each token, [...], in nats; float32, or float64 for such logits.
+
+    It is zero for tokens that are masked.
+    """
+
+    kl: Tensor
+    student_mass: Tensor
+    """The probability that the student gives the teacher's K tokens; not differentiable."""
+    teacher_mass: Tensor
+    """The probability that the teacher gives its K tokens."""
+
+
+def topk_kl(
+    stats: TokenStats,
+    teacher_logprobs: Tensor,
+    *,
+    teacher_rest: Tensor | None = None,
+    valid: Tensor | None = None,
+    direction: Literal["forward", "reverse", "mixed"] = "forward",
+    mix: float = 0.5,
+    tail: Literal["bucket", "ignore", "renormalize"] = "bucket",
+) -> TokenKL:
+    """Compute the student's divergence from a teacher's K tokens, differentiable in the student.
+
+    With t and s the probabilities of the K tokens over the whole vocabularies, and t_rest and
+    s_rest those of all other tokens together,
+
+    - "bucket" gives both distributions K + 1 outcomes, of which the last is any other token:
+      forward Σ t·(log t - log s) + t_rest·(log t_rest - log s_rest). This is never more than the
+      divergence of the whole vocabulary, and never below 0 but for rounding.
+    - "ignore" takes the K summands alone, Σ t·(log t - log s). This is no divergence: it may be
+      below 0.
+    - "renormalize" divides s and t by their sums over the K tokens, so that the probability that
+      the student gives other tokens does not count.
+
+    The forward direction is KL(teacher ‖ student); the reverse one swaps s and t. Summands whose
+    first factor is 0 are 0. Nothing is averaged, and nothing is multiplied by the square of the
+    temperature.
+
+    Args:
+        stats: what `token_logprobs` or `model_logprobs` returned for the teacher's ids as targets.
+        teacher_logprobs: [..., K], over the teacher's whole vocabulary; taken as they are, because
+            they have the teacher's temperature already.
+        teacher_rest: [...], the teacher's log-prob of all other tokens; None for what
+            `teacher_logprobs` leave of 1, and no less than the rounding of their type.
+        valid: [..., K] of bool, False for entries whose ids were `ignore_index`; None if all are
+            ids. Tokens that were masked are known from the stats.
+        direction: "forward", "reverse", or "mixed": mix · forward + (1 - mix) · reverse.
+        mix: the forward direction's share in "mixed".
+        tail: "bucket", "ignore" or "renormalize".
+
+    Returns:
+        TokenKL, [...], without gradient where the divergence is infinite.
+
+    Raises:
+        ValueError: stats of one target per token, or shapes that do not fit.
+
+    Example:
+        stats = model_logprobs(model, *inputs, targets=teacher.ids)
+        kl = topk_kl(stats, teacher.logprob, teacher_rest=teacher.rest).kl
+    """
+    caller = "topk_kl"
+    one_of(caller, "direction", direction, ("forward", "reverse", "mixed"))
+    one_of(caller, "tail", tail, ("bucket", "ignore", "renormalize"))
+    if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix <= 1:
+        raise misfit(caller, f"mix={mix!r}", "pass the forward direction's share, from 0 to 1")
+    if stats.rest is None:
+        argument = f"stats of targets of shape {tuple(stats.logprob.shape)}, one for each token"
+        raise misfit(caller, argument, "compute them with the teacher's ids as targets, [..., K]")
+    for name, value, like in (
+        ("teacher_logprobs", teacher_logprobs, stats.logprob),
+        ("teacher_rest", teacher_rest, stats.rest),
+        ("valid", valid, stats.logprob),
+    ):
+        if value is not None:
+            dense(caller, name, value)
+        if value is not None and value.shape != like.shape:
+            argument = f"{name} of shape {tuple(value.shape)} for a student's of"
+            raise misfit(caller, f"{argument} {tuple(stats.logprob.shape)}", f"{tuple(like.shape)}")
+    # Zeros for all of them are a token that was not computed: no probabilities add up to K + 1.
+    computed = (stats.rest != 0) | (stats.logprob != 0).any(-1)
+    valid_K = computed[..., None] if valid is None else valid & computed[..., None]
+    student_K = stats.logprob.double().masked_fill(~valid_K, -torch.inf)
+    teacher_K = teacher_logprobs.detach().double().masked_fill(~valid_K, -torch.inf)
+    student_mass, teacher_mass = student_K.detach().exp().sum(-1), teacher_K.exp().sum(-1)
+    if tail == "bucket":
+        student_rest = stats.rest.double()
+        if teacher_rest is None:
+            teacher_rest = _unnamed_logprob(
+                teacher_K, teacher_mass, student_rest, teacher_logprobs.dtype
+            )
+        # Tokens without any entry have no outcomes at all.
+        empty = ~valid_K.any(-1, keepdim=True)
+        student_K, teacher_K = (
+            torch.cat(
+                [logprob_K, rest_logprob[..., None].double().masked_fill(empty, -torch.inf)], -1
+            )
+            for logprob_K, rest_logprob in (
+                (student_K, student_rest),
+                (teacher_K, teacher_rest.detach()),
+            )
+        )
+    elif tail == "renormalize":
+        student_K, teacher_K = _renormalized(student_K), _renormalized(teacher_K)
+    forward = {"forward": 1.0, "reverse": 0.0, "mixed": mix}[direction]
+    kl = torch.zeros_like(teacher_mass)
+    if forward:
+        kl = kl + forward * _kl(teacher_K, student_K)
+    if forward < 1:
+        kl = kl + (1.0 - forward) * _kl(student_K, teacher_K)
+    # In a mix the direction that is finite would move the token.
+    kl = kl.masked_fill(kl == torch.inf, torch.inf)
+    dtype = stats.logprob.dtype
+    return TokenKL(kl.to(dtype), student_mass.to(dtype), teacher_mass.to(dtype))
+
+
+def _unnamed_logprob(
+    teacher_K: Tensor, mass: Tensor, student_rest: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the log-prob that the teacher's K log-probs leave for all other tokens.
+
+    It is at least the rounding of the K, because less cannot be told from nothing. It is -inf if no
+    more is left and the student has no other token.
+    """
+    size_K = torch.where(teacher_K > -torch.inf, 1 - teacher_K, 0.0)
+    rounding = torch.finfo(dtype).eps * (teacher_K.exp() * size_K).sum(-1)
+    remainder = 1 - mass
+    nothing = (remainder <= rounding) & (student_rest == -torch.inf)
+    return torch.maximum(remainder, rounding).log().masked_fill(nothing, -torch.inf)
+
+
+def _renormalized(logprob_K: Tensor) -> Tensor:
+    """Divide a token's probabilities by their sum; leave a token without any as it is."""
+    total = logprob_K.logsumexp(-1, keepdim=True)
+    return logprob_K - torch.where(total > -torch.inf, total, 0.0)
+
+
+def _kl(first_K: Tensor, second_K: Tensor) -> Tensor:
+    """Sum p·(log p - log q), given the logarithms; infinite, without gradient, if only q is 0."""
+    takes_part_K = first_K > -torch.inf
+    infinite = (takes_part_K & (second_K == -torch.inf)).any(-1)
+    used_K = takes_part_K & ~infinite[..., None]
+    # Not -inf · 0, whose gradient would be NaN.
+    first_K = torch.where(used_K, first_K, 0.0)
+    second_K = torch.where(used_K, second_K, 0.0)
+    summands_K = torch.where(used_K, first_K.exp() * (first_K - second_K), 0.0)
+    return summands_K.sum(-1).masked_fill(infinite, torch.inf)

@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import statistics
-from .kernels import GradCoefficients
+from .statistics import GradCoefficients, TokenBatch, is_unit_temperature
 
 #: In place of -inf, whose products with 0 are NaN.
 FINITE = tl.constexpr(statistics.FINITE)
@@ -48,9 +48,9 @@ _LN2 = tl.constexpr(0.6931471805599453)
 def exponential(z: tl.tensor) -> tl.tensor:
     """Return exp(z) of a finite z: 1 of 0, and 0 if float32 has no normal number for it."""
     power = z * _LOG2E
-    rest = tl.fma(power, -_LN2, z)
-    found = tl.exp2(power)
-    return tl.fma(found, rest, found)
+    remainder = tl.fma(power, -_LN2, z)
+    rounded = tl.exp2(power)
+    return tl.fma(rounded, remainder, rounded)
 
 
 @triton.jit
@@ -116,18 +116,25 @@ SHAPES: dict[Kernel, tuple[Shape, ...]] = {
     "gradient": (Shape(8, 2, 1), Shape(8, 4, 1), Shape(4, 4, 1), Shape(8, 2, 3)),
 }
 #: The shape that each kernel uses now.
-chosen: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.items()}
+IN_USE: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.items()}
 
 
 @contextlib.contextmanager
 def using(**shapes: Shape) -> Iterator[None]:
     """Use other shapes inside of a `with`, for benchmarks: `using(gradient=Shape(4, 2, 1))`."""
-    before = dict(chosen)
-    chosen.update(shapes)  # type: ignore[arg-type]
+    previous = dict(IN_USE)
+    IN_USE.update(shapes)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        chosen.update(before)
+        IN_USE.update(previous)
+
+
+def temperature_arguments(batch: TokenBatch, like: Tensor) -> dict[str, Any]:
+    """Return a kernel's arguments for the temperature; `like` stands where there is no tensor."""
+    if isinstance(batch.temperature, Tensor):
+        return {"temperatures": batch.temperature, "temperature": 1.0, "PER_TOKEN": True}
+    return {"temperatures": like, "temperature": float(batch.temperature), "PER_TOKEN": False}
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -151,11 +158,11 @@ def _absorb(
     ENTROPY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Add a tile to each lane's largest logit and sums, and return them."""
-    before_L = largest_L
-    largest_L = tl.maximum(before_L, tl.max(x_UL, 0))
+    previous_L = largest_L
+    largest_L = tl.maximum(previous_L, tl.max(x_UL, 0))
     z_UL = scaled(x_UL - largest_L[None, :], temperature, inverse, UNIT)
     exponential_UL = exponential(z_UL)
-    behind_L = scaled(before_L - largest_L, temperature, inverse, UNIT)
+    behind_L = scaled(previous_L - largest_L, temperature, inverse, UNIT)
     weight_L = exponential(behind_L)
     if ENTROPY:
         moved_L = weight_L * (moment_L + behind_L * sum_L)
@@ -170,7 +177,7 @@ def statistics_kernel(
     rows: tl.tensor,
     local: tl.tensor,
     temperatures: tl.tensor,
-    found: tl.tensor,
+    into: tl.tensor,
     row_stride: tl.tensor,
     column_stride: tl.tensor,
     columns: tl.tensor,
@@ -199,83 +206,73 @@ def statistics_kernel(
     inverse = tl.div_rn(1.0, temperature)
     first = segment * SEGMENT
     last = tl.minimum(first + SEGMENT, columns)
-    whole = first + (last - first) // TILE * TILE
+    tiles_end = first + (last - first) // TILE * TILE
     target = tl.load(local + token)
-    here = (target >= first) & (target < last)
-    apart = tl.where(here, target, -1).to(tl.int32)
+    has_target = (target >= first) & (target < last)
+    apart = tl.where(has_target, target, -1).to(tl.int32)
     offset_UL = tl.arange(0, UNROLL)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     largest_L = tl.full([LANES], FINITE, tl.float32)
     sum_L = tl.zeros([LANES], tl.float32)
     moment_L = tl.zeros([LANES], tl.float32)
-    for start in tl.range(first, whole, TILE, num_stages=STAGES):
+    for start in tl.range(first, tiles_end, TILE, num_stages=STAGES):
         column_UL = start + offset_UL
-        place_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
-        x_UL = tl.load(base + place_UL, eviction_policy="evict_first").to(tl.float32)
+        address_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
+        x_UL = tl.load(base + address_UL, eviction_policy="evict_first").to(tl.float32)
         # The target is no part of the sums; its tile alone pays for that.
         if (apart >= start) & (apart < start + TILE):
             x_UL = tl.where(column_UL == apart, float("-inf"), x_UL)
         largest_L, sum_L, moment_L = _absorb(
             x_UL, largest_L, sum_L, moment_L, temperature, inverse, UNIT, ENTROPY
         )
-    if whole < last:
-        column_UL = whole + offset_UL
-        place_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
-        there_UL = column_UL < last
-        x_UL = tl.load(base + place_UL, mask=there_UL, other=float("-inf")).to(tl.float32)
+    if tiles_end < last:
+        column_UL = tiles_end + offset_UL
+        address_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
+        inside_UL = column_UL < last
+        x_UL = tl.load(base + address_UL, mask=inside_UL, other=float("-inf")).to(tl.float32)
         x_UL = tl.where(column_UL == apart, float("-inf"), x_UL)
         largest_L, sum_L, moment_L = _absorb(
             x_UL, largest_L, sum_L, moment_L, temperature, inverse, UNIT, ENTROPY
         )
-    place = target if ADJACENT else target * column_stride
-    logit = tl.load(base + place, mask=here, other=float("-inf")).to(tl.float32)
+    target_offset = target if ADJACENT else target * column_stride
+    logit = tl.load(base + target_offset, mask=has_target, other=float("-inf")).to(tl.float32)
     origin = tl.maximum(tl.max(largest_L, 0), logit, propagate_nan=tl.PropagateNan.ALL)
     behind_L = scaled(largest_L - origin, temperature, inverse, UNIT)
     weight_L = exponential(behind_L)
-    of_token = found + (segment.to(tl.int64) * tokens + token) * 4
+    of_token = into + (segment.to(tl.int64) * tokens + token) * 4
     tl.store(of_token, origin)
     tl.store(of_token + 1, tl.sum(weight_L * sum_L, 0))
     moment = tl.sum(weight_L * (moment_L + behind_L * sum_L), 0) if ENTROPY else 0.0
     tl.store(of_token + 2, moment)
     z = logit - origin if UNIT else tl.div_rn(logit - origin, temperature)
-    tl.store(of_token + 3, tl.where(here, z, 0.0))
+    tl.store(of_token + 3, tl.where(has_target, z, 0.0))
 
 
 def launch_statistics(
-    logits: Tensor,
-    rows_N: Tensor | None,
-    local_N: Tensor,
-    temperature: Tensor | float,
-    columns: int,
-    entropy: bool,
-    shape: Shape,
+    logits: Tensor, row_N: Tensor | None, batch: TokenBatch, shape: Shape
 ) -> Tensor:
     """Compute the fields of `Partial` per segment and token, [P, N, 4].
 
-    `logits` is a matrix [rows, ≥ columns]; `rows_N` names the tokens' rows, None for all of them.
+    `logits` is a matrix [rows, ≥ columns]; `row_N` has the tokens' rows, None for all of them.
     """
+    local_N, columns = batch.local, batch.columns.real
     tokens, segments = len(local_N), shape.segments(columns)
-    found_PN4 = local_N.new_empty(segments, tokens, 4, dtype=torch.float32)
-    per_token = isinstance(temperature, Tensor)
+    into_PN4 = local_N.new_empty(segments, tokens, 4, dtype=torch.float32)
     with on_device_of(logits):
         statistics_kernel[(tokens * segments,)](
-            logits,
-            local_N if rows_N is None else rows_N,
-            local_N,
-            temperature if per_token else found_PN4,
-            found_PN4,
-            logits.stride(0),
-            logits.stride(1),
-            columns,
-            tokens,
-            1.0 if isinstance(temperature, Tensor) else float(temperature),
-            HAS_ROWS=rows_N is not None,
-            PER_TOKEN=per_token,
-            UNIT=not per_token and temperature == 1,
+            *(logits, local_N if row_N is None else row_N, local_N),
+            into=into_PN4,
+            row_stride=logits.stride(0),
+            column_stride=logits.stride(1),
+            columns=columns,
+            tokens=tokens,
+            HAS_ROWS=row_N is not None,
+            UNIT=is_unit_temperature(batch.temperature),
             ADJACENT=logits.stride(1) == 1,
-            ENTROPY=entropy,
+            ENTROPY=batch.options.entropy,
+            **temperature_arguments(batch, into_PN4),
             **shape.constants(logits.dtype),
         )
-    return found_PN4
+    return into_PN4
 
 
 @triton.jit
@@ -322,12 +319,12 @@ def gradient_kernel(
     if token < 0:
         for start in range(first, end, TILE):
             column_T = start + offset_T
-            place_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
+            address_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
             zero_T = tl.zeros([TILE], into.dtype.element_ty)
-            tl.store(into_base + place_T, zero_T, mask=column_T < end)
+            tl.store(into_base + address_T, zero_T, mask=column_T < end)
         return
     last = tl.maximum(tl.minimum(end, columns), first)
-    whole = first + (last - first) // TILE * TILE
+    tiles_end = first + (last - first) // TILE * TILE
     if PER_TOKEN:
         temperature = tl.load(temperatures + token)
     inverse = tl.div_rn(1.0, temperature)
@@ -337,29 +334,29 @@ def gradient_kernel(
     of_target = tl.load(of_targets + token)
     target = tl.load(local + token)
     apart = tl.where((target >= first) & (target < last), target, -1).to(tl.int32)
-    for start in tl.range(first, whole, TILE, num_stages=STAGES):
+    for start in tl.range(first, tiles_end, TILE, num_stages=STAGES):
         column_T = start + offset_T
-        place_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
+        address_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
         into_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
-        x_T = tl.load(base + place_T, eviction_policy="evict_first").to(tl.float32)
+        x_T = tl.load(base + address_T, eviction_policy="evict_first").to(tl.float32)
         z_T = scaled(x_T - origin, temperature, inverse, UNIT)
         factor_T = tl.fma(z_T, slope, factor) if HAS_SLOPE else factor
         gradient_T = exponential(z_T) * factor_T
         if (apart >= start) & (apart < start + TILE):
             gradient_T = tl.where(column_T == apart, of_target, gradient_T)
         tl.store(into_base + into_T, gradient_T.to(into.dtype.element_ty))
-    for start in range(whole, end, TILE):
+    for start in range(tiles_end, end, TILE):
         column_T = start + offset_T
-        there_T = column_T < last
-        place_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
+        inside_T = column_T < last
+        address_T = column_T if ADJACENT else column_T.to(tl.int64) * column_stride
         into_T = column_T if ADJACENT else column_T.to(tl.int64) * into_column_stride
-        x_T = tl.load(base + place_T, mask=there_T, other=0.0).to(tl.float32)
+        x_T = tl.load(base + address_T, mask=inside_T, other=0.0).to(tl.float32)
         z_T = scaled(x_T - origin, temperature, inverse, UNIT)
         factor_T = tl.fma(z_T, slope, factor) if HAS_SLOPE else factor
         gradient_T = exponential(z_T) * factor_T
         gradient_T = tl.where(column_T == apart, of_target, gradient_T)
         # Padding, too.
-        gradient_T = tl.where(there_T, gradient_T, 0.0)
+        gradient_T = tl.where(inside_T, gradient_T, 0.0)
         tl.store(into_base + into_T, gradient_T.to(into.dtype.element_ty), mask=column_T < end)
 
 
@@ -368,41 +365,33 @@ def launch_gradient(
     into: Tensor,
     token_M: Tensor | None,
     slopes: GradCoefficients,
-    temperature: Tensor | float,
-    columns: int,
+    batch: TokenBatch,
     shape: Shape,
 ) -> None:
     """Write the gradient into all of `into` [M, ≥ columns], which may be `logits`.
 
-    `token_M` names each row's token in `slopes`, with -1 for rows of zeros. None means that the
+    `token_M` has each row's token in `slopes`, with -1 for rows of zeros. None means that the
     rows are the tokens in turn.
     """
-    width = into.shape[1]
-    per_token = isinstance(temperature, Tensor)
-    some = slopes.factor
+    local_N, width, factor_N = batch.local, into.shape[1], slopes.factor
     with on_device_of(logits):
         gradient_kernel[(len(into) * shape.segments(width),)](
-            logits,
-            into,
-            slopes.local if token_M is None else token_M,
-            slopes.local,
-            some if slopes.origin is None else slopes.origin,
-            slopes.factor,
-            some if slopes.slope is None else slopes.slope,
-            slopes.of_target,
-            temperature if per_token else some,
-            logits.stride(0),
-            logits.stride(1),
-            into.stride(0),
-            into.stride(1),
-            columns,
-            width,
-            1.0 if isinstance(temperature, Tensor) else float(temperature),
+            *(logits, into, local_N if token_M is None else token_M, local_N),
+            origins=factor_N if slopes.origin is None else slopes.origin,
+            factors=factor_N,
+            slopes=factor_N if slopes.slope is None else slopes.slope,
+            of_targets=slopes.of_target,
+            row_stride=logits.stride(0),
+            column_stride=logits.stride(1),
+            into_row_stride=into.stride(0),
+            into_column_stride=into.stride(1),
+            columns=batch.columns.real,
+            width=width,
             HAS_TOKENS=token_M is not None,
             HAS_ORIGIN=slopes.origin is not None,
             HAS_SLOPE=slopes.slope is not None,
-            PER_TOKEN=per_token,
-            UNIT=not per_token and temperature == 1,
+            UNIT=is_unit_temperature(batch.temperature),
             ADJACENT=logits.stride(1) == 1 and into.stride(1) == 1,
+            **temperature_arguments(batch, factor_N),
             **shape.constants(logits.dtype),
         )

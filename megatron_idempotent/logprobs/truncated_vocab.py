@@ -16,22 +16,23 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import GradCoefficients, local_statistics
+from .errors import misfit
+from .kernels import local_statistics
 from .sources import Source, rows_of_a_block
 from .statistics import (
     FINITE,
     ID_DTYPES,
     Columns,
+    GradCoefficients,
     Partial,
     TokenBatch,
-    Whole,
+    VocabStatistics,
     accumulated,
     all_gathered,
     combine,
-    is_ours,
+    is_local,
     per_row,
     place_of,
-    temperature_of,
     with_target,
 )
 
@@ -68,39 +69,31 @@ class Sampling:
     not suffice for a token, eight times as many are sent, and so on."""
 
     def __post_init__(self) -> None:
-        def refuse(name: str, known: str) -> None:
-            raise ValueError(f"Sampling() got {name}={getattr(self, name)!r}: {known}")
+        def refuse(name: str, allowed: str) -> None:
+            raise misfit("Sampling", f"{name}={getattr(self, name)!r}", allowed)
 
-        whole = self.top_k is None or (isinstance(self.top_k, int) and self.top_k >= -1)
-        if isinstance(self.top_k, bool) or not whole:
+        def is_number(value: object, *types: type) -> bool:
+            return isinstance(value, types) and not isinstance(value, bool)
+
+        if self.top_k is not None and not (is_number(self.top_k, int) and self.top_k >= -1):
             refuse("top_k", "pass a number of tokens; 0, -1 or None for all")
-        number = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
-        if not number or not 0 < self.top_p <= 1:
+        if not is_number(self.top_p, int, float) or not 0 < self.top_p <= 1:
             refuse("top_p", "pass a probability above 0; 1 for all")
         if self.target not in ("keep", "-inf"):
             refuse("target", "pass 'keep' or '-inf'")
-        if self.candidates is not None and (
-            isinstance(self.candidates, bool)
-            or not isinstance(self.candidates, int)
-            or self.candidates < 1
-        ):
+        count = self.candidates
+        if count is not None and not (is_number(count, int) and count >= 1):
             refuse("candidates", "pass at least 1, or None")
-        if self.keep is None:
+        keep = self.keep
+        if keep is None:
             return
-        if (
-            not isinstance(self.keep, Tensor)
-            or self.keep.dtype not in ID_DTYPES
-            or not self.keep.dim()
-        ):
-            found = getattr(self.keep, "dtype", type(self.keep).__name__)
-            raise ValueError(
-                f"Sampling() got keep of {found}: pass a tensor of int64 or int32, [..., ids]"
-            )
+        if not isinstance(keep, Tensor) or keep.dtype not in ID_DTYPES or not keep.dim():
+            kind = getattr(keep, "dtype", type(keep).__name__)
+            remedy = "pass a tensor of int64 or int32, [..., ids]"
+            raise misfit("Sampling", f"keep of {kind}", remedy)
         if self.limit > 0 or self.top_p < 1:
-            raise ValueError(
-                f"Sampling() got keep, top_k={self.top_k} and top_p={self.top_p}: keep has what "
-                "they left already, so leave them out"
-            )
+            remedy = "keep has what they left already, so leave them out"
+            raise misfit("Sampling", f"keep, top_k={self.top_k} and top_p={self.top_p}", remedy)
 
     @property
     def limit(self) -> int:
@@ -142,8 +135,8 @@ class Sampling:
         mass_nW = z_nW.exp().masked_fill_(ordered_nW < lowest_n[:, None], 0)
         if self.limit:
             mass_n = mass_nW.sum(-1)
-        before_nW = mass_nW.cumsum(-1) - mass_nW
-        count_n = (before_nW < self.top_p * mass_n[:, None]).sum(-1).clamp(min=1)
+        mass_before_nW = mass_nW.cumsum(-1) - mass_nW
+        count_n = (mass_before_nW < self.top_p * mass_n[:, None]).sum(-1).clamp(min=1)
         last_n = ordered_nW.gather(1, count_n[:, None] - 1).squeeze(1)
         return torch.maximum(lowest_n, last_n), sure_n & _nothing_beyond(last_n, beyond_n)
 
@@ -155,7 +148,7 @@ def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
     return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
 
 
-class Kept(NamedTuple):
+class KeptColumns(NamedTuple):
     """Holds the columns of this rank that tokens keep, each once; [E]."""
 
     row: Tensor
@@ -165,64 +158,63 @@ class Kept(NamedTuple):
     logit: Tensor
 
     @staticmethod
-    def joined(parts: list[Kept], like_N: Tensor) -> Kept:
+    def joined(parts: list[KeptColumns], like_N: Tensor) -> KeptColumns:
         """Join the parts, with indices of int32 and logits of the type of `like_N`."""
         none = like_N.new_empty(0)
-        parts = [Kept(none.int(), none.int(), none), *parts]
+        parts = [KeptColumns(none.int(), none.int(), none), *parts]
         row, column, logit = map(torch.cat, zip(*parts, strict=True))
-        return Kept(row.int(), column.int(), logit.to(like_N.dtype))
+        return KeptColumns(row.int(), column.int(), logit.to(like_N.dtype))
 
-    def gradient(self, slopes: GradCoefficients, temperature: Tensor | float) -> Tensor:
+    def gradient(self, slopes: GradCoefficients, batch: TokenBatch) -> Tensor:
         """Return the gradient of these columns' logits, [E]."""
         row_E = self.row.long()
-        t_E = temperature[row_E] if isinstance(temperature, Tensor) else temperature
-        z_E = self.logit if slopes.origin is None else self.logit - slopes.origin[row_E]
-        z_E = z_E / t_E
-        factor_E = slopes.factor[row_E]
-        if slopes.slope is not None:
-            factor_E = factor_E + slopes.slope[row_E] * z_E.clamp(min=FINITE)
-        target_E = self.column == slopes.local[row_E]
-        return torch.where(target_E, slopes.of_target[row_E], z_E.exp() * factor_E)
+        slopes_E, batch_E = slopes.select(row_E), batch.select(row_E)
+        z_E = self.logit if slopes_E.origin is None else self.logit - slopes_E.origin
+        z_E = z_E / batch_E.temperature
+        factor_E = slopes_E.factor
+        if slopes_E.slope is not None:
+            factor_E = factor_E + slopes_E.slope * z_E.clamp(min=FINITE)
+        is_target_E = self.column == batch_E.local
+        return torch.where(is_target_E, slopes_E.of_target, z_E.exp() * factor_E)
 
 
-def named(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
-    """Return this rank's columns among the ids of `keep`, and statistics over all of these ids.
+def columns_of_ids(
+    source: Source, batch: TokenBatch, sampling: Sampling, keep_NK: Tensor
+) -> tuple[KeptColumns, VocabStatistics]:
+    """Return this rank's columns among the ids of `keep_NK`, and statistics over all of these ids.
 
     The group's ranks take part in one all-gather of 16 bytes per token and rank.
     """
-    assert asked.keep is not None
-    assert asked.sampling is not None
-    columns, local_N = asked.columns, asked.local
-    target_N1 = asked.targets[:, None]
-    keep_NK = asked.keep.sort(-1).values
-    again_NK = torch.zeros_like(keep_NK, dtype=torch.bool)
-    again_NK[:, 1:] = keep_NK[:, 1:] == keep_NK[:, :-1]
-    kept_N = (keep_NK == target_N1).any(-1) | (asked.sampling.target == "keep")
+    columns, local_N = batch.columns, batch.local
+    target_N1 = batch.targets[:, None]
+    keep_NK = keep_NK.sort(-1).values
+    repeated_NK = torch.zeros_like(keep_NK, dtype=torch.bool)
+    repeated_NK[:, 1:] = keep_NK[:, 1:] == keep_NK[:, :-1]
+    kept_N = (keep_NK == target_N1).any(-1) | (sampling.target == "keep")
     # The target has the last place, whether or not it is kept, and no other.
     local_NK = torch.cat([keep_NK - columns.first, local_N[:, None]], 1)
-    left_NK = torch.cat([(keep_NK >= 0) & ~again_NK & (keep_NK != target_N1), kept_N[:, None]], 1)
-    left_NK &= is_ours(local_NK, columns.real)
-    place_NK = torch.where(left_NK, local_NK, 0)
-    if columns.real:
-        logits_NK = source.at(place_NK).to(accumulated(source.dtype))
-    else:
-        logits_NK = place_NK.to(accumulated(source.dtype))
-    ours_N = is_ours(local_N, columns.real)
-    logits_NK = torch.where(left_NK, logits_NK, -torch.inf)
+    kept_NK = (keep_NK >= 0) & ~repeated_NK & (keep_NK != target_N1)
+    kept_NK = torch.cat([kept_NK, kept_N[:, None]], 1)
+    kept_NK &= is_local(local_NK, columns.real)
+    column_NK = torch.where(kept_NK, local_NK, 0)
+    logits_NK = source.values_at(column_NK) if columns.real else column_NK
+    logits_NK = logits_NK.to(accumulated(source.dtype))
+    target_is_local_N = is_local(local_N, columns.real)
+    logits_NK = torch.where(kept_NK, logits_NK, -torch.inf)
     maximum_N = logits_NK.amax(-1).clamp(min=FINITE)
-    z_NK = (logits_NK - maximum_N[:, None]) / per_row(asked.temperature)
+    z_NK = (logits_NK - maximum_N[:, None]) / per_row(batch.temperature)
     mass_NK = z_NK[:, :-1].exp()  # the target is no part of the sums
     partial = Partial(
         origin=maximum_N,
         exponentials=mass_NK.sum(-1),
         moments=(mass_NK * z_NK[:, :-1].clamp(min=FINITE)).sum(-1),
-        target=torch.where(ours_N, z_NK[:, -1], 0.0),
+        target=torch.where(target_is_local_N, z_NK[:, -1], 0.0),
     )
-    whole = combine(partial, asked.owner, asked.temperature, columns.group)
-    whole = whole._replace(logprob=torch.where(kept_N, whole.logprob, -torch.inf))
-    row_E, slot_E = left_NK.nonzero().unbind(1)
-    found = Kept(row_E, place_NK[row_E, slot_E], logits_NK[row_E, slot_E])
-    return Kept.joined([found], maximum_N), whole
+    total = combine(partial, batch.owner, batch.temperature, columns.group)
+    total = total._replace(logprob=torch.where(kept_N, total.logprob, -torch.inf))
+    row_E, slot_E = kept_NK.nonzero().unbind(1)
+    columns_E = KeptColumns(row_E, column_NK[row_E, slot_E], logits_NK[row_E, slot_E])
+    return KeptColumns.joined([columns_E], maximum_N), total
 
 
 #: Memory for computing with all ranks' candidates, which takes some six float64 for each.
@@ -235,99 +227,99 @@ _BESIDES = 3
 _MORE = 8
 
 
-def choose(source: Source, asked: TokenBatch) -> tuple[Kept, Whole]:
+def columns_above_boundary(
+    source: Source, batch: TokenBatch, sampling: Sampling
+) -> tuple[KeptColumns, VocabStatistics]:
     """Return this rank's columns among those that top-k and top-p leave, and statistics over all.
 
     The group's ranks take part in one all-gather of 4 · (3 + C) bytes per token and rank. For
     tokens whose boundary may lie below what was sent there are further all-gathers, each with eight
     times as many candidates, in the end all columns.
     """
-    sampling, columns = asked.sampling, asked.columns
-    assert sampling is not None
-    dtype = accumulated(source.dtype)
-    everyone_N = torch.arange(len(asked.targets), device=asked.targets.device)
-    like_N = torch.zeros(len(everyone_N), dtype=dtype, device=everyone_N.device)
-    whole = Whole(*(like_N.clone() for _ in Whole._fields))
-    kept: list[Kept] = []
+    columns, dtype = batch.columns, accumulated(source.dtype)
+    token_N = torch.arange(len(batch.targets), device=batch.targets.device)
+    like_N = torch.zeros(len(token_N), dtype=dtype, device=token_N.device)
+    total = VocabStatistics(*(like_N.clone() for _ in VocabStatistics._fields))
+    kept_columns: list[KeptColumns] = []
 
     def settle(token_s: Tensor, parts: Iterator[tuple[slice, Tensor]], width: int) -> Tensor:
         """Send `width` candidates of these tokens; return the tokens for which they are too few."""
-        sent_sX, column_sC = _candidates(asked, token_s, parts, width, dtype)
+        sent_sX, column_sC = _candidates(batch.select(token_s), sampling, parts, width, dtype)
         sent_RsX = all_gathered(sent_sX, columns.group)
         unsent = [columns.real_of(rank) > width for rank in range(columns.ranks)]
         step, short = _fit(columns, width), [token_s[:0]]
         for start in range(0, len(token_s), step):
             rows = slice(start, start + step)
-            token_n, local_n = token_s[rows], asked.local[token_s[rows]]
-            temperature = temperature_of(asked.temperature, token_n)
+            token_n = token_s[rows]
+            batch_n = batch.select(token_n)
+            temperature, local_n = batch_n.temperature, batch_n.local
             maximum_Rn, mass_Rn, target_Rn = sent_RsX[:, rows, :_BESIDES].double().unbind(-1)
             z_Rn = (maximum_Rn - maximum_Rn.amax(0).clamp(min=FINITE)) / temperature
             logits_nW = sent_RsX[:, rows, _BESIDES:].transpose(0, 1).flatten(1)
-            target_n = target_Rn.gather(0, asked.owner[token_n][None]).squeeze(0)
+            target_n = target_Rn.gather(0, batch_n.owner[None]).squeeze(0)
             mass_n = torch.where(mass_Rn == 0, 0.0, mass_Rn * z_Rn.exp()).sum(0)
             beyond_n = sent_RsX[unsent][:, rows, -1].amax(0) if any(unsent) else None
             threshold_n, enough_n = sampling.thresholds(logits_nW, mass_n, beyond_n, temperature)
-            also_n = target_n < threshold_n
+            added_n = target_n < threshold_n
             if sampling.target != "keep":
-                also_n.zero_()
-            found = _statistics(logits_nW, target_n, threshold_n, also_n, temperature, dtype)
-            for into, found_n in zip(whole, found, strict=True):
-                into[token_n] = found_n
-            here_nC = sent_sX[rows, _BESIDES : _BESIDES + column_sC.shape[1]]
-            kept_nC = (here_nC >= threshold_n[:, None]) & (here_nC > -torch.inf)
+                added_n.zero_()
+            fields = _statistics(logits_nW, target_n, threshold_n, added_n, temperature, dtype)
+            for into_N, values_n in zip(total, fields, strict=True):
+                into_N[token_n] = values_n
+            logits_nC = sent_sX[rows, _BESIDES : _BESIDES + column_sC.shape[1]]
+            kept_nC = (logits_nC >= threshold_n[:, None]) & (logits_nC > -torch.inf)
             row_e, slot_e = (kept_nC & enough_n[:, None]).nonzero().unbind(1)
             column_e = column_sC[rows][row_e, slot_e]
-            kept.append(Kept(token_n[row_e], column_e, here_nC[row_e, slot_e]))
-            row_e = (is_ours(local_n, columns.real) & also_n & enough_n).nonzero().squeeze(1)
-            kept.append(Kept(token_n[row_e], local_n[row_e], target_n[row_e].to(dtype)))
+            kept_columns.append(KeptColumns(token_n[row_e], column_e, logits_nC[row_e, slot_e]))
+            row_e = (is_local(local_n, columns.real) & added_n & enough_n).nonzero().squeeze(1)
+            logit_e = target_n[row_e].to(dtype)
+            kept_columns.append(KeptColumns(token_n[row_e], local_n[row_e], logit_e))
             short.append(token_n[~enough_n])
         return torch.cat(short)
 
     width = min(sampling.width(), columns.per_rank)
-    token_s = settle(everyone_N, source.parts(), width)
+    token_s = settle(token_N, source.parts(), width)
     while len(token_s):
         width = min(width * _MORE, columns.per_rank)
-        parts_of = torch.split(token_s, _fit(columns, width))
-        every = slice(None)
-        token_s = torch.cat(
-            [settle(each, iter([(every, source.of(each))]), width) for each in parts_of]
-        )
-    return Kept.joined(kept, like_N), whole
+        short = []
+        for token_n in torch.split(token_s, _fit(columns, width)):
+            parts = iter([(slice(None), source.rows_of(token_n))])
+            short.append(settle(token_n, parts, width))
+        token_s = torch.cat(short)
+    return KeptColumns.joined(kept_columns, like_N), total
 
 
 def _candidates(
-    asked: TokenBatch,
-    token_s: Tensor,
+    batch: TokenBatch,
+    sampling: Sampling,
     parts: Iterator[tuple[slice, Tensor]],
     width: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return what this rank sends of some tokens, [s, 3 + width], and its candidates' columns.
+    """Return what this rank sends of a batch, [s, 3 + width], and its candidates' columns.
 
-    The logits of the tokens come in parts. The mass counts without top-k only, and is 0 with it.
+    The logits come in parts. The mass counts without top-k only, and is 0 with it.
     """
-    columns, sampling = asked.columns, asked.sampling
-    assert sampling is not None
-    here = min(width, columns.real)
-    local_s, temperature = asked.local[token_s], temperature_of(asked.temperature, token_s)
-    sent_sX = local_s.new_full((len(token_s), _BESIDES + width), -torch.inf, dtype=dtype)
+    columns, tokens = batch.columns, len(batch.targets)
+    batch = batch._replace(options=batch.options._replace(entropy=False))
+    count = min(width, columns.real)
+    sent_sX = batch.targets.new_full((tokens, _BESIDES + width), -torch.inf, dtype=dtype)
     sent_sX[:, 1] = 0
-    column_sC = local_s.new_zeros(len(token_s), here)
-    for part, logits_nV in parts if here else ():
-        values_nC, column_sC[part] = logits_nV.topk(here, -1)
-        sent_nX, local_n = sent_sX[part], local_s[part]
+    column_sC = batch.targets.new_zeros(tokens, count)
+    for part, logits_nV in parts if count else ():
+        values_nC, column_sC[part] = logits_nV.topk(count, -1)
+        sent_nX, batch_n = sent_sX[part], batch.select(part)
         sent_nX[:, 0] = values_nC[:, 0]
-        place_n1, ours_n1 = place_of(local_n, columns.real)
-        target_n1 = torch.where(ours_n1, logits_nV.gather(1, place_n1), -torch.inf)
+        column_n1, is_local_n1 = place_of(batch_n.local, columns.real)
+        target_n1 = torch.where(is_local_n1, logits_nV.gather(1, column_n1), -torch.inf)
         sent_nX[:, 2] = target_n1.squeeze(1)
-        sent_nX[:, _BESIDES : _BESIDES + here] = values_nC
+        sent_nX[:, _BESIDES : _BESIDES + count] = values_nC
         if not sampling.limit:
-            wanted = asked.wanted._replace(entropy=False)
-            of_part = temperature_of(temperature, part)
-            found = local_statistics(logits_nV, local_n, None, of_part, columns, wanted)
-            of_target_n = torch.where(ours_n1.squeeze(1), found.target.exp(), 0.0)
-            behind_n = (found.origin.double() - sent_nX[:, 0].clamp(min=FINITE)) / of_part
-            sent_nX[:, 1] = (found.exponentials + of_target_n) * behind_n.exp()
+            partial = local_statistics(logits_nV, None, batch_n)
+            of_target_n = torch.where(is_local_n1.squeeze(1), partial.target.exp(), 0.0)
+            below_n = partial.origin.double() - sent_nX[:, 0].clamp(min=FINITE)
+            below_n = below_n / batch_n.temperature
+            sent_nX[:, 1] = (partial.exponentials + of_target_n) * below_n.exp()
     return sent_sX, column_sC
 
 
@@ -340,10 +332,10 @@ def _statistics(
     logits_nW: Tensor,
     target_n: Tensor,
     threshold_n: Tensor,
-    also_n: Tensor,
+    added_n: Tensor,
     temperature: Tensor | float,
     dtype: torch.dtype,
-) -> Whole:
+) -> VocabStatistics:
     """Compute statistics over the kept tokens, the same bits on all ranks.
 
     It computes in float64, from values that are equal on all ranks.
@@ -359,5 +351,5 @@ def _statistics(
     others_n = (mass_nW.sum(-1) - target_mass_n).clamp(min=0)
     moment_n = torch.where(kept_nW, mass_nW * z_nW, 0.0).sum(-1)
     moment_n -= torch.where(target_mass_n > 0, target_mass_n * target_z_n, 0.0)
-    z_n = torch.where(inside_n | also_n, target_z_n, -torch.inf)
+    z_n = torch.where(inside_n | added_n, target_z_n, -torch.inf)
     return with_target(maximum_n, others_n, moment_n, z_n, dtype)

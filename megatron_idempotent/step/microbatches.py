@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from megatron_idempotent.fp8.packing import Pack
-from megatron_idempotent.logprobs.arguments import not_dense
+from megatron_idempotent.logprobs.errors import not_dense
 from megatron_idempotent.megatron.replica_check import checksum
 
 from .loss import called, is_number, needs_groups

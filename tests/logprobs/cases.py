@@ -1,8 +1,7 @@
 """Random calls of `token_logprobs`, and what float64 says of them. Runs on a rank.
 
 A kind of calls is a module with functions `case`, `outputs`, `total` and `truth`: this one, of one
-target, `several_targets`, `sampled` and `divergences`. `within_bounds` holds a call of any kind to
-its bounds.
+target, `several_targets` and `sampled`. `within_bounds` holds a call of any kind to its bounds.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ class Case:
     layout: str
     of_logprob: Any
     of_entropy: Any = None
-    teacher: Any = None
-    """The whole logits of a teacher, [..., V · ranks]."""
 
     def shard(self, rank: int, size: int, device: str = "cpu") -> tuple[Any, Any]:
         """A rank's leaf, and logits made of it that lie in memory as the case says."""

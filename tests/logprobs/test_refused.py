@@ -15,7 +15,6 @@ from megatron_idempotent.logprobs import (
     context_parallel_part,
     context_parallel_whole,
     shift_targets,
-    token_kl,
     topk_kl,
     vocab_topk,
 )
@@ -85,39 +84,14 @@ OF_LOGPROBS: list[tuple[dict[str, Any], str]] = [
     ({"sampling": Sampling(keep=SEVERAL + 9)}, "id 9"),
     ({"sampling": Sampling(keep=SEVERAL - 1, target="-inf")}, "names no id"),
 ]
-IDS, LOGPROBS = torch.arange(4).expand(2, 3, -1), torch.full((2, 3, 4), -2.0)
-TEACHER = {"teacher_logits": LOGITS}
-OF_K = {"teacher_ids": IDS, "teacher_logprobs": LOGPROBS}
-LEARNS = {"requires_grad": True}
+LOGPROBS = torch.full((2, 3, 4), -2.0)
 OF_KL: list[tuple[dict[str, Any], str]] = [
-    ({}, "no teacher"),
-    ({"teacher_ids": IDS}, "teacher_ids: teacher_logits, or"),
-    ({**TEACHER, **OF_K}, "got teacher_logits, teacher_ids, teacher_logprobs"),
-    ({"teacher_logits": LOGITS[0]}, "teacher_logits of shape (3, 4)"),
-    ({"teacher_logits": SEVERAL}, "teacher_logits of torch.int64"),
-    ({"teacher_logits": torch.zeros(2, 3, 4, **LEARNS)}, "differentiate by teacher_logits"),
-    (
-        {**OF_K, "teacher_logprobs": torch.zeros(2, 3, 4, **LEARNS)},
-        "differentiate by teacher_logprobs",
-    ),
-    ({**TEACHER, "direction": "sideways"}, "direction='sideways'"),
-    ({**TEACHER, "mix": 1.5}, "mix=1.5"),
-    ({**OF_K, "tail": "cut"}, "tail='cut'"),
-    ({**TEACHER, "token_mask": ZEROS}, "token_mask of torch.int64"),
-    ({**TEACHER, "temperature": 0.0}, "temperature 0.0"),
-    ({**TEACHER, "vocab_size": 10}, "vocab_size=10"),
-    (
-        {**TEACHER, "logits": torch.zeros(2, 3, 4, **LEARNS), "ownership": "consume"},
-        "leaf logits",
-    ),
-    ({**OF_K, "teacher_logprobs": LOGPROBS[..., 1:]}, "teacher_logprobs of shape (2, 3, 3)"),
-    ({**OF_K, "teacher_rest": LOGPROBS}, "teacher_rest of shape (2, 3, 4)"),
-    ({**OF_K, "teacher_ids": IDS.clamp(max=2)}, "id 2 twice"),
-    ({**OF_K, "teacher_ids": IDS + 1}, "target 4, outside"),
-    ({**OF_K, "ignore_index": None}, "ignore_index=None"),
-    ({**OF_K, "teacher_ids": IDS.numpy()}, "as teacher_ids a ndarray"),
-    ({**TEACHER, "teacher_logits": LOGITS.to_sparse()}, "as teacher_logits a tensor of layout"),
-    ({**TEACHER, "temperature": "1"}, "temperature='1'"),
+    ({"direction": "sideways"}, "direction='sideways'"),
+    ({"mix": 1.5}, "mix=1.5"),
+    ({"tail": "cut"}, "tail='cut'"),
+    ({"teacher_logprobs": LOGPROBS[..., 1:]}, "teacher_logprobs of shape (2, 3, 3)"),
+    ({"teacher_rest": LOGPROBS}, "teacher_rest of shape (2, 3, 4)"),
+    ({"valid": ZEROS > 0}, "valid of shape (2, 3) for"),
 ]
 OF_SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -2}, "top_k=-2"),
@@ -145,7 +119,6 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
     (lambda: topk_kl(FOUR_EACH, LOGPROBS.numpy()), "as teacher_logprobs a ndarray"),
     (lambda: shift_targets(TOKENS, ignore_index=None), "ignore_index=None"),
     (lambda: topk_kl(ONE_EACH, LOGPROBS), "one for each token"),
-    (lambda: topk_kl(FOUR_EACH, LOGPROBS, valid=ZEROS > 0), "valid of shape (2, 3) for"),
     (lambda: shift_targets(TOKENS.float()), "float32"),
     (lambda: shift_targets(TOKENS, mask=TOKENS[:, 1:]), "mask of shape (2, 7)"),
     (lambda: shift_targets(TOKENS, cu_seqlens=FLOATS), "cu_seqlens of"),
@@ -165,7 +138,7 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
             pytest.param(functools.partial(call, **{**right, **given}), said, id=said)
             for call, right, table in (
                 (token_logprobs, {"logits": LOGITS, "targets": ZEROS}, OF_LOGPROBS),
-                (token_kl, {"logits": LOGITS}, OF_KL),
+                (topk_kl, {"stats": FOUR_EACH, "teacher_logprobs": LOGPROBS}, OF_KL),
                 (Sampling, {}, OF_SAMPLING),
             )
             for given, said in table

@@ -5,7 +5,6 @@ from .config import CheckpointMismatch as CheckpointMismatch
 from .config import FailedElsewhere as FailedElsewhere
 from .config import UnsupportedArchitecture as UnsupportedArchitecture
 from .export import MegatronWeights as MegatronWeights
-from .fsdp import FSDPWeights as FSDPWeights
 from .load import build_gpt as build_gpt
 from .load import load_hf as load_hf
 from .names import Lora as Lora

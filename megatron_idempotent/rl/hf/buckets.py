@@ -58,8 +58,7 @@ class BucketStream(Iterator[Bucket]):
         units: Sequence[Sequence[TensorInfo]],
         fetch: Fetch,
         *,
-        sources: Sequence[int] | None = None,
-        keepers: Sequence[int] | None = None,
+        keepers: Sequence[int],
         rank: int,
         bucket_bytes: int,
         convert: Convert | None = None,
@@ -69,10 +68,8 @@ class BucketStream(Iterator[Bucket]):
         Args:
             units: the tensors to yield, in order; those of a unit come in one bucket.
             fetch: brings to their keepers the tensors that units are made from.
-            sources: for each unit the number of the fetched tensor that it is made from, which
-                never decreases; None for the unit's own number.
-            keepers: for each unit the rank that keeps it; None for rank 0. Several fill their parts
-                of a bucket side by side.
+            keepers: for each unit the rank that keeps it. Several fill their parts of a bucket side
+                by side.
             rank: this rank.
             bucket_bytes: the most bytes of units in a bucket on all ranks together; each keeper has
                 at least one unit in a bucket, as long as it has any.
@@ -80,9 +77,7 @@ class BucketStream(Iterator[Bucket]):
                 same.
             checksums: is given those of the buckets; None for nothing.
         """
-        sources = range(len(units)) if sources is None else sources
-        keepers = [0] * len(units) if keepers is None else keepers
-        self._feed = _Feed(fetch, sources[-1] + 1 if sources else 0)
+        self._feed = _Feed(fetch, len(units))
         weakref.finalize(self, _warn_if_waited_for, self._feed).atexit = False
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             self.close()  # the other ranks may have been given another number
@@ -90,12 +85,12 @@ class BucketStream(Iterator[Bucket]):
         self._ends: list[tuple[int, int]] = []
         """The number of tensors that this rank keeps in each bucket, and the number of fetched
         tensors after which the bucket is complete."""
-        order: dict[int, None] = {}
+        order: list[int] = []
         for parts in _side_by_side(units, keepers, bucket_bytes):
-            order.update((sources[unit], None) for part in parts for unit in part)
+            order += (unit for part in parts for unit in part)
             kept = (unit for part in parts for unit in part if keepers[unit] == rank)
             self._ends.append((sum(len(units[unit]) for unit in kept), len(order)))
-        self._feed.order = list(order)
+        self._feed.order = order
         self._index, self._checksums = 0, checksums
         keeps = rank in keepers
         self._converted = convert(self._feed.one_by_one()) if convert and keeps else None

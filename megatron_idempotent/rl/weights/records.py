@@ -413,7 +413,7 @@ def changed_elements(name: str, tensor: torch.Tensor) -> int:
 class WeightSource(Protocol):
     """Gives a trainer's weights under Hugging Face names. Every method is collective: all enter.
 
-    `hf.MegatronWeights` and `hf.FSDPWeights` are two such sources.
+    `hf.MegatronWeights` is such a source.
     """
 
     def tensors(self) -> tuple[TensorInfo, ...]:

@@ -1,0 +1,53 @@
+"""Words the errors of arguments that do not fit."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def misfit(caller: str, argument: str, remedy: str) -> ValueError:
+    """Return the error of a function's argument, and of what to pass in its place."""
+    return ValueError(f"{caller}() got {argument}: {remedy}")
+
+
+def typed(tensor: Tensor) -> str:
+    """Return a tensor's type and shape, as errors name them."""
+    return f"{tensor.dtype} and shape {tuple(tensor.shape)}"
+
+
+def one_of(caller: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise `ValueError` unless an option has one of its allowed values."""
+    if value not in allowed:
+        raise misfit(caller, f"{name}={value!r}", f"pass one of {', '.join(allowed)}")
+
+
+def not_dense(value: Any) -> str | None:
+    """Describe what is no tensor, a sparse one, or one without values; None for all others."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    if value.layout not in (torch.strided, torch.jagged):
+        return f"a tensor of layout {value.layout}"
+    return "a tensor on the meta device, which has no values" if value.is_meta else None
+
+
+def dense(caller: str, name: str, value: Any) -> None:
+    """Raise `ValueError` unless the value is a tensor that is not sparse, and has values."""
+    if (kind := not_dense(value)) is not None:
+        raise misfit(caller, f"as {name} {kind}", "pass a dense torch.Tensor")
+
+
+def integer(caller: str, name: str, value: Any) -> None:
+    """Raise `ValueError` unless the value is an int."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise misfit(caller, f"{name}={value!r}", "pass an int, such as -100")
+
+
+def number(caller: str, temperature: Any) -> None:
+    """Raise `ValueError` unless the temperature is a number or a tensor."""
+    if not isinstance(temperature, (Real, Tensor)):
+        remedy = "pass a positive number, or a tensor with one for each token"
+        raise misfit(caller, f"temperature={temperature!r}", remedy)
