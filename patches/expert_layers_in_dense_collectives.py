@@ -3,8 +3,8 @@
 Symptom:
     With `expert_model_parallel_size=1`, `expert_tensor_parallel_size=1` and tensor parallelism the
     forward raises `First dimension of the tensor should be divisible by tensor parallel size`, or a
-    collective fails because sizes differ. In evaluation Megatron turns sequence parallelism off for
-    experts: then they silently return TP times their output.
+    collective fails because sizes differ. Evaluation is also allowed without sequence parallelism:
+    then experts silently return TP times their output.
 
 Cause:
     A linear layer leaves communication to the token dispatcher if expert tensor parallelism or

@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, address, bench, target
 
 
 def set_states(original: Original, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """If the loaded state has no counter, let upstream copy the parameter's own."""
+    """Let upstream copy the parameter's own counter if the loaded state has none."""
     if "step" not in tensors and optimizers.is_torch_adam(self):
         index, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[index]["params"][order]

@@ -15,8 +15,8 @@ Affects:
     0.16 on. What the patch does: when a schedule ends, even by an exception, it empties the lists
     of its model's routers, because no backward will use them. Target indices and actions stay. Not
     covered: `RouterReplay` lists the routers of all models of the process, so that a second live
-    model breaks `set_replay_data` for the first; replace the list while you build the second model.
-    For deleted models see `router-replay-of-deleted-models`.
+    model breaks `set_replay_data` for the first; put another list in its place while you build the
+    second model. For deleted models see `router-replay-of-deleted-models`.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/transformer/moe/router_replay.py,

@@ -12,8 +12,8 @@ Cause:
 Affects:
     0.16 on. What the patch does: it remembers the router of each `RouterReplay`. Before routing is
     set or read, it removes those from the list whose router was deleted; if the counts still
-    differ, it collects garbage first. Not covered: two live models are both in the list; replace
-    the list while you build the second.
+    differ, it collects garbage first. Not covered: two live models are both in the list; put
+    another list in its place while you build the second.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/2693 (the leak, in review),

@@ -226,7 +226,7 @@ def grown(chunk: Any) -> bool:
             arrived(group, _REDUCED) is not None or dispatched(group)
             for group in bucket_groups(chunk)
         )
-    # No hook runs without overlap. Clipping and scaling also write, and count as new gradients.
+    # Without overlap hooks do not register gradients. Clipping and scaling count as new gradients.
     return versions(chunk) != reduced_versions or _replays(chunk.config)
 
 

@@ -205,7 +205,7 @@ OURS = "_megatron_idempotent_scaling"
 
 
 class LossScale:
-    """Calls `optimizer.scale_loss` through a weak reference; it never copies or pickles it."""
+    """Calls `optimizer.scale_loss`; copies and pickles of this do not include the optimizer."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)

@@ -317,7 +317,7 @@ class Hazard(Record):
 
     @property
     def answer(self) -> str:
-        """What to do about the hazard, in a few words; an error message shows it."""
+        """A few words on what to do about the hazard; an error message shows them."""
         raise NotImplementedError
 
     @property
