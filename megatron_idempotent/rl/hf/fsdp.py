@@ -1,4 +1,4 @@
-"""Gives the weights of a transformers model under FSDP2, under the names of its checkpoint."""
+"""Exports the weights of a transformers model under FSDP2, named as in its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megatron_idempotent.rl.weights.records import TensorInfo
 
 from .buckets import BucketStream
 
-#: What wrappers put between the parts of a name.
+#: Segments that wrappers insert into parameter names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 class FSDPWeights:
-    """Implements `WeightSource` for a model of `transformers` that `fully_shard` shards.
+    """Implements `WeightSource` for a transformers model that is sharded by `fully_shard`.
 
-    Parameters are put together one at a time, on all ranks, and kept on rank 0: others hold one
-    whole parameter. Weights of all experts of a Qwen3-MoE layer, which transformers keeps in one
-    tensor, go as its checkpoints have them: `mlp.experts.3.gate_proj.weight`. Tied weights go once.
+    All ranks gather one parameter at a time, and rank 0 keeps it; other ranks need memory for one
+    unsharded parameter. The experts of a Qwen3-MoE layer, which transformers keeps in one tensor,
+    are split as in its checkpoints: `mlp.experts.3.gate_proj.weight`. Tied weights are sent once.
 
     Do not iterate between `microbatch()` and `finish()` of a split step, except in its `reading()`.
 
@@ -36,12 +36,12 @@ class FSDPWeights:
         """
         Args:
             model: the root module, on the same mesh on all ranks.
-            dtype: the type that shards are cast to before they are put together; None for the
-                parameters' own.
+            dtype: the dtype that shards are cast to before the gather; None for the parameters'
+                dtypes.
 
         Raises:
-            ValueError: parameters of another shape than checkpoints have, or a dtype that is not
-                of floating point.
+            ValueError: a parameter has no known counterpart in checkpoints, or `dtype` is not a
+                floating-point type.
         """
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"FSDPWeights() got dtype={dtype}; allowed: floating point")
@@ -49,25 +49,26 @@ class FSDPWeights:
         self._outputs = [_outputs(n, p, dtype) for n, p in _parameters(model).items()]
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order of the model's parameters; move no data."""
+        """Return all tensors in the order of the model's parameters, without communication."""
         return tuple(info for infos in self._outputs for info in infos)
 
     def buckets(self, *, bucket_bytes: int) -> BucketStream:
-        """Return a stream of the weights, read as they are while it is taken.
+        """Return a stream of the weights, which reads the parameters as it yields buckets.
 
-        All ranks call it, and take all buckets or close the stream.
+        A collective: all ranks call it, and take all buckets or close the stream.
 
-        Errors: `ValueError` for a size that is no positive int.
+        Raises:
+            ValueError: `bucket_bytes` is not a positive int.
         """
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # after a forward parameters may be whole ones, and stale
+                module.reshard()  # after a forward, parameters may be unsharded and stale
         return BucketStream(
             [(info,) for info in self.tensors()],
             self._fetch,
             sources=[n for n, infos in enumerate(self._outputs) for _ in infos],
             bucket_bytes=bucket_bytes,
-            convert=iter,  # one tensor after the other: all of a layer's experts are one
+            convert=iter,  # lazily, since one parameter has all experts of a layer
             rank=dist.get_rank() if dist.is_initialized() else 0,
         )
 
@@ -77,12 +78,12 @@ class FSDPWeights:
         for member in members:
             shard = parameters[member].detach()
             shard = shard if self._dtype is None else shard.to(self._dtype)
-            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            tensor = shard.full_tensor() if isinstance(shard, DTensor) else shard
             local = shard.to_local() if isinstance(shard, DTensor) else shard
             if _is_first():
-                # On one rank the whole tensor is the parameter, which the next step changes.
-                whole = whole.clone() if whole.data_ptr() == local.data_ptr() else whole
-                tensors |= _cut(whole, self._outputs[member])
+                # On one rank the tensor is the parameter itself, which the next step changes.
+                tensor = tensor.clone() if tensor.data_ptr() == local.data_ptr() else tensor
+                tensors |= _cut(tensor, self._outputs[member])
         return tensors
 
 
@@ -91,12 +92,12 @@ def _is_first() -> bool:
 
 
 def _parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters():
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
-        found[name] = parameter
-    return found
+        parameters[name] = parameter
+    return parameters
 
 
 def _outputs(
@@ -105,7 +106,7 @@ def _outputs(
     shape, dtype = tuple(parameter.shape), dtype or parameter.dtype
     if len(shape) < 3:
         return (TensorInfo(name=name, shape=shape, dtype=dtype),)
-    at = name.rpartition(".")[0]
+    prefix = name.rpartition(".")[0]
     if not name.endswith((_GATE_UP, _DOWN)):
         raise ValueError(
             f"{name} has shape {list(shape)}, and its name in checkpoints is not known: of "
@@ -113,17 +114,17 @@ def _outputs(
         )
     projections = ("gate_proj", "up_proj") if name.endswith(_GATE_UP) else ("down_proj",)
     experts, rows, columns = shape
-    one = (rows // len(projections), columns)
+    expert_shape = (rows // len(projections), columns)
     return tuple(
-        TensorInfo(name=f"{at}.{expert}.{projection}.weight", shape=one, dtype=dtype)
+        TensorInfo(name=f"{prefix}.{expert}.{projection}.weight", shape=expert_shape, dtype=dtype)
         for expert in range(experts)
         for projection in projections
     )
 
 
-def _cut(whole: torch.Tensor, infos: tuple[TensorInfo, ...]) -> dict[str, torch.Tensor]:
+def _cut(tensor: torch.Tensor, infos: tuple[TensorInfo, ...]) -> dict[str, torch.Tensor]:
     if len(infos) == 1:
-        return {infos[0].name: whole.reshape(infos[0].shape)}
+        return {infos[0].name: tensor.reshape(infos[0].shape)}
     rows, columns = infos[0].shape
-    pieces = whole.reshape(-1, rows, columns).unbind()
+    pieces = tensor.reshape(-1, rows, columns).unbind()
     return {info.name: piece for info, piece in zip(infos, pieces, strict=True)}
