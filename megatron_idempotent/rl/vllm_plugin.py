@@ -11,11 +11,11 @@ EXTENSION = "megatron_idempotent.rl.engines.vllm_worker.StagingExtension"
 def register() -> None:
     """Make the transfer engine known to vLLM; an entry point of `vllm.general_plugins`.
 
-    vLLM's kernels for CPUs use AMX and, with --enforce-eager, do not ask the system for it first:
-    the first step in bfloat16 would end the worker (SIGILL). So it is asked for here.
+    vLLM's CPU kernels use AMX but, with --enforce-eager, do not request it from the system: the
+    first step in bfloat16 would kill the worker (SIGILL). So this function requests it.
 
-    The engine itself is imported when vLLM asks for it. Twice: no-op, because vLLM loads plugins
-    more than once in a process.
+    vLLM imports the engine on demand. A second call is a no-op, because vLLM loads plugins more
+    than once in a process.
     """
     import torch
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -1,8 +1,8 @@
-"""Runs sampling and training at once: groups train as they arrive, and engines get new weights.
+"""Runs sampling and training concurrently, and publishes new weights to the engines.
 
-`Controller` is the loop, and `controller.protocol` defines the parts that it is made of. `Fleet`
-makes a generator of engines, and samplers bound how old weights may be. Nothing is imported before
-it is used: the simulator runs all of this without a model.
+`Controller` is the loop, and `controller.protocol` defines its parts. `Fleet` is a generator that
+uses engines, and samplers bound the staleness of groups. Modules are imported on first use: the
+simulator runs all of this without a model.
 """
 
 from megatron_idempotent.lazy import attributes

@@ -1,12 +1,12 @@
-"""Keeps the groups that a run holds, and counts those that have left.
+"""Tracks the state of every group of a run, and counts the groups that are done.
 
     reserve -> generating -> commit -> ready -> lease -> leased -> trained
                     |                    |  <- give_back -  |
                  rollback               drop
                    drop
 
-Every admitted group is generating, ready or leased, or is counted as trained, filtered or evicted;
-it is never two of these, and always one. A group that is rolled back counts as never admitted.
+Every admitted group is in exactly one state: generating, ready or leased, or counted as trained,
+filtered or evicted. A group that is rolled back counts as never admitted.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .protocol import ControllerError, Counts, Generating, Held
 
 
 class GroupStateError(ControllerError):
-    """A group is not in the state that an operation needs; the buffer has not changed."""
+    """A group is in the wrong state for an operation; the buffer is unchanged."""
 
 
 class ReadyGroups:
     """Shows the groups of a buffer to a sampler; it implements `protocol.Ready`.
 
-    An iterator is valid until the buffer changes: take what you need of it before.
+    An iterator is valid only until the buffer changes.
     Example: `[held.id for held in buffer.ready if held.version == 3]`.
     """
 
     def __init__(
         self, ready: Mapping[int, Held], generating: Mapping[int, Generating], owed: set[int]
     ) -> None:
-        """Take the buffer's groups, in the orders of arrival and of start, and the ids it owes."""
+        """Take the ready groups by arrival, the generating ones by start, and the owed ids."""
         self._ready, self._generating, self._owed = ready, generating, owed
 
     def __len__(self) -> int:
@@ -43,14 +43,14 @@ class ReadyGroups:
         return iter(self._ready.values())
 
     def __contains__(self, group: object) -> bool:
-        """Return whether a group is complete, or being generated, that equals this record."""
+        """Return whether the buffer has this record, as a ready or a generating group."""
         if isinstance(group, Held):
             return self._ready.get(group.id) == group
         return isinstance(group, Generating) and self._generating.get(group.id) == group
 
     @property
     def lowest_unfinished(self) -> int | None:
-        """The smallest id that has no result yet; None if there is none."""
+        """The smallest id of a group that is generating or owed; None if there is none."""
         return min((*self._generating, *self._owed), default=None)
 
     def generating(self) -> Iterator[Generating]:
@@ -59,12 +59,15 @@ class ReadyGroups:
 
 
 class GroupBuffer:
-    """Keeps the state of each group of a run, and has places for `capacity` generating or ready.
+    """Tracks each group's state, with room for `capacity` groups that are generating or ready.
 
-    Leased groups take no place. The event loop alone uses it, without locks or waiting. An
-    operation either happens as a whole or raises and changes nothing; its cost depends on the
-    groups held, not on those of the run so far.
-    Errors of every operation: `GroupStateError`, which names the group and its state.
+    Leased groups do not count towards the capacity. Only the event loop uses a buffer, without
+    locks. An operation either completes or raises and changes nothing; its cost depends on the
+    current groups, not on the length of the run.
+
+    Raises:
+        GroupStateError: by every operation, for a group in the wrong state.
+
     Example: `buffer.reserve(7); buffer.commit(7, version=3); buffer.lease([7]);
     buffer.trained([7])`.
     """
@@ -83,9 +86,10 @@ class GroupBuffer:
         """The complete groups that no step has leased, for a sampler."""
 
     def reserve(self, group_id: int, *, version: int = 0) -> None:
-        """Admit a group, which takes a place and is generated with weights of `version` from now.
+        """Admit a group, which starts to generate with weights of `version`.
 
-        Errors: `GroupStateError` if no place is free, or the buffer holds a group of this id.
+        Raises:
+            GroupStateError: the buffer is full, or has a group of this id.
         """
         if state := self._state(group_id):
             raise GroupStateError(f"group {group_id} is {state} already; reserve each group once")
@@ -103,7 +107,7 @@ class GroupBuffer:
     def renew(self, group_id: int, *, version: int) -> None:
         """Change the version of a group that is being generated.
 
-        It is called when the group is generated again, or its tokens turn out to be of `version`.
+        The caller does so when it generates the group again, or when the tokens' version is known.
         """
         self._need([group_id], self._generating, "generating", to="renew it")
         old = self._generating[group_id]
@@ -112,20 +116,20 @@ class GroupBuffer:
     def commit(self, group_id: int, *, version: int) -> Held:
         """Move a complete group from generating to ready; return its record for samplers.
 
-        `version` is that of the oldest weights that drew any of its tokens.
+        `version` is the oldest version of weights that sampled any of its tokens.
         """
         self._need([group_id], self._generating, "generating", to="commit it")
         del self._generating[group_id]
-        held = Held(id=group_id, arrival=self._arrivals, version=version)
-        self._ready[group_id] = held
+        group = Held(id=group_id, arrival=self._arrivals, version=version)
+        self._ready[group_id] = group
         self._arrivals += 1
-        return held
+        return group
 
     def rollback(self, group_id: int) -> None:
-        """Undo a reservation: the group's place is free again, and `submitted` is one lower.
+        """Undo a reservation: free the group's room, and lower `submitted` by one.
 
-        The id stays among `unfinished_ids` until it is reserved again, in this run or after a
-        resume: its prompt has not been answered.
+        The id stays in `unfinished_ids` until it is reserved again, in this run or after a resume,
+        because its prompt still has no response.
         """
         self._need([group_id], self._generating, "generating", to="roll it back")
         del self._generating[group_id]
@@ -133,7 +137,7 @@ class GroupBuffer:
         self._submitted -= 1
 
     def drop(self, group_id: int, outcome: Literal["filtered", "evicted"]) -> None:
-        """Remove a generating or ready group, free its place, and count it."""
+        """Remove a generating or ready group, and count it under `outcome`."""
         if outcome not in ("filtered", "evicted"):
             raise ValueError(f"outcome is {outcome!r}; allowed: filtered, evicted")
         running = self._generating.pop(group_id, None)
@@ -143,17 +147,17 @@ class GroupBuffer:
         self._gone["aborted"] += running is not None and outcome == "evicted"
 
     def lease(self, group_ids: Iterable[int]) -> None:
-        """Move all of these groups from ready to leased, for the open step, or none of them."""
+        """Move groups from ready to leased, for the open step: all of them, or on an error none."""
         for group_id in self._need(group_ids, self._ready, "ready", to="lease it"):
             self._leased[group_id] = self._ready.pop(group_id)
 
     def give_back(self, group_ids: Iterable[int]) -> None:
-        """Move groups of a step that was undone from leased to ready, with their old arrivals."""
+        """Move groups of an undone step from leased back to ready, in their old order."""
         for group_id in self._need(group_ids, self._leased, "leased", to="give it back"):
             self._ready[group_id] = self._leased.pop(group_id)
-        ordered = sorted(self._ready.values(), key=lambda held: held.arrival)
+        ordered = sorted(self._ready.values(), key=lambda group: group.arrival)
         self._ready.clear()
-        self._ready.update({held.id: held for held in ordered})
+        self._ready.update({group.id: group for group in ordered})
 
     def trained(self, group_ids: Iterable[int]) -> None:
         """Remove the groups of a finished step, and count them as trained."""
@@ -163,7 +167,7 @@ class GroupBuffer:
 
     @property
     def counts(self) -> Counts:
-        """The number of groups in each state, and of those that have left."""
+        """The number of groups in each state, including the final ones."""
         return Counts(
             submitted=self._submitted,
             generating=len(self._generating),
@@ -174,14 +178,14 @@ class GroupBuffer:
 
     @property
     def accepted(self) -> int:
-        """The number of groups that were trained, are in the open step or are ready."""
+        """The number of groups that are trained, leased or ready."""
         return self._gone["trained"] + len(self._leased) + len(self._ready)
 
     @property
     def free(self) -> int:
         """The number of groups that may still be reserved.
 
-        A lease frees places. Groups that are given back may exceed the capacity; then it is 0.
+        A lease frees room. Groups that are given back may exceed the capacity; then this is 0.
         """
         return max(self.capacity - len(self._generating) - len(self._ready), 0)
 
@@ -192,7 +196,7 @@ class GroupBuffer:
 
     @property
     def unfinished_ids(self) -> Sequence[int]:
-        """The ids of groups that are generating, rolled back, or owed since a resume; ascending."""
+        """The ids of groups that are generating, rolled back or owed since a resume, ascending."""
         return sorted((*self._generating, *self._owed))
 
     @property
@@ -207,48 +211,52 @@ class GroupBuffer:
     def state(self) -> dict[str, Any]:
         """Return the buffer's part of a checkpoint, ready for JSON; `restored` reads it.
 
-        It lists leased groups as ready: a resumed run trains them again, from weights that have
-        not seen them. It lists unfinished groups by id alone.
+        Leased groups are listed as ready: a resumed run trains them again, starting from weights
+        that were not trained on them. Of unfinished groups, only the ids are listed.
         """
-        held = sorted(
-            (*self._ready.values(), *self._leased.values()), key=lambda each: each.arrival
+        groups = sorted(
+            (*self._ready.values(), *self._leased.values()), key=lambda group: group.arrival
         )
         return {
             "counts": dict(self._gone),
             "arrivals": self._arrivals,
-            "ready": [dataclasses.asdict(each) for each in held],
+            "ready": [dataclasses.asdict(group) for group in groups],
             "unfinished": self.unfinished_ids,
         }
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], capacity: int) -> GroupBuffer:
-        """Make a buffer from what `state` returned.
+        """Make a buffer from the result of `state`.
 
-        None of its unfinished groups is generating: `submitted` counts those that are ready,
-        trained, filtered or evicted, and the controller reserves each of `unfinished_ids` again,
-        the lowest first and before any new one. Until then `ready.lowest_unfinished` is theirs.
-        Errors: `ValueError` for a state that no buffer has written.
+        None of its unfinished groups is generating: the controller reserves all of
+        `unfinished_ids` again, the lowest first, before any new group. `submitted` counts ready,
+        trained, filtered and evicted groups.
+
+        Raises:
+            ValueError: no buffer can have written this state.
         """
         buffer = cls(capacity)
         try:
             buffer._gone = {name: state["counts"][name] for name in buffer._gone}
             buffer._arrivals = state["arrivals"]
-            buffer._ready.update({each["id"]: Held(**each) for each in state["ready"]})
+            buffer._ready.update({fields["id"]: Held(**fields) for fields in state["ready"]})
             buffer._owed.update(state["unfinished"])
             written = buffer.state()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"no state of a buffer: {type(error).__name__}: {error}; resume from a checkpoint "
-                "that is whole"
+                "that is complete"
             ) from error
         for part, value in written.items():
-            if state[part] != value:  # twice there, or in another order
+            if state[part] != value:  # it has duplicates, or another order
                 raise ValueError(
                     f"no state of a buffer: its {part} is {state[part]}, and would be {value}; "
-                    "resume from a checkpoint that is whole"
+                    "resume from a complete checkpoint"
                 )
-        left = sum(buffer._gone.values()) - buffer._gone["aborted"]  # which `evicted` counts too
-        buffer._submitted = len(buffer._ready) + left
+        counted_out = (
+            sum(buffer._gone.values()) - buffer._gone["aborted"]
+        )  # `evicted` includes `aborted`
+        buffer._submitted = len(buffer._ready) + counted_out
         return buffer
 
     def _state(self, group_id: int) -> str | None:
@@ -262,7 +270,7 @@ class GroupBuffer:
     def _need(
         self, group_ids: Iterable[int], groups: Mapping[int, Any], state: str, *, to: str
     ) -> list[int]:
-        """Check that each group is in a state and is named once; return the ids as a list."""
+        """Check that all groups are in a state and no id is repeated; return the ids as a list."""
         ids = list(group_ids)
         for group_id in ids:
             if group_id not in groups:
@@ -274,5 +282,5 @@ class GroupBuffer:
 
     def _wrong(self, group_id: int, needed: str, *, to: str) -> GroupStateError:
         state = self._state(group_id)
-        found = f"is {state}" if state else "is not in the buffer (not reserved, or gone already)"
-        return GroupStateError(f"group {group_id} {found}, and has to be {needed} to {to}")
+        fact = f"is {state}" if state else "is not in the buffer (not reserved, or gone already)"
+        return GroupStateError(f"group {group_id} {fact}, and has to be {needed} to {to}")

@@ -1,4 +1,4 @@
-"""Evaluates versions, writes and restores checkpoints of them, and reports a row per step."""
+"""Evaluates versions, writes and restores checkpoints, and logs a row of metrics per step."""
 
 from __future__ import annotations
 
@@ -29,26 +29,29 @@ _log = logging.getLogger(__name__)
 
 
 async def capture(shared: RunState, stored: StoredGroups) -> dict[str, Any]:
-    """Return what `put_back` needs: versions, the buffer's state and complete groups, for JSON.
+    """Return versions, the buffer's state and all complete groups, ready for JSON.
 
-    Log-probs are written as Python writes floats, so they come back bit for bit. Prompts are left
-    out: a resumed run asks for them by their index. A group that the data plane has lost is dropped
-    from the buffer. Errors: those of the data plane after its last attempt.
+    `put_back` restores the result. Floats round-trip bit for bit. Prompts are not included, because
+    a resumed run gets them by their index. A group that the data plane has lost is dropped from the
+    buffer.
+
+    Raises:
+        Exception: the data plane's error at its last attempt.
     """
     while True:
-        # The numbers first, and at once: groups become complete while others are read.
+        # The counts first, without awaiting: more groups complete while the data plane is read.
         state = {
             **_settings(shared),
             "trainer_version": shared.trainer_version,
             "next_prompt": shared.next_prompt,
             "buffer": shared.buffer.state(),
         }
-        held = [each["id"] for each in state["buffer"]["ready"]]
-        found = {group_id: await stored.get(group_id) for group_id in held}
-        groups = [_as_json(group) for group in found.values() if group is not None]
-        if len(groups) == len(held):
+        ready_ids = [fields["id"] for fields in state["buffer"]["ready"]]
+        groups_by_id = {group_id: await stored.get(group_id) for group_id in ready_ids}
+        groups = [_as_json(group) for group in groups_by_id.values() if group is not None]
+        if len(groups) == len(ready_ids):
             return {**state, "groups": groups}
-        for group_id, group in found.items():
+        for group_id, group in groups_by_id.items():
             if group is None:
                 shared.lose(group_id)
 
@@ -56,25 +59,27 @@ async def capture(shared: RunState, stored: StoredGroups) -> dict[str, Any]:
 async def put_back(shared: RunState, stored: StoredGroups, state: Mapping[str, Any]) -> None:
     """Set the run's versions, buffer and data plane to a captured state.
 
-    Engines still serve what they did.
-    Errors: `ControllerError` for a state of another sampler, of steps of another size, or of
-        another format; those of the data plane after its last attempt.
+    The engines' weights do not change.
+
+    Raises:
+        ControllerError: the state has another sampler, step size or format.
+        Exception: the data plane's error at its last attempt.
     """
-    for name, now in _settings(shared).items():
-        if state.get(name) != now:
+    for name, current in _settings(shared).items():
+        if state.get(name) != current:
             raise ControllerError(
-                f"the checkpoint was written with {name} = {state.get(name)!r}, now it is {now!r}; "
-                "resume with the same settings, or start a new run"
+                f"the checkpoint was written with {name} = {state.get(name)!r}, now it is "
+                f"{current!r}; resume with the same settings, or start a new run"
             )
     buffer = GroupBuffer.restored(state["buffer"], shared.buffer.capacity)
     for fields in state["groups"]:
         samples = []
-        for each in fields["samples"]:
-            lists = {name: tuple(each[name]) for name in ("tokens", "logprobs", "versions")}
-            routes = each.get("routed_experts")
+        for sample in fields["samples"]:
+            lists = {name: tuple(sample[name]) for name in ("tokens", "logprobs", "versions")}
+            routes = sample.get("routed_experts")
             if routes is not None:
                 routes = RoutedExperts(**{**routes, "data": base64.b64decode(routes["data"])})
-            samples.append(Sample(**{**each, **lists, "routed_experts": routes}))
+            samples.append(Sample(**{**sample, **lists, "routed_experts": routes}))
         prompt = shared.prompts.prompt(fields["id"])
         group = {**fields, "samples": tuple(samples), "rewards": tuple(fields["rewards"])}
         await stored.put(RolloutGroup(prompt=prompt, **group))
@@ -84,7 +89,7 @@ async def put_back(shared: RunState, stored: StoredGroups, state: Mapping[str, A
 
 
 def _settings(shared: RunState) -> dict[str, Any]:
-    """Return what has to be the same in the run that goes on."""
+    """Return the settings that must be the same in the resumed run."""
     return {
         "format": _FORMAT,
         "sampler": shared.sampler.name,
@@ -95,10 +100,10 @@ def _settings(shared: RunState) -> dict[str, Any]:
 
 def _as_json(group: RolloutGroup) -> dict[str, Any]:
     samples = [dataclasses.asdict(sample) for sample in group.samples]
-    for each in samples:
-        if each["routed_experts"] is not None:
-            data = each["routed_experts"]["data"]
-            each["routed_experts"]["data"] = base64.b64encode(data).decode("ascii")
+    for fields in samples:
+        if fields["routed_experts"] is not None:
+            data = fields["routed_experts"]["data"]
+            fields["routed_experts"]["data"] = base64.b64encode(data).decode("ascii")
     return {
         "id": group.id,
         "samples": samples,
@@ -108,7 +113,7 @@ def _as_json(group: RolloutGroup) -> dict[str, Any]:
 
 
 class Reporting:
-    """Gives loggers a row of metrics per optimizer step.
+    """Logs a row of metrics per optimizer step.
 
     Example: `reporting.step(groups, outcome, {"evaluation/reward": 0.5})`.
     """
@@ -121,12 +126,12 @@ class Reporting:
         self._row: tuple[dict[str, float], int] | None = None
 
     def open(self) -> None:
-        """Start the thread that calls the loggers, so that none holds up the event loop."""
+        """Start the thread that calls the loggers, so that they do not block the event loop."""
         if self._given:
             self._loggers = Loggers(self._given, threaded=True, lent=True)
 
     async def flush(self) -> None:
-        """Wait until loggers have the rows so far, or one takes too long."""
+        """Wait until loggers have all rows so far, or until one takes too long."""
         await asyncio.to_thread(self._loggers.flush)
 
     async def close(self) -> None:
@@ -138,17 +143,17 @@ class Reporting:
     def step(
         self, groups: Sequence[RolloutGroup], outcome: StepOutcome, extra: Mapping[str, float]
     ) -> None:
-        """Make the row of the version that a step has just made, from `groups`; `release` logs it.
+        """Make the row of the version that a step has just trained; `release` logs it.
 
         `extra` are further metrics under their full names, such as `evaluation/reward`.
         """
         shared = self._shared
         version = shared.trainer_version
-        now = shared.measure.now()
-        total_s = now - self._since if self._since is not None else 0.0
-        self._since = now
+        now_s = shared.measure.now()
+        total_s = now_s - self._since if self._since is not None else 0.0
+        self._since = now_s
         phases = shared.measure.take()
-        generation = shared.inflight.take(now) if shared.inflight is not None else None
+        generation = shared.inflight.take(now_s) if shared.inflight is not None else None
         learnt = {**shared.recipe.metrics(groups, version - 1), **outcome.metrics}
         lags = [version - 1 - group.oldest_version for group in groups]
         self._row = (
@@ -170,7 +175,7 @@ class Reporting:
             shared.measure.count(name, value)
 
     def release(self) -> None:
-        """Log the row that was made last, if it is not logged, with what its publish returned."""
+        """Log the last row unless it is logged, with the metrics of its version's publish."""
         if self._row is None:
             return
         (row, version), self._row = self._row, None
@@ -179,28 +184,28 @@ class Reporting:
         self._loggers.log(row, step=version)
 
     def begin(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Start the clock of the next row: its times and averages begin now.
+        """Start the next row's times and averages now.
 
-        `metrics`, if there are any, are the row of version 0, which comes before training.
+        `metrics`, if any, are logged as the row of version 0, before training.
         """
         shared = self._shared
         if metrics:
             self._loggers.log(metrics, step=0)
-        self._since = now = shared.measure.now()
+        self._since = now_s = shared.measure.now()
         shared.measure.take()
-        shared.inflight = InflightClock(now)
+        shared.inflight = InflightClock(now_s)
         shared.count_generating()
 
 
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
 """Evaluates a version; returns its metrics under full names, or an empty mapping.
 
-It is called with 0 before training, and with each version that engines were given, before any group
-is started with it. If it raises, the version's row has `evaluation/failed` and the run goes on."""
+It is called with 0 before training, and with each published version before the first group is
+started with it. If it raises, the version's row has `evaluation/failed` and the run continues."""
 
 
 class Checkpoints:
-    """Evaluates versions, writes checkpoints of some in two parts, and restores the newest.
+    """Evaluates versions, writes checkpoints (`capture`, then `save`), and restores the newest one.
 
     Example: `metrics = await checkpoints.before_release(version)`, later `await
     checkpoints.save()`.
@@ -217,10 +222,10 @@ class Checkpoints:
         self._shared, self._stored, self._reporting = shared, stored, reporting
         self.store, self._evaluate = store, evaluate
         self.until = 0
-        """The run's last version, which gets a checkpoint if any do."""
+        """The run's last version, which gets a checkpoint if any version does."""
         self.unrestored = False
-        """True if ranks are lost or a restore was not finished: `restore` has to succeed before
-        anything else."""
+        """True if ranks are lost or a restore failed: `restore` must succeed before anything
+        else."""
         self._captured: Mapping[str, Any] | None = None
 
     def work_at(self, version: int) -> bool:
@@ -229,10 +234,13 @@ class Checkpoints:
         return self._due(version) or bool(evaluated(version))
 
     async def before_release(self, version: int) -> Mapping[str, float]:
-        """Evaluate a version that engines have and no group was started with; return its metrics.
+        """Evaluate a published version, before any group starts with it; return its metrics.
 
-        It also captures the controller's state if the version gets a checkpoint.
-        Errors: `RanksLost`; those of the data plane.
+        Also captures the controller's state if the version gets a checkpoint.
+
+        Raises:
+            RanksLost: policy ranks are gone.
+            Exception: the data plane's error at its last attempt.
         """
         shared = self._shared
         metrics: Mapping[str, float] = {}
@@ -243,7 +251,7 @@ class Checkpoints:
                     metrics = await self._evaluate(version)
                 except RanksLost:
                     raise
-                except Exception as error:  # noqa: BLE001 (numbers to look at; training needs none)
+                except Exception as error:  # noqa: BLE001 (training does not need evaluations)
                     _log.error("version %d is not evaluated: %r", version, error)
                     metrics = {"evaluation/failed": 1.0}
                 finally:
@@ -270,11 +278,11 @@ class Checkpoints:
         return shared.draining or bool(out_of_prompts and shared.settings.checkpoint_every)
 
     async def capture(self) -> None:
-        """Keep the controller's state as it is now, for `save`."""
+        """Capture the controller's current state, for `save`."""
         self._captured = await capture(self._shared, self._stored)
 
     async def save(self) -> None:
-        """Write a checkpoint with the captured state; do nothing without one or without a store.
+        """Write a checkpoint with the captured state; without a state or a store: no-op.
 
         The policy's weights must still be those of the captured version.
         """
@@ -283,17 +291,20 @@ class Checkpoints:
             return
         with self._shared.measure.phase("checkpoint", version=state["trainer_version"]):
             self._shared.doing = "checkpoint"
-            # A run may be continued from here at once, and does not write these rows again.
+            # A run that resumes from this checkpoint does not log the rows so far again.
             await self._reporting.flush()
             await self.store.save(state["trainer_version"], state)
             self._shared.progressed()
 
     async def restore(self, *, starting: bool = False) -> None:
-        """Set ranks, buffer and place in the prompts to the newest checkpoint, or to the beginning.
+        """Restore ranks, buffer and prompt index from the newest checkpoint, or to the beginning.
 
-        `starting` says that nothing was lost: it does not count as a retry.
-        Errors: those of the store, `RanksLost` among them; `ControllerError` for a checkpoint of
-            other settings. Then `unrestored` stays true.
+        With `starting`, nothing was lost, and it does not count as a retry. After an error,
+        `unrestored` stays true.
+
+        Raises:
+            ControllerError: the checkpoint has other settings.
+            Exception: the store's error, such as `RanksLost`.
         """
         assert self.store is not None, "restore() needs a store"
         shared = self._shared
@@ -302,7 +313,7 @@ class Checkpoints:
             shared.doing = "restore"
             self._captured = None
             state = await self.store.restore()
-            await self._stored.clear([held.id for held in shared.buffer.ready])
+            await self._stored.clear([group.id for group in shared.buffer.ready])
             shared.forget()
             if state is not None:
                 await put_back(shared, self._stored, state)

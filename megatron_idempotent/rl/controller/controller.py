@@ -1,4 +1,4 @@
-"""Runs rollouts and training side by side in one event loop, and restores a run that lost ranks."""
+"""Runs rollouts and training concurrently in one event loop, and restores a run that lost ranks."""
 
 from __future__ import annotations
 
@@ -33,65 +33,66 @@ _log = logging.getLogger(__name__)
 
 
 async def watchdog(shared: RunState) -> None:
-    """Raise once nothing has made progress for `stall_s` seconds; never returns.
+    """Raise an error once the run has made no progress for `stall_s` seconds; never returns.
 
-    Errors: `Stalled`, which says what each part of the run does or waits for.
+    Raises:
+        Stalled: the message says what each part of the run does or waits for.
     """
     limit_s = shared.settings.stall_s
     while True:
-        # The moment itself: what is left of a sum of differences may be too little for any clock.
-        now, until = shared.measure.now(), shared.idle_since + limit_s
-        if now >= until:
-            idle_s = now - shared.idle_since
+        # An absolute deadline: a remaining difference may round to less than a tick of the clock.
+        now_s, deadline_s = shared.measure.now(), shared.idle_since + limit_s
+        if now_s >= deadline_s:
+            idle_s = now_s - shared.idle_since
             raise Stalled(
-                f"no progress in {idle_s:.0f} s (stall_s is {limit_s:g}): {where(shared)}; raise "
-                "stall_s if it is only slow"
+                f"no progress in {idle_s:.0f} s (stall_s is {limit_s:g}): {progress_of(shared)}; "
+                "raise stall_s if it is only slow"
             )
-        await asyncio.sleep(until - now)
+        await asyncio.sleep(deadline_s - now_s)
 
 
-def where(shared: RunState) -> str:
-    """Describe the state of a run in one line."""
+def progress_of(shared: RunState) -> str:
+    """Describe the progress of a run in one line."""
     counts = shared.buffer.counts
     generating = list(shared.buffer.generating_ids)
-    shown = ", ".join(map(str, generating[:8])) + (", …" if len(generating) > 8 else "")
+    first_ids = ", ".join(map(str, generating[:8])) + (", …" if len(generating) > 8 else "")
     last = f" (the last one for {shared.dropped_for})" if shared.dropped_for else ""
     return (
         f"the train pump is at {shared.doing or 'its start'!r} of version "
         f"{shared.trainer_version}, engines serve version {shared.rollout_version}, "
-        f"{counts.generating} groups are being generated ({shown or 'none'}), {counts.ready} are "
-        f"ready, {shared.step_groups} are in the open step; room for {shared.room()} more; dropped "
-        f"so far: {dict(shared.dropped) or 'none'}{last}; tried again: "
-        f"{dict(shared.retries) or 'none'}"
+        f"{counts.generating} groups are being generated ({first_ids or 'none'}), "
+        f"{counts.ready} are ready, {shared.step_groups} are in the open step; room for "
+        f"{shared.room()} more; dropped so far: {dict(shared.dropped) or 'none'}{last}; "
+        f"tried again: {dict(shared.retries) or 'none'}"
     )
 
 
 async def look_for_engines(shared: RunState) -> None:
-    """Ask every `look_again_s` seconds whether an engine answers after all were lost.
+    """Check every `look_again_s` seconds whether an engine has recovered after all were lost.
 
-    It sets `engines_back` when one does; never returns.
+    Sets `engines_back` when one has; never returns.
     """
     while True:
         await asyncio.sleep(shared.settings.look_again_s)
         if shared.engines_back:
             continue
         try:
-            found = await shared.generator.recover()
-        except Exception as error:  # noqa: BLE001 (an engine's; the next look may find it well)
+            is_back = await shared.generator.recover()
+        except Exception as error:  # noqa: BLE001 (the next check may succeed)
             _log.warning("looking for engines: %r", error)
             continue
-        if found:
+        if is_back:
             shared.engines_back = True
             shared.tell()
 
 
 class Controller:
-    """Streams rollouts into optimizer steps, and weights back to the engines.
+    """Trains on rollouts as they complete, and publishes the weights to the engines.
 
-    Groups are started as capacity and staleness allow, train as they arrive, and count exactly
-    once, whatever fails: a step that fails is undone and taken again with the same groups, lost
-    ranks are restored from the newest checkpoint together with the buffer, and an engine that comes
-    back is given the newest weights. Call `run` from one task; `ping` and `drain` from any.
+    Groups start as capacity and staleness allow, and every group is trained exactly once despite
+    failures: a failed step is undone and repeated with the same groups, lost ranks are restored
+    from the newest checkpoint together with the buffer, and an engine that recovers gets the newest
+    weights. Call `run` from one task; `ping` and `drain` from any.
 
     Example:
         controller = Controller(settings=settings, sampler=WindowedSampler(2), prompts=prompts,
@@ -117,21 +118,22 @@ class Controller:
         """
         Args:
             settings: sizes and limits of the run.
-            sampler: decides which groups start, which train next, and which are too old.
-            prompts: gives the prompt at an index.
-            generator: makes scored groups of prompts; `Fleet` does so with engines.
+            sampler: decides which groups start, which train next, and which are too stale.
+            prompts: returns the prompt at an index.
+            generator: turns prompts into scored groups; `Fleet` does so with engines.
             policy: the model and optimizer that are trained.
-            recipe: turns groups into batches, and says which groups are of no use.
-            plane: keeps complete groups until they are trained; None for this process's memory.
+            recipe: turns groups into batches, and rejects useless groups.
+            plane: stores complete groups until they are trained; None for this process's memory.
             store: writes and restores checkpoints; without one, lost ranks end the run.
-            loggers: get a row of metrics per optimizer step, in a thread of their own, and all rows
-                before `run` returns; one that raises is dropped. A `metrics.loggers.Loggers` is
-                used as it is: one that is not threaded calls its loggers in the event loop.
-            timeline: records what all pumps do.
-            evaluate: evaluates a version; its metrics go into the version's row. Where it has a
-                method `due(version)`, training does not wait for the publishing of other versions.
+            loggers: get a row of metrics per optimizer step, in a separate thread, and all rows
+                before `run` returns; a logger that raises is dropped. A `metrics.loggers.Loggers`
+                is used as it is: if it is not threaded, it runs in the event loop.
+            timeline: records the phases of all pumps.
+            evaluate: evaluates a version; its metrics go into the version's row. If it has a
+                method `due(version)`, training waits for a publish only at versions that are due.
 
-        Errors: `SettingsError` for a capacity, or a window of staleness, that would deadlock.
+        Raises:
+            SettingsError: the capacity or the staleness window would deadlock the run.
         """
         capacity = settings.checked_capacity(sampler)
         self._shared = shared = RunState(
@@ -155,12 +157,16 @@ class Controller:
     async def run(self, until: int) -> Status:
         """Train until the weights have version `until`; return the run's status.
 
-        Versions count from the run's very beginning, before any resume. It may be called again with
-        a later version: with a deterministic sampler the weights are then those of one longer run.
-        It returns early once it is drained, or prompts have run out.
-        Errors: `ControllerError`, and what a policy, recipe or store raised. Rollouts are cancelled
-            then, to be asked for again, and the open step is undone; the same happens where the
-            caller's task is cancelled. It may be called again after either.
+        Versions count from the run's very beginning, before any resume. Another call may continue
+        to a later version; with a deterministic sampler the weights then equal those of one longer
+        run. It returns early when the run is drained or prompts have run out.
+
+        After an error or a cancellation, rollouts are cancelled and queued again, the open step is
+        undone, and `run` may be called again.
+
+        Raises:
+            ControllerError: the run cannot continue.
+            Exception: the error of a policy, recipe or store.
         """
         shared, checkpoints = self._shared, self._checkpoints
         if shared.state in ("running", "draining"):
@@ -177,7 +183,7 @@ class Controller:
             if checkpoints.due_early:
                 await checkpoints.capture()
                 await checkpoints.save()
-            await self._stored.clear([])  # what could not be cleared earlier
+            await self._stored.clear([])  # groups that an earlier call failed to clear
         finally:
             try:
                 await self._reporting.close()
@@ -190,20 +196,23 @@ class Controller:
         """Restore the newest checkpoint before `run`; return its version, 0 without a checkpoint.
 
         The controller must have a store.
-        Errors: those of the store; `ControllerError` for a checkpoint of other settings.
+
+        Raises:
+            ControllerError: the checkpoint has other settings.
+            Exception: the store's error.
         """
         await self._checkpoints.restore(starting=True)
         return self._shared.trainer_version
 
     async def ping(self) -> Status:
-        """Return the state of the run, without waiting for anything."""
+        """Return the state of the run immediately."""
         return status_of(self._shared)
 
     async def drain(self) -> None:
-        """End the run early, and return when `run` has.
+        """End the run early; return when `run` has returned.
 
-        No more groups are started, the open step is finished, or is undone after `drain_s` seconds,
-        and a checkpoint is written.
+        No more groups start, the open step finishes (or is undone after `drain_s` seconds), and a
+        checkpoint is written.
         """
         shared = self._shared
         if shared.state not in ("running", "draining") or self._ended is None:
@@ -214,21 +223,24 @@ class Controller:
             shared.tell()
             if training is not None:
                 await asyncio.wait([training], timeout=shared.settings.drain_s)
-                # After its limit: undone by the step itself, with its groups in the buffer again.
+                # At the limit, the cancelled step undoes itself and returns its groups to the
+                # buffer.
                 training.cancel()
         await self._ended.wait()
 
     async def _train(self, until: int) -> None:
-        """Run the pumps until that version, again from the newest checkpoint if ranks are lost."""
+        """Run the pumps to version `until`; if ranks are lost, restart from the newest
+        checkpoint.
+        """
         shared, checkpoints = self._shared, self._checkpoints
         restarts, steps = 0, shared.train_steps
         while True:
             try:
                 if checkpoints.unrestored:
                     await checkpoints.restore()
-                # A run that stands there already starts no groups, which it would only cancel.
-                there = shared.current and shared.trainer_version >= until
-                if not (there or shared.draining):
+                # At the last version already: pumps would only start groups and cancel them.
+                is_finished = shared.current and shared.trainer_version >= until
+                if not (is_finished or shared.draining):
                     await self._pump(until)
                 return
             except RanksLost as error:
@@ -240,7 +252,7 @@ class Controller:
                 _log.error("policy ranks are lost (restart %d): %s", restarts, error)
 
     async def _pump(self, until: int) -> None:
-        """Run all pumps until the train pump is done or one of them raises, then stop them all."""
+        """Run all pumps until the train pump returns or any of them raises; then stop all."""
         shared = self._shared
         self._train_task = train = asyncio.ensure_future(self._training.run(until))
         tasks = [
@@ -252,21 +264,21 @@ class Controller:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if train.done() and shared.draining and shared.sampler.drains:
-                # Whole, or a resumed run would sample the rest of them in another batch.
+                # Complete all groups: a resumed run would sample the missing ones in another batch.
                 await self._rollouts.finish(shared.settings.drain_s)
         finally:
             self._train_task = None
             stopping = asyncio.ensure_future(self._stop(tasks))
             cancelled = await finish_despite_cancel(stopping)
             results = stopping.result()
-            if any(isinstance(each, RanksLost) for each in results):
-                # Told here too: a caller that cancels the run does not get to see it.
+            if any(isinstance(result, RanksLost) for result in results):
+                # Set here too: when the caller cancels the run, `_train` does not see this error.
                 self._checkpoints.unrestored = self._checkpoints.store is not None
         if cancelled:
             raise asyncio.CancelledError
-        errors = [e for e in results if isinstance(e, Exception)]
-        # Of several, what the ranks' loss brought about is not the cause.
-        for error in sorted(errors, key=lambda each: not isinstance(each, RanksLost)):
+        errors = [result for result in results if isinstance(result, Exception)]
+        # The loss of ranks first: it causes the others.
+        for error in sorted(errors, key=lambda exception: not isinstance(exception, RanksLost)):
             raise error
 
     async def _stop(self, tasks: Sequence[asyncio.Task[None]]) -> list[BaseException | None]:

@@ -1,4 +1,4 @@
-"""Keeps complete groups until they are trained: in this process, or in TransferQueue on Ray."""
+"""Stores complete groups until they are trained: in this process, or in TransferQueue on Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .protocol import RolloutGroup
 
 
 class MemoryPlane:
-    """Keeps groups in a dictionary; a `protocol.DataPlane`. Groups are frozen, so none is copied.
+    """Stores groups in a dictionary, without copies since they are frozen; a `protocol.DataPlane`.
 
     Example: `await plane.put(group); await plane.get(group.id)`.
     """
@@ -26,19 +26,23 @@ class MemoryPlane:
         self._groups: dict[int, RolloutGroup] = {}
 
     def __len__(self) -> int:
-        """Return the number of groups that are kept."""
+        """Return the number of stored groups."""
         return len(self._groups)
 
     def __bool__(self) -> bool:
-        # By its length an empty plane would be false, and `plane or other` would not take it.
+        # Else an empty plane would be false, and `plane or other` would drop it.
         return True
 
     async def put(self, group: RolloutGroup) -> None:
-        """Keep a group under its id, in place of one that has the id already."""
+        """Store a group, replacing one of the same id."""
         self._groups[group.id] = group
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Return the group. Errors: `KeyError` if it was never put, or was cleared."""
+        """Return the group.
+
+        Raises:
+            KeyError: the group was never put, or was cleared.
+        """
         try:
             return self._groups[group_id]
         except KeyError:
@@ -47,28 +51,28 @@ class MemoryPlane:
             ) from None
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """Forget groups; ids that are not there change nothing."""
+        """Remove groups; unknown ids are ignored."""
         for group_id in group_ids:
             self._groups.pop(group_id, None)
 
     async def close(self) -> None:
-        """Forget all groups."""
+        """Remove all groups."""
         self._groups.clear()
 
 
 FIELDS = ("tokens", "logprobs", "versions", "lengths", "rewards", "rest")
 """The columns of a group's row in TransferQueue, each a vector.
 
-`tokens` (int64), `logprobs` (float64) and `versions` (int64) have a value per token, of all samples
-one after another; `lengths` (int64) and `rewards` (float64) have one per sample; `rest` (uint8) is
-all else, pickled. Other clients of the queue may read the first five."""
+`tokens` (int64), `logprobs` (float64) and `versions` (int64) have a value per token, with all
+samples concatenated; `lengths` (int64) and `rewards` (float64) have a value per sample; `rest`
+(uint8) is a pickle of the other fields. Other clients of the queue can read the first five."""
 
 
 class TransferQueuePlane:
-    """Keeps groups in a partition of TransferQueue 0.1.11 or later, each under its id.
+    """Stores groups in a partition of TransferQueue 0.1.11 or later, under their ids.
 
-    TransferQueue is started at the first use, on the Ray cluster that this process is connected to,
-    if it does not run there yet; `transfer_queue.close()` ends it. Prompts are pickled.
+    The first use starts TransferQueue on the connected Ray cluster unless it already runs there;
+    `transfer_queue.close()` ends it. Prompts are pickled.
 
     Example:
         ray.init(address="auto")
@@ -81,9 +85,9 @@ class TransferQueuePlane:
     ) -> None:
         """
         Args:
-            partition: the name under which groups are kept, which no other plane uses; None makes
-                up a new one. The name of a run that was killed gives access to what it has left.
-            settings: the argument of TransferQueue's own `init`, such as
+            partition: the partition's name, which no other plane may use; None for a new one. With
+                the name of a killed run, its groups are accessible.
+            settings: the argument of TransferQueue's `init`, such as
                 `{"backend": {"SimpleStorage": {"num_data_storage_units": 8}}}`.
         """
         self._partition = partition or f"megatron-idempotent-{uuid.uuid4().hex}"
@@ -93,14 +97,16 @@ class TransferQueuePlane:
 
     @property
     def partition(self) -> str:
-        """The name in TransferQueue under which groups are kept."""
+        """The name of the partition in TransferQueue."""
         return self._partition
 
     async def put(self, group: RolloutGroup) -> None:
-        """Keep a group under its id, in place of one that has the id already.
+        """Store a group, replacing one of the same id.
 
-        Errors: `ModuleNotFoundError` without TransferQueue; `RuntimeError` without a Ray cluster,
-            or if the queue has not stored it: put it again.
+        Raises:
+            ModuleNotFoundError: TransferQueue is not installed.
+            RuntimeError: there is no Ray cluster, or the queue failed to store the group; put it
+                again.
         """
         queue = await self._connected()
         await queue.async_kv_batch_put(
@@ -113,8 +119,9 @@ class TransferQueuePlane:
     async def get(self, group_id: int) -> RolloutGroup:
         """Return the group.
 
-        Errors: `KeyError` if it was cleared, or its `put` was not completed; `RuntimeError` if the
-            queue does not answer.
+        Raises:
+            KeyError: the group was cleared, or its `put` did not complete.
+            RuntimeError: the queue does not respond.
         """
         queue = await self._connected()
         try:
@@ -122,24 +129,25 @@ class TransferQueuePlane:
                 keys=[str(group_id)], partition_id=self._partition, select_fields=list(FIELDS)
             )
             columns = {name: row[name][0] for name in FIELDS}
-        except (ValueError, KeyError) as error:  # of unknown keys, and of fields that are absent
+        except (ValueError, KeyError) as error:  # for unknown keys and missing fields
             raise KeyError(
                 f"group {group_id} is not in partition {self._partition}: {error}"
             ) from error
         return _group(columns)
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """Forget groups; ids that are not there change nothing.
+        """Remove groups; unknown ids are ignored.
 
-        Errors: `RuntimeError` if the queue has not done it: clear them again.
+        Raises:
+            RuntimeError: the queue failed to remove them; clear them again.
         """
-        keys = [str(each) for each in dict.fromkeys(group_ids)]
+        keys = [str(group_id) for group_id in dict.fromkeys(group_ids)]
         if keys:
             queue = await self._connected()
             await queue.async_kv_clear(keys=keys, partition_id=self._partition)
 
     async def close(self) -> None:
-        """Forget all groups of the partition. TransferQueue itself goes on running."""
+        """Remove all groups of the partition. TransferQueue itself keeps running."""
         queue, self._queue = self._queue, None
         if queue is not None:
             listed = await queue.async_kv_list(partition_id=self._partition)
@@ -156,16 +164,19 @@ class TransferQueuePlane:
 
 
 def connect(settings: Mapping[str, Any] | None = None) -> Any:
-    """Start TransferQueue, or join it where it runs already; return the `transfer_queue` module.
+    """Start TransferQueue, or connect to a running one; return the `transfer_queue` module.
 
-    It blocks until TransferQueue has started. `settings` are those of TransferQueue's own `init`.
-    Errors: `ModuleNotFoundError` without TransferQueue, `RuntimeError` without a Ray cluster.
+    Blocks until TransferQueue has started. `settings` is the argument of TransferQueue's `init`.
+
+    Raises:
+        ModuleNotFoundError: TransferQueue is not installed.
+        RuntimeError: there is no Ray cluster.
     """
     import torch
 
-    # By itself the queue sets another number of threads in every put and get, for all that this
-    # process computes meanwhile, and sums come out in another order.
-    chosen = os.environ.get("TQ_NUM_THREADS")
+    # By default the queue changes torch's number of threads during every put and get, and so the
+    # order of sums in all that this process computes meanwhile.
+    threads_before = os.environ.get("TQ_NUM_THREADS")
     os.environ.setdefault("TQ_NUM_THREADS", str(torch.get_num_threads()))
     try:
         queue = importlib.import_module("transfer_queue")
@@ -178,7 +189,7 @@ def connect(settings: Mapping[str, Any] | None = None) -> Any:
             name=error.name,
         ) from error
     finally:
-        if chosen is None:
+        if threads_before is None:
             del os.environ["TQ_NUM_THREADS"]
     connected_ray("TransferQueuePlane")
     omegaconf = importlib.import_module("omegaconf")
@@ -191,32 +202,34 @@ def _fields(group: RolloutGroup) -> Any:
 
     tensordict = importlib.import_module("tensordict")
     samples = group.samples
-    rest = {
+    attributes = {
         "id": group.id,
         "prompt": group.prompt,
         "failed": group.failed,
-        "ids": [each.request_id for each in samples],
-        "reasons": [each.finish_reason for each in samples],
-        "routes": [each.routed_experts for each in samples],
+        "ids": [sample.request_id for sample in samples],
+        "reasons": [sample.finish_reason for sample in samples],
+        "routes": [sample.routed_experts for sample in samples],
     }
     columns = {
-        "tokens": ([token for each in samples for token in each.tokens], torch.int64),
-        "logprobs": ([value for each in samples for value in each.logprobs], torch.float64),
-        "versions": ([each for sample in samples for each in sample.versions], torch.int64),
-        "lengths": ([len(each.tokens) for each in samples], torch.int64),
+        "tokens": ([token for sample in samples for token in sample.tokens], torch.int64),
+        "logprobs": ([value for sample in samples for value in sample.logprobs], torch.float64),
+        "versions": ([version for sample in samples for version in sample.versions], torch.int64),
+        "lengths": ([len(sample.tokens) for sample in samples], torch.int64),
         "rewards": (group.rewards, torch.float64),
     }
     rows = {name: torch.tensor([column], dtype=kind) for name, (column, kind) in columns.items()}
-    rows["rest"] = torch.frombuffer(bytearray(pickle.dumps(rest)), dtype=torch.uint8)[None]
+    rows["rest"] = torch.frombuffer(bytearray(pickle.dumps(attributes)), dtype=torch.uint8)[None]
     return tensordict.TensorDict(rows, batch_size=[1])
 
 
 def _group(row: Mapping[str, Any]) -> RolloutGroup:
-    rest = pickle.loads(row["rest"].contiguous().numpy().tobytes())
+    attributes = pickle.loads(row["rest"].contiguous().numpy().tobytes())
     tokens, logprobs, versions, lengths, rewards = (row[name].tolist() for name in FIELDS[:5])
     samples = []
-    told = zip(rest["ids"], rest["reasons"], rest["routes"], lengths, strict=True)
-    for request_id, reason, routes, length in told:
+    fields = zip(
+        attributes["ids"], attributes["reasons"], attributes["routes"], lengths, strict=True
+    )
+    for request_id, reason, routes, length in fields:
         samples.append(
             Sample(
                 request_id=request_id,
@@ -229,9 +242,9 @@ def _group(row: Mapping[str, Any]) -> RolloutGroup:
         )
         del tokens[:length], logprobs[:length], versions[:length]
     return RolloutGroup(
-        id=rest["id"],
-        prompt=rest["prompt"],
+        id=attributes["id"],
+        prompt=attributes["prompt"],
         samples=tuple(samples),
         rewards=tuple(rewards),
-        failed=rest["failed"],
+        failed=attributes["failed"],
     )

@@ -1,4 +1,4 @@
-"""Makes scored groups with engines: sends requests, gathers samples, and publishes new weights."""
+"""Generates scored groups with engines: sends requests, scores samples, publishes weights."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Score = Callable[[int, Any, Sequence[Sample]], Awaitable[Sequence[float]]]
 KvScales = Callable[[int], Awaitable[Mapping[str, float] | None]]
 """Makes the scales of FP8 key-value caches, by name, for the version that is published next.
 
-It is called while the policy has that version's weights, and returns None to keep the scales that
-engines have."""
+It is called while the policy has that version's weights. None keeps the engines' current scales."""
 
 
-#: Attempts at a sample before it is left out of its group, and the fewest samples of a group: one
-#: with fewer is tried again as a whole.
+#: Attempts at a sample before its group goes without it, and the fewest samples of a group; a group
+#: with fewer fails.
 _SAMPLE_ATTEMPTS, _FEWEST_SAMPLES = 2, 2
 
 
 class Fleet:
-    """Implements `Generator` with engines: draws and scores groups, and publishes weights.
+    """Implements `Generator` with engines: samples and scores groups, and publishes weights.
 
-    Engines count versions of their own, which only rise; `Fleet` translates the versions of samples
-    into the trainer's.
+    Engines have version numbers of their own, which only rise; `Fleet` translates the versions of
+    samples to the trainer's.
+
     Example: `fleet = Fleet(engines, source=weights, requests=make_requests, score=score)`.
     """
 
@@ -57,12 +57,12 @@ class Fleet:
         Args:
             engines: the engines that sample; all of them get the same weights.
             source: reads the policy's weights.
-            requests: makes a group's requests; its result may depend on its arguments alone.
-            score: gives each sample its reward; if it raises, the group is tried again.
+            requests: makes a group's requests; must be a pure function of its arguments.
+            score: returns a reward per sample; if it raises, the group is generated again.
             settings: limits of a publish, such as its timeouts.
             deltas: True to send only the elements that changed since the last publish.
             kv_scales: makes a version's scales, for engines whose cache is in FP8.
-            timer: is told of each phase of a publish; NeMo-RL's `Timer` is one.
+            timer: measures each phase of a publish; NeMo-RL's `Timer` works.
         """
         self._engines = {engine.name: engine for engine in engines}
         self._source = source
@@ -73,25 +73,27 @@ class Fleet:
         self._timer = timer
         self._settings = settings or SyncSettings()
         self._sync = WeightSync(engines, settings=self._settings)
-        # Engines that get no requests, by name, and why; a new mapping whenever it changes.
+        # Why engines get no requests, by name; replaced, never mutated.
         self.quarantined: Mapping[str, str] = {}
         self._pool = EnginePool(engines, sync=self)
         self._engine_version = -1
-        # What the engines' versions are to the trainer. Two publishes may carry the same number.
+        # The trainer's version for each engine version. Two publishes may have the same number.
         self._versions: dict[int, int] = {}
 
     async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
-        """Draw all samples of a prompt side by side, and score them; see `Generator.generate`."""
+        """Sample all responses to a prompt concurrently, and score them; see
+        `Generator.generate`.
+        """
         requests = self._requests(group_id, prompt)
-        # Not gather() by itself: what is left running when one of them raises would go on.
+        # gather() alone would leave the other tasks running if one raises.
         tasks = [asyncio.ensure_future(self._sample(request)) for request in requests]
         try:
-            found = await asyncio.gather(*tasks)
+            results = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        samples = [each for each in found if isinstance(each, Sample)]
-        failures = [each for each in found if not isinstance(each, Sample)]
+        samples = [result for result in results if isinstance(result, Sample)]
+        failures = [result for result in results if not isinstance(result, Sample)]
         if len(samples) < min(_FEWEST_SAMPLES, len(requests)):
             raise failures[0]
         return RolloutGroup(
@@ -103,10 +105,14 @@ class Fleet:
         )
 
     async def sample(self, request: Request) -> Sample:
-        """Draw one response that is part of no group, such as for an evaluation.
+        """Sample one response outside of any group, such as for an evaluation.
 
-        Its versions are the trainer's. Errors: those of `EnginePool.generate`; `EnginesLost` if no
-        engine is left; `EngineError` if an engine answers with weights that this run never sent.
+        The sample's versions are the trainer's.
+
+        Raises:
+            EnginesLost: no engine is left.
+            EngineError: an engine used weights that this run never published.
+            Exception: as `EnginePool.generate` raises.
         """
         try:
             sample = await self._pool.generate(request)
@@ -119,19 +125,19 @@ class Fleet:
         except KeyError as error:
             await self._leave_out_restarted()
             raise EngineError(
-                f"request {request.id!r} came back with version {error} of an engine, which this "
-                "run has not published: it was started again, and gets weights with the next sync"
+                f"request {request.id!r} has tokens of version {error} of an engine, which this "
+                "run has not published: the engine was restarted, and the next sync updates it"
             ) from error
         return dataclasses.replace(sample, versions=versions)
 
     async def _leave_out_restarted(self) -> None:
-        """Send nothing to engines that serve weights of before this run, until they get ours.
+        """Quarantine engines that serve weights of another run, until they get this run's weights.
 
-        Groups of which one takes a part would all be lost, and a sampler that waits for all groups
-        of a version would wait for ever.
+        Otherwise every group with a sample from such an engine would be lost, and a sampler that
+        waits for all groups of a version would wait for ever.
         """
         healths = await asyncio.gather(
-            *(ask(each, self._settings) for each in self._engines.values())
+            *(ask(engine, self._settings) for engine in self._engines.values())
         )
         restarted = {
             name: f"it serves version {health.version}, which this run has not published"
@@ -141,17 +147,17 @@ class Fleet:
         self.quarantined = {**self.quarantined, **restarted}
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Bring the policy's weights to all engines; see `Generator.publish`.
+        """Send the policy's weights to all engines; see `Generator.publish`.
 
-        An engine that does not take them gets no requests until it takes a later version.
+        An engine that fails to take them gets no requests until it takes a later version.
         """
         if self._engine_version < 0:
             # Engines may have served another run before.
             healths = await self._sync.recover()
-            self._engine_version = max((each.version or 0) for each in healths.values())
+            self._engine_version = max((health.version or 0) for health in healths.values())
         kv_scales = await self._kv_scales(version) if self._kv_scales is not None else None
         self._engine_version += 1
-        # Before the update: tokens may be drawn with it before it returns.
+        # Before the update: tokens may be sampled with it before `update` returns.
         self._versions[self._engine_version] = version
         try:
             report = await self._sync.update(
@@ -167,12 +173,12 @@ class Fleet:
         finally:
             self.quarantined = self._sync.quarantined
         self._count_from(report)
-        # Those that serve older weights too, as one that does not is there: a sampler that wants
+        # Also engines with older weights, since another one has the newest: a sampler that needs
         # the newest would wait for ever.
         self.quarantined = {
-            name: found.detail
-            for name, found in report.engines.items()
-            if found.outcome != "committed"
+            name: engine.detail
+            for name, engine in report.engines.items()
+            if engine.outcome != "committed"
         }
         await self._pool.reprobe()
         return {
@@ -189,20 +195,22 @@ class Fleet:
         }
 
     def _count_from(self, report: SyncReport) -> None:
-        """Raise our count of versions to the highest that an engine reports.
+        """Raise `_engine_version` to the highest version that an engine reports.
 
-        An engine that was not there at first may have served another run, with higher versions.
+        An engine that joined later may have served another run, with higher versions.
         """
-        served = [found.version or 0 for found in report.engines.values()]
+        served = [engine.version or 0 for engine in report.engines.values()]
         self._engine_version = max(self._engine_version, *served)
 
     async def recover(self) -> bool:
-        """Return whether an engine answers again after all were lost; see `Generator.recover`."""
+        """Return whether an engine has recovered after all were lost; see `Generator.recover`."""
         if self._pool.usable:
             return False
-        # Asked, and not resumed: a publish may be under way that has paused them.
+        # Only asked, not resumed: a running publish may have paused them.
         settings = self._settings
-        healths = await asyncio.gather(*(ask(each, settings) for each in self._engines.values()))
+        healths = await asyncio.gather(
+            *(ask(engine, settings) for engine in self._engines.values())
+        )
         return any(health.status != "DEAD" for health in healths)
 
     async def close(self) -> None:
@@ -210,9 +218,11 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def _sample(self, request: Request) -> Sample | Exception:
-        """Draw a sample in up to `_SAMPLE_ATTEMPTS`; return it, or the last attempt's error.
+        """Sample in up to `_SAMPLE_ATTEMPTS` attempts; return the sample or the last error.
 
-        Errors: `EnginesLost` and `PoisonedPrompt`, which concern the whole group.
+        Raises:
+            EnginesLost: no engine is left, which fails the whole group.
+            PoisonedPrompt: the prompt cannot be served, which fails the whole group.
         """
         failure: Exception | None = None
         for _ in range(_SAMPLE_ATTEMPTS):

@@ -15,11 +15,14 @@ from megatron_idempotent.rl.engines.protocol import Sample
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGroup:
-    """Holds the samples of one prompt, with a reward for each.
+    """The samples of one prompt, with a reward for each.
 
-    `versions` of the samples are the trainer's, not the engines' own numbers.
+    The samples' `versions` are the trainer's version numbers, not the engines'.
+
+    Raises:
+        ValueError: there is no sample, or the numbers of samples and rewards differ.
+
     Example: `RolloutGroup(id=3, prompt=prompt, samples=(a, b), rewards=(1.0, 0.0))`.
-    Errors: `ValueError` without samples, or with another number of rewards than of samples.
     """
 
     id: int
@@ -27,11 +30,11 @@ class RolloutGroup:
     prompt: Any
     """The prompt, as `Prompts.prompt` returned it."""
     samples: tuple[Sample, ...]
-    """The samples that were drawn, which may be fewer than were asked for."""
+    """The samples, possibly fewer than were requested."""
     rewards: tuple[float, ...]
     """A reward for each of `samples`."""
     failed: int = 0
-    """The number of samples that could not be drawn, and are left out."""
+    """The number of samples that failed and are missing."""
 
     def __post_init__(self) -> None:
         if len(self.samples) != len(self.rewards) or not self.samples:
@@ -42,64 +45,65 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The version of the oldest weights that drew any token; staleness is measured from it."""
-        return min((min(each.versions) for each in self.samples if each.versions), default=0)
+        """The oldest version that sampled any of the tokens; staleness is measured from it."""
+        return min((min(sample.versions) for sample in self.samples if sample.versions), default=0)
 
     @property
     def tokens(self) -> int:
         """The number of response tokens in all samples."""
-        return sum(len(each.tokens) for each in self.samples)
+        return sum(len(sample.tokens) for sample in self.samples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """Describes a complete group in the buffer to a sampler. Example: `version - held.version`."""
+    """A complete group in the buffer, as samplers see it. Example: `version - held.version`."""
 
     id: int
     """Index of the group's prompt in the run's stream of prompts, from 0."""
     arrival: int
     """The number of groups that became complete before it."""
     version: int
-    """The version of the oldest weights that drew any of its tokens."""
+    """The oldest version that sampled any of its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generating:
-    """Describes a group that is being generated to a sampler.
+    """A group that is being generated, as samplers see it.
 
-    Example: `any(each.id == 7 for each in ready.generating())`.
+    Example: `any(group.id == 7 for group in ready.generating())`.
     """
 
     id: int
     """Index of the group's prompt in the run's stream of prompts, from 0."""
     started: int
-    """A number that is higher the later the group was started."""
+    """A number that increases with every started group."""
     version: int
-    """The version that engines served when its attempt began: no token is from older weights."""
+    """The version that engines served when this attempt began; all tokens have it or a later
+    one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Counts groups by what has become of them.
+    """The number of groups by their state.
 
     At every moment `submitted == trained + filtered + evicted + running`.
     Example: `buffer.counts.conserved`.
     """
 
     submitted: int = 0
-    """Groups that were admitted since the run began, those before a resume included."""
+    """Groups that were admitted since the run began, including those before a resume."""
     trained: int = 0
-    """Groups that finished optimizer steps have used."""
+    """Groups that completed optimizer steps were trained on."""
     filtered: int = 0
-    """Groups that were of no use, could not be generated, or were lost."""
+    """Groups that the recipe rejected, that failed to generate, or that were lost."""
     evicted: int = 0
-    """Groups that were given up because their weights had become too old."""
+    """Groups that became too stale."""
     aborted: int = 0
-    """Groups that were evicted while they were still being generated; `evicted` counts them too."""
+    """Groups that were evicted while they were being generated; `evicted` includes them."""
     generating: int = 0
     """Groups that are being generated."""
     ready: int = 0
-    """Complete groups that wait for a step."""
+    """Complete groups that wait for an optimizer step."""
     leased: int = 0
     """Groups in the optimizer step that is open."""
 
@@ -116,7 +120,7 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """Holds what a sampler needs to decide how many more groups may start.
+    """The inputs for a sampler's decision how many more groups may start.
 
     Example: `sampler.room(Admission(rollout_version=2, trainer_version=3, groups_per_step=4,
     accepted=14, running=2))`.
@@ -129,27 +133,26 @@ class Admission:
     groups_per_step: int
     """The number of groups in one optimizer step."""
     accepted: int
-    """Groups that were trained, are in the open step or are ready. Filtered and evicted ones do not
-    count."""
+    """Groups that are trained, in the open step or ready; not filtered or evicted ones."""
     running: int
     """Groups that are being generated."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """Holds the result of one optimizer step on all ranks. Example: `outcome.metrics["loss"]`."""
+    """The result of one optimizer step on all ranks. Example: `outcome.metrics["loss"]`."""
 
     updated: bool
-    """False if the weights stayed, because no token counted or gradients overflowed."""
+    """False if the step was skipped, because no token was in the loss or gradients overflowed."""
     tokens: int
-    """The number of response tokens that counted, on all ranks."""
+    """The number of response tokens in the loss, on all ranks."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Metrics of the step; loggers get each with `train/` before its name."""
+    """Metrics of the step; loggers prefix each name with `train/`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """Describes a run at a moment, as `ping` returns it.
+    """A snapshot of a run, as `ping` returns it.
 
     Example: `(await controller.ping()).trainer_version`.
     """
@@ -157,7 +160,7 @@ class Status:
     state: Literal["starting", "running", "draining", "ended"]
     """`starting` before `run`, `draining` once `drain` was called, `ended` after `run`."""
     trainer_version: int
-    """Optimizer steps that succeeded since the run began, those before a resume included."""
+    """Optimizer steps that succeeded since the run began, including those before a resume."""
     rollout_version: int
     """The version of the weights that engines serve."""
     train_steps: int
@@ -165,7 +168,7 @@ class Status:
     outer_steps: int
     """Outer steps that were completed since the run began; engines get new weights after each."""
     epoch: int
-    """The number of times that the data was used up."""
+    """The number of complete passes over the data."""
     inflight_rollouts: int
     """Groups that are being generated."""
     rollouts_permitted: bool
@@ -173,7 +176,7 @@ class Status:
     ready_groups: int
     """Complete groups that wait for a step."""
     step_groups: int
-    """Groups that the policy has of the open step so far."""
+    """Groups of the open step that the policy has so far."""
     doing: str
     """Says what the train pump does or waits for."""
     idle_s: float
@@ -187,7 +190,7 @@ LogprobsOf = Literal["policy", "reference"]
 
 
 class Prompts(Protocol):
-    """Gives the prompts of a run by index, so that any group can be asked for again.
+    """Provides the prompts of a run by index, so that any group can be generated again.
 
     The same index always gives the same prompt.
     """
@@ -196,58 +199,63 @@ class Prompts(Protocol):
         """Return the prompt at an index from 0; None after the last one."""
 
     def epoch(self, index: int) -> int:
-        """Return how often the data was used up before that index."""
+        """Return the number of complete passes over the data before that index."""
 
 
 class Generator(Protocol):
-    """Turns prompts into scored samples, and brings new weights to the engines."""
+    """Turns prompts into scored samples, and publishes new weights to the engines."""
 
     async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
-        """Draw and score all samples of a prompt; return them as a group.
+        """Sample and score all responses to a prompt; return them as a group.
 
-        `attempt` is the number of failed attempts at this group. If it is cancelled, it ends the
-        requests and frees what it held.
-        Errors: `PoisonedPrompt` if no attempt can succeed; `EnginesLost` if no engine is left,
-            which does not count as an attempt; anything else counts as a failed attempt.
+        `attempt` is the number of failed attempts at this group. A cancelled call must end its
+        requests and free their resources.
+
+        Raises:
+            PoisonedPrompt: no attempt at this prompt can succeed.
+            EnginesLost: no engine is left; this does not count as an attempt.
+            Exception: any other error counts as a failed attempt.
         """
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Bring the policy's weights to the engines, as the trainer's `version`; return metrics.
+        """Send the policy's weights to the engines, as the trainer's `version`; return metrics.
 
-        The policy's weights do not change meanwhile. From then on every token is drawn with them,
-        or its version names the older weights that drew it. The same version may be published
-        again, and after a restore a lower one. Loggers get a metric such as `pause_s` as
-        `sync/pause_s`.
-        Errors: `EnginesLost` if no engine took the weights.
+        The policy's weights do not change during the call. Afterwards every token is sampled with
+        these weights, or its version names the older ones. The same version may be published again,
+        and after a restore a lower one. Loggers get a metric such as `pause_s` as `sync/pause_s`.
+
+        Raises:
+            EnginesLost: no engine took the weights.
         """
 
     async def recover(self) -> bool:
-        """Return whether an engine answers again after all were lost, and needs a `publish`."""
+        """Return whether an engine has recovered after all were lost, and needs a `publish`."""
 
 
 class Policy(Protocol):
-    """Trains a model on all ranks; a call that is sent again with the same ids counts once.
+    """Trains a model on all ranks; repeating a call with the same ids has no further effect.
 
-    Errors of every method: `workers.RanksLost` if ranks are gone; after anything else ranks are
-    alive and the step can be aborted.
+    Raises:
+        RanksLost: by every method, if ranks are gone. After any other error ranks are alive, and
+            the step can be aborted.
     """
 
     async def begin(self, step_id: str) -> None:
         """Open an optimizer step."""
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
-        """Return log-probs of a batch's response tokens, in a form that the recipe knows.
+        """Return log-probs of a batch's response tokens, in the recipe's format.
 
-        It may be called while a step is open.
+        May be called while a step is open.
         """
 
     async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
-        """Run forward and backward on one batch; `last` is true for the last one of the step."""
+        """Run forward and backward on one batch; `last` is True for the step's last batch."""
 
     async def finish(self, step_id: str) -> StepOutcome:
         """Reduce gradients and update the weights, once; return the outcome.
 
-        If it is sent again with the same id, it returns the same outcome and changes nothing.
+        Repeating the call with the same id returns the same outcome and changes nothing.
         """
 
     async def abort(self, step_id: str | None = None) -> None:
@@ -255,13 +263,13 @@ class Policy(Protocol):
 
 
 class OneShotPolicy(Policy, Protocol):
-    """Adds to `Policy` a method that takes a whole step in one call."""
+    """A `Policy` that can also take a complete step in one call."""
 
     async def train(self, step_id: str, batch: Any) -> StepOutcome:
         """Take one optimizer step over one batch: `begin`, `microbatch` and `finish` in one call.
 
-        If it is sent again with the same id, it returns the same outcome and changes nothing. A
-        call that raises may have made the update: send it again to learn its outcome, or abort.
+        Repeating the call with the same id returns the same outcome and changes nothing. A call
+        that raises may have made the update: repeat it to learn the outcome, or abort.
         """
 
 
@@ -269,47 +277,49 @@ class Recipe(Protocol):
     """Turns groups into batches, in plain functions that take milliseconds at most."""
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Say in a word or two why a group is of no use; return "" to keep it."""
+        """Return a word or two on why a group is useless; return "" to keep it."""
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Any:
-        """Return the batch for `Policy.logprobs`, made of the up to `groups_per_call` groups that
-        train next.
-        """
+        """Return the batch for `Policy.logprobs`: the next groups, up to `groups_per_call`."""
 
     def batch(
         self, groups: Sequence[RolloutGroup], inputs: Any, logprobs: Mapping[LogprobsOf, Any]
     ) -> Any:
         """Return the batch for `Policy.microbatch`, with advantages and the off-policy correction.
 
-        `inputs` is what `inputs(groups)` returned, and `logprobs` holds what `Policy.logprobs`
-        returned for it, by model: those that `ControllerSettings.logprobs` asks for.
+        `inputs` is the result of `inputs(groups)`, and `logprobs` has the result of
+        `Policy.logprobs` for each model that `ControllerSettings.logprobs` selects.
         """
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
-        """Return metrics of one optimizer step's groups; `version` is that before the step.
+        """Return metrics of one optimizer step's groups; `version` is the one before the step.
 
-        Loggers get each with `train/` before its name.
+        Loggers prefix each name with `train/`.
         """
 
 
 class DataPlane(Protocol):
-    """Keeps complete groups until they are trained. Every method may be called twice."""
+    """Stores complete groups until they are trained. Every method may be repeated."""
 
     async def put(self, group: RolloutGroup) -> None:
-        """Keep a group under its id, in place of one that has the id already."""
+        """Store a group, replacing one of the same id."""
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Return the group. Errors: `KeyError` if it is not there."""
+        """Return the group.
+
+        Raises:
+            KeyError: there is no such group.
+        """
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """Forget groups; ids that are not there change nothing."""
+        """Remove groups; unknown ids are ignored."""
 
     async def close(self) -> None:
-        """Forget all groups, and release what is held for them."""
+        """Remove all groups, and release their resources."""
 
 
 class Ready(Protocol):
-    """Shows a sampler the complete groups, and those being generated."""
+    """A sampler's view of the complete groups and of those being generated."""
 
     def __len__(self) -> int: ...
 
@@ -318,29 +328,29 @@ class Ready(Protocol):
 
     @property
     def lowest_unfinished(self) -> int | None:
-        """The smallest id that has no result yet; None if there is none."""
+        """The smallest id of a group without a result; None if there is none."""
 
     def generating(self) -> Iterator[Generating]:
         """Yield the groups that are being generated, in the order in which they were started."""
 
 
 class Sampler(Protocol):
-    """Decides which groups start, which train next, and which have become too old."""
+    """Decides which groups start, which train next, and which are too stale."""
 
     @property
     def name(self) -> str:
-        """The sampler's name in checkpoints and messages, not empty."""
+        """The sampler's non-empty name, in checkpoints and messages."""
 
     @property
     def max_staleness(self) -> int | None:
-        """The most versions between a group's weights and those it trains; None for no limit."""
+        """The most versions that a group may be older than the weights it trains; None for any."""
 
     @property
     def drains(self) -> bool:
-        """True if all running groups have to end before engines get new weights."""
+        """True if all running groups must end before engines get new weights."""
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """Return the fewest groups for which the buffer must have places, or training stalls."""
+        """Return the smallest buffer capacity, in groups, with which training does not stall."""
 
     def room(self, admission: Admission) -> int:
         """Return how many more groups may start now, apart from capacity and concurrency."""
@@ -349,55 +359,57 @@ class Sampler(Protocol):
         """Return up to `count` groups for the step that makes `version` + 1, the best first."""
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Return the complete groups that no step from `version` on will take."""
+        """Return the complete groups that are too stale for any step from `version` on."""
 
 
 class AbortingSampler(Sampler, Protocol):
     """Adds to `Sampler` a method that ends groups while they are still being generated."""
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
-        """Return groups that are being generated, and that no step would take once complete.
+        """Return groups that are being generated and would be too stale once complete.
 
-        Their requests are cancelled, they count as evicted, and others take their places: `room`
-        must not let any start that would be aborted at once.
+        Their requests are cancelled, they count as evicted, and other groups start instead: `room`
+        must not let groups start that would be aborted at once.
         """
 
 
 class Store(Protocol):
-    """Writes and restores checkpoints of the policy, with the controller's state in them."""
+    """Writes and restores checkpoints of the policy together with the controller's state."""
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint of the policy and of `state`, complete or not at all.
+        """Write a checkpoint of the policy and of `state`, atomically.
 
-        The policy's weights do not change meanwhile. `state` can be written as JSON.
+        The policy's weights do not change during the call. `state` can be written as JSON.
         """
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """Restart lost ranks, load the newest checkpoint into all, and return its `state`.
+        """Restart lost ranks, load the newest checkpoint on all ranks, and return its `state`.
 
-        It returns None if there is no checkpoint: then ranks have the weights of the beginning.
+        Without a checkpoint, ranks get the initial weights, and it returns None.
         """
 
 
 class ControllerError(RuntimeError):
-    """The run cannot go on. Everything up to the last checkpoint is kept."""
+    """The run cannot continue. Everything up to the last checkpoint is kept."""
 
 
 class Stalled(ControllerError):
-    """Nothing has made progress for as long as the settings allow, and work remains."""
+    """The run made no progress for `stall_s` seconds, although work remains."""
 
 
 class StepFailed(ControllerError):
-    """An optimizer step failed as often as the settings allow, and was undone each time."""
+    """An optimizer step failed `step_attempts` times, and was undone each time."""
 
 
 class PublishFailed(ControllerError):
-    """Weights could not be read or sent in `step_attempts` attempts, though engines were there."""
+    """Weights could not be read or sent in `step_attempts` attempts, although engines were
+    alive.
+    """
 
 
 class EnginesLost(RuntimeError):
-    """No engine is left to sample, or to take new weights; the message says why, by engine."""
+    """No engine is left to sample or to take new weights; the message has each engine's reason."""
 
 
 class PoisonedPrompt(ValueError):
-    """A prompt can never be answered; its group is dropped and reported."""
+    """No engine can ever respond to a prompt; its group is dropped and reported."""

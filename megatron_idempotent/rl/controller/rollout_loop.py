@@ -1,4 +1,4 @@
-"""Starts groups as capacity and the sampler allow, and brings complete ones into the buffer."""
+"""Starts groups as capacity and the sampler allow, and commits complete ones to the buffer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutPump:
-    """Starts groups, tries failed ones again, aborts stale ones, and puts complete ones away.
+    """Starts groups, retries failed ones, aborts stale ones, and stores complete ones.
 
     Example: `await RolloutPump(shared, stored).run()`, which goes on until it is cancelled.
     """
@@ -25,9 +25,11 @@ class RolloutPump:
         self._error: BaseException | None = None
 
     async def run(self) -> None:
-        """Start groups whenever there is room, and abort those that became too old; never returns.
+        """Start groups whenever there is room, and abort stale ones; never returns.
 
-        Errors: what `Recipe.rejects` raised; `SamplerError`.
+        Raises:
+            SamplerError: the sampler failed.
+            Exception: the error of `Recipe.rejects`.
         """
         while True:
             self._abort_stale()
@@ -48,7 +50,7 @@ class RolloutPump:
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        # One whose task raised, which ends a run, is among them too.
+        # Including the group whose error ended the run.
         self._error = None
         for group_id in self._shared.buffer.generating_ids:
             self._shared.buffer.rollback(group_id)
@@ -59,7 +61,7 @@ class RolloutPump:
         ready, version = shared.buffer.ready, shared.trainer_version
         stale = chosen(shared.sampler, "abort", ready, version=version)
         for group in stale:
-            # Dropped first: whatever its task does before it ends, the group is gone.
+            # Dropped before the cancel, so that the ending task cannot commit it.
             shared.buffer.drop(group.id, "evicted")
             if (task := self._tasks.get(group.id)) is not None:
                 task.cancel()
@@ -80,7 +82,7 @@ class RolloutPump:
             shared.next_prompt += 1
         shared.count_generating()
         self._tasks[group_id] = task = asyncio.ensure_future(self._fill(group_id, prompt))
-        task.add_done_callback(lambda done: self._ended(group_id, done))
+        task.add_done_callback(lambda ended: self._ended(group_id, ended))
         return True
 
     def _ended(self, group_id: int, task: asyncio.Task[None]) -> None:
@@ -100,7 +102,7 @@ class RolloutPump:
         shared.measure.span(
             "rollouts", f"group {group_id}", started, {"version": group.oldest_version}
         )
-        # Its tokens may be newer than the weights that it was started with.
+        # Its tokens may be newer than the weights at its start.
         shared.buffer.renew(group_id, version=group.oldest_version)
         if reason := shared.recipe.rejects(group):
             _log.debug("group %d is of no use: %s", group_id, reason)
@@ -110,11 +112,11 @@ class RolloutPump:
         try:
             await self._stored.put(group)
         except asyncio.CancelledError:
-            self._stored.owe(group_id)  # it may have been carried out
+            self._stored.owe(group_id)  # the put may have succeeded
             raise
-        except Exception as error:  # noqa: BLE001 (a store of others; the group is still here)
+        except Exception as error:  # noqa: BLE001 (any error of a data plane drops the group)
             self._drop(group_id, "not stored", error)
-            # One of the attempts may have been carried out.
+            # One of the attempts may have succeeded.
             await self._stored.clear([group_id])
             return
         if self._aborted(group_id):
@@ -125,7 +127,7 @@ class RolloutPump:
         shared.measure.count("ready groups", len(shared.buffer.ready))
 
     async def _generate(self, group_id: int, prompt: Any) -> RolloutGroup | None:
-        """Generate a group in up to `group_attempts`; returns None if it was dropped or aborted."""
+        """Generate a group in up to `group_attempts`; return None if it was dropped or aborted."""
         settings = self._shared.settings
         attempt = 0
         while True:
@@ -135,12 +137,12 @@ class RolloutPump:
                     settings.group_timeout_s,
                 )
             except EnginesLost:
-                # Nothing is wrong with the prompt: it waits, and the watchdog has the last word.
+                # The prompt is fine: wait for engines, until the watchdog ends the run.
                 await self._shared.change()
             except PoisonedPrompt as error:
                 self._drop(group_id, "poisoned", error)
                 return None
-            except Exception as error:  # noqa: BLE001 (of an engine or a verifier, which are others')
+            except Exception as error:  # noqa: BLE001 (any error of an engine or a verifier)
                 if self._aborted(group_id):
                     return None
                 attempt += 1
@@ -157,14 +159,14 @@ class RolloutPump:
     def _aborted(self, group_id: int) -> bool:
         """Return whether the buffer has dropped a group whose task is still running.
 
-        A cancellation can get lost if an engine's answer or error comes at the same moment.
+        A cancellation can get lost if the engine responds at the same moment.
         """
         return not self._shared.buffer.holds(group_id)
 
     def _drop(self, group_id: int, reason: str, error: BaseException) -> None:
         if self._aborted(group_id):
             return
-        # Never a reward of zero: that would teach the policy to avoid what an engine failed at.
+        # Not a reward of zero: that would teach the policy to avoid prompts on which engines fail.
         _log.error("group %d is dropped, %s: %r", group_id, reason, error)
         self._shared.buffer.drop(group_id, "filtered")
         self._shared.dropped[reason] += 1

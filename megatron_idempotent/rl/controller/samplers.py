@@ -1,6 +1,7 @@
-"""Samplers decide which groups start, which train next, and which are too old.
+"""Samplers decide which groups start, which train next, and which are too stale.
 
-The controller calls them through `chosen` and `asked`, because a custom one may be wrong.
+The controller calls them through `chosen` and `call_sampler`, which check their results, because a
+custom sampler may be wrong.
 """
 
 from __future__ import annotations
@@ -19,29 +20,31 @@ from .protocol import Admission, ControllerError, Generating, Held, Ready, Sampl
 
 
 class SamplerError(ControllerError):
-    """A sampler raised or gave a wrong answer; the message names sampler, method and fault."""
+    """A sampler raised or returned a wrong result; the message names sampler, method and fault."""
 
 
 def chosen(
-    sampler: Sampler, method: Literal["select", "evict", "abort"], ready: Ready, **named: int
+    sampler: Sampler, method: Literal["select", "evict", "abort"], ready: Ready, **arguments: int
 ) -> tuple[Any, ...]:
-    """Return the groups that a sampler selects, evicts or aborts, each there and named once.
+    """Call a sampler's `select`, `evict` or `abort`, and return the groups after checking them.
 
-    `named` are the method's other arguments. A sampler without the method `abort` aborts none.
-    Errors: `SamplerError` if its answer is not of that kind, or if it raises.
+    `arguments` are the method's other arguments. A sampler without a method `abort` aborts none.
+
+    Raises:
+        SamplerError: the sampler raised, or returned unknown groups, duplicates or too many.
     """
     if method == "abort" and not hasattr(sampler, "abort"):
         return ()
-    answer = asked(sampler, method, ready, **named)
-    told = f"sampler {sampler.name}: {method} returned"
+    answer = call_sampler(sampler, method, ready, **arguments)
+    subject = f"sampler {sampler.name}: {method} returned"
     try:
         groups = tuple(answer)
     except TypeError as error:
         raise SamplerError(
-            f"{told} a {type(answer).__name__}; return the groups, or an empty list"
+            f"{subject} a {type(answer).__name__}; return the groups, or an empty list"
         ) from error
     kind: type[Any] = Generating if method == "abort" else Held
-    seen: set[Any] = set()
+    distinct: set[Any] = set()
     for group in groups:
         if not isinstance(group, kind) or group not in ready:
             among = (
@@ -49,14 +52,14 @@ def chosen(
                 if method == "abort"
                 else f"is not among the {len(ready)} ready groups; return groups that `ready` gives"
             )
-            raise SamplerError(f"{told} {group!r}, which {among}")
-        if group in seen:
-            raise SamplerError(f"{told} group {group.id} twice; return each once")
-        seen.add(group)
-    if len(groups) > named.get("count", len(groups)):
+            raise SamplerError(f"{subject} {group!r}, which {among}")
+        if group in distinct:
+            raise SamplerError(f"{subject} group {group.id} twice; return each once")
+        distinct.add(group)
+    if len(groups) > arguments.get("count", len(groups)):
         raise SamplerError(
-            f"{told} {len(groups)} groups of {named['count']} that were asked for; return `count` "
-            "at most"
+            f"{subject} {len(groups)} groups of {arguments['count']} that were asked for; return "
+            "`count` at most"
         )
     return groups
 
@@ -64,9 +67,10 @@ def chosen(
 def checked_room(sampler: Sampler, admission: Admission) -> float:
     """Return how many more groups a sampler lets start.
 
-    Errors: `SamplerError` if its answer is no real number, or if it raises.
+    Raises:
+        SamplerError: the sampler raised, or returned something other than a real number.
     """
-    answer = asked(sampler, "room", admission)
+    answer = call_sampler(sampler, "room", admission)
     if not isinstance(answer, numbers.Real):
         raise SamplerError(
             f"sampler {sampler.name}: room returned {answer!r}; return a number of groups"
@@ -74,23 +78,27 @@ def checked_room(sampler: Sampler, admission: Admission) -> float:
     return float(answer)
 
 
-def asked(sampler: Sampler, method: str, *args: Any, **named: Any) -> Any:
-    """Call a sampler's method and return its answer. Errors: `SamplerError` if it raises."""
+def call_sampler(sampler: Sampler, method: str, *args: Any, **named_args: Any) -> Any:
+    """Call a sampler's method and return its result.
+
+    Raises:
+        SamplerError: the method raised.
+    """
     try:
-        return getattr(sampler, method)(*args, **named)
+        return getattr(sampler, method)(*args, **named_args)
     except Exception as error:
         raise SamplerError(f"sampler {sampler.name}: {method} raised {error!r}") from error
 
 
-# More than any buffer holds: its capacity is the only bound.
+# More than any buffer's capacity.
 _ALL = 2**31
 
 
 class FirstReadySampler:
-    """Trains groups in the order in which they became complete, and never evicts one.
+    """Trains groups in the order in which they complete, and never evicts one.
 
-    It does not bound staleness: a slow group may be any number of versions old when it is
-    complete. Capacity alone bounds how many groups start ahead. Example: `FirstReadySampler()`.
+    Staleness is unbounded: a slow group may be any number of versions old when it completes. Only
+    the buffer's capacity limits how many groups start early. Example: `FirstReadySampler()`.
     """
 
     name = "first_ready"
@@ -102,7 +110,7 @@ class FirstReadySampler:
         return groups_per_step
 
     def room(self, admission: Admission) -> int:
-        """Return a number above any capacity, so that the buffer's is the only bound."""
+        """Return a number above any capacity, so that the capacity is the only limit."""
         del admission
         return _ALL
 
@@ -118,7 +126,7 @@ class FirstReadySampler:
 
 
 class _Windowed:
-    """Lets groups start that can train within a window of versions."""
+    """Starts only groups that can train within a window of versions."""
 
     def __init__(self, name: str, window: int) -> None:
         if type(window) is not int or window < 0:
@@ -127,30 +135,30 @@ class _Windowed:
 
     @property
     def max_staleness(self) -> int:
-        """The most versions between a group's weights and those it trains."""
+        """The most versions that a group may be older than the weights it trains."""
         return self._window
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """Return `groups_per_step` x (window + 1): all that `room` lets start at once.
+        """Return `groups_per_step` x (window + 1), the most groups that `room` lets exist at once.
 
-        With fewer places, training would wait for groups that the window allows to start.
+        With less capacity, training would wait for groups that the window allows to start.
         """
         return groups_per_step * (self._window + 1)
 
     def room(self, admission: Admission) -> int:
-        """Return how many groups may start if each is to train within the window.
+        """Return how many groups may start such that all train within the window.
 
-        It is (window + rollout_version + 1) x groups_per_step - accepted - running, or 0 if that is
-        negative: an optimizer step uses groups_per_step groups and makes one version, so the group
-        that is accepted last trains at version window + rollout_version at the latest.
+        This is (window + rollout_version + 1) x groups_per_step - accepted - running, or 0 if that
+        is negative: an optimizer step uses groups_per_step groups and makes one version, so the
+        last accepted group trains at version window + rollout_version at the latest.
         """
         steps = self._window + admission.rollout_version + 1
         return max(0, steps * admission.groups_per_step - admission.accepted - admission.running)
 
 
 Order = Literal["freshest", "oldest"]
-"""Says which groups train first: those with the smallest staleness, by arrival among equals; or
-those that arrived first."""
+"""Selects which groups train first: `freshest` by staleness, then arrival; `oldest` by arrival
+alone."""
 
 
 class WindowedSampler(_Windowed):
@@ -172,13 +180,14 @@ class WindowedSampler(_Windowed):
     ) -> None:
         """
         Args:
-            max_staleness: the most versions between a group's weights and those it trains.
-            order: says which groups train first, `freshest` or `oldest`.
-            gated: True to start groups only once they can train within the window. False leaves
-                capacity as the only bound, and more groups are thrown away.
-            abort_stale: True to end groups that became too old while they are being generated.
+            max_staleness: the most versions that a group may be older than the weights it trains.
+            order: the groups that train first, `freshest` or `oldest`.
+            gated: True to start only groups that can train within the window. With False, capacity
+                is the only limit, and more groups are evicted.
+            abort_stale: True to abort groups that become too stale while they are being generated.
 
-        Errors: `SettingsError` for a window below 0, an unknown order, or another type.
+        Raises:
+            SettingsError: the window is below 0, the order is unknown, or a type is wrong.
         """
         super().__init__("max_staleness", max_staleness)
         if order not in get_args(Order):
@@ -191,7 +200,7 @@ class WindowedSampler(_Windowed):
     def room(self, admission: Admission) -> int:
         """Return how many more groups can train within the window.
 
-        With `gated=False` it is any number, or 0 while engines serve weights that are too old.
+        With `gated=False` there is no limit, except 0 while the engines' weights are too old.
         """
         if self._gated:
             return super().room(admission)
@@ -200,24 +209,26 @@ class WindowedSampler(_Windowed):
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
         """Return up to `count` groups within the window, in the sampler's order."""
-        eligible = [held for held in ready if 0 <= version - held.version <= self._window]
+        eligible = [group for group in ready if 0 <= version - group.version <= self._window]
         if self._order == "freshest":
-            eligible.sort(key=lambda held: -held.version)
+            eligible.sort(key=lambda group: -group.version)
         return eligible[:count]
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
         """Return all complete groups that are older than the window."""
-        return [held for held in ready if version - held.version > self._window]
+        return [group for group in ready if version - group.version > self._window]
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
-        """Return the groups being generated that are older than the window, with `abort_stale`."""
+        """Return the generating groups that are older than the window; none without
+        `abort_stale`.
+        """
         if not self._abort_stale:
             return ()
         return [group for group in ready.generating() if version - group.version > self._window]
 
 
 class StrictSampler(WindowedSampler):
-    """Trains only groups that the weights to be trained have drawn: on-policy, with staleness 0.
+    """Trains strictly on-policy: only groups that were sampled with the current weights.
 
     Example: `StrictSampler()`.
     """
@@ -232,16 +243,17 @@ class StrictSampler(WindowedSampler):
 class InOrderSampler(_Windowed):
     """Trains groups by ascending id, each once every lower id is trained, filtered or in the step.
 
-    The order in which engines finish does not matter: prompts and the recipe's rejections alone
-    decide which groups a step trains, and which weights drew them. Two things make it so: groups
-    are started by ascending id, and engines get new weights only once all groups for which there is
-    room are complete (`drains`), among them those started in place of rejected ones. No group has
-    tokens of two versions. The price is that engines wait for the slowest group of every version.
+    Steps are deterministic: the groups that a step trains, and the weights that sampled them,
+    depend only on the prompts and the recipe's rejections, not on the order in which engines
+    finish. Groups start by ascending id, and engines get new weights only once all groups that may
+    start are complete (`drains`), including replacements of rejected ones. So no group has tokens
+    of two versions. The price is that engines wait for the slowest group of every version.
 
     No group exceeds `max_staleness`, so none is evicted. While engines serve version r, at most
-    (lookahead + r + 1) x groups_per_step groups of the run are accepted, all of them with lower
-    ids than those that are started later. A step takes groups_per_step of them in order and makes
-    one version, so the last of them trains at version lookahead + r.
+    (lookahead + r + 1) x groups_per_step groups of the run are accepted, and groups that start
+    later have higher ids. A step takes groups_per_step groups in order and makes one version, so
+    the last accepted group trains at version lookahead + r.
+
     Example: `InOrderSampler(lookahead=1)`.
     """
 
@@ -249,27 +261,29 @@ class InOrderSampler(_Windowed):
     drains = True
 
     def __init__(self, lookahead: int) -> None:
-        """Take `lookahead`, the number of steps whose groups may start before their turn.
+        """Take `lookahead`, the number of future steps whose groups may start early.
 
-        Errors: `SettingsError` if it is no int, or below 0.
+        Raises:
+            SettingsError: `lookahead` is not an int, or is below 0.
         """
         super().__init__("lookahead", lookahead)
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Return up to `count` groups of the lowest ids, all below the lowest unfinished one."""
+        """Return up to `count` groups of the lowest ids, all below the lowest unfinished id."""
         del version
         limit = ready.lowest_unfinished
-        first = heapq.nsmallest(count, ready, key=lambda held: held.id)
-        return list(itertools.takewhile(lambda held: limit is None or held.id < limit, first))
+        first = heapq.nsmallest(count, ready, key=lambda group: group.id)
+        return list(itertools.takewhile(lambda group: limit is None or group.id < limit, first))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Return no group, since none gets older than the lookahead."""
+        """Return no group, because none can exceed the lookahead."""
         del ready, version
         return ()
 
 
 _KNOWN: dict[str, type[Sampler]] = {
-    each.name: each for each in (WindowedSampler, StrictSampler, FirstReadySampler, InOrderSampler)
+    sampler_type.name: sampler_type
+    for sampler_type in (WindowedSampler, StrictSampler, FirstReadySampler, InOrderSampler)
 }
 
 
@@ -277,13 +291,16 @@ def load_sampler(name_or_path: str, **options: Any) -> Sampler:
     """Make a sampler: `windowed`, `strict`, `first_ready`, `in_order` or `package.module:Class`.
 
     `options` are its constructor's arguments. A custom class needs the attributes and methods of
-    `protocol.Sampler`, and inherits from nothing.
+    `protocol.Sampler`, but no base class.
+
+    Raises:
+        SettingsError: the name or an option is unknown, an option is missing, or the class cannot
+            be imported or is not a sampler.
+
     Example: `load_sampler("windowed", max_staleness=2, order="oldest")`.
-    Errors: `SettingsError` for an unknown name, an unknown or missing option, and a class that
-        cannot be imported or is no sampler.
     """
-    known = _KNOWN.get(name_or_path)
-    build = known or _imported(name_or_path)
+    built_in = _KNOWN.get(name_or_path)
+    build = built_in or _imported(name_or_path)
     signature = inspect.signature(build)
     try:
         signature.bind(**options)
@@ -298,7 +315,7 @@ def load_sampler(name_or_path: str, **options: Any) -> Sampler:
         raise SettingsError(
             f"sampler {name_or_path} cannot be made with {options}: it raised {error!r}"
         ) from error
-    if known is None and (wrong := _wrong_with(sampler)):
+    if built_in is None and (wrong := _wrong_with(sampler)):
         raise SettingsError(f"sampler {name_or_path!r} {wrong}")
     return sampler
 
@@ -306,9 +323,10 @@ def load_sampler(name_or_path: str, **options: Any) -> Sampler:
 def configured_sampler(
     name_or_path: str, *, window: int, order: str, gated: bool, abort_stale: bool
 ) -> Sampler:
-    """Make a sampler as a configuration names it, which has the options of all; see `load_sampler`.
+    """Make a sampler from a configuration, which has the options of all samplers.
 
-    `window` is the `max_staleness` of `windowed` and the `lookahead` of `in_order`.
+    `window` is the `max_staleness` of `windowed` and the `lookahead` of `in_order`. See
+    `load_sampler`.
     """
     admission = {"gated": gated, "abort_stale": abort_stale}
     options: dict[str, dict[str, Any]] = {
@@ -337,7 +355,7 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 def _wrong_with(sampler: Any) -> str:
-    """Say what a sampler lacks of `protocol.Sampler`, types included; empty if nothing."""
+    """Return how a sampler violates `protocol.Sampler`, including types; empty if it does not."""
     parts = [part for part in vars(Sampler) if not part.startswith("_")]
     missing = [part for part in parts if not hasattr(sampler, part)]
     methods = [part for part in parts if inspect.isfunction(getattr(Sampler, part))]

@@ -1,4 +1,4 @@
-"""Defines the settings of a run, and holds the state that the controller's loops share."""
+"""Defines the settings of a run, and the state that the controller's loops share."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .protocol import (
     Sampler,
     Status,
 )
-from .samplers import asked, checked_room
+from .samplers import call_sampler, checked_room
 
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-# As many prompts as the asynchronous trainer's step has.
+# The default number of prompts in a step of the asynchronous trainer.
 _GROUPS = 32
 
 LogprobsAsked = Literal["policy", "reference", "both", "none"]
@@ -42,13 +42,15 @@ LogprobsAsked = Literal["policy", "reference", "both", "none"]
 
 @settings(SettingsError)
 class ControllerSettings:
-    """Holds the sizes and limits of a run. Engines get new weights after each outer step.
+    """The sizes and limits of a run. Engines get new weights after each outer step.
 
-    If one of `target_groups` and `train_global_batch_size` is 0, it is made to fit the other: an
-    outer step then has one optimizer step. If both are 0, a step has 32 groups.
+    If one of `target_groups` and `train_global_batch_size` is 0, it is derived from the other such
+    that an outer step has one optimizer step. If both are 0, a step has 32 groups.
+
+    Raises:
+        SettingsError: with a line for every keyword that is unknown, missing or out of range.
 
     Example: `ControllerSettings(target_groups=16, group_size=16, train_global_batch_size=256)`.
-    Errors: `SettingsError` with a line for every keyword that is unknown, missing or out of range.
     """
 
     target_groups: int = Field(default=0, ge=0)
@@ -141,15 +143,16 @@ class ControllerSettings:
 
     @property
     def asked(self) -> tuple[LogprobsOf, ...]:
-        """The models whose log-probs are computed."""
+        """The models whose log-probs are computed before advantages."""
         both: tuple[LogprobsOf, ...] = ("policy", "reference")
-        return both if self.logprobs == "both" else tuple(e for e in both if e == self.logprobs)
+        return both if self.logprobs == "both" else tuple(m for m in both if m == self.logprobs)
 
     def checked_capacity(self, sampler: Sampler) -> int:
-        """Return the buffer's capacity with a sampler: the one that was set, or what it needs.
+        """Return the buffer's capacity: the setting, or if it is 0 the sampler's requirement.
 
-        Errors: `SettingsError` for a capacity with which the run would wait for ever, and for a
-            `max_staleness` that the later optimizer steps of an outer step can never keep to.
+        Raises:
+            SettingsError: the run would wait for ever with this capacity, or the later optimizer
+                steps of an outer step would always exceed `max_staleness`.
         """
         window = sampler.max_staleness
         if window is not None and window < self.minibatches - 1:
@@ -160,7 +163,9 @@ class ControllerSettings:
                 f"{window}: allow {self.minibatches - 1}, or publish after every optimizer step "
                 f"with target_groups={self.groups_per_step}"
             )
-        needed = max(asked(sampler, "required_capacity", self.groups_per_step), self.target_groups)
+        needed = max(
+            call_sampler(sampler, "required_capacity", self.groups_per_step), self.target_groups
+        )
         if self.capacity and self.capacity < needed:
             raise SettingsError(
                 f"capacity is {self.capacity}; allowed: {needed} or more, which sampler "
@@ -171,7 +176,7 @@ class ControllerSettings:
 
 
 class Measure:
-    """Adds up the seconds of each phase of a run, and draws the phases on a timeline if it has one.
+    """Sums the seconds of each phase of a run, and draws the phases on a timeline, if any.
 
     Example: `with measure.phase("policy_training"): …`.
     """
@@ -182,12 +187,12 @@ class Measure:
 
     @staticmethod
     def now() -> float:
-        """Return the event loop's time in seconds, which may be a virtual clock's."""
+        """Return the event loop's time in seconds, possibly of a virtual clock."""
         return asyncio.get_running_loop().time()
 
     @contextmanager
     def phase(self, name: str, *, track: str = "train", **args: Any) -> Iterator[None]:
-        """Add the block's seconds to a phase, also if it raises, and draw it with `args`."""
+        """Add the block's duration to a phase, even if it raises, and draw it with `args`."""
         start = self.now()
         try:
             yield
@@ -197,7 +202,7 @@ class Measure:
             self.span(track, name, start, args)
 
     def span(self, track: str, name: str, start: float, args: Mapping[str, Any]) -> None:
-        """Draw a span that began at `start`, by `now`'s clock, and ends now."""
+        """Draw a span from `start`, a time of `now`, until now."""
         if self._timeline is not None:
             self._timeline.span(track, name, start, self.now(), args)
 
@@ -212,17 +217,17 @@ class Measure:
             self._timeline.mark(track, name, self.now())
 
     def take(self) -> dict[str, float]:
-        """Return the seconds by phase since the last call, and start again from 0."""
-        taken = dict(self._seconds)
+        """Return the seconds per phase since the last call, and reset them."""
+        seconds = dict(self._seconds)
         self._seconds.clear()
-        return taken
+        return seconds
 
 
 @dataclasses.dataclass(eq=False)
 class RunState:
-    """Holds the parts and the state of one run.
+    """The parts and the mutable state of one run.
 
-    Only coroutines of one event loop change it, so it stays the same between two of their awaits.
+    Only coroutines of one event loop change it, so it cannot change between two awaits.
     """
 
     settings: ControllerSettings
@@ -238,21 +243,21 @@ class RunState:
     rollout_version: int = 0
     train_steps: int = 0
     published: int = -1
-    """The version that was published last; -1 if this run has published none."""
+    """The last published version; -1 if this run has published none."""
     permitted: bool = False
     """True if groups may start with the published weights."""
     next_prompt: int = 0
     exhausted: bool = False
     publish_failed: bool = False
-    """True if a publish during a step has failed, so that no groups of it will come."""
+    """True if a publish during a step failed, so that no groups of its version will arrive."""
     engines_back: bool = False
-    """True if an engine answers again after all were lost; it needs the weights."""
+    """True if an engine has recovered after all were lost, and needs the weights."""
     step_groups: int = 0
     doing: str = ""
     dropped: Counter[str] = dataclasses.field(default_factory=Counter)
     """Groups that could not be generated, by reason."""
     dropped_for: str = ""
-    """The last error that a group was dropped for."""
+    """The error for which the last group was dropped."""
     retries: Counter[str] = dataclasses.field(default_factory=Counter)
     idle_since: float = 0.0
     sync_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -262,33 +267,33 @@ class RunState:
     _waiting: list[asyncio.Future[None]] = dataclasses.field(default_factory=list)
 
     def forget(self) -> None:
-        """Empty the buffer and set all versions and flags to those of a run that has not begun."""
+        """Empty the buffer, and reset all versions and flags to the start of a run."""
         self.buffer = GroupBuffer(self.buffer.capacity)
         self.trainer_version = self.rollout_version = self.next_prompt = 0
         self.published = -1
         self.exhausted = self.permitted = self.engines_back = self.publish_failed = False
 
     def count_generating(self) -> None:
-        """Note how many groups are being generated, for averages and the timeline."""
+        """Record the number of groups being generated, for averages and the timeline."""
         generating = self.buffer.counts.generating
         if self.inflight is not None:
             self.inflight.now(self.measure.now(), generating)
         self.measure.count("generating groups", generating)
 
     def lose(self, group_id: int) -> None:
-        """Drop a ready group that the data plane has lost, so that another takes its place."""
+        """Drop a ready group that the data plane has lost, so that another one can start."""
         self.buffer.drop(group_id, "filtered")
         self.dropped["lost"] += 1
         self.tell()
 
     def progressed(self) -> None:
-        """Note that the run has made progress: restart the watchdog's time and wake all waiters."""
+        """Record progress: restart the watchdog's time, and wake all waiters."""
         self.idle_since = self.measure.now()
         self.tell()
 
     def tell(self) -> None:
         """Wake all coroutines that wait in `change`."""
-        # Not an Event: that belongs to one event loop, and a run to one each.
+        # Not an asyncio.Event, which is bound to one event loop: every `run` may have another.
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
             if not waiter.done():
@@ -309,13 +314,14 @@ class RunState:
 
     @property
     def draining(self) -> bool:
-        """True if the run is to end as soon as it can."""
+        """True if the run should end as soon as possible."""
         return self.state == "draining"
 
     def room(self) -> int:
-        """Return how many groups may start now, within sampler, capacity and concurrency.
+        """Return how many groups may start now, given sampler, capacity and concurrency.
 
-        Errors: `SamplerError`.
+        Raises:
+            SamplerError: the sampler failed.
         """
         if not self.permitted or self.state != "running" or self.exhausted:
             return 0
@@ -327,16 +333,20 @@ class RunState:
             accepted=self.buffer.accepted,
             running=running,
         )
-        places = int(min(checked_room(self.sampler, admission), self.buffer.free))
+        groups = int(min(checked_room(self.sampler, admission), self.buffer.free))
         if self.settings.concurrency:
-            places = min(places, self.settings.concurrency - running)
-        return max(places, 0)
+            groups = min(groups, self.settings.concurrency - running)
+        return max(groups, 0)
 
 
 def status_of(shared: RunState) -> Status:
-    """Return the state of a run now. Errors: `SamplerError`."""
+    """Return a snapshot of a run.
+
+    Raises:
+        SamplerError: the sampler failed.
+    """
     counts = shared.buffer.counts
-    fields = {each.name: getattr(counts, each.name) for each in dataclasses.fields(counts)}
+    fields = {field.name: getattr(counts, field.name) for field in dataclasses.fields(counts)}
     running = shared.state in ("running", "draining")
     return Status(
         state=shared.state,
@@ -356,7 +366,7 @@ def status_of(shared: RunState) -> Status:
 
 
 class StoredGroups:
-    """Keeps complete groups in the data plane, whose calls may fail and be made again.
+    """Stores complete groups in the data plane, and retries calls that fail.
 
     Example: `await stored.clear([3, 4])`.
     """
@@ -367,21 +377,29 @@ class StoredGroups:
         self._owed: set[int] = set()
 
     async def put(self, group: RolloutGroup) -> None:
-        """Keep a group, in up to `group_attempts`. Errors: those of the last one."""
-        self._owed.discard(group.id)  # it is put again under its id
+        """Store a group, in up to `group_attempts` attempts.
+
+        Raises:
+            Exception: the data plane's error at the last attempt.
+        """
+        self._owed.discard(group.id)  # the id is in use again
         await self._retry("put", lambda: self.plane.put(group))
 
     async def get(self, group_id: int) -> RolloutGroup | None:
-        """Return a group; None if the data plane has lost it. Errors: those of the last attempt."""
+        """Return a group; None if the data plane has lost it.
+
+        Raises:
+            Exception: the data plane's error at the last attempt.
+        """
         try:
             return await self._retry("get", lambda: self.plane.get(group_id), final=KeyError)
         except KeyError:
             return None
 
     async def clear(self, group_ids: Iterable[int]) -> None:
-        """Clear groups from the data plane, with all that an earlier call could not clear.
+        """Clear groups from the data plane, including those that an earlier call failed to clear.
 
-        It never raises for the data plane: a failure is logged, and the next call makes up for it.
+        An error of the data plane is logged, not raised; the next call tries again.
         """
         self._owed.update(group_ids)
         ids = sorted(self._owed)
@@ -389,18 +407,21 @@ class StoredGroups:
             return
         try:
             await self.plane.clear(ids)
-        except Exception as error:  # noqa: BLE001 (a store of others; what it was for is done)
+        except Exception as error:  # noqa: BLE001 (any error of a data plane; the next call retries)
             _log.warning("%d groups are not cleared yet: %r", len(ids), error)
             self._shared.retries["clear"] += 1
         else:
             self._owed.difference_update(ids)
 
     def owe(self, group_id: int) -> None:
-        """Have the next `clear` include a group, which the data plane may or may not have."""
+        """Make the next `clear` include a group, which the data plane may or may not have."""
         self._owed.add(group_id)
 
     async def _retry(
-        self, what: str, call: Callable[[], Awaitable[_T]], final: type[Exception] | tuple[()] = ()
+        self,
+        action: str,
+        call: Callable[[], Awaitable[_T]],
+        final: type[Exception] | tuple[()] = (),
     ) -> _T:
         settings, attempt = self._shared.settings, 0
         while True:
@@ -409,7 +430,7 @@ class StoredGroups:
             except final:
                 raise
             except Exception:
-                self._shared.retries[what] += 1
+                self._shared.retries[action] += 1
                 attempt += 1
                 if attempt == settings.group_attempts:
                     raise

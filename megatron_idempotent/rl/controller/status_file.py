@@ -1,8 +1,8 @@
-"""Writes the state of a run to `status.json` every second, for all who can read its directory.
+"""Writes the state of a run to `status.json` every second, for other processes to read.
 
-The module does not import torch. A reader sees a whole file or none, also on a file system that
-machines share. An old file means that the controller was killed or is stopped, or that its event
-loop is blocked; a run that ends writes a last status whose state is `ended`.
+The module does not import torch. The file is replaced atomically, also on a shared file system. An
+old file means that the controller was killed or stopped, or that its event loop is blocked; a run
+that ends writes a final status with the state `ended`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ STATUS_FILE = "status.json"
 
 
 class StatusError(ControllerError):
-    """A status cannot be written or read, or is too old to be true."""
+    """A status file cannot be written or read, or is outdated."""
 
 
 class StatusFile:
     """Writes a run's status every `every_s` seconds while a block runs, and once when it ends.
 
     `ping` returns the status, and is called in the controller's event loop.
+
     Example: `async with StatusFile(controller.ping, folder / STATUS_FILE): await training`
     """
 
@@ -52,7 +53,8 @@ class StatusFile:
     async def __aenter__(self) -> StatusFile:
         """Write the first status, and start to write further ones.
 
-        Errors: `StatusError` if the file cannot be written, or another controller writes it.
+        Raises:
+            StatusError: the file cannot be written, or another controller writes it.
         """
         await asyncio.to_thread(_refuse_a_second, self._path)
         try:
@@ -78,7 +80,7 @@ class StatusFile:
             await self._try_to_write()
 
     async def _try_to_write(self) -> None:
-        # A full disk does not end the run; readers are told that the file is old.
+        # A full disk does not end the run; readers will report an old file.
         with contextlib.suppress(OSError, ControllerError):
             await self._write()
 
@@ -93,18 +95,19 @@ class StatusFile:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Return the fields of `Status` from a file that is not older than its interval plus 5 s.
+    """Return the fields of `Status` from a file of at most the writing interval plus 5 s of age.
 
-    The last status of a run that has ended may be of any age.
+    The final status of a run may have any age.
 
-    Errors: `StatusError` if there is no file, it is too old, or no status file.
+    Raises:
+        StatusError: the file is missing, unreadable or too old, or is not a status file.
     """
     try:
         text, written = path.read_text(encoding="utf-8"), path.stat().st_mtime
         content = parse_json(text)
         status: dict[str, Any] = content["status"]
         allowed_s = 5.0 + float(content["every_s"])
-        state, where = status["state"], f"{content['host']}, process {content['pid']}"
+        state, writer = status["state"], f"{content['host']}, process {content['pid']}"
     except FileNotFoundError as error:
         raise StatusError(
             f"{path} is not there: the run has not begun; start it, or give another directory"
@@ -120,8 +123,8 @@ def read_status(path: Path) -> dict[str, Any]:
     age_s = time.time() - written
     if state != "ended" and age_s > allowed_s:
         raise StatusError(
-            f"{path} is {age_s:.0f} s old, allowed: {allowed_s:g} s; the controller on {where} was "
-            "killed, is stopped, or its event loop is blocked"
+            f"{path} is {age_s:.0f} s old, allowed: {allowed_s:g} s; the controller on {writer} "
+            "was killed, is stopped, or its event loop is blocked"
         )
     return status
 
@@ -132,7 +135,7 @@ def _refuse_a_second(path: Path) -> None:
         writer = parse_json(path.read_text(encoding="utf-8"))
     except (StatusError, OSError, ValueError):
         return
-    # A controller that was killed a moment ago may be started again at once.
+    # After a controller was killed, a new one may start at once.
     dead = writer["host"] == socket.gethostname() and not is_alive(writer["pid"])
     if state != "ended" and not dead:
         raise StatusError(

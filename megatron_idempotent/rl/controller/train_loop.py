@@ -1,7 +1,7 @@
-"""Takes optimizer steps from groups as they arrive, and publishes weights after each outer step.
+"""Takes optimizer steps on groups as they arrive, and publishes weights after each outer step.
 
-A step is ended once, or undone, even if the caller is cancelled meanwhile. `train` takes a whole
-step over one batch that way.
+A step is either completed once or undone, even if the caller is cancelled. `train` takes a complete
+step on one batch with the same guarantee.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
-    """Wait until a task is done, however often the caller is cancelled meanwhile.
+    """Wait until a task is done, even if the caller is cancelled meanwhile.
 
-    Returns whether the caller was cancelled, which then has to raise `CancelledError` itself.
-    After the first cancellation it waits up to `limit_s` seconds; a task that is not done by then
-    goes on running.
+    Returns whether the caller was cancelled, and must raise `CancelledError` itself. After the
+    first cancellation it waits up to `limit_s` seconds; a task that is not done by then keeps
+    running.
 
     Example: `await finish_despite_cancel(asyncio.ensure_future(policy.finish(step_id)), 300)`.
     """
@@ -61,22 +61,25 @@ async def update_once(
 ) -> tuple[StepOutcome, bool]:
     """Make a step's update; return its outcome, and whether the caller was cancelled meanwhile.
 
-    A call that raises is made once more with the step's id, since the update may have been made:
-    the policy makes none twice. After a cancellation it has `limit_s` seconds to end.
-    Errors: `CancelledError` if it failed and the caller was cancelled; `RanksLost`, also if it
-        hangs after a cancellation; what the policy raised the second time.
+    A call that raises is repeated once with the same step id, because it may have made the update;
+    the policy never makes an update twice. After a cancellation it has `limit_s` seconds to end.
+
+    Raises:
+        CancelledError: the update failed, and the caller was cancelled.
+        RanksLost: ranks are gone, or the update hangs after a cancellation.
+        Exception: the policy's error at the second call.
     """
 
-    async def asked_twice() -> StepOutcome:
+    async def with_one_retry() -> StepOutcome:
         try:
             return await call(step_id)
         except RanksLost:
             raise
-        except Exception as error:  # noqa: BLE001 (asked again: it may have been carried out)
-            _log.warning("the update of step %s raised, and is asked for again: %r", step_id, error)
+        except Exception as error:  # noqa: BLE001 (repeated: the update may have been made)
+            _log.warning("the update of step %s raised, and is repeated: %r", step_id, error)
             return await call(step_id)
 
-    updating = asyncio.ensure_future(asked_twice())
+    updating = asyncio.ensure_future(with_one_retry())
     cancelled = await finish_despite_cancel(updating, limit_s)
     if not updating.done():
         updating.cancel()
@@ -90,10 +93,11 @@ async def update_once(
 
 
 async def undo(policy: Policy, step_id: str, *, limit_s: float) -> None:
-    """Abort a step within `limit_s` seconds, also if the caller is cancelled meanwhile.
+    """Abort a step within `limit_s` seconds, even if the caller is cancelled meanwhile.
 
-    Errors: `RanksLost` if the abort raises or takes longer; `CancelledError` after the abort if the
-        caller was cancelled.
+    Raises:
+        RanksLost: the abort raised or took longer.
+        CancelledError: the caller was cancelled; raised after the abort.
     """
     aborting = asyncio.ensure_future(asyncio.wait_for(policy.abort(step_id), limit_s))
     cancelled = await finish_despite_cancel(aborting)
@@ -112,33 +116,36 @@ async def undo(policy: Policy, step_id: str, *, limit_s: float) -> None:
 async def train(
     policy: Policy, batch: Any, *, step_id: str, attempts: int = 3, abort_s: float = 300.0
 ) -> StepOutcome:
-    """Take one optimizer step over one batch: `begin`, `microbatch` and `finish` in one call.
+    """Take one optimizer step on one batch: `begin`, `microbatch` and `finish`.
 
-    A policy with a `train` of its own (`OneShotPolicy`) takes it in one round trip to its ranks. An
-    attempt that fails is undone, and made again under another id. If the caller is cancelled, the
-    step is undone, except that an update that is under way, or a call of the policy's own `train`,
-    first runs to its end; then `CancelledError` is raised.
+    A policy with a method `train` (`OneShotPolicy`) does this in one round trip to its ranks. A
+    failed attempt is undone and repeated under a new id. If the caller is cancelled, the step is
+    undone, but a running update or call of the policy's `train` first completes; then
+    `CancelledError` is raised.
 
     Args:
         policy: must have no open step.
         batch: an argument of `Policy.microbatch`.
-        step_id: a name that no other step has, ever; attempts are `step_id/0`, `step_id/1`, ….
-        attempts: attempts before the step is given up, 1 or more.
+        step_id: a name that is unique among all steps; attempts are `step_id/0`, `step_id/1`, ….
+        attempts: the number of attempts, 1 or more.
         abort_s: seconds for ranks to undo a step, and to end an update after a cancellation.
 
-    Errors: `StepFailed` after the last attempt: the weights have not changed; `RanksLost`;
-        `ValueError` for attempts below 1.
+    Raises:
+        StepFailed: all attempts failed; the weights are unchanged.
+        RanksLost: ranks are gone.
+        ValueError: `attempts` is below 1.
+
     Example: `outcome = await train(policy, batch, step_id="run-7/12")`.
     """
     if attempts < 1:
         raise ValueError(f"attempts is {attempts}; allowed: 1 or more")
-    whole = getattr(policy, "train", None)  # of a `OneShotPolicy`
-    update = policy.finish if whole is None else lambda name: whole(name, batch)
+    one_call = getattr(policy, "train", None)  # of a `OneShotPolicy`
+    update = policy.finish if one_call is None else lambda name: one_call(name, batch)
     last: BaseException | None = None
     for attempt in range(attempts):
         name = f"{step_id}/{attempt}"
         try:
-            if whole is None:
+            if one_call is None:
                 await policy.begin(name)
                 await policy.microbatch(name, batch, microbatch_id=f"{name}/0", last=True)
             outcome, cancelled = await update_once(update, name, limit_s=abort_s)
@@ -161,11 +168,11 @@ async def train(
 
 
 class NoMoreGroups(Exception):
-    """The run is being drained, or prompts have ended and too few groups are left for a step."""
+    """The run is draining, or prompts have run out and too few groups are left for a step."""
 
 
 class _Vanished(Exception):
-    """The data plane does not have a group that is complete according to the buffer."""
+    """The data plane has lost a group that is complete according to the buffer."""
 
     def __init__(self, group_id: int) -> None:
         super().__init__(f"group {group_id} is not in the data plane any more")
@@ -184,19 +191,20 @@ class TrainPump:
         self._shared, self._stored = shared, stored
         self._reporting, self._checkpoints = reporting, checkpoints
         self._publishing: asyncio.Task[None] | None = None
-        # The groups of the open step. What was taken together stays together: the sum of a gradient
-        # depends on it.
+        # The groups of the open step, per call. A repeated step makes the same calls, because the
+        # sum of gradients depends on them.
         self._held: list[list[Held]] = []
-        # Begins the ids of all steps; no other process has the same.
+        # The prefix of all step ids, unique to this process.
         self._run_name = uuid.uuid4().hex[:8]
         self._begun = 0
-        # True if the task was cancelled during an update, and the update was made nevertheless.
+        # True if the task was cancelled during an update that was still made.
         self._interrupted = False
 
     async def run(self, until: int) -> None:
         """Take steps until version `until`, or until the run is drained or prompts have run out.
 
-        Errors: those of `_take` and of `_publish`.
+        Raises:
+            Exception: as in `_take` and `_publish`.
         """
         shared = self._shared
         if not shared.current:
@@ -206,7 +214,8 @@ class TrainPump:
         if shared.trainer_version < until:
             self._release_rollouts()
         try:
-            # Drained, it ends between outer steps: engines have what a resumed run would publish.
+            # A drain ends between outer steps: engines then have the weights that a resume
+            # publishes.
             while shared.trainer_version < until and not (
                 shared.draining and shared.trainer_version % shared.settings.minibatches == 0
             ):
@@ -220,7 +229,7 @@ class TrainPump:
                     if shared.trainer_version % shared.settings.minibatches == 0:
                         extra = await self._hand_over(last=shared.trainer_version >= until)
                 finally:
-                    # Also if one of these raised: the update is made, and has its row.
+                    # Even if one of these raised: the update is made, so its row is logged.
                     self._reporting.step(groups, outcome, extra)
                     if self._publishing is None:
                         self._reporting.release()
@@ -235,11 +244,15 @@ class TrainPump:
     # An optimizer step --------------------------------------------------------------------------
 
     async def _take(self) -> tuple[Sequence[RolloutGroup], StepOutcome]:
-        """Take a step; return the groups that were trained, and the step's result.
+        """Take a step; return its groups and its outcome.
 
-        A step that fails is aborted and taken again with the same groups, `step_attempts` times.
-        Errors: `StepFailed` after the last attempt; `RanksLost`; what `_next_groups` raises. Then
-            all groups are ready in the buffer again, and none counts as trained.
+        A failed step is aborted and repeated with the same groups, in up to `step_attempts`
+        attempts. After an error all groups are ready in the buffer again, and none is trained.
+
+        Raises:
+            StepFailed: all attempts failed.
+            RanksLost: ranks are gone.
+            Exception: as in `_next_groups`.
         """
         shared = self._shared
         self._begun += 1
@@ -261,21 +274,21 @@ class TrainPump:
                     if not self._may_try_again(step_id, error):
                         raise
                     last = error
-                    # A group that is lost says nothing of the others, and cannot be lost twice.
+                    # A lost group does not count as a failure: the other groups are fine.
                     failures += not isinstance(error, _Vanished)
             raise StepFailed(
                 f"step {name} failed {shared.settings.step_attempts} times with the same "
                 f"{len(self._ids())} groups, and was undone each time: {last!r}"
             ) from last
         finally:
-            # None are left of a step that succeeded.
+            # After a success there are no ids left.
             shared.buffer.give_back(self._ids())
             self._held = []
             shared.step_groups = 0
 
     async def _attempt(self, step_id: str) -> tuple[Sequence[RolloutGroup], StepOutcome]:
         shared, count = self._shared, self._shared.settings.groups_per_step
-        # The groups whose gradients are in this attempt; one that fails drops them all.
+        # The groups whose gradients are in this attempt.
         ledger: list[RolloutGroup] = []
         for call in itertools.count():
             if len(ledger) == count:
@@ -284,16 +297,16 @@ class TrainPump:
             if call == len(self._held):
                 most = min(shared.settings.groups_per_call, count - len(ledger))
                 self._held.append(await self._next_groups(most))
-            ledger += await self._add(step_id, call, left=count - len(ledger))
+            ledger += await self._add(step_id, call, lacking=count - len(ledger))
             shared.progressed()
-        # The update would change weights that are still being read.
+        # A running publish still reads the weights that the update changes.
         await self._settled()
         with shared.measure.phase("policy_training", step=step_id, part="finish"):
             shared.doing = "finish"
             outcome, self._interrupted = await update_once(
                 shared.policy.finish, step_id, limit_s=shared.settings.abort_s
             )
-        # Before all else, which may fail: the update is made, and its groups are counted.
+        # First, before anything can fail: the update is made, so its groups are trained.
         shared.buffer.trained(self._ids())
         self._held = []
         shared.trainer_version += 1
@@ -303,17 +316,21 @@ class TrainPump:
     async def _next_groups(self, most: int) -> list[Held]:
         """Wait for at least `min_groups_per_call` groups that may train, and lease up to `most`.
 
-        `most` is what the step can still take; the wait is for no more than that. With a sampler
-        that drains, whose steps are deterministic, it waits for exactly `most`.
-        Errors: `NoMoreGroups`; `SamplerError`; those of `republish`.
+        `most` is the number of groups that the step can still take. With a sampler that drains,
+        whose steps are deterministic, it waits for exactly `most` groups.
+
+        Raises:
+            NoMoreGroups: the run is draining, or no further groups will complete.
+            SamplerError: the sampler failed.
+            Exception: as in `_republish`.
         """
         shared = self._shared
         fewest = min(shared.settings.min_groups_per_call, most)
         fewest = most if shared.sampler.drains else fewest
-        found = await self._selected(most)
-        if len(found) < fewest:
+        groups = await self._selected(most)
+        if len(groups) < fewest:
             with shared.measure.phase("exposed_generation"):
-                while len(found) < fewest:
+                while len(groups) < fewest:
                     shared.doing = "waiting for groups"
                     if shared.draining:
                         raise NoMoreGroups
@@ -323,31 +340,31 @@ class TrainPump:
                         raise NoMoreGroups
                     else:
                         await shared.change()
-                    found = await self._selected(most)
-        shared.buffer.lease([held.id for held in found])
-        shared.progressed()  # and their places in the buffer are free
-        return found
+                    groups = await self._selected(most)
+        shared.buffer.lease([group.id for group in groups])
+        shared.progressed()  # the lease freed room in the buffer
+        return groups
 
     async def _selected(self, most: int) -> list[Held]:
-        """Evict what has become too old, and return what the sampler selects of the rest."""
+        """Evict stale groups, and return the sampler's selection from the others."""
         shared, version = self._shared, self._shared.trainer_version
         stale = chosen(shared.sampler, "evict", shared.buffer.ready, version=version)
-        for held in stale:
-            shared.buffer.drop(held.id, "evicted")
+        for group in stale:
+            shared.buffer.drop(group.id, "evicted")
         if stale:
             shared.tell()
-            await self._stored.clear([held.id for held in stale])
+            await self._stored.clear([group.id for group in stale])
         ready = shared.buffer.ready
         return list(chosen(shared.sampler, "select", ready, version=version, count=most))
 
-    async def _add(self, step_id: str, call: int, *, left: int) -> list[RolloutGroup]:
-        """Hand the groups of one call to the policy; return them.
+    async def _add(self, step_id: str, call: int, *, lacking: int) -> list[RolloutGroup]:
+        """Pass the groups of one call to the policy; return them.
 
-        `left` is the number of groups that the step lacked before this call.
+        `lacking` is the number of groups that the step lacked before this call.
         """
-        shared, held = self._shared, self._held[call]
+        shared, leased = self._shared, self._held[call]
         measure, policy, recipe = shared.measure, shared.policy, shared.recipe
-        ids = [each.id for each in held]
+        ids = [group.id for group in leased]
         groups = []
         with measure.phase("prepare_logprobs", groups=ids):
             shared.doing = "log-probs"
@@ -367,23 +384,25 @@ class TrainPump:
             if call == 0:
                 await policy.begin(step_id)
             await policy.microbatch(
-                step_id, batch, microbatch_id=f"{step_id}/{call}", last=len(held) == left
+                step_id, batch, microbatch_id=f"{step_id}/{call}", last=len(leased) == lacking
             )
         return groups
 
     def _ids(self) -> list[int]:
-        return [held.id for together in self._held for held in together]
+        return [group.id for call_groups in self._held for group in call_groups]
 
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
-        """Return whether a step that was undone is taken again; drop a group that is lost."""
-        # Of a sampler that is wrong, no group is to blame, and none has trained.
+        """Return whether an undone step may be repeated; drop a group that is lost."""
+        # These errors are not caused by the groups.
         if isinstance(error, (asyncio.CancelledError, PublishFailed, SamplerError, NoMoreGroups)):
             return False
         if isinstance(error, _Vanished):  # another group takes its place in the step
             self._shared.buffer.give_back([error.group_id])
             self._shared.lose(error.group_id)
-            kept = [[each for each in held if each.id != error.group_id] for held in self._held]
-            self._held = [held for held in kept if held]
+            remaining = [
+                [group for group in leased if group.id != error.group_id] for leased in self._held
+            ]
+            self._held = [leased for leased in remaining if leased]
         self._shared.retries["step"] += 1
         _log.warning("step %s failed and is undone: %r", step_id, error)
         return True
@@ -403,11 +422,11 @@ class TrainPump:
     async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
         """End an outer step: publish its weights, and let groups start with them; return metrics.
 
-        Unless something has to be done at this version, the publish goes on during the next step.
+        The publish runs during the next step, unless this version is evaluated, saved or the last.
         """
         shared = self._shared
         if not (shared.sampler.drains or last or self._checkpoints.work_at(shared.trainer_version)):
-            # Weights do not change before the next update: the next step is on its way meanwhile.
+            # The next step may begin: weights change only at its update.
             self._publishing = asyncio.ensure_future(self._publish_and_release())
             return {}
         if shared.sampler.drains:
@@ -415,12 +434,12 @@ class TrainPump:
         await self._publish()
         metrics = await self._checkpoints.before_release(shared.trainer_version)
         if not last:
-            # After the last step nothing is started: the next run does it, as if it went on.
+            # After the last step no groups start; a next `run` starts them.
             self._release_rollouts()
         return metrics
 
     async def _all_generated(self) -> None:
-        """Wait until every group that may be started with these weights is complete."""
+        """Wait until all groups that may start with the current weights are complete."""
         shared = self._shared
         with shared.measure.phase("exposed_generation"):
             while (shared.room() or shared.buffer.counts.generating) and not shared.draining:
@@ -430,15 +449,17 @@ class TrainPump:
                 else:
                     await shared.change()
 
-    async def _publish(self, *, beside: bool = False) -> None:
-        """Publish the weights; try again for as long as no engine takes them.
+    async def _publish(self, *, during_step: bool = False) -> None:
+        """Publish the weights; retry until an engine takes them.
 
-        `beside` says that it goes on beside the next step.
-        Errors: `RanksLost`; `PublishFailed` if it failed `step_attempts` times though engines were
-            there.
+        `during_step` is True for a publish that runs during the next step.
+
+        Raises:
+            RanksLost: ranks are gone.
+            PublishFailed: it failed `step_attempts` times although engines were alive.
         """
         shared, version = self._shared, self._shared.trainer_version
-        if not beside:
+        if not during_step:
             shared.doing = f"publishing version {version}"
         shared.publish_failed = False
         failures = 0
@@ -451,7 +472,7 @@ class TrainPump:
                     raise
                 except Exception as error:
                     shared.retries["publish"] += 1
-                    # Without engines the watchdog has the last word: there is no progress.
+                    # Without engines, retry until the watchdog ends the run.
                     failures += not isinstance(error, EnginesLost)
                     if failures >= shared.settings.step_attempts:
                         raise PublishFailed(
@@ -462,13 +483,13 @@ class TrainPump:
                     await asyncio.sleep(shared.settings.look_again_s)
         shared.engines_back = False
         shared.published = version
-        self._reporting.release()  # if it waits for this
+        self._reporting.release()  # the row of this version waits for the publish
         shared.measure.mark("train", f"version {version}")
         shared.progressed()
 
     async def _publish_and_release(self) -> None:
         try:
-            await self._publish(beside=True)
+            await self._publish(during_step=True)
         except Exception:
             self._shared.publish_failed = True
             self._shared.tell()
@@ -476,9 +497,10 @@ class TrainPump:
         self._release_rollouts()
 
     async def _republish(self) -> None:
-        """Publish again in the middle of a step, if all engines were lost and one answers now.
+        """Publish again during a step, if an engine has recovered after all were lost.
 
-        Errors: those of `_publish`, also of one that has failed during the step.
+        Raises:
+            Exception: as in `_publish`, also for the publish that failed during the step.
         """
         await self._settled()
         if self._shared.engines_back:
@@ -486,13 +508,17 @@ class TrainPump:
             self._release_rollouts()
 
     def _release_rollouts(self) -> None:
-        """Let groups start with the weights that were published last."""
+        """Let groups start with the last published weights."""
         self._shared.rollout_version = self._shared.published
         self._shared.permitted = True
         self._shared.progressed()
 
     async def _settled(self) -> None:
-        """Wait until a publish that is under way is done. Errors: those of `_publish`."""
+        """Wait until a running publish is done.
+
+        Raises:
+            Exception: as in `_publish`.
+        """
         publishing, self._publishing = self._publishing, None
         if publishing is not None:
             with self._shared.measure.phase("exposed_sync"):

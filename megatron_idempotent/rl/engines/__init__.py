@@ -1,4 +1,4 @@
-"""Drives engines, which sample responses and take new weights meanwhile, by one protocol."""
+"""Inference engines with one protocol: they sample responses and take new weights meanwhile."""
 
 from megatron_idempotent.lazy import attributes
 

@@ -1,8 +1,9 @@
-"""Calls one server over HTTP, for all engines that are servers.
+"""Calls an inference server over HTTP.
 
-A call is tried once, because only its caller knows what a second call would do. Each call has a
-connection of its own: servers close connections that are idle for some seconds, and a POST on one
-that is just being closed looks like a server that died. The engine decides what a status means.
+The client never retries, because only the caller knows whether a second call is safe. Every call
+opens a new connection: servers close connections that are idle for some seconds, and a POST on a
+connection that is just being closed looks like a dead server. The engine interprets the HTTP
+status.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HttpResponse:
-    """Holds the answer of a server. Example: `HttpResponse(status=400, body={"message": "…"})`."""
+    """A server's response. Example: `HttpResponse(status=400, body={"message": "…"})`."""
 
     status: int
     body: Any
-    """The answer as parsed JSON, as text if it is no JSON, or None if it is empty."""
+    """The response body: parsed JSON, text if it is not JSON, or None if it is empty."""
 
     @property
     def message(self) -> str:
-        """The server's words, from any of the shapes in which vLLM and servers like it put them."""
+        """The error message in the body, from any of the fields where vLLM-like servers put it."""
         body = self.body
         if isinstance(body, dict):
             body = body.get("error", body.get("detail", body))
@@ -51,8 +52,9 @@ class HttpClient:
             engine: the engine's name, for errors.
             api_key: sent as a bearer token.
 
-        Errors: `ModuleNotFoundError` without aiohttp; `ValueError` for a URL with a password, which
-            names, errors and reports would show.
+        Raises:
+            ModuleNotFoundError: aiohttp is not installed.
+            ValueError: the URL has a password, which names, errors and reports would show.
         """
         refuse_secrets("the URL of an engine", url, "give it without, and a key as api_key")
         with naming_the_remedy("an engine over HTTP"):
@@ -74,18 +76,19 @@ class HttpClient:
         query: Mapping[str, str] | None = None,
         timeout_s: float | None,
     ) -> HttpResponse:
-        """Send a request and wait for its answer, whatever its status is.
+        """Send a request and return the response, whatever its status is.
 
         Args:
             method: "GET", "POST" and the like.
             path: the path below the server's URL.
             body: sent as JSON; None for no body.
             query: the parameters after the path.
-            timeout_s: seconds from the connection to the last byte of the answer; None for as
-                long as the connection holds.
+            timeout_s: seconds from connecting to the last byte of the response; None for no limit.
 
-        Errors: `EngineDead` if there is no connection, or it ends before the answer does, or this
-            client was closed; `EngineTimeout`.
+        Raises:
+            EngineDead: the server cannot be reached, the connection breaks before the response is
+                complete, or this client was closed.
+            EngineTimeout: the response is not complete after `timeout_s` seconds.
         """
         limits = self._aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -109,7 +112,7 @@ class HttpClient:
         return HttpResponse(status=response.status, body=parsed)
 
     async def close(self) -> None:
-        """End all connections. Twice: no-op. Later calls raise `EngineDead`."""
+        """Close all connections; later calls raise `EngineDead`. A second call is a no-op."""
         self._closed = True
         session, self._session = self._session, None
         if session is not None:

@@ -1,4 +1,4 @@
-"""Uses several engines as one: each request goes to the serving engine that runs the fewest."""
+"""Spreads requests over several engines: each goes to the engine that runs the fewest requests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Protocol
 
 from .protocol import EngineDead, EngineError, Request, RolloutEngine, Sample
 
-#: Attempts in a row that may bring nothing, and the pause after the first of them.
+#: Attempts in a row without a token before giving up, and the pause after the first of them.
 _ATTEMPTS, _WAIT_S = 8, 0.05
-#: A pause between attempts never gets longer.
+#: The longest pause between two attempts.
 _LONGEST_WAIT_S = 5.0
 
 
@@ -22,104 +22,115 @@ async def generate_whole(
     attempts: int = _ATTEMPTS,
     wait_s: float = _WAIT_S,
 ) -> Sample:
-    """Sample a response; one that comes back as a part is continued.
+    """Sample a complete response, and continue it each time the engine aborts it midway.
 
-    A part's tokens become the end of the next prompt, so each token is drawn, and counted, once;
-    with a seed the response is the one that was never interrupted, if the weights are the same.
-    A paused engine lets the rest wait, so this waits with it. `EnginePool.generate` continues a
-    part on another engine, too.
+    The tokens of an aborted part are appended to the prompt of the next request, so every token is
+    sampled and counted once. With a seed and unchanged weights, the response equals one that was
+    never interrupted. While the engine is paused, this call waits. `EnginePool.generate` may also
+    continue a part on another engine.
 
     Args:
         engine: the engine that samples.
-        request: the whole response; its id is that of all parts.
-        attempts: the number of attempts in a row without a token after which it gives up; a part
-            with a token starts the count again, because an engine may be stopped for every update
-            of its weights.
-        wait_s: seconds before an attempt that follows one without a token; twice as long each time,
-            up to 5 s.
+        request: the request for the complete response; all parts have its id.
+        attempts: the number of attempts in a row without a token before giving up; a part with a
+            token resets the count, because an engine may abort for every update of its weights.
+        wait_s: seconds to wait after the first attempt without a token; the wait doubles with each
+            further one, up to 5 s.
 
-    Errors: those of `generate`; `EngineError` after so many parts without a token.
+    Raises:
+        EngineError: `attempts` parts in a row had no token.
+        Exception: as `RolloutEngine.generate` raises.
     """
-    return await _whole(engine.generate, request, engine.name, attempts=attempts, wait_s=wait_s)
+    return await _sample_to_end(
+        engine.generate, request, engine.name, attempts=attempts, wait_s=wait_s
+    )
 
 
-async def _whole(
+async def _sample_to_end(
     draw: Callable[[Request], Awaitable[Sample]],
     request: Request,
-    only: str | None,
+    engine_name: str | None,
     *,
     attempts: int,
     wait_s: float,
 ) -> Sample:
-    """Join parts to a whole response. `only` names the engine that draws them, if it is one."""
-    done = Sample(request_id=request.id, tokens=(), logprobs=(), versions=(), finish_reason="abort")
-    without = 0
+    """Sample until the response is complete, and join its parts.
+
+    `engine_name` is the engine that samples all parts, or None if several do.
+    """
+    response = Sample(
+        request_id=request.id, tokens=(), logprobs=(), versions=(), finish_reason="abort"
+    )
+    fruitless = 0  # attempts in a row without a token
     while True:
         try:
-            part = await draw(_rest(request, done))
+            part = await draw(_remaining_request(request, response))
         except EngineDead:
-            without += 1
-            if only is not None or without >= attempts:
+            fruitless += 1
+            if engine_name is not None or fruitless >= attempts:
                 raise
         else:
-            without = 0 if part.tokens else without + 1
-            done = _joined(request, done, part)
-            if done.finish_reason != "abort":
-                return done
-            if without >= attempts:
+            fruitless = 0 if part.tokens else fruitless + 1
+            response = _joined(request, response, part)
+            if response.finish_reason != "abort":
+                return response
+            if fruitless >= attempts:
                 raise EngineError(
-                    f"{only or 'the pool'} gave back request {request.id!r} {without} times "
-                    f"without a token, after {len(done.tokens)} of them; is it resumed?"
+                    f"{engine_name or 'the pool'} gave back request {request.id!r} {fruitless} "
+                    f"times without a token, after {len(response.tokens)} of them; is it resumed?"
                 )
-        if without:
-            await asyncio.sleep(min(wait_s * 2 ** (without - 1), _LONGEST_WAIT_S))
+        if fruitless:
+            await asyncio.sleep(min(wait_s * 2 ** (fruitless - 1), _LONGEST_WAIT_S))
 
 
-def _rest(request: Request, done: Sample) -> Request:
-    """Return a request for the rest of the response."""
-    if not done.tokens:
+def _remaining_request(request: Request, response: Sample) -> Request:
+    """Return a request for the tokens that are still missing from the response."""
+    if not response.tokens:
         return request
     return dataclasses.replace(
         request,
-        prompt=(*request.prompt, *done.tokens),
-        max_tokens=request.max_tokens - len(done.tokens),
-        continued=request.continued + len(done.tokens),
+        prompt=(*request.prompt, *response.tokens),
+        max_tokens=request.max_tokens - len(response.tokens),
+        continued=request.continued + len(response.tokens),
     )
 
 
-def _joined(request: Request, done: Sample, part: Sample) -> Sample:
+def _joined(request: Request, response: Sample, part: Sample) -> Sample:
     routes = part.routed_experts
-    if (drawn := done.routed_experts) is not None:
-        # What a part had in its prompt was computed again: the tokens after it were drawn by the
-        # first.
+    if (drawn := response.routed_experts) is not None:
+        # The engine recomputed the routes of the prompt, which include the earlier part's tokens.
+        # Keep the earlier routes: the tokens after them were sampled with those.
         routes = drawn if routes is None else drawn.then(routes)
-    whole = dataclasses.replace(
-        done,
-        tokens=done.tokens + part.tokens,
-        logprobs=done.logprobs + part.logprobs,
-        versions=done.versions + part.versions,
+    joined = dataclasses.replace(
+        response,
+        tokens=response.tokens + part.tokens,
+        logprobs=response.logprobs + part.logprobs,
+        versions=response.versions + part.versions,
         finish_reason=part.finish_reason,
         routed_experts=routes,
     )
-    # An engine that was stopped after the last token may not say that it was the last.
-    if whole.tokens and whole.tokens[-1] in request.stop_tokens:
-        return dataclasses.replace(whole, finish_reason="stop")
-    if len(whole.tokens) >= request.max_tokens:
-        return dataclasses.replace(whole, finish_reason="length")
-    return whole
+    # An engine that is aborted right after the last token may still report "abort".
+    if joined.tokens and joined.tokens[-1] in request.stop_tokens:
+        return dataclasses.replace(joined, finish_reason="stop")
+    if len(joined.tokens) >= request.max_tokens:
+        return dataclasses.replace(joined, finish_reason="length")
+    return joined
 
 
 class Quarantine(Protocol):
-    """Knows which engines must not be used, by name, and why. `sync.WeightSync` does."""
+    """Lists engines that must not get requests. `sync.WeightSync` implements it."""
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """The reasons by name: a new mapping whenever they change, as a pool reads it often."""
+        """The reason for each quarantined engine, by the engine's name.
+
+        A change makes a new mapping, because a pool reads it often.
+        """
         ...
 
 
 class EnginePool:
-    """Sends requests to engines; those of an engine that dies go to the others.
+    """Sends requests to several engines; if an engine dies, the others take over its requests.
 
     Example: `sample = await EnginePool(engines, sync=weight_sync).generate(request)`.
     """
@@ -133,21 +144,22 @@ class EnginePool:
         self._dead: dict[str, str] = {}
 
     async def generate(self, request: Request) -> Sample:
-        """Return a whole response.
+        """Return a complete response.
 
-        The other engines continue what one hands back as a part, or loses.
+        If an engine aborts or loses the request, another engine continues it.
 
-        Errors: `EngineError` naming every engine if none is left; `ValueError` for a request that
-            can never be answered.
+        Raises:
+            EngineError: no usable engine is left; the message gives the reason for each.
+            ValueError: the model can never serve this request.
         """
-        return await _whole(self._draw, request, None, attempts=_ATTEMPTS, wait_s=_WAIT_S)
+        return await _sample_to_end(self._draw, request, None, attempts=_ATTEMPTS, wait_s=_WAIT_S)
 
     async def _draw(self, request: Request) -> Sample:
-        """Draw with the engine that runs the fewest requests, and the first of those."""
+        """Sample on the engine that runs the fewest requests; on a tie, on the first of them."""
         out = self._out
         serving = [name for name in self._engines if name not in out]
         if not serving:
-            reasons = "; ".join(f"{name}: {why}" for name, why in out.items())
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in out.items())
             raise EngineError(f"no engine is left: {reasons}; start one of them again")
         name = min(serving, key=self._running.__getitem__)
         self._running[name] += 1
@@ -161,11 +173,11 @@ class EnginePool:
 
     @property
     def usable(self) -> bool:
-        """True if an engine is left that requests can go to."""
+        """True if at least one engine can take requests."""
         return any(name not in self._out for name in self._engines)
 
     async def reprobe(self) -> None:
-        """Ask engines that were lost for their health, and use again those that answer."""
+        """Check the health of dead engines, and use those again that respond."""
         lost = list(self._dead)
         healths = await asyncio.gather(*(self._engines[name].health() for name in lost))
         for name, health in zip(lost, healths, strict=True):
@@ -174,6 +186,6 @@ class EnginePool:
 
     @property
     def _out(self) -> Mapping[str, str]:
-        """The reason for each engine that must not be used, by name."""
+        """The reason for each engine that must not get requests, by the engine's name."""
         quarantined = self._sync.quarantined if self._sync else {}
         return {**self._dead, **quarantined} if self._dead else quarantined

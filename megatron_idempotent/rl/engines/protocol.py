@@ -1,6 +1,6 @@
-"""Defines the protocol of every inference engine, its inputs and results, and its errors.
+"""Defines the protocol of every inference engine: inputs, results and errors.
 
-`tests/rl/engines/contract.py` holds every engine to it.
+`tests/rl/engines/contract.py` tests every engine against it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any, Literal, Protocol
 from megatron_idempotent.rl.weights import Bucket, UpdateRefused, WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
-"""The reason why a sample ends: a stop token, its longest length, or that it was aborted."""
+"""The reason why a sample ends: a stop token, `max_tokens` tokens, or an abort."""
 
 PauseMode = Literal["keep", "abort", "wait"]
-"""The treatment of running requests at a pause. "keep": they stay, and go on at `resume`. "abort":
-they come back at once as partials. "wait": the pause waits for them to end."""
+"""Selects what a pause does with running requests. "keep": they stop and continue at `resume`.
+"abort": they return at once with the tokens so far. "wait": the pause waits until they end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Asks for one response.
+    """A request for one response.
 
     Example: `Request(id="0/17/3", prompt=(7, 3, 4), max_tokens=32, stop_tokens=(2,), seed=5)`.
     """
@@ -31,15 +31,15 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     max_tokens: int
-    """Longest response in tokens, the stop token included."""
+    """The maximum length of the response in tokens, including the stop token."""
     stop_tokens: tuple[int, ...] = ()
-    """Ids that end a response; the one that did is its last token."""
+    """Token ids that end a response; the response includes the stop token."""
     temperature: float = 1.0
     seed: int | None = None
-    """The seed of the sample; None for a random one. With the same seed, weights and prompt the
-    tokens are the same, except that other batches may round otherwise."""
+    """The seed of the sample; None for a random one. The same seed, weights and prompt give the
+    same tokens, unless another batch composition rounds differently."""
     continued: int = 0
-    """The number of `prompt`'s last tokens that were sampled already, by an aborted part."""
+    """The number of tokens at the end of `prompt` that are response tokens of an aborted part."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -61,11 +61,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedExperts:
-    """Holds the experts that an engine's routers took for some tokens, for router replay.
+    """The experts that an engine's routers selected for some tokens, for router replay.
 
-    A number takes one byte up to 256 experts, and two for more.
+    An expert's number takes one byte for up to 256 experts, else two.
+
+    Raises:
+        ValueError: the length of `data` is not a multiple of one token's bytes.
+
     Example: `RoutedExperts(data=bytes([0, 3, 1, 2]), layers=2, topk=2).tokens == 1`.
-    Errors: `ValueError` for bytes of no whole number of tokens.
     """
 
     data: bytes = dataclasses.field(repr=False)
@@ -91,25 +94,26 @@ class RoutedExperts:
         return len(self.data) // self._token_bytes
 
     def numbers(self) -> Any:
-        """Return the numbers as an array of NumPy, [tokens, layers, topk]."""
+        """Return the experts as a NumPy array, [tokens, layers, topk]."""
         import numpy
 
         flat: Any = numpy.frombuffer(self.data, self.dtype)
         return flat.reshape(self.tokens, self.layers, self.topk)
 
     def then(self, longer: RoutedExperts) -> RoutedExperts:
-        """Return these, and after them the tokens that only `longer` has."""
+        """Return these experts, followed by those of the further tokens in `longer`."""
         data = self.data + longer.data[len(self.data) :]
         return dataclasses.replace(longer, data=data)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Holds a response, or the part of it that was there when the engine was told to stop.
+    """A response, or the part of it that was sampled before the engine aborted the request.
 
-    `logprobs` are natural, of the distribution that tokens were drawn from (with temperature), and
-    `versions` are those of the weights that each token was drawn with. Both have an entry per
-    token.
+    `logprobs` are natural logarithms, under the distribution that tokens were sampled from (after
+    temperature). `versions` are the versions of the weights that sampled each token. Both have an
+    entry per token.
+
     Example: `Sample(request_id="0/17/3", tokens=(5, 2), logprobs=(-0.1, -0.2), versions=(3, 4),
     finish_reason="stop")`.
     """
@@ -120,9 +124,9 @@ class Sample:
     versions: tuple[int, ...]
     finish_reason: FinishReason
     routed_experts: RoutedExperts | None = None
-    """The experts of each token of prompt and response but the last one, which no engine runs, as
-    they were when the token after it was drawn. None if the engine was not told to return them, or
-    has drawn nothing."""
+    """The experts of every token of prompt and response except the last, which no engine runs. Each
+    is as it was when the next token was sampled. None if the engine does not record experts or
+    sampled no token."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
@@ -134,28 +138,28 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineHealth:
-    """Reports an engine's state. Example: `(await engine.health()).status == "SERVING"`."""
+    """An engine's state. Example: `(await engine.health()).status == "SERVING"`."""
 
     status: Literal["SERVING", "PAUSED", "DIRTY", "DEAD"]
-    """The engine's state. DIRTY: its weights may be of more than one version, so it must not serve.
-    DEAD: it does not answer."""
+    """SERVING or PAUSED in normal use. DIRTY: the weights may mix several versions, so the engine
+    must not serve. DEAD: the engine does not respond."""
     version: int | None
-    """The version of the engine's weights; None if none is known, as in DIRTY and DEAD."""
+    """The version of the engine's weights; None if it is unknown, as for DIRTY and DEAD."""
     detail: str = ""
     """The reason why the engine is DIRTY or DEAD."""
     running: int = 0
-    """The number of requests that the engine has taken and not answered."""
+    """The number of requests that the engine accepted and has not finished."""
     wants_all: bool = False
-    """True if the next update has to bring every tensor."""
+    """True if the next update must contain every tensor."""
     decode_s: float = 0.0
-    """Seconds in which the engine checked and decoded the deltas of the last update."""
+    """Seconds that the engine spent to check and decode the deltas of the last update."""
 
 
 class RolloutEngine(Protocol):
     """Samples responses, and takes new weights while it serves.
 
-    An update is staged beside the weights in use, then committed while the engine is paused. Every
-    method may raise `EngineDead` (no answer any more) or `EngineTimeout`.
+    `stage` loads an update into memory beside the weights in use, and `commit` switches to it while
+    the engine is paused. Every method may raise `EngineDead` or `EngineTimeout`.
     """
 
     @property
@@ -164,135 +168,156 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(self, request: Request) -> Sample:
-        """Sample one response. May be called many times at once; requests wait while paused.
+        """Sample one response. Calls may overlap; requests wait while the engine is paused.
 
-        With a pause in mode "abort" it comes back as a partial, `finish_reason="abort"`, maybe
-        without any token. A cancelled call frees what it held.
-        Errors: `ValueError` for a request that the model can never answer (a token outside its
-            vocabulary, more positions than it has).
+        A pause in mode "abort" ends the request early with `finish_reason="abort"` and the tokens
+        so far, possibly none. Cancelling the call frees the request's resources.
+
+        Raises:
+            ValueError: the model can never serve the request: a token is outside its vocabulary, or
+                prompt and response need more positions than it has.
         """
         ...
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop between two tokens; after the return no token is drawn. Paused already: no-op."""
+        """Stop sampling; no token is sampled after the return. If already paused: no-op."""
         ...
 
     async def resume(self) -> None:
-        """Draw tokens again. Not paused: no-op. Errors: `EngineError` if the engine is DIRTY."""
+        """Continue sampling. If not paused: no-op.
+
+        Raises:
+            EngineError: the engine is DIRTY.
+        """
         ...
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Take the update's weights beside those in use, and check them; the engine keeps serving.
+        """Receive and check an update's weights beside those in use; the engine keeps serving.
 
-        A second update takes the place of one that was staged and not committed. To stage the
-        update that was committed last is a no-op (its buckets are not read).
-        Errors: `UpdateRefused` for a version not above the engine's own, a base that is not what it
-            serves, or another update being staged at this moment; `UpdateMismatch` and
-            `UpdateDamaged` for tensors that do not fit or did not arrive as they were sent;
-            `EngineUnsupported` for scales of a key-value cache that it does not keep in FP8. After
-            any of them nothing is staged, and what is served has not changed.
+        A new update replaces one that was staged but not committed. Staging the update that was
+        committed last is a no-op that reads no bucket. After an error nothing is staged, and the
+        served weights are unchanged.
+
+        Raises:
+            UpdateRefused: the version is not above the served one, the update builds on a version
+                that is not served, or another update is being staged.
+            UpdateMismatch: names, shapes or types differ from the model's.
+            UpdateDamaged: tensors did not arrive as they were sent.
+            EngineUnsupported: the update has key-value cache scales, and the engine's cache is not
+                in FP8.
         """
         ...
 
     async def commit(self, update_id: str) -> int:
-        """Serve the staged update from now on; return its version. The engine must be paused.
+        """Switch to the staged update; return its version. The engine must be paused.
 
-        Tokens of running requests that were drawn before keep their version; tokens that are drawn
-        after it attend to a recomputed cache. Idempotent: with the id of the last commit it does
-        nothing and returns its version.
-        Errors: `EngineError` for an id that is not staged, or if the engine is not paused. If it
-            fails half-way the engine is DIRTY, and may be told to commit again.
+        Running requests keep the versions of the tokens sampled so far, and continue on a
+        recomputed cache. Repeating the last commit does nothing and returns its version. If a
+        commit fails midway, the engine is DIRTY, and the caller may commit again.
+
+        Raises:
+            EngineError: the update is not staged, the engine is not paused, or the commit failed.
         """
         ...
 
     async def rollback(self, update_id: str) -> None:
-        """Forget an update that is staged, or has left weights torn, and serve those before it.
+        """Drop a staged update, or undo a commit that failed midway.
 
-        Unknown ids, and those of updates that are committed in full: no-op. An engine that cannot
-        restore its weights stays DIRTY.
+        Unknown ids and completed commits: no-op. An engine that cannot restore the previous weights
+        stays DIRTY.
         """
         ...
 
     async def health(self) -> EngineHealth:
-        """Return the version and the status. Never raises: no answer in time is DEAD."""
+        """Return the status and version. Never raises: an engine without a timely response is
+        DEAD.
+        """
         ...
 
     async def close(self) -> None:
-        """Release what the engine holds; running requests come back as partials. Twice: no-op."""
+        """Release all resources; running requests end with "abort". A second call is a no-op."""
         ...
 
 
 class ColocatedEngine(RolloutEngine, Protocol):
-    """Shares the trainer's device, and gives its memory back between rollouts."""
+    """Shares the trainer's device, and frees its memory between rollouts."""
 
     async def sleep(self) -> None:
-        """Free weights and cache. Asleep: no-op. Running requests come back as partials."""
+        """Free weights and cache; running requests end with "abort". If asleep: no-op."""
         ...
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take the memory of "weights" or of "kv_cache" again; wake weights first, then load them.
+        """Allocate the memory of "weights" or "kv_cache" again; wake weights first, then load them.
 
-        Until both are awake `resume` is refused; until weights are loaded no version is known.
+        `resume` fails until both are awake. The version is unknown until weights are loaded.
         """
         ...
 
 
 class EngineError(RuntimeError):
-    """An engine could not do what it was told; the message names the engine."""
+    """An engine could not carry out a command; the message names the engine."""
 
 
 class EngineDead(EngineError):
-    """The engine does not answer any more; its running requests are lost and can be sent again."""
+    """The engine no longer responds; its running requests are lost and can be sent again."""
 
 
 class EngineTimeout(EngineError):
-    """The engine has not answered in time; what it did is unknown until its health is asked."""
+    """The engine did not respond in time; only `health` tells whether it carried out the
+    command.
+    """
 
 
 class EngineUnsupported(EngineError):
-    """The engine, as it was started, lacks what was asked for; the message says how to get it."""
+    """The engine was started without a required feature; the message says how to enable it."""
 
 
-def refuse_kv_scales(engine: str, update: WeightUpdate, why: str) -> None:
-    """Raise `EngineUnsupported` if an update brings scales to an engine that takes none.
+def refuse_kv_scales(engine: str, update: WeightUpdate, reason: str) -> None:
+    """Raise `EngineUnsupported` if an update has `kv_scales`, for an engine that takes none.
 
     Example: `refuse_kv_scales("engine-0", update, "its key-value cache is not FP8")`.
     """
     if update.kv_scales is not None:
         raise EngineUnsupported(
             f"engine {engine}: update {update.id} brings {len(update.kv_scales)} kv_scales, and "
-            f"{why}; leave kv_scales out"
+            f"{reason}; leave kv_scales out"
         )
 
 
 def refuse_out_of_turn(
     engine: str, update: WeightUpdate, *, least: int, serving: int | None, staging: str = ""
 ) -> None:
-    """Raise `UpdateRefused` if an update comes too late, on another base, or beside another.
+    """Raise `UpdateRefused` if an update's version or base does not fit, or another is staging.
 
-    `least` is the lowest version that the engine takes, `serving` the one version that it serves,
-    if it does, and `staging` the id of the update that it is receiving.
+    Args:
+        engine: the engine's name, for the message.
+        update: the update that is about to be staged.
+        least: the lowest version that the engine accepts.
+        serving: the version that the engine serves; None if it serves no single version.
+        staging: the id of an update that is being staged; empty if there is none.
+
     Example: `refuse_out_of_turn("engine-0", update, least=4, serving=3)`.
     """
-    found = f"{engine}: update {update.id} of version {update.version}"
+    subject = f"{engine}: update {update.id} of version {update.version}"
     if staging:
         raise UpdateRefused(
-            f"{found} came while {staging} is being staged; wait for that one, or roll it back"
+            f"{subject} came while {staging} is being staged; wait for that one, or roll it back"
         )
     if update.version < least:
-        raise UpdateRefused(f"{found} came after version {least - 1}; send {least} or later")
+        raise UpdateRefused(f"{subject} came after version {least - 1}; send {least} or later")
     if update.base_version not in (None, serving):
         served = "no version" if serving is None else f"version {serving}"
         raise UpdateRefused(
-            f"{found} builds on version {update.base_version}, and {served} is served; send every "
-            "tensor"
+            f"{subject} builds on version {update.base_version}, and {served} is served; send "
+            "every tensor"
         )
 
 
 def split_mix(state: int) -> int:
-    """Return 64 bits that hash a state, as SplitMix64 (Steele, Lea and Flood 2014) mixes its own.
+    """Return a 64-bit hash of `state`, by the mixer of SplitMix64 (Steele, Lea and Flood 2014).
 
-    Engines make of it the numbers that choose tokens, from a request's seed and place.
+    Engines derive from it the random number of each token, given a request's seed and the token's
+    position.
     """
     mask = (1 << 64) - 1
     state &= mask
@@ -302,7 +327,8 @@ def split_mix(state: int) -> int:
 
 
 async def both_ends(*calls: Coroutine[Any, Any, None]) -> None:
-    """Run the calls of both ends of a transfer at once; if one fails, cancel the other.
+    """Run coroutines concurrently, such as both ends of a transfer; if one fails, cancel the
+    others.
 
     Example: `await both_ends(engine.pause(), engine.sleep())`.
     """

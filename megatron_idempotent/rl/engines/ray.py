@@ -1,8 +1,8 @@
-"""Makes a Ray actor an engine: it holds one of its own, on the node that Ray has chosen.
+"""Runs an engine inside a Ray actor, on a node that Ray chooses.
 
-Ray restarts an actor that dies, with the weights that it was made with; a weight sync brings it
-back as it does every engine of another version. Weights come to the actor by a transport, and not
-through the process that calls it.
+Ray restarts an actor that dies, with its initial weights; the next weight sync then updates it like
+any engine at an old version. A transport carries weights to the actor directly, not through Ray
+calls.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class EngineActor:
-    """Holds an engine in a Ray actor, and feeds it the buckets that are announced."""
+    """Runs in a Ray actor: calls the engine there, and passes it the buckets of an update."""
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
-        """Make the engine."""
+        """Construct the engine."""
         self._engine = make()
         self._receiver: Any = None
         self._buckets: asyncio.Queue[Bucket | None] = asyncio.Queue()
@@ -42,29 +42,29 @@ class EngineActor:
         self._answers: dict[int, asyncio.Future[asyncio.Future[Sample]]] = {}
 
     async def take(self, requests: Sequence[tuple[int, Request]]) -> None:
-        """Begin with requests, each with a ticket for `answer`.
+        """Start requests; each comes with a ticket, for which `answer` returns the sample.
 
-        Those that come together are sampled together, as they are by an engine of this process: the
-        rounding of log-probs depends on that.
+        Requests of one call form one batch, as in an engine of the caller's process: the rounding
+        of log-probs depends on the batch.
         """
         for ticket, request in requests:
             answer = self._answer(ticket)
-            if answer.cancelled():  # nobody waits for it any more
+            if answer.cancelled():  # the caller was cancelled
                 del self._answers[ticket]
             else:
                 answer.set_result(asyncio.ensure_future(self._engine.generate(request)))
 
     async def answer(self, ticket: int) -> Sample:
-        """Return the sample for a ticket, also of a request that is still to come."""
+        """Return the sample for a ticket; its request may arrive later than this call."""
         sampling = await self._answer(ticket)
         try:
             return await sampling
         finally:
-            sampling.cancel()  # if this is
+            sampling.cancel()  # if this call is cancelled
             del self._answers[ticket]
 
     def _answer(self, ticket: int) -> asyncio.Future[asyncio.Future[Sample]]:
-        # Ray does not promise that calls begin in the order in which they were made.
+        # Ray may start calls in another order than they were made.
         if ticket not in self._answers:
             self._answers[ticket] = asyncio.get_running_loop().create_future()
         return self._answers[ticket]
@@ -74,9 +74,10 @@ class EngineActor:
         return await getattr(self._engine, method)(*args)
 
     async def open(self, update: WeightUpdate, opened: Announcement) -> bool:
-        """Begin to stage an update whose sender announced it; return False if it needs no bucket.
+        """Start to stage an update; return False if the engine needs none of its buckets.
 
-        Errors: the engine's, for an update that it refuses.
+        Raises:
+            Exception: as the engine's `stage` raises.
         """
         from megatron_idempotent.rl.weights.transports import receiver
 
@@ -84,13 +85,17 @@ class EngineActor:
         self._receiver = receiver(opened)
         self._buckets = asyncio.Queue()
         self._staging = asyncio.ensure_future(self._engine.stage(update, self._fed()))
-        await asyncio.sleep(0)  # in which it refuses the update, or has it already
+        await asyncio.sleep(0)  # lets it refuse the update, or return because it has it
         if self._staging.done():
             self._staging.result()
         return not self._staging.done()
 
     async def receive(self, announced: Announcement) -> None:
-        """Receive a bucket, and return once the engine has checked it. Errors: the engine's."""
+        """Receive a bucket, and return once the engine has checked it.
+
+        Raises:
+            Exception: as the engine's `stage` raises.
+        """
         assert self._staging is not None
         if not self._staging.done():
             bucket = await asyncio.to_thread(self._receiver.receive, announced)
@@ -102,14 +107,18 @@ class EngineActor:
             self._staging.result()
 
     async def complete(self) -> None:
-        """End the staging after the last bucket. Errors: the engine's."""
+        """Finish staging after the last bucket.
+
+        Raises:
+            Exception: as the engine's `stage` raises.
+        """
         assert self._staging is not None
         self._buckets.put_nowait(None)
         await self._staging
         await self.drop()
 
     async def drop(self) -> None:
-        """Give up what is being staged; without that: no-op."""
+        """Cancel the update that is being staged. If there is none: no-op."""
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.cancel()
@@ -125,7 +134,7 @@ class EngineActor:
 
 
 class RayEngine:
-    """Implements `RolloutEngine` by an `EngineActor` of the cluster.
+    """Implements `RolloutEngine` with an `EngineActor` in a Ray cluster.
 
     Example:
         make = functools.partial(TransformersEngine, "/shared/checkpoint", name="engine-0")
@@ -143,18 +152,20 @@ class RayEngine:
         runtime_env: Mapping[str, Any] | None = None,
         health_timeout_s: float = 10.0,
     ) -> None:
-        """Start the actor; the engine in it is there some seconds later.
+        """Start the actor; `ready()` waits until its engine is constructed.
 
         Args:
             name: the engine's name, unique in a run.
-            make: makes the engine in the actor, also after a restart.
-            transport: makes the sender of each update, whose other end the actor is.
+            make: constructs the engine in the actor, also after a restart.
+            transport: makes the sender of each update; the actor is the receiver.
             num_cpus: CPUs that Ray reserves for the actor.
-            num_gpus: GPUs that Ray reserves for it.
-            runtime_env: the actor's environment, as Ray takes it.
-            health_timeout_s: seconds for a health report, after which the engine counts as dead.
+            num_gpus: GPUs that Ray reserves for the actor.
+            runtime_env: the actor's `runtime_env`, in Ray's format.
+            health_timeout_s: seconds after which an engine without a health report counts as dead.
 
-        Errors: `ModuleNotFoundError` without Ray and `RuntimeError` without a cluster.
+        Raises:
+            ModuleNotFoundError: Ray is not installed.
+            RuntimeError: Ray is not connected to a cluster.
         """
         self._ray = connected_ray("RayEngine")
         self._name, self._transport = name, transport
@@ -165,7 +176,7 @@ class RayEngine:
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         if runtime_env:
             options["runtime_env"] = dict(runtime_env)
-        # Calls are not repeated: a request or a commit that was lost is its caller's to repeat.
+        # No retries by Ray: the caller decides whether a lost request or commit is sent again.
         self._actor = (
             self._ray.remote(EngineActor)
             .options(
@@ -184,8 +195,12 @@ class RayEngine:
         return self._name
 
     async def ready(self) -> None:
-        """Wait until the engine in the actor is made. Errors: what making it raised."""
-        await self._ask("call", "health")
+        """Wait until the engine in the actor is constructed.
+
+        Raises:
+            Exception: as `make` raises.
+        """
+        await self._request("call", "health")
 
     async def generate(self, request: Request) -> Sample:
         """See `RolloutEngine.generate`."""
@@ -193,80 +208,90 @@ class RayEngine:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send)
         self._waiting.append((ticket, request))
-        sample: Sample = await self._ask("answer", ticket)
+        sample: Sample = await self._request("answer", ticket)
         return sample
 
     def _send(self) -> None:
-        """Send all that came at once."""
+        """Send all requests that were made in this turn of the event loop."""
         requests, self._waiting = self._waiting, []
         if not self._closed:
             self._actor.take.remote(requests)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See `RolloutEngine.pause`."""
-        await self._ask("call", "pause", mode)
+        await self._request("call", "pause", mode)
 
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
-        await self._ask("call", "resume")
+        await self._request("call", "resume")
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. Errors: those of the transport's sender, too."""
+        """See `RolloutEngine.stage`.
+
+        Raises:
+            TransportError: the transport's sender failed.
+            Exception: as `RolloutEngine.stage` raises.
+        """
         sender = self._transport()
         try:
-            if not await self._ask("open", update, dict(await sender.open(update))):
+            if not await self._request("open", update, dict(await sender.open(update))):
                 return
             async for bucket in buckets:
                 announced = dict(await sender.announce(bucket))
-                await both_ends(sender.transmit(bucket), self._ask("receive", announced))
+                await both_ends(sender.transmit(bucket), self._request("receive", announced))
                 await sender.release(bucket)
-            await self._ask("complete")
+            await self._request("complete")
         except BaseException:
-            # What failed is what is raised; an actor that was lost has nothing staged.
+            # The first error is raised; a lost actor has nothing staged.
             with contextlib.suppress(EngineDead):
-                await self._ask("drop")
+                await self._request("drop")
             raise
         finally:
             await sender.close()
 
     async def commit(self, update_id: str) -> int:
         """See `RolloutEngine.commit`."""
-        version: int = await self._ask("call", "commit", update_id)
+        version: int = await self._request("call", "commit", update_id)
         return version
 
     async def rollback(self, update_id: str) -> None:
         """See `RolloutEngine.rollback`."""
-        await self._ask("call", "rollback", update_id)
+        await self._request("call", "rollback", update_id)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`. An actor that Ray is restarting is DEAD until it answers."""
+        """See `RolloutEngine.health`. An actor that Ray restarts is DEAD until it responds."""
         try:
-            asked = self._ask("call", "health")
-            health: EngineHealth = await asyncio.wait_for(asked, self._health_timeout_s)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the engine does not answer)
+            reply = self._request("call", "health")
+            health: EngineHealth = await asyncio.wait_for(reply, self._health_timeout_s)
+        except Exception as error:  # noqa: BLE001 (any error means a DEAD engine)
             return EngineHealth(status="DEAD", version=None, detail=repr(error))
         return health
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`. It kills the actor."""
+        """See `RolloutEngine.close`. Kills the actor."""
         if self._closed:
             return
         with contextlib.suppress(EngineDead, asyncio.TimeoutError):
-            await asyncio.wait_for(self._ask("call", "close"), self._health_timeout_s)
+            await asyncio.wait_for(self._request("call", "close"), self._health_timeout_s)
         self._closed = True
         if self._ray.is_initialized():  # else Ray would start a cluster
             self._ray.kill(self._actor, no_restart=True)
 
-    async def _ask(self, method: str, *args: Any) -> Any:
-        """Return the actor's answer. Errors: the engine's own; `EngineDead` for a lost actor."""
+    async def _request(self, method: str, *args: Any) -> Any:
+        """Call a method of the actor and return its result.
+
+        Raises:
+            EngineDead: the actor is lost, or this engine was closed.
+            Exception: as the engine raises.
+        """
         if self._closed:
             raise EngineDead(f"{self._name} was closed; make a new engine")
         try:
-            answer = getattr(self._actor, method).remote(*args)
+            result = getattr(self._actor, method).remote(*args)
             try:
-                return await answer
+                return await result
             except asyncio.CancelledError:
-                self._ray.cancel(answer)  # a request would be drawn to its end
+                self._ray.cancel(result)  # else the actor would sample the request to its end
                 raise
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
@@ -275,5 +300,5 @@ class RayEngine:
             raise EngineDead(f"{self._name} does not answer: {words}") from error
 
 
-#: Requests that an actor works on at once, and the calls beside them.
+#: The most calls that run in an actor at once: requests, and commands beside them.
 _CONCURRENCY = 1000

@@ -1,4 +1,4 @@
-"""Runs an engine in this process, on a transformers model, whose requests share forwards."""
+"""Runs an engine in this process: one transformers model that batches requests."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ _TAGS = ("weights", "kv_cache")
 class TransformersEngine:
     """Implements `RolloutEngine` and `ColocatedEngine` with a causal model of transformers.
 
-    Requests share forwards and join and leave between them; those that arrive together with one
-    prompt share its computation. Forwards run in a thread, so the event loop stays free. A sample
-    depends on its seed and the weights, and on the rest of its batch by rounding only. After a
-    commit the cache of running requests is computed again before their next token.
+    Requests are batched continuously: they join and leave between two forwards, and requests that
+    arrive together with the same prompt compute it once. Forwards run in a thread, so the event
+    loop stays free. A sample depends on its seed and the weights; the other requests of the batch
+    change only its rounding. After a commit, running requests recompute their cache before their
+    next token.
 
-    Staged tensors are copies, and become the model's own at the commit: an update needs a second
-    set of weights from `stage` to `commit`, and no time in between. Matrices may come in FP8 with
-    their scales; they are served in the model's type. The model has to attend to all positions in
-    every layer (no sliding windows, no linear attention), as Llama, Qwen2, Qwen3 and Qwen3-MoE do.
+    `stage` copies an update's tensors, and `commit` replaces the model's tensors by these copies:
+    from `stage` to `commit` two sets of weights are in memory, and the commit copies nothing.
+    Matrices may arrive in FP8 with their scales, and are served in the model's dtype. Every layer
+    of the model must use full attention (no sliding windows, no linear attention), as in Llama,
+    Qwen2, Qwen3 and Qwen3-MoE.
 
     Example:
         engine = TransformersEngine("Qwen/Qwen3-0.6B")
@@ -63,20 +65,20 @@ class TransformersEngine:
     ) -> None:
         """
         Args:
-            model: a transformers causal language model, which is the engine's from then on; or a
-                directory with a checkpoint, which is loaded in the type that it has.
+            model: a transformers causal language model, which only the engine may use from then on;
+                or a directory with a checkpoint, which is loaded in its own dtype.
             name: the engine's name, unique in a run.
-            version: the version of the weights that the model has.
-            max_running: the most requests that share a forward; more wait.
-            prefill_tokens: the most positions that one forward computes for requests that join.
-            device: the device that a checkpoint is loaded to; None for the CPU. A model stays where
-                it is.
-            routed_experts: True to have samples bring the experts that routers took.
-            adapters: True for a model with PEFT's LoRA, whose factors alone updates bring.
+            version: the version of the model's weights.
+            max_running: the most requests in one forward; further requests wait.
+            prefill_tokens: the most prompt positions that one forward computes.
+            device: the device to load a checkpoint to; None for the CPU. A model that is passed
+                stays on its device.
+            routed_experts: True to return the experts that routers select with each sample.
+            adapters: True for a model with PEFT's LoRA: updates then contain only its factors.
 
-        Errors: `ValueError` for a model with layers that this engine cannot serve, or without
-            routers if their experts are asked for, or without adapters if updates are to bring
-            them.
+        Raises:
+            ValueError: a layer's attention is not supported, `routed_experts` is set for a model
+                without routers, `adapters` for a model without adapters, or a limit is below 1.
         """
         if max_running < 1 or prefill_tokens < 1:
             raise ValueError(
@@ -111,7 +113,10 @@ class TransformersEngine:
     async def generate(self, request: Request) -> Sample:
         """See `RolloutEngine.generate`.
 
-        Errors: `EngineError` if a forward with the request failed; `EngineDead` after `close()`.
+        Raises:
+            EngineError: a forward with the request failed.
+            EngineDead: the engine was closed.
+            ValueError: as in `RolloutEngine.generate`.
         """
         self._check_open()
         lowest, highest = min(request.prompt), max(request.prompt)
@@ -130,10 +135,12 @@ class TransformersEngine:
         return await self._serving.answer(request)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `RolloutEngine.pause`. With "wait", requests that come later wait too.
+        """See `RolloutEngine.pause`. In mode "wait", requests that arrive meanwhile are queued.
 
-        A cancelled call still pauses; a second one with "abort" cuts a "wait" short.
-        Errors: `EngineError` if the engine is resumed meanwhile.
+        A cancelled call still pauses the engine. A second call with "abort" cuts a "wait" short.
+
+        Raises:
+            EngineError: the engine was resumed before the pause was complete.
         """
         self._check_open()
         await self._serving.pause(mode)
@@ -146,21 +153,25 @@ class TransformersEngine:
         self._serving.open()
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. Errors: `EngineError` while weights are asleep."""
+        """See `RolloutEngine.stage`.
+
+        Raises:
+            EngineError: the weights are asleep.
+        """
         self._check_open()
         if "weights" in self._asleep:
             raise EngineError(f"{self._name} is asleep; wake its weights before update {update.id}")
         await self._updates.stage(update, buckets)
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`. It exchanges pointers; the cache is computed later."""
+        """See `RolloutEngine.commit`. Swaps pointers; the next forward recomputes the cache."""
         self._check_open()
         version = self._updates.committed(update_id)
         if version is not None:
             return version
         if not self._serving.shut:
             raise EngineError(
-                f"{self._name} was to commit update {update_id} and is not paused; pause it first"
+                f"{self._name} cannot commit update {update_id}: it is not paused; pause it first"
             )
         version = self._updates.commit(update_id)
         self._serving.version = version
@@ -168,15 +179,16 @@ class TransformersEngine:
         return version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`. It gives up an update that is being staged, too.
+        """See `RolloutEngine.rollback`. Also cancels an update that is still being staged.
 
-        Errors: `EngineError` if weights cannot be restored.
+        Raises:
+            EngineError: the previous weights cannot be restored.
         """
         self._check_open()
         await self._updates.rollback(update_id)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`. Asleep, or awake without weights, it is DIRTY."""
+        """See `RolloutEngine.health`. An engine that sleeps or has no weights yet is DIRTY."""
         version, running = self._updates.version, self._serving.running
         if self._closed:
             return EngineHealth(status="DEAD", version=None, detail="closed")
@@ -201,7 +213,7 @@ class TransformersEngine:
         self._serving.close()
 
     async def sleep(self) -> None:
-        """See `ColocatedEngine.sleep`. What is staged is given up as well."""
+        """See `ColocatedEngine.sleep`. Also drops a staged update."""
         self._check_open()
         if self._asleep:
             return
@@ -212,19 +224,23 @@ class TransformersEngine:
     async def wake(self, tags: Sequence[str]) -> None:
         """See `ColocatedEngine.wake`; the engine stays paused.
 
-        Memory is taken when it is used: there are no weights until an update is staged.
-        Errors: `ValueError` for other tags; `EngineError` for the cache before the weights.
+        Memory is allocated on use: the model has no weights until an update is committed.
+
+        Raises:
+            ValueError: a tag is neither "weights" nor "kv_cache".
+            EngineError: the cache would wake before the weights.
         """
         self._check_open()
         unknown = sorted(set(tags) - set(_TAGS))
         if unknown:
             raise ValueError(f"wake() got {unknown}; allowed: {list(_TAGS)}")
-        left = self._asleep - set(tags)
-        if left == {"weights"}:
+        still_asleep = self._asleep - set(tags)
+        if still_asleep == {"weights"}:
             raise EngineError(
-                f'{self._name} was to wake its cache while its weights sleep; wake "weights" first'
+                f"{self._name} cannot wake its cache while its weights are asleep; "
+                'wake "weights" first'
             )
-        self._asleep = left
+        self._asleep = still_asleep
 
     @property
     def _trouble(self) -> str:
@@ -258,19 +274,20 @@ def _check_layers(config: Any) -> None:
         )
 
 
-#: SplitMix64's, of which each token's uniform is made. Samples depend on them.
+#: SplitMix64's constants, from which each token's random number is made; changing them changes
+#: every sample.
 _STEP, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class RequestSlot:
-    """Holds a running request: its tokens so far, and the future that waits for all of them.
+    """A running request: its tokens so far, and the future that gets the sample.
 
     Example: `RequestSlot(order=7, request=request, seed=5, answer=loop.create_future())`.
     """
 
     order: int
-    """The number of this request, in the order in which the engine has taken them."""
+    """The position of this request in the order of arrival."""
     request: Request
     seed: int
     answer: asyncio.Future[Sample]
@@ -279,20 +296,21 @@ class RequestSlot:
     versions: list[int] = dataclasses.field(default_factory=list)
     recorder: RouteRecorder | None = None
     routes: bytearray = dataclasses.field(default_factory=bytearray)
-    """The experts of all tokens but the last one, as they were when each was first computed."""
+    """The experts of all tokens except the last, each as it was first computed."""
 
     def turn(self) -> Turn:
-        """Return the inputs of the request's next token, which its seed and place determine.
+        """Return what `DecodeBatch.draw` needs for the request's next token.
 
-        Its uniform, in [0, 1), is a hash of both: batches and parts change nothing.
+        The random number in [0, 1) is a hash of the seed and the token's position, so it does not
+        depend on the batch or on earlier aborts.
         """
-        place = self.request.continued + len(self.tokens)
-        state = split_mix(self.seed * _STEP + _MIX) + (place + 1) * _STEP
+        position = self.request.continued + len(self.tokens)
+        state = split_mix(self.seed * _STEP + _MIX) + (position + 1) * _STEP
         token = self.tokens[-1] if self.tokens else self.request.prompt[-1]
         return token, (split_mix(state) >> 11) * 2.0**-53, self.request.temperature
 
     def take(self, token: int, logprob: float, version: int) -> None:
-        """Add a token, and answer the request if it was the last one."""
+        """Add a token, and finish the request if it is the last one."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -302,7 +320,7 @@ class RequestSlot:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        """Answer with the tokens so far; a no-op if the caller has gone."""
+        """Return the tokens so far to the caller; a no-op if the caller was cancelled."""
         if not self.answer.done():
             self.answer.set_result(
                 Sample(
@@ -318,7 +336,7 @@ class RequestSlot:
             )
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error; a no-op if the caller has gone."""
+        """Raise an error at the caller; a no-op if the caller was cancelled."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -327,11 +345,11 @@ T = TypeVar("T")
 
 
 class Scheduler:
-    """Takes requests and answers them, one forward of the model after the other.
+    """Runs requests in batches, one forward of the model after the other.
 
-    All state belongs to the event loop; forwards run in one thread of their own. Between two
-    forwards rows join and leave, and a shut gate ends the work. The task that does all this lives
-    only as long as there is something to compute.
+    All state belongs to the event loop; forwards run in a separate thread. Between two forwards,
+    rows join and leave, and a shut gate stops the loop. The task that runs the loop exists only
+    while there is something to compute.
     """
 
     def __init__(
@@ -346,13 +364,13 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            model: the model whose tokens are drawn.
+            model: the model to sample from.
             name: the engine's name, for errors.
-            version: the version that tokens are stamped with.
-            max_running: the most rows; more requests wait for one.
+            version: the version of the model's weights, recorded with each token.
+            max_running: the most rows in a batch; further requests wait.
             prefill_tokens: the most positions, padding included, that one forward computes for new
                 rows.
-            recorder: keeps the experts of each forward; None for samples without them.
+            recorder: records the experts of each forward; None for samples without them.
         """
         self.version = version
         self._name = name
@@ -373,12 +391,12 @@ class Scheduler:
 
     @property
     def shut(self) -> bool:
-        """True if no token is drawn, and none will be until `open()`."""
+        """True if sampling has stopped and stays stopped until `open()`."""
         return self._gate == "shut" and self._task is None
 
     @property
     def running(self) -> int:
-        """The number of requests that were taken and not answered."""
+        """The number of requests that were accepted and are not finished."""
         return len(self._waiting) + len(self._joining) + len(self._rows)
 
     async def answer(self, request: Request) -> Sample:
@@ -398,12 +416,13 @@ class Scheduler:
         finally:
             self._waiting.pop(slot.order, None)
             if slot.answer.cancelled() and self._task is None:
-                self._sweep()  # else the task does it after its forward
+                self._sweep()  # a running task does it after its forward
 
     async def pause(self, mode: PauseMode) -> None:
-        """Shut the gate; after the return no token is drawn. A cancelled call still shuts it.
+        """Shut the gate, and wait until no token is sampled. A cancelled call still shuts it.
 
-        Errors: `EngineError` if the gate is opened before it was shut.
+        Raises:
+            EngineError: the gate was opened again before sampling had stopped.
         """
         returned = mode == "abort" and not self.shut
         if mode != "wait":
@@ -421,18 +440,18 @@ class Scheduler:
             self.give_back()
 
     def open(self) -> None:
-        """Draw tokens again."""
+        """Open the gate: sample tokens again."""
         self._gate, self._admitted = "open", math.inf
         self._tell()
         self._go()
 
     def give_back(self) -> None:
-        """Answer all requests with what they have, and free the cache. The gate must be shut."""
+        """End all requests with their tokens so far, and free the cache. The gate must be shut."""
         for slot in self._forget():
             slot.finish("abort")
 
     def recompute(self) -> None:
-        """Make running requests compute their cache again. The gate must be shut."""
+        """Queue running requests so that they recompute their cache. The gate must be shut."""
         running = {slot.order: slot for slot in self._rows}
         self._rows.clear()
         self._batch.clear()
@@ -468,7 +487,7 @@ class Scheduler:
                     break
             self._sweep()
         except BaseException as error:
-            # The event loop ends, or this is a bug. A forward may still be writing to the batch.
+            # The event loop ends, or this is a bug. A forward may still write to the old batch.
             self._batch = DecodeBatch(self._model, self._recorder)
             for slot in self._forget():
                 slot.fail(self._error("its serving task ended", error))
@@ -480,30 +499,32 @@ class Scheduler:
             self._tell()
 
     def _sweep(self) -> None:
-        """Free the rows of requests that were answered or given up."""
-        gone = [row for row, slot in enumerate(self._rows) if slot.answer.done()]
-        if gone:
-            self._rows = [self._rows[before] for before in self._batch.leave(gone)]
+        """Free the rows of finished and cancelled requests."""
+        ended_rows = [row for row, slot in enumerate(self._rows) if slot.answer.done()]
+        if ended_rows:
+            self._rows = [self._rows[old_row] for old_row in self._batch.leave(ended_rows)]
 
     def _next_sequences(self) -> dict[tuple[int, ...], list[RequestSlot]]:
-        """Return the sequences to prefill in one forward, each once, with their requests."""
+        """Return the distinct sequences to prefill in one forward, each with its requests."""
         room = self._max_running - len(self._rows)
-        found: dict[tuple[int, ...], list[RequestSlot]] = {}
+        slots_of: dict[tuple[int, ...], list[RequestSlot]] = {}
         for slot in itertools.islice(self._waiting.values(), max(room, 0)):
             if slot.order < self._admitted:
-                # What the cache holds for it: all tokens but the last one.
+                # The cache holds all tokens except the last one.
                 computed = (*slot.request.prompt, *slot.tokens)[:-1]
-                found.setdefault(computed, []).append(slot)
-        # Equal lengths beside each other: less padding, and a poor fit waits for the next forward.
-        chosen: dict[tuple[int, ...], list[RequestSlot]] = {}
-        for sequence in sorted(found, key=len):
-            if chosen and len(sequence) * (len(chosen) + 1) > self._prefill_tokens:
+                slots_of.setdefault(computed, []).append(slot)
+        # Sorted by length: similar lengths need little padding. Long sequences wait.
+        batch: dict[tuple[int, ...], list[RequestSlot]] = {}
+        for sequence in sorted(slots_of, key=len):
+            if batch and len(sequence) * (len(batch) + 1) > self._prefill_tokens:
                 break
-            chosen[sequence] = found[sequence]
-        return chosen
+            batch[sequence] = slots_of[sequence]
+        return batch
 
     async def _join(self, sequences: dict[tuple[int, ...], list[RequestSlot]]) -> None:
-        numbered = [(number, slot) for number, of in enumerate(sequences.values()) for slot in of]
+        numbered = [
+            (number, slot) for number, slots in enumerate(sequences.values()) for slot in slots
+        ]
         self._joining = [slot for _, slot in numbered]
         for slot in self._joining:
             del self._waiting[slot.order]
@@ -536,24 +557,24 @@ class Scheduler:
     async def _compute(
         self, slots: Sequence[RequestSlot], method: Callable[..., T], *arguments: Any
     ) -> T | None:
-        """Run a method of the batch in the thread; if it raises, fail its requests, return None."""
+        """Run a method of the batch in the thread; if it raises, fail `slots` and return None."""
         try:
             return await asyncio.get_running_loop().run_in_executor(
                 self._thread, method, *arguments
             )
-        except Exception as error:  # noqa: BLE001 - whatever the model raises is the requests'
+        except Exception as error:  # noqa: BLE001 - the requests' callers get any error of the model
             for slot in slots:
                 slot.fail(self._error(f"a forward of {len(slots)} requests failed", error))
             return None
 
     def _forget(self) -> list[RequestSlot]:
-        """Return all requests, and drop them from this object."""
+        """Remove and return all requests, and free the cache."""
         slots = [*self._rows, *self._joining, *self._waiting.values()]
         self._rows, self._joining, self._waiting = [], [], {}
         self._batch.clear()
         return slots
 
-    def _error(self, what: str, cause: BaseException) -> EngineError:
-        error = EngineError(f"{self._name}: {what}: {type(cause).__name__}: {cause}")
+    def _error(self, event: str, cause: BaseException) -> EngineError:
+        error = EngineError(f"{self._name}: {event}: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         return error

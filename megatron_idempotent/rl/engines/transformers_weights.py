@@ -1,4 +1,4 @@
-"""Keeps the weights that are served and staged, with their versions, and exchanges all at once."""
+"""Keeps the served and the staged weights with their versions, and swaps them at a commit."""
 
 from __future__ import annotations
 
@@ -33,113 +33,114 @@ _EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<fused>gate_up_proj|down_pr
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    """Names the place of a checkpoint's tensor in the model."""
+class _ModelSlice:
+    """Maps a checkpoint's tensor to the model's tensor, or the part of one, that holds it."""
 
     info: TensorInfo
-    whole: str
-    """The name of the model's own tensor."""
+    """The checkpoint's tensor."""
+    model_name: str
+    """The name of the model's tensor."""
     part: tuple[int, slice] | None = None
-    """The expert and its rows; None for the whole tensor."""
+    """The expert and its rows in the model's tensor; None for all of it."""
 
 
 class ServedWeights:
-    """Serves a model's parameters and saved buffers, and exchanges them.
+    """The tensors that an engine serves from; swaps updated ones in.
 
-    Tensors are exchanged by pointer: the time does not depend on their size, and old tensors are
-    there until the last of them is replaced. Patches are written in place. Tied weights are one
-    tensor. With `adapters`, PEFT's low-rank factors alone are exchanged, and the rest stays as it
-    is.
+    A swap replaces pointers, so its time does not depend on the tensors' sizes, and the old tensors
+    stay in memory until all are replaced. Patches are written in place. Tied weights are one
+    tensor. With `adapters`, only PEFT's low-rank factors are swapped; all other tensors stay.
     """
 
     def __init__(self, model: Any, *, adapters: bool = False) -> None:
-        # Those that a checkpoint has, each once; tied ones under their first name.
+        # The tensors of a checkpoint, each once; tied tensors under their first name.
         saved: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(saved.items())}
         self._tensors = {
-            name: each
-            for name, each in saved.items()
-            if first[id(each)] == name and (not adapters or _FACTOR.search(name))
+            name: tensor
+            for name, tensor in saved.items()
+            if first[id(tensor)] == name and (not adapters or _FACTOR.search(name))
         }
         if not self._tensors:
             raise ValueError(
                 f"{type(model).__name__} has no lora_A and lora_B; load its adapters, as with PEFT,"
                 " or leave adapters=True out"
             )
-        self._infos = {name: TensorInfo.of(name, each) for name, each in self._tensors.items()}
-        self._places = {
-            place.info.name: place
+        self._infos = {name: TensorInfo.of(name, tensor) for name, tensor in self._tensors.items()}
+        self._slices = {
+            target.info.name: target
             for info in self._infos.values()
-            for place in _checkpoint_places(info)
+            for target in _checkpoint_slices(info)
         }
-        self._before: dict[str, torch.Tensor | Patch] = {}
+        self._replaced: dict[str, torch.Tensor | Patch] = {}
         self.device: torch.device = model.device
 
     @property
     def expected(self) -> tuple[TensorInfo, ...]:
-        """Every tensor of an update, by its name in a checkpoint."""
-        return tuple(place.info for place in self._places.values())
+        """The tensors of a full update, named as in a checkpoint."""
+        return tuple(target.info for target in self._slices.values())
 
     def served(self, name: str) -> torch.Tensor:
-        """Return a tensor as it is served, by its name in a checkpoint; a view."""
-        place = self._places[name]
-        whole = self._tensors[place.whole].data
-        return whole if place.part is None else whole[place.part]
+        """Return a served tensor, given its name in a checkpoint, as a view."""
+        target = self._slices[name]
+        tensor = self._tensors[target.model_name].data
+        return tensor if target.part is None else tensor[target.part]
 
     @torch.no_grad()
     def assemble(
         self, tensors: Mapping[str, torch.Tensor | Patch]
     ) -> dict[str, torch.Tensor | Patch]:
-        """Return the model's own tensors, put together from those of a checkpoint, and patches.
+        """Assemble the model's tensors from a checkpoint's, without changing the served weights.
 
-        The served weights do not change. If only some parts of a tensor come, the others are copied
-        from what is served. If none comes whole, patches stay as they are.
+        If an update has only some parts of a model's tensor, the other parts are copied from the
+        served tensor. If an update has only patches for it, they are returned as they are.
         """
-        whole: dict[str, Any] = {}
+        assembled: dict[str, Any] = {}
         for name, tensor in sorted(tensors.items(), key=lambda item: isinstance(item[1], Patch)):
-            place = self._places[name]
+            target = self._slices[name]
             if isinstance(tensor, Patch):
-                if place.whole in whole:
-                    tensor = dataclasses.replace(tensor, tensor=whole[place.whole][place.part])
+                if target.model_name in assembled:
+                    base = assembled[target.model_name][target.part]
+                    tensor = dataclasses.replace(tensor, tensor=base)
                     tensor.write()
                 else:
-                    whole[name] = tensor
-            elif place.part is None:
-                whole[place.whole] = tensor
+                    assembled[name] = tensor
+            elif target.part is None:
+                assembled[target.model_name] = tensor
             else:
-                if place.whole not in whole:
-                    whole[place.whole] = self._copy(place.whole)
-                expert, rows = place.part
-                whole[place.whole][expert, rows] = tensor
-        return whole
+                if target.model_name not in assembled:
+                    assembled[target.model_name] = self._copy(target.model_name)
+                expert, rows = target.part
+                assembled[target.model_name][expert, rows] = tensor
+        return assembled
 
-    def exchange(self, whole: Mapping[str, torch.Tensor | Patch]) -> None:
-        """Serve these tensors. If it raises, `torn` says whether all old ones are back."""
+    def exchange(self, tensors: Mapping[str, torch.Tensor | Patch]) -> None:
+        """Serve these tensors. On an error, restore the old ones; `torn` is True if that fails."""
         try:
-            for name, new in whole.items():
-                if name not in self._before:
+            for name, new in tensors.items():
+                if name not in self._replaced:
                     old = new.reverse() if isinstance(new, Patch) else self._tensors[name].data
-                    self._before[name] = old
+                    self._replaced[name] = old
                 self._put(name, new)
         except Exception:
             self.restore()
             raise
-        self._before.clear()
+        self._replaced.clear()
 
     def restore(self) -> None:
-        """Serve what was served before an exchange that failed."""
-        for name in list(self._before):
-            self._put(name, self._before[name])
-            del self._before[name]
+        """Serve the tensors from before an exchange that failed."""
+        for name in list(self._replaced):
+            self._put(name, self._replaced[name])
+            del self._replaced[name]
 
     @property
     def torn(self) -> bool:
-        """True if tensors of more than one version are served."""
-        return bool(self._before)
+        """True if the served tensors mix two versions."""
+        return bool(self._replaced)
 
     def free(self) -> None:
-        """Give up all tensors' memory; an exchange of all of them takes it again."""
-        self._before.clear()
+        """Free all tensors' memory, until an exchange brings all of them again."""
+        self._replaced.clear()
         for name, tensor in self._tensors.items():
             self._put(name, tensor.data.new_empty(0))
 
@@ -153,32 +154,35 @@ class ServedWeights:
         info, served = self._infos[name], self._tensors[name].data
         if served.shape == info.shape:
             return served.clone()
-        return torch.empty(info.shape, dtype=info.dtype, device=self.device)  # freed: all come
+        return torch.empty(
+            info.shape, dtype=info.dtype, device=self.device
+        )  # freed: the update has every part
 
 
-def _checkpoint_places(info: TensorInfo) -> list[_Place]:
-    """Return the places of a checkpoint's tensors in one of the model's tensors."""
+def _checkpoint_slices(info: TensorInfo) -> list[_ModelSlice]:
+    """List the checkpoint's tensors that one of the model's tensors holds."""
     if (factor := _FACTOR.search(info.name)) is not None:
-        # PEFT saves it without the adapter's name, below two wrappers that a bare model lacks.
+        # PEFT saves a factor without the adapter's name, below two wrappers that a bare model
+        # lacks.
         name = info.name[: factor.start()].removeprefix("base_model.model.")
         name = f"base_model.model.{name}.{factor['factor']}.weight"
-        return [_Place(info=dataclasses.replace(info, name=name), whole=info.name)]
-    found = _EXPERTS.fullmatch(info.name)
-    if found is None or len(info.shape) != 3:
-        return [_Place(info=info, whole=info.name)]
+        return [_ModelSlice(info=dataclasses.replace(info, name=name), model_name=info.name)]
+    match = _EXPERTS.fullmatch(info.name)
+    if match is None or len(info.shape) != 3:
+        return [_ModelSlice(info=info, model_name=info.name)]
     experts, rows, columns = info.shape
-    if found["fused"] == "down_proj":
+    if match["fused"] == "down_proj":
         parts = {"down_proj": slice(0, rows)}
     else:
         parts = {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
     return [
-        _Place(
+        _ModelSlice(
             info=TensorInfo(
-                name=f"{found['experts']}.{expert}.{projection}.weight",
+                name=f"{match['experts']}.{expert}.{projection}.weight",
                 shape=(part.stop - part.start, columns),
                 dtype=info.dtype,
             ),
-            whole=info.name,
+            model_name=info.name,
             part=(expert, part),
         )
         for expert in range(experts)
@@ -190,29 +194,30 @@ _SCALE = "_scale_inv"
 
 
 class Incoming(Staging):
-    """Gathers an update's tensors, each as the model has it or as `Fp8Export` makes it.
+    """Collects an update's tensors, in the model's dtype or in FP8 as `Fp8Export` writes them.
 
-    A matrix in E4M3 needs its scales, float32, as `name` + `_scale_inv`, in its own bucket or a
-    later one.
+    A matrix in E4M3 needs its float32 scales, as tensor `name` + `_scale_inv`, in the same bucket
+    or a later one.
     """
 
     def __init__(self, update: WeightUpdate, *, weights: ServedWeights) -> None:
         """
         Args:
-            update: the update that is staged.
-            weights: what is served; tensors are kept on its device.
+            update: the update to stage.
+            weights: the served weights; staged tensors are kept on their device.
         """
         expected, device = weights.expected, weights.device
         super().__init__(update, expected=expected, served=weights.served)
         self._dtypes = {info.name: info.dtype for info in expected}
         self._device = device
         self.side = SideStream(device)
-        """The CUDA stream for copies, so that they do not wait for what the model computes."""
+        """The CUDA stream for copies, so that they do not wait for the model's kernels."""
 
     def add(self, bucket: Bucket) -> None:
-        """Check a copy of the bucket and keep it: its sender may free or change what it sent.
+        """Check and keep a copy of the bucket, whose sender may reuse its memory.
 
-        Errors: those of `Staging.add`.
+        Raises:
+            WeightsError: as in `Staging.add`.
         """
         with self.side.complete():
             copies = {
@@ -224,29 +229,33 @@ class Incoming(Staging):
             super().add(dataclasses.replace(bucket, tensors=copies))
 
     def complete(self) -> Mapping[str, Any]:
-        """Return all tensors in the model's own types. Errors: those of `Staging.complete`.
+        """Return all tensors in the model's dtypes.
 
-        On the host patches become new tensors: to write them there takes 20 ns for each element, in
-        which requests would wait. On a device, where memory is scarce and that is fast, they stay.
+        On the host, patches become new tensors: writing a patch takes 20 ns per element there, and
+        requests would wait for it. On a device, where memory is scarce and writes are fast, patches
+        stay patches.
+
+        Raises:
+            UpdateDamaged: a matrix in FP8 has no scales, or as in `Staging.complete`.
         """
-        came = super().complete()
-        whole = {}
-        for name, tensor in came.items():
-            # Not `in_host_memory`: what stands for a device on a CPU rank costs what the host does.
+        received = super().complete()
+        converted = {}
+        for name, tensor in received.items():
+            # Not `in_host_memory`: on a CPU rank, a simulated device costs as much as the host.
             if isinstance(tensor, Patch) and tensor.tensor.is_cpu:
-                whole[name] = tensor.made()
+                converted[name] = tensor.made()
             elif name in self._dtypes and getattr(tensor, "dtype", None) == E4M3:
-                if name + _SCALE not in came:
+                if name + _SCALE not in received:
                     raise UpdateDamaged(
                         f"update {self.update.id}: {name} came in {E4M3} without {name}{_SCALE}; "
                         "send both"
                     )
-                whole[name] = dequantize_blockwise(
-                    tensor, came[name + _SCALE], dtype=self._dtypes[name]
+                converted[name] = dequantize_blockwise(
+                    tensor, received[name + _SCALE], dtype=self._dtypes[name]
                 )
             elif name in self._dtypes:
-                whole[name] = tensor
-        return whole
+                converted[name] = tensor
+        return converted
 
     def _check_fit(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -261,10 +270,10 @@ class Incoming(Staging):
 
 
 class WeightVersions:
-    """Stages, commits and takes back updates of one model's weights.
+    """Stages, commits and rolls back updates of one model's weights.
 
-    Call `commit` and `rollback` only while no forward is running. An exchange that fails puts back
-    what was there; only if that fails, too, are weights of two versions in the model.
+    Call `commit` and `rollback` only while no forward is running. A commit that fails restores the
+    previous weights; only if that also fails does the model mix two versions.
     """
 
     def __init__(self, weights: ServedWeights, *, name: str, version: int) -> None:
@@ -274,37 +283,42 @@ class WeightVersions:
         self._freed = ""
         self._torn_by = ""
         self.decode_s = 0.0
-        """Seconds in which deltas of the last update were decoded."""
+        """Seconds that decoding the last update's deltas took."""
         self._arriving: tuple[WeightUpdate, asyncio.Task[None]] | None = None
         self._staged: tuple[WeightUpdate, dict[str, torch.Tensor | Patch]] | None = None
         self._committed: WeightUpdate | None = None
 
     @property
     def version(self) -> int | None:
-        """The version that is served; None if the weights were freed, or are torn."""
+        """The served version; None if the weights were freed or mix two versions."""
         return None if self.trouble else self._last
 
     @property
     def trouble(self) -> str:
-        """The reason why no version is served; empty if one is."""
+        """The reason why `version` is None; empty if it is not."""
         if self._torn_by:
             return f"update {self._torn_by} was committed in part; commit it again or roll it back"
         return self._freed
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. It raises `UpdateRefused` if it is rolled back meanwhile."""
+        """See `RolloutEngine.stage`.
+
+        Raises:
+            UpdateRefused: also if the update is rolled back while it is being staged.
+        """
         if self._committed == update:
             return
         refuse_kv_scales(self._name, update, "its key-value cache is not quantised")
         if self._committed is not None and self._committed.id == update.id:
             raise UpdateRefused(
-                f"{self._name} was given update {update.id} of version {update.version} and has "
-                f"committed one of that id in version {self._committed.version}; give it another id"
+                f"{self._name} got update {update.id} of version {update.version}, and has "
+                f"committed another update with this id in version {self._committed.version}; "
+                "give it another id"
             )
         refuse_out_of_turn(
             self._name,
             update,
-            # Weights that were freed, or are torn, may come again in the version that they had.
+            # Freed or torn weights may be sent again in their old version.
             least=self._last + 1 if self.version is not None else self._last,
             serving=self.version,
             staging="" if self._arriving is None else self._arriving[0].id,
@@ -329,54 +343,59 @@ class WeightVersions:
     def commit(self, update_id: str) -> int:
         """Serve the staged update; return its version.
 
-        Errors: `EngineError` for an id that is not staged, or if tensors cannot be exchanged.
+        Raises:
+            EngineError: the update is not staged, or its tensors cannot be swapped in.
         """
         if self._staged is None or self._staged[0].id != update_id:
             has = "nothing" if self._staged is None else f"update {self._staged[0].id}"
             raise EngineError(
-                f"{self._name} was to commit update {update_id} and has {has} staged; stage it"
+                f"{self._name} cannot commit update {update_id}: it has {has} staged; stage it"
             )
         update, tensors = self._staged
         try:
             self._weights.exchange(tensors)
         except Exception as error:
-            # What an earlier attempt had left is back as well, unless this one left something.
+            # The restore also undid an earlier attempt, unless `torn` is set.
             self._torn_by = update.id if self._weights.torn else ""
             raise EngineError(
                 f"{self._name} could not commit update {update.id}: {type(error).__name__}: "
-                f"{error}; {self.trouble if self._torn_by else 'what was there before is back'}"
+                f"{error}; {self.trouble if self._torn_by else 'the previous weights are restored'}"
             ) from error
         self._last, self._freed, self._torn_by = update.version, "", ""
         self._committed, self._staged = update, None
         return update.version
 
     def committed(self, update_id: str) -> int | None:
-        """Return the version of the last commit if this is its id and its weights are served."""
+        """Return the served version if `update_id` is the last commit, else None."""
         if self._committed is None or self._committed.id != update_id:
             return None
         return self.version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`. Errors: `EngineError` if weights cannot be restored."""
+        """See `RolloutEngine.rollback`.
+
+        Raises:
+            EngineError: the previous weights cannot be restored.
+        """
         await self._give_up(update_id)
         if self._torn_by and self._torn_by == update_id:
             try:
                 self._weights.restore()
             except Exception as error:
                 raise EngineError(
-                    f"{self._name} could not take back update {update_id}: "
+                    f"{self._name} could not roll back update {update_id}: "
                     f"{type(error).__name__}: {error}; it stays DIRTY: stage all weights again"
                 ) from error
             self._torn_by = ""
         if self._staged is not None and self._staged[0].id == update_id:
             self._staged = None
 
-    async def free(self, why: str) -> None:
-        """Give up all weights: served, staged and arriving ones; `why` becomes the trouble."""
+    async def free(self, reason: str) -> None:
+        """Free the served, staged and arriving weights; `reason` becomes the trouble."""
         await self._give_up(None)
         self._staged = self._committed = None
         self._weights.free()
-        self._freed, self._torn_by = why, ""
+        self._freed, self._torn_by = reason, ""
 
     async def _give_up(self, update_id: str | None) -> None:
         if self._arriving is not None and update_id in (None, self._arriving[0].id):
@@ -392,7 +411,7 @@ class WeightVersions:
         finally:
             close = getattr(buckets, "aclose", None)
             if close is not None:
-                with contextlib.suppress(Exception):  # the update's own error is the one to see
+                with contextlib.suppress(Exception):  # the update's own error is the one to raise
                     await close()
         self._staged = (update, await asyncio.to_thread(self._assembled, incoming))
         self.decode_s = incoming.decode_s

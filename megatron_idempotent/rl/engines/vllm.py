@@ -1,4 +1,4 @@
-"""Makes a vLLM server an engine, over HTTP, with a plugin for its workers."""
+"""Drives a vLLM server as an engine, over HTTP and a plugin in its workers."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _GENERATE = "/inference/v1/generate"
 
 
 class VllmEngine(VllmUpdates):
-    """Implements `ColocatedEngine` with a vLLM server that was started for it (see `VllmServer`).
+    """Implements `ColocatedEngine` with a vLLM server; `VllmServer` starts a suitable one.
 
-    Tokens go in and out as ids, at `/inference/v1/generate`. vLLM itself stamps each: its engine
-    attaches the version it has to the outputs of every step, the version changes only through
-    `/finish_weight_update`, which the client calls while the engine is paused, and a call to pause
-    returns when the steps under way have been handed out. So a stamp cannot be off by one, and the
-    client does not count tokens. Log-probs are those of the distribution that tokens were drawn
-    from; at a temperature other than 1 the server must run with
-    `--logprobs-mode processed_logprobs`.
+    Requests and responses are token ids, at `/inference/v1/generate`. vLLM stamps each token with a
+    weight version. The stamp is exact: vLLM attaches its current version to the outputs of every
+    step, the version changes only through `/finish_weight_update`, which this client calls while
+    the engine is paused, and a pause returns only after the outputs of running steps are delivered.
+    Log-probs are under the distribution that tokens were sampled from; at a temperature other than
+    1 the server must run with `--logprobs-mode processed_logprobs`.
 
-    `close` leaves the server as it is. Use one event loop and one client at a time, and one replica
-    per server: data parallelism inside of one is not supported.
+    `close` leaves the server running. Use one event loop and one client at a time, and one replica
+    per server: data parallelism inside a server is not supported.
+
     Example: `VllmEngine("http://127.0.0.1:8000", transport=lambda: DiskSender("/dev/shm/weights"))`
     """
 
@@ -66,19 +66,21 @@ class VllmEngine(VllmUpdates):
         Args:
             url: the server's address, as in "http://127.0.0.1:8000".
             name: the engine's name in errors and reports; None for the URL.
-            transport: makes the sender of each update, for as many workers as the server has; None
-                for an engine that cannot be updated.
+            transport: makes the sender of each update, for all of the server's workers; None for an
+                engine whose weights never change.
             timeouts: the limits of calls; None for the defaults.
             initial_version: the version of the weights that the server was started with.
-            keep_copy: True has workers keep a copy of what they serve in host memory, which is
-                needed to roll back a torn commit, and for updates with a base version.
-            api_key: the server's key, if it wants one.
-            routing_layers: the numbers, from 0, of the model's layers that have routers, whose
-                experts samples are to bring; the server needs --enable-return-routed-experts.
-            adapter: the name of the server's one LoRA adapter, with which it samples, and whose
-                factors alone updates bring; None for the model itself.
+            keep_copy: True to have workers keep a copy of the served weights in host memory;
+                rolling back a torn commit and updates with a base version need it.
+            api_key: the server's API key, if it requires one.
+            routing_layers: the indices, from 0, of the layers with routers, to return the experts
+                that they select; the server needs --enable-return-routed-experts.
+            adapter: the name of the server's only LoRA adapter: requests sample with it, and
+                updates contain only its factors. None for the model itself.
 
-        Errors: `ImportError` without aiohttp.
+        Raises:
+            ModuleNotFoundError: aiohttp is not installed.
+            ValueError: the URL has a password.
         """
         super().__init__(
             Control(url, timeouts or Timeouts(), engine=name or url, api_key=api_key),
@@ -100,7 +102,7 @@ class VllmEngine(VllmUpdates):
         """See `RolloutEngine.generate`."""
         if self._closed:
             raise EngineDead(f"engine {self.name} was closed by this client; make a new engine")
-        # Its own id: the same request may be sent again while vLLM still ends the first.
+        # A new id: the caller may send the request again while vLLM still ends the first one.
         sent_id = f"{request.id}-{next(self._count)}"
         drawing = asyncio.ensure_future(self._draw(sent_id, request))
         self._running[sent_id] = drawing
@@ -125,7 +127,7 @@ class VllmEngine(VllmUpdates):
         try:
             await asyncio.wait_for(self._abort_all(running), self._control.timeouts.health_s)
         except (EngineError, asyncio.TimeoutError):
-            pass  # one that cannot be told is let go of all the same
+            pass  # the connections are closed in any case
         finally:
             for drawing in running.values():
                 drawing.cancel()
@@ -134,22 +136,24 @@ class VllmEngine(VllmUpdates):
     async def _abort_all(self, running: Mapping[str, asyncio.Future[Sample]]) -> None:
         waiting = dict(running)
         while waiting:
-            # Again and again: a request may be on its way still, where an abort does not meet it.
-            # vLLM puts a word of its own before an id.
-            ids = [each for sent in waiting for each in (sent, f"generate-tokens-{sent}")]
+            # Repeated, because an abort misses a request that has not reached vLLM yet. vLLM
+            # prefixes ids.
+            ids = [
+                request_id for sent in waiting for request_id in (sent, f"generate-tokens-{sent}")
+            ]
             await self._control.post("/abort_requests", {"request_ids": ids}, limit="health_s")
             await asyncio.wait(waiting.values(), timeout=_ABORT_S)
             waiting = {sent: drawing for sent, drawing in waiting.items() if not drawing.done()}
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `RolloutEngine.pause`. The caches stay: only a commit makes them wrong.
+        """See `RolloutEngine.pause`. Caches are kept; only a commit invalidates them.
 
-        Requests that come while it is paused wait inside vLLM.
+        Requests that arrive during a pause wait inside vLLM.
         """
         if mode not in ("keep", "abort", "wait"):
             raise ValueError(f"pause() got mode={mode!r}; allowed: 'keep', 'abort' or 'wait'")
-        async with self._pausing:  # vLLM is "paused" from a pause's begin on, not from its end
-            # Asked first: another pause would abort what the first one kept.
+        async with self._pausing:  # vLLM reports "paused" as soon as a pause begins
+            # Checked first: a second pause would abort the requests that the first one kept.
             if not await self._control.is_paused():
                 await self._control.pause(mode)
 
@@ -169,7 +173,7 @@ class VllmEngine(VllmUpdates):
             return await asyncio.wait_for(self._health(running), self._control.timeouts.health_s)
         except asyncio.TimeoutError:
             detail = f"no answer in {self._control.timeouts.health_s:g} s"
-        except Exception as error:  # noqa: BLE001 (whatever it is, health is an answer to it)
+        except Exception as error:  # noqa: BLE001 (health reports any error)
             detail = str(error) or repr(error)
         return EngineHealth(status="DEAD", version=None, detail=detail, running=running)
 
@@ -187,21 +191,23 @@ class VllmEngine(VllmUpdates):
         )
 
     async def sleep(self) -> None:
-        """See `ColocatedEngine.sleep`. Weights go to the host's memory.
+        """See `ColocatedEngine.sleep`. Weights move to host memory.
 
-        Sleep and wake were not run: vLLM has them on GPUs only. Errors: `EngineUnsupported` for a
-        server without --enable-sleep-mode.
+        Sleep and wake are untested: vLLM supports them on GPUs only.
+
+        Raises:
+            EngineUnsupported: the server runs without --enable-sleep-mode.
         """
         await self._must_sleep()
         await self._control.post("/sleep", limit="commit_s", level="1", mode="abort")
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """See `ColocatedEngine.wake`; once all of it is awake, the engine is paused."""
+        """See `ColocatedEngine.wake`. Once weights and cache are awake, the engine is paused."""
         await self._must_sleep()
         for tag in tags:
             answer = await self._control.post("/wake_up", limit="commit_s", tags=tag)
             if answer["status"] == "awake":
-                await self._control.pause("keep")  # vLLM serves at once; `resume` says when
+                await self._control.pause("keep")  # vLLM would serve at once, before `resume`
 
     async def _must_sleep(self) -> None:
         answers = await self._control.rpc({"do": "sleeps"})
@@ -212,7 +218,7 @@ class VllmEngine(VllmUpdates):
             )
 
     async def _draw(self, sent_id: str, request: Request) -> Sample:
-        """Send a request under an id; if the call is cancelled, vLLM frees the request."""
+        """Send a request as `sent_id`; if the call is cancelled, vLLM frees the request."""
         await self._check(request)
         body = {
             "request_id": sent_id,
@@ -221,36 +227,37 @@ class VllmEngine(VllmUpdates):
             "model": self._adapter,
         }
         try:
-            # Cancelled, it closes its connection, at which vLLM frees the request.
+            # Cancelling closes the connection, and vLLM then frees the request.
             answer = await self._control.post(_GENERATE, body, limit="generate_s")
         except BadRequest as error:
             raise ValueError(f"request {request.id!r}: {error}") from error
         return self._sample(request, answer["choices"][0])
 
     def _sample(self, request: Request, choice: Mapping[str, Any]) -> Sample:
-        """Return vLLM's answer as a sample, each token with the version of its weights.
+        """Convert a choice of vLLM's response to a sample.
 
-        Errors: `EngineError` for a response that is not whole, or that ended in an unknown way.
+        Raises:
+            EngineError: a token lacks its log-prob or version, or the finish reason is unknown.
         """
-        asked = f"engine {self.name}: request {request.id!r}"
+        subject = f"engine {self.name}: request {request.id!r}"
         tokens, reason = choice["token_ids"] or [], choice["finish_reason"]
         content = (choice["logprobs"] or {"content": []})["content"]
-        logprobs = [each["logprob"] for each in content]
+        logprobs = [token["logprob"] for token in content]
         versions = [
             self._version_of(str(span["version"]))
             for span in choice["weight_versions"] or ()
             for _ in range(int(span["start"]), int(span["end"]))
         ]
         if reason not in get_args(FinishReason):
-            raise EngineError(f"{asked} ended with {reason!r}; allowed: stop, length, abort")
+            raise EngineError(f"{subject} ended with {reason!r}; allowed: stop, length, abort")
         if len(logprobs) != len(tokens) or any(value <= _NO_LOGPROB for value in logprobs):
             raise EngineError(
-                f"{asked} has {len(tokens)} tokens, and not all of them have a log-prob; are its "
+                f"{subject} has {len(tokens)} tokens, and not all of them have a log-prob; are its "
                 "weights finite?"
             )
         if len(versions) != len(tokens):
             raise EngineError(
-                f"{asked} has {len(tokens)} tokens and weight versions of {len(versions)}; use a "
+                f"{subject} has {len(tokens)} tokens and weight versions of {len(versions)}; use a "
                 "vLLM that answers with weight_versions, as 0.32"
             )
         return Sample(
@@ -259,42 +266,42 @@ class VllmEngine(VllmUpdates):
             logprobs=tuple(logprobs),
             versions=tuple(versions),
             finish_reason=reason,
-            routed_experts=self._routes(asked, request, choice) if tokens else None,
+            routed_experts=self._routes(subject, request, choice) if tokens else None,
         )
 
     def _routes(
-        self, asked: str, request: Request, choice: Mapping[str, Any]
+        self, subject: str, request: Request, choice: Mapping[str, Any]
     ) -> RoutedExperts | None:
-        """Return the experts of an answer, a base64 of an `.npy` [tokens - 1, all layers, topk]."""
+        """Decode a response's experts, base64 of an `.npy` [tokens - 1, all layers, topk]."""
         if not self._routing_layers:
             return None
         if choice.get("routed_experts") is None:
             raise EngineUnsupported(
-                f"{asked} came without routed_experts; start the server with "
+                f"{subject} came without routed_experts; start the server with "
                 "--enable-return-routed-experts, or leave routing_layers out"
             )
         import numpy
 
-        found = numpy.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+        experts = numpy.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
         needed = len(request.prompt) + len(choice["token_ids"]) - 1
-        if len(found) != needed or found.shape[1] <= max(self._routing_layers):
+        if len(experts) != needed or experts.shape[1] <= max(self._routing_layers):
             raise EngineError(
-                f"{asked} has routes of {len(found)} tokens in {found.shape[1]} layers; needed: "
-                f"{needed} tokens, in layers up to {max(self._routing_layers)}"
+                f"{subject} has routes of {len(experts)} tokens in {experts.shape[1]} layers; "
+                f"needed: {needed} tokens, in layers up to {max(self._routing_layers)}"
             )
-        kind: Literal["uint8", "int16"] = "uint8" if found.dtype.itemsize == 1 else "int16"
-        _, layers, topk = (found := found[:, self._routing_layers].astype(kind)).shape
-        return RoutedExperts(data=found.tobytes(), layers=layers, topk=topk, dtype=kind)
+        kind: Literal["uint8", "int16"] = "uint8" if experts.dtype.itemsize == 1 else "int16"
+        _, layers, topk = (experts := experts[:, self._routing_layers].astype(kind)).shape
+        return RoutedExperts(data=experts.tobytes(), layers=layers, topk=topk, dtype=kind)
 
     async def _check(self, request: Request) -> None:
-        """Raise an error for a request that the server would refuse, or silently change."""
+        """Raise an error for a request that the server would reject or silently change."""
         async with self._asking:
             if self._longest is None:
-                self._longest = await self._ask()
+                self._longest = await self._max_model_len()
         if request.temperature < LOWEST_TEMPERATURE:
             raise ValueError(
                 f"request {request.id!r} has temperature={request.temperature}; allowed: "
-                f"{LOWEST_TEMPERATURE} or more, below which vLLM would draw at that"
+                f"{LOWEST_TEMPERATURE} or more, because vLLM silently raises lower ones to that"
             )
         if len(request.prompt) + request.max_tokens > self._longest:
             raise ValueError(
@@ -309,13 +316,13 @@ class VllmEngine(VllmUpdates):
                 self._tempered = await self._is_tempered(request.prompt)
         if not self._tempered:
             raise EngineUnsupported(
-                f"engine {self.name} gives log-probs of the distribution before temperature, so "
-                f"temperature={request.temperature} would have wrong ones; start the server with "
+                f"engine {self.name} returns log-probs before temperature, which are wrong for "
+                f"temperature={request.temperature}; start the server with "
                 "--logprobs-mode processed_logprobs"
             )
 
-    async def _ask(self) -> int:
-        """Return the model's number of positions; refuse a server that does not stamp tokens."""
+    async def _max_model_len(self) -> int:
+        """Return the model's number of positions; reject a server that does not stamp tokens."""
         schema = await self._control.need(_GENERATE)
         if "weight_versions" not in json.dumps(schema.get("components", {})):
             raise EngineUnsupported(
@@ -325,7 +332,7 @@ class VllmEngine(VllmUpdates):
         return int((await self._control.get("/v1/models"))["data"][0]["max_model_len"])
 
     async def _is_tempered(self, prompt: Sequence[int]) -> bool:
-        """Return whether the likeliest token's log-prob follows the temperature."""
+        """Return whether the server's log-probs take the temperature into account."""
         likeliest = []
         for temperature in (1.0, 2.0):
             parameters = {"max_tokens": 1, "logprobs": 1, "temperature": temperature}
@@ -335,21 +342,22 @@ class VllmEngine(VllmUpdates):
             }
             answer = await self._control.post(_GENERATE, body, limit="generate_s")
             (drawn,) = answer["choices"][0]["logprobs"]["content"]
-            likeliest.append(max(each["logprob"] for each in drawn["top_logprobs"]))
+            likeliest.append(max(candidate["logprob"] for candidate in drawn["top_logprobs"]))
         return bool(abs(likeliest[0] - likeliest[1]) > 1e-4)
 
 
 LOWEST_TEMPERATURE = 0.01
-"""The lowest temperature that vLLM keeps: it silently raises lower ones to this, and below 1e-5
-takes the likeliest token."""
+"""The lowest temperature that vLLM applies: it silently raises lower ones to this value, and below
+1e-5 it samples greedily."""
 _NO_LOGPROB = -9999.0
-"""The value that vLLM writes for a log-prob that is absent or not a number."""
+"""The value that vLLM returns for a log-prob that is missing or NaN."""
 
 
 def sampling_params(request: Request) -> dict[str, Any]:
-    """Return vLLM's SamplingParams by name, so that no default of server or checkpoint counts.
+    """Return vLLM's SamplingParams, each set explicitly so that no server or checkpoint default
+    applies.
 
-    Only the request's stop tokens end a response: the checkpoint's own end token does not.
+    Only the request's stop tokens end a response; the checkpoint's end-of-sequence token does not.
     """
     return {
         "n": 1,
@@ -370,9 +378,9 @@ def sampling_params(request: Request) -> dict[str, Any]:
 
 
 def seed_at(seed: int, continued: int) -> int:
-    """Return the seed of a response's part that begins at its token `continued`, 63 bits.
+    """Return a 63-bit seed for the part of a response that begins at its token `continued`.
 
-    vLLM's generator starts again with every request. With one seed for all parts, the numbers that
-    drew the first tokens would draw the later ones again, which would then depend on them.
+    vLLM seeds its generator once per request. With the same seed for all parts, every part would
+    reuse the same random numbers, and its tokens would be correlated.
     """
     return split_mix(seed + (continued + 1) * 0x9E3779B97F4A7C15) >> 1

@@ -1,4 +1,4 @@
-"""Writes what an update changes into a model's own parameters, fused and sharded ones included."""
+"""Writes updates in place into a model's parameters, including fused and sharded ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_idempotent.rl.weights.deltas import Patch
 
 
 class Patched(Mapping[str, torch.Tensor]):
-    """Gives the tensors of an update over those that are served; each is made as it is asked for.
+    """Overlays an update on the served tensors; a lookup builds the tensor.
 
     Example: `Patched(served, {"norm.weight": tensor, "head.weight": patch})`.
     """
@@ -35,7 +35,7 @@ class Patched(Mapping[str, torch.Tensor]):
         return len(self.served)
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Return all tensors; patches are written into those that are served."""
+        """Write the patches into the served tensors, and return all tensors."""
         for came in self.came.values():
             if isinstance(came, Patch):
                 came.write()
@@ -46,14 +46,15 @@ class Patched(Mapping[str, torch.Tensor]):
 
 
 class NotInPlace(Exception):
-    """The model does not compute with a checkpoint's elements as they are; the message says why."""
+    """The model does not store a checkpoint's elements unchanged; the message says why."""
 
 
 class Places:
-    """Knows where a model has each element of a checkpoint.
+    """Maps each element of a checkpoint to its position in a model's parameters.
 
-    The model's own loader runs once, and the copies that it would make are noted and not made: so
-    whatever it fuses, shards or transposes needs no table here.
+    The model's loader runs once with meta tensors, and its copies are recorded instead of made, so
+    this needs no table of the tensors that it fuses, shards or transposes.
+
     Example: `Places(model, served).write(update)`.
     """
 
@@ -63,20 +64,21 @@ class Places:
             model: a model with a `load_weights` method, as vLLM's have.
             served: every tensor that the model has, by its name in a checkpoint.
 
-        Errors: `NotInPlace` for a loader that does more than to copy elements, and for a model that
-            has not the bits of these tensors in those places.
+        Raises:
+            NotInPlace: the loader does more than copy elements, or the model's parameters do not
+                have the bits of `served` at those positions.
         """
         probes = {
-            name: torch.empty(each.shape, dtype=each.dtype, device="meta")
-            for name, each in served.items()
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in served.items()
         }
         names = {_storage(probe): name for name, probe in probes.items()}
-        noted = _Noted(_storage(each) for each in (*model.parameters(), *model.buffers()))
+        noted = _Noted(_storage(tensor) for tensor in (*model.parameters(), *model.buffers()))
         try:
             with torch.no_grad(), noted:
                 model.load_weights(iter(probes.items()))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-            # A probe has no elements, and a layer that was packed may have no weight.
+            # The meta tensors have no elements, and a packed layer may have no weight.
             raise NotInPlace(f"its loader wants more than to copy: {error}") from error
         self._copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for to, probe in noted.copies:
@@ -89,7 +91,7 @@ class Places:
 
     @torch.no_grad()
     def write(self, update: Patched) -> None:
-        """Write what came into the model, which has the bits of what the update builds on."""
+        """Write an update into the model, which must have the weights that the update builds on."""
         for name, came in update.came.items():
             for to, probe in self._copies.get(name, ()):
                 if isinstance(came, Patch):
@@ -101,7 +103,7 @@ class Places:
 
 
 class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes copies into some storages, and lets nothing else be written there."""
+    """Records copies into some storages, and rejects other writes to them."""
 
     def __init__(self, storages: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,10 +128,10 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _part(tensor: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that the probe is of its own, as a view."""
-    whole = tensor.contiguous()
-    start = whole.storage_offset() + probe.storage_offset()
-    return whole.as_strided(probe.shape, probe.stride(), start)
+    """Return the view of `tensor` that has the probe's offset, shape and strides."""
+    contiguous = tensor.contiguous()
+    start = contiguous.storage_offset() + probe.storage_offset()
+    return contiguous.as_strided(probe.shape, probe.stride(), start)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,13 +139,17 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(at_K: Any, probe: torch.Tensor, to: torch.Tensor) -> tuple[Any, Any]:
-    """Return which places of a flat tensor the probe has, bool [K], and theirs in `to`, [K]."""
+    """Map flat indices of a tensor, [K], to flat indices in `to`.
+
+    Returns:
+        bool [K], True for indices that the probe covers; and their indices in `to`, int64 [K].
+    """
     rest_K = at_K - probe.storage_offset()
     inside_K, moved_K = rest_K >= 0, to.storage_offset()
     dims = sorted(zip(probe.stride(), probe.shape, to.stride(), strict=True), reverse=True)
-    for stride, size, other in dims:
+    for stride, size, target_stride in dims:
         if size > 1:
-            place_K, rest_K = rest_K // stride, rest_K % stride
-            inside_K = inside_K & (place_K < size)
-            moved_K = moved_K + place_K * other
+            index_K, rest_K = rest_K // stride, rest_K % stride
+            inside_K = inside_K & (index_K < size)
+            moved_K = moved_K + index_K * target_stride
     return inside_K & (rest_K == 0), moved_K

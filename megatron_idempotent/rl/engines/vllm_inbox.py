@@ -1,6 +1,6 @@
-"""Receives updates in a worker, keeps track of what it serves, and writes scales of its cache.
+"""Receives updates in a vLLM worker, tracks the served version, and writes cache scales.
 
-Nothing here needs vLLM: `vllm_worker` has what does.
+This module does not import vLLM; `vllm_worker` does.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .vllm_in_place import Patched
 
 
 class IncomingUpdate:
-    """Receives and checks buckets as they are announced; it does not touch the model.
+    """Receives and checks the buckets of one update, without touching the model.
 
     Example:
         arrival = IncomingUpdate(update, opened, rank=0, expected=infos, silence_s=60.0)
         arrival.announce(announced)
         arrival.received                # counts up
-        arrival.complete(buckets=1)     # the tensors are there, whole
+        arrival.complete(buckets=1)     # checks that all tensors arrived
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class IncomingUpdate:
     ) -> None:
         """
         Args:
-            update: the update that is received.
+            update: the update to receive.
             opened: the announcement that the trainer's sender returned from `open`.
             rank: this worker's rank, from 0.
             expected: every tensor of the model, by its Hugging Face name.
-            silence_s: seconds without an announced bucket after which the update is given up.
-            served: returns a tensor as it is served; None for a worker that keeps no copy.
-            bucket: the URL at or below which objects are read, as for `transports.receiver`.
+            silence_s: seconds without an announced bucket after which the update is dropped.
+            served: returns a served tensor by its name; None for a worker that keeps no copy.
+            bucket: the URL below which objects may be read, as for `transports.receiver`.
         """
         self.update = update
         self.received, self.decode_s = 0, 0.0
@@ -69,10 +69,10 @@ class IncomingUpdate:
         limits = {"rank": rank + 1, "expected": infos, "bucket": bucket}  # the trainer is 0
         self._announced: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._silence_s = silence_s
-        # The model's: a thread that nobody tells of it has the first one.
+        # The model's GPU: a new thread would use the first one.
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._gpu = torch.cuda.current_device() if started else None
-        # A daemon: a sender that is stuck holds nothing up.
+        # A daemon: a sender that hangs must not keep the process alive.
         threading.Thread(
             target=self._run, args=(opened, limits), name=f"stage {update.id}", daemon=True
         ).start()
@@ -83,11 +83,16 @@ class IncomingUpdate:
         return self.tensors is None and self.error is None
 
     def announce(self, announced: Mapping[str, Any]) -> None:
-        """Note a bucket that comes, or is there; return at once."""
+        """Queue a bucket for receiving, and return at once."""
         self._announced.put(announced)
 
     def complete(self, buckets: int) -> None:
-        """Check that all buckets were announced and received. Errors: `UpdateDamaged` if not."""
+        """Check that all buckets arrived, and set `tensors`.
+
+        Raises:
+            UpdateDamaged: buckets or tensors are missing.
+            Exception: the error that ended the receiving thread.
+        """
         if self.error is not None:
             raise self.error
         if self._staging is None or self.received != buckets:
@@ -105,7 +110,7 @@ class IncomingUpdate:
             self._announced.put(None)
 
     def drop(self) -> None:
-        """Forget all tensors; the thread ends after the bucket that it is receiving."""
+        """Free all tensors; the thread ends after its current bucket."""
         self._fail(UpdateDamaged(f"update {self.update.id} was dropped"))
         self._announced.put(None)
 
@@ -134,7 +139,7 @@ class IncomingUpdate:
                     f"{self.received}; is the trainer still there? Send the update again"
                 )
             )
-        except Exception as error:  # noqa: BLE001 (the client raises it, whatever it is)
+        except Exception as error:  # noqa: BLE001 (the client raises it)
             if self.error is None:  # else it was dropped
                 self._fail(error)
 
@@ -143,7 +148,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class Inbox:
-    """Answers the client's commands while the model serves; the model is changed elsewhere.
+    """Executes the client's commands while the model serves; it never changes the model itself.
 
     Example:
         inbox = Inbox(
@@ -167,13 +172,14 @@ class Inbox:
         """
         Args:
             rank: this worker's rank, from 0.
-            expected: every tensor of the model as an update brings it; called once per update.
-            checkpoint: the tensors that the model was loaded from; called only as long as nothing
-                was committed.
-            check_scales: raises for an update's `kv_scales` that the model cannot take.
-            bucket: the URL at or below which objects are read, as for `transports.receiver`.
+            expected: returns the tensors of a full update; called once per update.
+            checkpoint: returns the tensors that the model was loaded from; called only before the
+                first commit.
+            check_scales: raises an error for `kv_scales` that the model cannot use.
+            bucket: the URL below which objects may be read, as for `transports.receiver`.
 
-        Errors: `ValueError` for a `bucket` that is no place of a store, or has a secret.
+        Raises:
+            ValueError: `bucket` is not a store's URL, or has a secret.
         """
         self._rank = rank
         self._expected = expected
@@ -189,66 +195,70 @@ class Inbox:
         self._served: Weights | None = None
         self._keep = True
         self.torn = ""
-        """The reason why layers may have weights of more than one version; empty if none do."""
+        """The reason why layers may mix weights of several versions; empty if they do not."""
         self._half = ""
         self._updating = False
         self._decode_s = 0.0
-        # What `to_load` gave: weights of an update or, without one, those that were served before.
+        # The result of `to_load`: an update and its weights, or None and the weights to restore.
         self._loaded: tuple[WeightUpdate | None, Weights] | None = None
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what the command says; return the state after it, or the error as "error".
+        """Execute a command; return the state after it, with an error under "error".
 
-        Commands: "state"; "open" with update, opened, serving, keep, silence_s; "bucket" and
-        "complete" and "drop" with an id. They return at once: receiving is a thread's work.
+        Commands: "state"; "open" with update, opened, serving, keep, silence_s; "bucket",
+        "complete" and "drop" with an id. All return at once, because a thread receives the buckets.
         """
         try:
             self._do(command["do"], command)
-        except Exception as error:  # noqa: BLE001 (it is raised where the command came from)
+        except Exception as error:  # noqa: BLE001 (the client raises it)
             return {**self._state(), "error": _described(error)}
         return self._state()
 
     def to_load(self, update_id: str, *, restore: bool) -> Weights:
-        """Return the weights that a commit, or a rollback, is to load. Errors: `UpdateRefused`."""
+        """Return the weights that a commit, or with `restore` a rollback, must load.
+
+        Raises:
+            UpdateRefused: the update is not staged, or there is no copy of the previous weights.
+        """
         arrival = self._arrival
-        named = arrival is not None and arrival.update.id == update_id
-        weights = arrival.tensors if arrival is not None and named and not restore else None
+        is_arriving = arrival is not None and arrival.update.id == update_id
+        weights = arrival.tensors if arrival is not None and is_arriving and not restore else None
         if arrival is not None and weights is not None:
             self._half = update_id
             if arrival.update.base_version is not None:
-                # A layer that is loaded again needs all of its tensors, fused ones too.
+                # Reloading a layer needs all of its tensors, including fused ones.
                 weights = Patched(self._base(), weights)
             self._loaded = (arrival.update, weights)
             return weights
-        if restore or update_id == self._committed:  # here it was, and in another worker it failed
+        if restore or update_id == self._committed:  # this worker committed it, another one failed
             self._loaded = (None, self._base())
             return self._loaded[1]
         raise UpdateRefused(f"update {update_id} is not staged here; stage it first")
 
     @property
     def dirty(self) -> str:
-        """The reason why weights may be of more than one version; empty if they are of one."""
+        """The reason why the weights may mix several versions; empty if they do not."""
         return self.torn or ("a commit is under way" if self._updating else "")
 
     @property
     def loaded_scales(self) -> Mapping[str, float] | None:
-        """The `kv_scales` of the update that `to_load` gave, until `finished`; None without any."""
+        """The `kv_scales` of the update that is being loaded; None without any."""
         update = self._loaded[0] if self._loaded is not None else None
         return update.kv_scales if update is not None else None
 
     def began(self) -> None:
-        """Note that the layers are being taken apart: until `finished` it must not serve."""
+        """Record that layers are being reloaded: the worker must not serve until `finished`."""
         if self._updating:
             self.torn = self.torn or "a commit was begun, and neither ended nor failed"
         self._loaded, self._updating = None, True
 
     def failed(self, error: BaseException) -> None:
-        """Note that loading stopped half-way: the layers are put together, their weights torn."""
+        """Record that loading failed midway: the layers work, but mix weights of two versions."""
         self._loaded, self._updating = None, False
         self.torn = f"a commit failed half-way: {error}"
 
     def finished(self) -> None:
-        """Note that the model is whole, with what `to_load` gave or, without that, what it had."""
+        """Record that the model may serve: the weights of `to_load`, or its old ones without it."""
         self._updating = False
         if self._loaded is None:
             return
@@ -256,13 +266,13 @@ class Inbox:
         self.torn = self._half = ""
         if update is not None:
             self._version, self._committed = update.version, update.id
-            # From here on the model has them, so what is kept may change.
-            kept = weights.kept() if isinstance(weights, Patched) else weights
-            self._served = kept if self._keep else None
+            # The model has the update now, so the served copy may be patched.
+            tensors = weights.kept() if isinstance(weights, Patched) else weights
+            self._served = tensors if self._keep else None
             self._arrival = None
 
     def forget(self) -> None:
-        """Drop the update that is staged or arriving. Without one: no-op."""
+        """Drop the update that is staged or arriving. If there is none: no-op."""
         if self._arrival is not None:
             self._arrival.drop()
             self._arrival = None
@@ -296,27 +306,29 @@ class Inbox:
             "with keep_copy=True, or send every tensor"
         )
 
-    def _do(self, what: str, command: Mapping[str, Any]) -> None:
+    def _do(self, action: str, command: Mapping[str, Any]) -> None:
         arrival = self._arrival
-        if what == "open":
+        if action == "open":
             self._open(WeightUpdate(**command["update"]), command)
-        elif what in ("bucket", "complete", "drop"):
+        elif action in ("bucket", "complete", "drop"):
             if arrival is None or arrival.update.id != command["id"]:
-                if what == "drop":
+                if action == "drop":
                     return  # an unknown id
-                found = "none" if arrival is None else arrival.update.id
+                staging = "none" if arrival is None else arrival.update.id
                 raise UpdateRefused(
-                    f"update {command['id']} is not being staged, {found} is; stage it again"
+                    f"update {command['id']} is not being staged, {staging} is; stage it again"
                 )
-            if what == "bucket":
+            if action == "bucket":
                 arrival.announce(command["announced"])
-            elif what == "complete":
+            elif action == "complete":
                 arrival.complete(int(command["buckets"]))
                 self._decode_s = arrival.decode_s
             else:
                 self.forget()
-        elif what != "state":
-            raise ValueError(f"a worker was told {what!r}; allowed: state, open, bucket, complete")
+        elif action != "state":
+            raise ValueError(
+                f"a worker got command {action!r}; allowed: state, open, bucket, complete, drop"
+            )
 
     def _open(self, update: WeightUpdate, command: Mapping[str, Any]) -> None:
         serving = command["serving"] if self._version is None else self._version
@@ -348,18 +360,17 @@ def _described(error: BaseException) -> dict[str, str]:
 
 
 LayerScales = Mapping[str, float]
-"""The scales that a layer computes with, by "k", "v" and "q"."""
+"""The scales of one layer, under "k", "v" and "q"."""
 
 
 class CacheScales:
     """Reads, checks and writes the scales of one model's key-value caches in FP8.
 
-    vLLM keeps them as buffers of each attention layer, and as numbers beside them for backends that
-    read those. A model whose checkpoint is quantised has parameters for them while it is loaded;
-    any other resets them to 1 with every reload. They are written here after that, the same way for
-    both.
+    vLLM keeps a scale as a buffer of each attention layer, and also as a number for backends that
+    read that. A model with a quantised checkpoint has parameters for the scales while it loads;
+    any other model resets them to 1 at every reload. So for both, `write` runs after the reload.
 
-    Example: `scales = CacheScales(model); scales.check(given); scales.write(scales.read(), given)`.
+    Example: `scales = CacheScales(model); scales.check(new); scales.write(scales.read(), new)`.
     """
 
     def __init__(
@@ -368,30 +379,34 @@ class CacheScales:
         """
         Args:
             model: vLLM's model.
-            whole: True if it has all layers; a stage of a pipeline ignores names of other layers.
-            doubled: True to use scales twice as large, as FP8 on some AMD GPUs needs them.
+            whole: True if the model has all layers. False for a pipeline stage, which ignores the
+                names of other layers.
+            doubled: True to double all scales, as FP8 on some AMD GPUs requires.
         """
         self._layers = {name: layer for name, layer in model.named_modules() if _has_scales(layer)}
         self._whole = whole
         self._factor = 2.0 if doubled else 1.0
 
-    def check(self, given: Mapping[str, float]) -> None:
-        """Raise an error unless the model can take these scales.
+    def check(self, kv_scales: Mapping[str, float]) -> None:
+        """Raise an error unless the model can use these scales.
 
-        Errors: `EngineUnsupported` if no cache is in FP8; `UpdateMismatch` for names of no layer,
-            and for layers that lack the scale of their keys or values.
+        Raises:
+            EngineUnsupported: no layer has a cache in FP8 with a scale per tensor.
+            UpdateMismatch: a name belongs to no layer, or a layer lacks the scale of its keys or
+                values.
         """
         if not self._layers:
             raise EngineUnsupported(
-                f"{len(given)} kv_scales came, and no layer here has a key-value cache in FP8 with "
-                "a scale per tensor; start vLLM with --kv-cache-dtype fp8, or leave kv_scales out"
+                f"{len(kv_scales)} kv_scales came, and no layer here has a key-value cache in FP8 "
+                "with a scale per tensor; start vLLM with --kv-cache-dtype fp8, or leave "
+                "kv_scales out"
             )
-        found, unknown = self._by_layer(given)
+        scales_of, unknown = self._by_layer(kv_scales)
         missing = [
             f"{layer}.{which}_scale"
             for layer in self._layers
             for which in ("k", "v")
-            if which not in found.get(layer, {})
+            if which not in scales_of.get(layer, {})
         ]
         if unknown and self._whole:
             raise UpdateMismatch(
@@ -404,46 +419,48 @@ class CacheScales:
             )
 
     def read(self) -> dict[str, LayerScales]:
-        """Return the scales that are in use, by layer."""
+        """Return the current scales of each layer."""
         return {
             name: {which: float(getattr(layer, f"_{which}_scale")) for which in ("k", "v", "q")}
             for name, layer in self._layers.items()
         }
 
-    def write(self, before: Mapping[str, LayerScales], given: Mapping[str, float] | None) -> None:
-        """Write the scales that were in use before, and those that are given in their place."""
-        new = self._by_layer(given or {})[0]
+    def write(
+        self, previous: Mapping[str, LayerScales], kv_scales: Mapping[str, float] | None
+    ) -> None:
+        """Write the previous scales, overridden by `kv_scales`."""
+        new = self._by_layer(kv_scales or {})[0]
         for name, layer in self._layers.items():
-            told = {which: value * self._factor for which, value in new.get(name, {}).items()}
-            for which, value in {**before.get(name, {}), **told}.items():
+            updated = {which: value * self._factor for which, value in new.get(name, {}).items()}
+            for which, value in {**previous.get(name, {}), **updated}.items():
                 _set(layer, which, value)
-            if told:
-                layer.calculate_kv_scales = False  # else the next forward would replace them
+            if updated:
+                layer.calculate_kv_scales = False  # else the next forward would overwrite them
 
     def _by_layer(
-        self, given: Mapping[str, float]
+        self, kv_scales: Mapping[str, float]
     ) -> tuple[dict[str, dict[str, float]], list[str]]:
-        found: dict[str, dict[str, float]] = {}
+        scales_of: dict[str, dict[str, float]] = {}
         unknown = []
-        for name, value in given.items():
-            place, _, suffix = name.rpartition(".")
-            tried = (place, f"{place}.attn", f"{place}.mla_attn.mla_attn")
-            layer = next((each for each in tried if each in self._layers), None)
+        for name, value in kv_scales.items():
+            prefix, _, suffix = name.rpartition(".")
+            tried = (prefix, f"{prefix}.attn", f"{prefix}.mla_attn.mla_attn")
+            layer = next((candidate for candidate in tried if candidate in self._layers), None)
             if layer is None:
                 unknown.append(name)
             else:
-                found.setdefault(layer, {})[suffix[0]] = value
-        return found, unknown
+                scales_of.setdefault(layer, {})[suffix[0]] = value
+        return scales_of, unknown
 
 
 def _has_scales(layer: Any) -> bool:
     dtype = str(getattr(layer, "kv_cache_dtype", ""))
-    # Per token and head they are computed as keys are cached.
+    # Scales per token and head are computed when keys are cached.
     return dtype.startswith("fp8") and "per_token" not in dtype and hasattr(layer, "_k_scale")
 
 
 def _set(layer: Any, which: str, value: float) -> None:
-    # In place: graphs that were captured read this memory.
+    # In place: captured CUDA graphs read this memory.
     buffer = getattr(layer, f"_{which}_scale")
     buffer.fill_(value)
     setattr(layer, f"_{which}_scale_float", buffer.item())  # as float32 rounds it

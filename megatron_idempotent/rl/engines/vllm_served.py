@@ -1,4 +1,4 @@
-"""Holds a vLLM server and its client in one process, as a Ray actor does for its node."""
+"""Runs a vLLM server and its client in one process, for a Ray actor on each node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServedVllm(VllmEngine):
-    """A `VllmEngine` with a server of its own, which listens for this machine alone.
+    """A `VllmEngine` that owns its server, which listens on this machine only.
 
     If the server dies, this process ends too, so that Ray starts both again.
 
@@ -31,7 +31,7 @@ class ServedVllm(VllmEngine):
         transport: Callable[[], Sender],
         routing_layers: Sequence[int] = (),
     ) -> None:
-        """Start the server, and wait until it answers.
+        """Start the server, and wait until it responds.
 
         Args:
             server: the server, which is not running yet.
@@ -65,6 +65,6 @@ class ServedVllm(VllmEngine):
             os._exit(1)
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`. It ends the server."""
+        """See `RolloutEngine.close`. Stops the server, too."""
         await super().close()
         await asyncio.to_thread(self._server.stop)

@@ -1,4 +1,4 @@
-"""Starts a vLLM server, and gives it commands, whose failures become errors of engines."""
+"""Starts a vLLM server and sends it commands; failures become `EngineError`s."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ SERVER_HELP = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """Limits calls, in seconds; longer ones end with `EngineTimeout`. Example: `Timeouts()`."""
+    """Time limits of calls, in seconds; a longer call raises `EngineTimeout`. Example:
+    `Timeouts()`.
+    """
 
     generate_s: float | None = None
-    """Seconds for one response, waiting while the engine is paused included; None for ever."""
+    """Seconds for one response, including the time that the engine is paused; None: no limit."""
     control_s: float = 60.0
     """Seconds for one short command, such as pause or resume."""
     wait_s: float = 1800.0
@@ -47,11 +49,11 @@ class Timeouts:
     commit_s: float = 600.0
     """Seconds for loading staged weights into the model."""
     bucket_s: float = 300.0
-    """Seconds from announcing a bucket until all workers have it."""
+    """Seconds from the announcement of a bucket until all workers have received it."""
     silence_s: float = 300.0
-    """Seconds without a bucket after which workers take the trainer for gone, and give up."""
+    """Seconds without a bucket after which workers drop the update, assuming a dead trainer."""
     health_s: float = 10.0
-    """Seconds for an answer to `health`."""
+    """Seconds for a health check."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -74,33 +76,42 @@ PATHS = (
     "/update_weights",
     "/weight_info",
 )
-"""The paths of a server that takes updates."""
+"""The HTTP paths that a server needs for weight updates."""
 _DYING_S = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
-"""Seconds between the looks at a server that may be dying."""
+"""Seconds between the health checks of a server that may be dying."""
 
 
 class BadRequest(EngineError):
-    """The server calls the request bad, and would again."""
+    """The server rejected the request, and would reject it again."""
 
 
 class Control(HttpClient):
-    """Gives commands to one vLLM server.
+    """Sends commands to one vLLM server.
 
-    All raise `EngineDead`, `EngineTimeout`, `EngineUnsupported` or `EngineError`.
+    Every method may raise `EngineDead`, `EngineTimeout`, `EngineUnsupported` or `EngineError`.
+
     Example: `await Control("http://127.0.0.1:8000", Timeouts(), engine="a").pause("keep")`.
     """
 
     def __init__(
         self, url: str, timeouts: Timeouts, *, engine: str, api_key: str | None = None
     ) -> None:
-        """Make a client; nothing is sent yet. Errors: `ModuleNotFoundError` without aiohttp."""
+        """Make a client, without connecting.
+
+        Raises:
+            ModuleNotFoundError: aiohttp is not installed.
+        """
         super().__init__(url, engine=engine, api_key=api_key)
         self.timeouts, self.engine = timeouts, engine
         self._schema: Mapping[str, Any] | None = None
         self._asking = asyncio.Lock()
 
     async def get(self, path: str, *, limit: str = "control_s") -> Any:
-        """Return the JSON answer. Errors: as in `post`."""
+        """Send a GET request and return the parsed response.
+
+        Raises:
+            EngineError: as in `post`.
+        """
         return await self.post(path, limit=limit, method="GET")
 
     async def post(
@@ -112,10 +123,16 @@ class Control(HttpClient):
         method: str = "POST",
         **query: str,
     ) -> Any:
-        """Return the JSON answer, or None if it is empty; `limit` names one of `Timeouts`.
+        """Send a request once and return the parsed response, or None if it is empty.
 
-        The call is tried once: only its caller knows what a second one would do.
-        Errors: `BadRequest`, `EngineDead`, `EngineTimeout`, `EngineUnsupported`, `EngineError`.
+        `limit` names the field of `Timeouts` that applies.
+
+        Raises:
+            BadRequest: the server rejected the request (400 or 422).
+            EngineUnsupported: the server lacks the path, or forbids it.
+            EngineDead: the server or its engine no longer responds.
+            EngineTimeout: the response did not arrive in time.
+            EngineError: any other status than 200.
         """
         timeout_s = getattr(self.timeouts, limit)
         answer = await self.call(method, path, body, query=query, timeout_s=timeout_s)
@@ -125,29 +142,30 @@ class Control(HttpClient):
 
     async def _failure(self, path: str, answer: HttpResponse) -> Exception:
         status, message = answer.status, answer.message
-        said = f"{self.where} answered {path} with {status}: {message}"
+        fact = f"{self.where} answered {path} with {status}: {message}"
         if status == 400 or status == 422:
-            return BadRequest(said)
+            return BadRequest(fact)
         if status in (403, 404, 405):
-            return EngineUnsupported(f"{said}; {SERVER_HELP}")
+            return EngineUnsupported(f"{fact}; {SERVER_HELP}")
         if status == 503 or path == "/health":
-            return EngineDead(said)
-        # A server outlives its engine for a moment, and answers for it. Calls to a worker that dies
-        # are cancelled, some time before the server notices what that means.
+            return EngineDead(fact)
+        # A server outlives its engine for a moment and still responds. It cancels calls to a dying
+        # worker some time before its health check fails.
         for wait_s in _DYING_S if "cancelled" in message else (0.0,):
             await asyncio.sleep(wait_s)
             try:
                 await self.get("/health", limit="health_s")
             except EngineError as error:
-                return EngineDead(f"{said}; {error}")
-        return EngineError(said)
+                return EngineDead(f"{fact}; {error}")
+        return EngineError(fact)
 
     async def need(self, *paths: str) -> Mapping[str, Any]:
         """Return the server's OpenAPI schema.
 
-        Errors: `EngineUnsupported` naming the paths it lacks.
+        Raises:
+            EngineUnsupported: the server lacks one of `paths`; the message lists those.
         """
-        async with self._asking:  # it is long, and a thousand requests may begin at once
+        async with self._asking:  # the schema is long, and a thousand requests may start at once
             if self._schema is None:
                 self._schema = await self.get("/openapi.json")
         missing = [path for path in paths if path not in self._schema["paths"]]
@@ -156,7 +174,7 @@ class Control(HttpClient):
         return self._schema
 
     async def rpc(self, command: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Send a command of `Inbox.answer` to each worker, and return their answers."""
+        """Send a command of `Inbox.answer` to every worker, and return their responses."""
         await self.need(*PATHS)
         body = {"method": "megatron_idempotent", "args": [json.dumps(command)]}
         try:
@@ -172,21 +190,22 @@ class Control(HttpClient):
         return results
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop drawing tokens; caches stay."""
+        """Stop sampling; the caches are kept."""
         limit = "wait_s" if mode == "wait" else "control_s"
         await self.post("/pause", limit=limit, mode=mode, clear_cache="false")
 
     async def is_paused(self) -> bool:
-        """Return True from the beginning of a pause on."""
+        """Return True as soon as a pause has begun."""
         await self.need(*PATHS)
         return bool((await self.get("/is_paused"))["is_paused"])
 
     async def load(self, info: Mapping[str, Any], stamp: str) -> None:
-        """Load staged weights. Running requests compute their caches again after it.
+        """Load staged weights, after which running requests recompute their caches.
 
-        Errors: `EngineError` if a worker could not; the stamp is as before then.
+        Raises:
+            EngineError: a worker failed to load them; the stamp is then unchanged.
         """
-        # First, and while nothing is computed: a failure further down leaves no stale cache.
+        # First, while no step runs: a later failure then leaves no stale cache.
         answer = await self.post(
             "/reset_prefix_cache", reset_running_requests="true", reset_external="true"
         )
@@ -204,7 +223,7 @@ class Control(HttpClient):
         await self.post("/finish_weight_update", {"weight_version": stamp}, limit="commit_s")
 
     async def stamp(self) -> str:
-        """Return the stamp of tokens that are drawn now."""
+        """Return the version that vLLM currently stamps tokens with."""
         return str((await self.get("/weight_info"))["weight_version"])
 
 
@@ -213,9 +232,9 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-"""The environment of vLLM on few CPU cores and small models: 1 GiB of cache, one thread."""
-#: A parent of the server that ends it with everything that it has started, once the process that
-#: holds the other end of its input has ended, however that was.
+"""vLLM's environment for small models on few CPU cores: 1 GiB of cache, one thread."""
+#: The server's parent process. Its stdin is a pipe from the process that started it: when that one
+#: ends, in whatever way, the parent kills the server and all of its child processes.
 _GUARD = """
 import ctypes, os, signal, subprocess, sys, threading
 def end_with_this():
@@ -230,14 +249,14 @@ threading.Thread(target=end_with_owner, daemon=True).start()
 code = server.wait()
 os._exit(code if code >= 0 else 128 - code)
 """
-#: Seconds that a server gets to end by itself.
+#: Seconds from SIGTERM to SIGKILL.
 _STOP_S = 10.0
-#: A line of vLLM's log that names an error, of whichever process.
+#: A line of vLLM's log that names an exception, from any of its processes.
 _ERROR = re.compile(r"\bERROR\b.*\b\w+(Error|Exception): ")
 
 
 class VllmServer:
-    """Serves a checkpoint until the `with` block, or this process, ends.
+    """Runs a vLLM server for a checkpoint until the `with` block, or this process, ends.
 
     Example:
         with VllmServer("/models/Qwen3-0.6B") as server:
@@ -261,14 +280,14 @@ class VllmServer:
         Args:
             checkpoint: a directory, or a model's name in Hugging Face's hub.
             python: the interpreter of an environment with vLLM and this package.
-            host: the address to listen at: anyone who reaches it can change the weights.
-            port: the port to listen at; 0 for a free one.
+            host: the address to listen on; anyone who can reach it can change the weights.
+            port: the port to listen on; 0 for a free one.
             arguments: more arguments for vLLM, such as
                 `("--dtype", "float32", "--enforce-eager")`.
-            environment: variables besides this process's own, such as `CPU_ENVIRONMENT`.
+            environment: variables that are added to this process's, such as `CPU_ENVIRONMENT`.
             extension: a subclass of `StagingExtension`, by its qualified name.
-            log: a file for the server's output, which stays; None for a temporary one.
-            deadline_s: seconds from the server's start until it must answer.
+            log: a file for the server's output, which is kept; None for a temporary file.
+            deadline_s: seconds from the server's start until it must respond.
         """
         self.checkpoint = os.fspath(checkpoint)
         self._python, self._host, self._port = python, host, port
@@ -282,14 +301,14 @@ class VllmServer:
 
     @property
     def url(self) -> str:
-        """The URL for `VllmEngine`, known once the server is started."""
+        """The URL for `VllmEngine`, valid once the server is started."""
         return f"http://{self._host}:{self._port}"
 
     @property
     def running(self) -> bool:
-        """True if the server answers, and says that its engine is well.
+        """True if this server responds and reports a healthy engine.
 
-        Another process that answers at its address does not count.
+        Another process that responds at the same address does not count.
         """
         process = self._process
         if process is None or process.poll() is not None:
@@ -299,29 +318,31 @@ class VllmServer:
             listens = _listens(process.pid, self._port)
             if listens is None:
                 models = parse_json(self._get("/v1/models"))
-                listens = self._alias in [each["id"] for each in models["data"]]
-        # Refused, reset, or 503; or what answers is no such server.
+                listens = self._alias in [model["id"] for model in models["data"]]
+        # Refused, reset or 503; or another kind of server responds.
         except (OSError, HTTPException, ValueError, LookupError, TypeError):
             return False
         return listens
 
     def _get(self, path: str) -> bytes:
-        # No proxy, whatever the environment says: it is this machine.
+        # No proxy, even if the environment sets one: the server is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{self.url}{path}", timeout=5.0) as answer:
             return bytes(answer.read(1 << 20))
 
     @property
     def pid(self) -> int:
-        """The process id of the server, which leads a group with all of vLLM's processes."""
+        """The id of the server's process group leader; all of vLLM's processes are in the group."""
         if self._process is None:
             raise RuntimeError("the server is not running; enter it first")
         return self._process.pid
 
     def __enter__(self) -> VllmServer:
-        """Start the server, and wait until it answers.
+        """Start the server, and wait until it responds.
 
-        Errors: `RuntimeError` with the end of its log.
+        Raises:
+            RuntimeError: the server ended or did not respond in time; the message has its log's
+                end.
         """
         if not self._port:
             with socket.socket() as probe:
@@ -338,7 +359,7 @@ class VllmServer:
         command += ["--generation-config", "vllm"]
         command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
         command += ["--worker-extension-cls", self._extension]
-        # By a name that nobody can guess it is known where the system does not say who listens.
+        # An unguessable model name identifies the server on systems that do not tell who listens.
         self._alias = f"megatron-idempotent-{secrets.token_hex(16)}"
         command += ["--served-model-name", self.checkpoint, self._alias, *self._arguments]
         variables = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -370,17 +391,17 @@ class VllmServer:
         self.stop()
 
     def log(self, lines: int = 30) -> str:
-        """Return the last lines of the running server's log, after the first that names an error.
+        """Return the last lines of the server's log, preceded by the first line with an error.
 
-        A worker's own error stands long before the end, which says that it failed.
+        The error of a worker is logged long before the server's last lines.
         """
         if self._log is None:
             return ""
-        file = self._log.fileno()  # read at a place: the server writes where the file's own is
-        whole = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
-        told = whole.splitlines()
-        named = next(filter(_ERROR.search, told[:-lines]), None)
-        return "\n".join([*filter(None, [named]), *told[-lines:]])
+        file = self._log.fileno()  # pread: the server writes at the file's shared position
+        text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+        log_lines = text.splitlines()
+        error_line = next(filter(_ERROR.search, log_lines[:-lines]), None)
+        return "\n".join([*filter(None, [error_line]), *log_lines[-lines:]])
 
     def wait(self) -> int:
         """Block until the server has ended; return its exit code."""
@@ -389,13 +410,13 @@ class VllmServer:
         return self._process.wait()
 
     def stop(self) -> None:
-        """End the server and every process that it has started. Not running: no-op."""
+        """End the server and all of its child processes. If it is not running: no-op."""
         process, self._process = self._process, None
         if process is not None:
             _signal(process.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_S)
-            # Also where it has ended: its workers may not have noticed.
+            # Even if it has ended: its workers may still run.
             _signal(process.pid, signal.SIGKILL)
             process.wait()
             if process.stdin is not None:
@@ -406,7 +427,7 @@ class VllmServer:
 
 
 def _listens(session: int, port: int) -> bool | None:
-    """Return whether a process of a session listens at a port; None where the system keeps it."""
+    """Return whether a process of `session` listens on `port`; None if the system hides it."""
     sockets = set()
     try:
         for table in filter(Path.exists, map(Path, ("/proc/net/tcp", "/proc/net/tcp6"))):
@@ -414,8 +435,10 @@ def _listens(session: int, port: int) -> bool | None:
                 _, local, _, state, *_, inode = line.split()[:10]
                 if state == "0A" and int(local.rpartition(":")[2], 16) == port:
                     sockets.add(f"socket:[{inode}]")
-        members = [each for each in Path("/proc").iterdir() if _session(each.name) == session]
-        for handle in (each for member in members for each in (member / "fd").iterdir()):
+        members = [
+            process for process in Path("/proc").iterdir() if _session(process.name) == session
+        ]
+        for handle in (file for member in members for file in (member / "fd").iterdir()):
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                 if os.readlink(handle) in sockets:
                     return True

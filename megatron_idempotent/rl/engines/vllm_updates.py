@@ -1,4 +1,4 @@
-"""Stages, commits and takes back updates on one vLLM."""
+"""Stages, commits and rolls back weight updates on one vLLM server."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .protocol import EngineError, EngineTimeout, EngineUnsupported, both_ends
 from .vllm_server import Control
 
 _KINDS: dict[str, type[Exception]] = {
-    each.__name__: each
-    for each in (
+    error_type.__name__: error_type
+    for error_type in (
         EngineUnsupported,
         TransportError,
         TransportTimeout,
@@ -39,35 +39,40 @@ _KINDS: dict[str, type[Exception]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersState:
-    """Describes an engine's workers. Example: `WorkersState.of(answers, engine="a").version`."""
+    """The combined state of a server's workers. Example: `WorkersState.of(answers, engine="a")`."""
 
     version: int | None
-    """The version of the last commit; None if there was none, or if workers differ."""
+    """The version of the last commit; None if there was none or workers differ."""
     committed: str
-    """The id of the last commit; empty if there was none, or if workers differ."""
+    """The id of the last commit; empty if there was none or workers differ."""
     holds: Mapping[str, int]
-    """The versions of the updates that all workers can load, by id: staged, or committed."""
+    """The updates that every worker has staged or committed: id to version."""
     staging: str
-    """The id of an update that some worker is still receiving; empty if there is none."""
+    """The id of an update that a worker is still receiving; empty if there is none."""
     received: int
-    """The number of buckets of a staged update that all workers have."""
+    """The number of buckets that every worker has received."""
     dirty: str
-    """The reason why weights may be of more than one version; empty if they are of one."""
+    """The reason why the weights may mix several versions; empty if they do not."""
     half: str
-    """The id of the update whose commit failed half-way; empty if that is not known."""
+    """The id of the update whose commit failed midway; empty if unknown."""
     disagree: bool
     """True if workers have committed different versions."""
     decode_s: float = 0.0
-    """Seconds in which the slowest worker decoded the deltas of the last update."""
+    """Seconds that the slowest worker spent to decode the last update's deltas."""
 
     @classmethod
     def of(
         cls, answers: Sequence[Mapping[str, Any]], *, engine: str, receiving: bool = False
     ) -> WorkersState:
-        """Return the state of an engine's workers.
+        """Combine the workers' responses to a command.
 
-        Errors: the first error with which a worker has answered or, with `receiving`, that ended
-            what it was receiving; the engine's name comes before its message.
+        Args:
+            answers: the response of each worker.
+            engine: the engine's name, for errors.
+            receiving: True to raise also the error that ended a worker's receiving.
+
+        Raises:
+            Exception: the first worker's error, its message prefixed with the engine's name.
         """
         for answer in answers:
             error = answer.get("error") or (receiving and answer.get("failed"))
@@ -87,9 +92,9 @@ class WorkersState:
             version=versions.pop() if len(versions) == 1 else None,
             committed=committed.pop() if len(committed) == 1 else "",
             holds={
-                held: version
-                for held, version in answers[0]["holds"].items()
-                if all(held in answer["holds"] for answer in answers)
+                update_id: version
+                for update_id, version in answers[0]["holds"].items()
+                if all(update_id in answer["holds"] for answer in answers)
             },
             staging=next((answer["staging"] for answer in answers if answer["staging"]), ""),
             received=min(int(answer["received"]) for answer in answers),
@@ -101,14 +106,14 @@ class WorkersState:
 
 
 UNSTAMPED = "default"
-"""The stamp of tokens that vLLM draws before it was told a version."""
+"""The stamp of vLLM's tokens before a client has set a version."""
 _POLL_S = (0.002, 0.05)
 
 
 class VllmUpdates:
-    """Stages, commits and takes back updates: the half of `VllmEngine` that changes weights.
+    """Stages, commits and rolls back updates: the half of `VllmEngine` that changes weights.
 
-    Their state is kept by the workers alone, so a client that is restarted finds it there.
+    Only the workers keep state, so a restarted client continues from the workers' state.
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class VllmUpdates:
         self._transport = transport
         self._initial_version = initial_version
         self._keep_copy = keep_copy
-        # Commits and rollbacks take several calls each, which must not mix.
+        # Commits and rollbacks take several calls each, which must not interleave.
         self._switching = asyncio.Lock()
 
     @property
@@ -134,7 +139,7 @@ class VllmUpdates:
         return self._control.engine
 
     async def _state(self) -> WorkersState:
-        """Return the workers' state; before any commit, the version is that of vLLM's stamp."""
+        """Return the workers' state; before the first commit, with the version of vLLM's stamp."""
         state = await self._tell({"do": "state"})
         if state.version is None and not state.dirty:
             serving = self._version_of(await self._control.stamp())
@@ -142,9 +147,10 @@ class VllmUpdates:
         return state
 
     def _version_of(self, stamp: str) -> int:
-        """Return the version that vLLM's own stamp stands for.
+        """Convert vLLM's stamp to a version.
 
-        Errors: `EngineError` for a stamp of another client.
+        Raises:
+            EngineError: another client set the stamp.
         """
         if stamp == UNSTAMPED:
             return self._initial_version
@@ -165,7 +171,7 @@ class VllmUpdates:
         return f"its weights are of version {state.version}, and it stamps tokens with {stamped}"
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. Each worker takes all tensors into its host's memory."""
+        """See `RolloutEngine.stage`. Each worker stages all tensors in host memory."""
         if self._transport is None:
             raise ValueError(f"engine {self.name} has no transport; construct it with one")
         state = await self._state()
@@ -178,7 +184,7 @@ class VllmUpdates:
         async with self._switching:
             state = await self._state()
             if state.committed == update_id and not state.dirty and state.version is not None:
-                await self._stamp(state.version)  # where an earlier answer was lost
+                await self._stamp(state.version)  # an earlier response was lost
                 return state.version
             if not await self._control.is_paused():
                 raise EngineError(
@@ -196,9 +202,11 @@ class VllmUpdates:
     async def rollback(self, update_id: str) -> None:
         """See `RolloutEngine.rollback`.
 
-        Torn weights are replaced by the copy that workers keep of the version before them, or by
-        the checkpoint that they were started from.
-        Errors: `EngineError` if there is neither, or it fails; then the engine is DIRTY.
+        Torn weights are replaced by the workers' copy of the previous version, or by the checkpoint
+        that they were started from.
+
+        Raises:
+            EngineError: there is neither, or loading failed; the engine is then DIRTY.
         """
         async with self._switching:
             state = await self._state()
@@ -243,7 +251,8 @@ class VllmUpdates:
                 await sender.release(bucket)
             await self._tell({"do": "complete", "id": update.id, "buckets": sent})
         except BaseException:
-            # What failed is what is raised; an engine that cannot be told drops it by itself.
+            # The first error is raised; workers that cannot be reached drop the update by
+            # themselves.
             with contextlib.suppress(EngineError):
                 await self._tell({"do": "drop", "id": update.id})
             raise
@@ -251,20 +260,26 @@ class VllmUpdates:
             await sender.close()
 
     async def _card(self) -> Mapping[str, str]:
-        """Return what the server says of the adapter that is updated: its name and folder."""
+        """Return the server's entry for the adapter to update, with its name and folder."""
         cards = (await self._control.get("/v1/models"))["data"]
-        found = {card["id"]: card for card in cards if card.get("parent")}
-        if list(found) != [self._adapter]:
+        adapters = {card["id"]: card for card in cards if card.get("parent")}
+        if list(adapters) != [self._adapter]:
             raise EngineUnsupported(
-                f"engine {self.name} has adapters {list(found)}, and {self._adapter!r} is to be "
+                f"engine {self.name} has adapters {list(adapters)}, and {self._adapter!r} is to be "
                 "updated; start its server with --enable-lora and --lora-modules "
                 f"{self._adapter}=FOLDER, and no other"
             )
-        card: Mapping[str, str] = found[self._adapter]
+        card: Mapping[str, str] = adapters[self._adapter]
         return card
 
     async def _received(self, update_id: str, buckets: int) -> None:
-        """Wait until all workers have that many buckets. Errors: theirs; `EngineTimeout`."""
+        """Wait until all workers have received `buckets` buckets.
+
+        Raises:
+            EngineTimeout: they have not after `bucket_s` seconds.
+            UpdateRefused: the update was rolled back meanwhile.
+            Exception: as in `WorkersState.of`.
+        """
         limit_s = self._control.timeouts.bucket_s
         deadline = time.monotonic() + limit_s
         pause_s = _POLL_S[0]
@@ -285,7 +300,7 @@ class VllmUpdates:
             pause_s = min(1.5 * pause_s, _POLL_S[1])
 
     async def _load(self, info: Mapping[str, Any], stamp: str) -> None:
-        """Exchange the weights. Running requests compute their caches again after it."""
+        """Load the weights, after which running requests recompute their caches."""
         await self._tell({"do": "settle"})
         await self._control.load(info, stamp)
 
@@ -294,6 +309,10 @@ class VllmUpdates:
             await self._control.post("/update_weight_version", {"new_version": str(version)})
 
     async def _tell(self, command: Mapping[str, Any], *, receiving: bool = False) -> WorkersState:
-        """Send a command to all workers; return their state. Errors: those of `WorkersState.of`."""
+        """Send a command to all workers; return their state.
+
+        Raises:
+            Exception: as in `WorkersState.of`.
+        """
         answers = await self._control.rpc(command)
         return WorkersState.of(answers, engine=self.name, receiving=receiving)

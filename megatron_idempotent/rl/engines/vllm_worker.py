@@ -1,4 +1,4 @@
-"""Extends vLLM's workers by the client's commands, and by an engine that commits updates."""
+"""Adds the client's commands and a weight transfer engine to vLLM's workers."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _log = logging.getLogger(__name__)
 
 
 class StagingExtension:
-    """Adds the client's commands to vLLM's worker, which `--worker-extension-cls` mixes it into."""
+    """Adds the client's commands to vLLM's worker class, through `--worker-extension-cls`."""
 
     weight_transfer_engine: Any
 
     def megatron_idempotent(self, command: str) -> dict[str, Any]:
-        """Run one command of the client, given as JSON; return the worker's state after it.
+        """Execute a client's command, given as JSON; return the worker's state after it.
 
-        vLLM runs it between two steps of the model, so it does not wait for anything: a thread
-        receives buckets. It never raises, because vLLM would log that as an error of the engine:
-        errors come back under "error", as in `Inbox.answer`.
+        vLLM calls this between two steps of the model, so it must not block: a thread receives the
+        buckets. It never raises, because vLLM would log an error of the engine; errors are returned
+        under "error", as in `Inbox.answer`.
         """
-        asked = json.loads(command)
+        request = json.loads(command)
         inbox: Inbox | None = getattr(self.weight_transfer_engine, "inbox", None)
         if inbox is None:
             return {
@@ -59,28 +59,31 @@ class StagingExtension:
                     'start it with --weight-transfer-config \'{"backend": "megatron_idempotent"}\'',
                 }
             }
-        if asked.get("adapter"):
-            self.weight_transfer_engine.serve_adapter(self, asked["adapter"])
-        if asked["do"] == "sleeps":
+        if request.get("adapter"):
+            self.weight_transfer_engine.serve_adapter(self, request["adapter"])
+        if request["do"] == "sleeps":
             config = self.vllm_config.model_config  # type: ignore[attr-defined]
             return {"sleeps": bool(config.enable_sleep_mode)}
-        if asked["do"] != "settle":
-            return inbox.answer(asked)
-        # End an update that an error, here or in another worker, or a lost client has left open.
+        if request["do"] != "settle":
+            return inbox.answer(request)
+        # Close an update that an error in any worker, or a lost client, left open.
         if inbox.answer({"do": "state"})["updating"]:
-            inbox.failed(RuntimeError("it did not end on all workers"))
+            inbox.failed(RuntimeError("the update did not end on all workers"))
         if self._weight_update_active:  # type: ignore[attr-defined]
             try:
                 self.finish_weight_update()  # type: ignore[attr-defined]
-            except Exception as error:  # noqa: BLE001 (it is raised by the client)
-                found = {"kind": "EngineError", "message": f"finish_weight_update failed: {error}"}
-                return {**inbox.answer({"do": "state"}), "error": found}
+            except Exception as error:  # noqa: BLE001 (the client raises it)
+                failure = {
+                    "kind": "EngineError",
+                    "message": f"finish_weight_update failed: {error}",
+                }
+                return {**inbox.answer({"do": "state"}), "error": failure}
         return inbox.answer({"do": "state"})
 
 
 @dataclasses.dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Holds nothing: every update opens its own transport."""
+    """Empty: every update opens its own transport."""
 
 
 @dataclasses.dataclass
@@ -89,18 +92,18 @@ class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     update_id: str = ""
     restore: bool = False
-    """True to load the weights before a commit that failed half-way, instead of an update."""
+    """True to restore the weights from before a failed commit, instead of loading an update."""
 
 
 class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Loads staged weights through the model's own loader, layer by layer, as vLLM's engines do.
+    """Loads staged weights with the model's loader, layer by layer, as vLLM's own engines do.
 
-    Deltas are written in place where the model computes with a checkpoint's elements as they are.
+    Deltas are written in place if the model stores a checkpoint's elements unchanged.
 
-    `inbox` takes them in while the model serves. vLLM calls three methods while it is paused:
-    `start_weight_update`, `update_weights` with a CommitInfo, `finish_weight_update`. If loading
-    fails the layers are put together again, so that all three may be called once more; until then
-    `inbox` says that the worker is dirty.
+    `inbox` receives updates while the model serves. During a pause vLLM calls
+    `start_weight_update`, `update_weights` with a CommitInfo, and `finish_weight_update`. If
+    loading fails, the layers are reassembled, so that all three can be called again; until then
+    `inbox` reports the worker as dirty.
     """
 
     init_info_cls = InitInfo
@@ -115,13 +118,14 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             whole=vllm_config.parallel_config.pipeline_parallel_size == 1,
             doubled=current_platform.is_fp8_fnuz(),
         )
-        # Those of the weights that were served last; None once an update is served.
+        # The scales of the last served weights; None once an update is served.
         self._scales_before: Mapping[str, LayerScales] | None = None
         self._places: Places | None = None
         self._load_adapter: Callable[[Any], Any] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.whole_because = ""
-        """The reason why deltas are not written in place; empty as long as none is known."""
+        """The reason why deltas cannot be written in place; empty if they can, or before the
+        first."""
         self.inbox = Inbox(
             rank=vllm_config.parallel_config.rank,
             expected=self._expected,
@@ -134,17 +138,17 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: each update sets up its own transport."""
 
     def start_weight_update(self) -> None:
-        """Note that weights are to change: until `finish_weight_update` they are not served."""
+        """Begin a weight update: the worker must not serve until `finish_weight_update`."""
         self._together()  # an earlier attempt may have left layers apart
         self.inbox.began()
         if self._scales_before is None:
             self._scales_before = self._scales.read()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the staged weights; what fails is noted in `inbox`, and the client asks for it.
+        """Load the staged weights; `inbox` records a failure, which the client then reads.
 
-        It raises nothing: vLLM 0.32 stops at the first worker that does, and takes the answers of
-        the workers after it for those of its next call.
+        This never raises: vLLM 0.32 stops at the first worker that raises, and mistakes the other
+        workers' responses for those of its next call.
         """
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
@@ -160,11 +164,11 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._together()
 
     def finish_weight_update(self) -> None:
-        """Put the layers together; from here on the update is what is served."""
+        """Reassemble the layers, and serve the update from now on."""
         loaded = self._apart
         self._together(self.inbox.loaded_scales)
         if loaded and current_platform.is_cpu():
-            # vLLM 0.32 packs experts when they are first loaded, and not when they are again.
+            # vLLM 0.32 packs experts at the first load, but not at reloads.
             for layer in self.model.modules():
                 kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
                 if kernel is not None:
@@ -174,11 +178,11 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._scales_before = None
 
     def shutdown(self) -> None:
-        """Forget what is staged: vLLM ends, or releases the trainer's connection."""
+        """Drop the staged update, because vLLM ends or closes the trainer's connection."""
         self.inbox.forget()
 
     def serve_adapter(self, worker: Any, card: Mapping[str, str]) -> None:
-        """Take updates of the factors of an adapter, by its name and folder. Twice: no-op."""
+        """Accept updates of an adapter's factors from now on. A second call is a no-op."""
         if self._load_adapter is not None:
             return
         self._directory, self._adapter = Path(card["root"]), card["id"]
@@ -190,38 +194,38 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
                 return load(request)
             return load(LoRARequest(self._adapter, request.lora_int_id, self._folder.name))
 
-        # vLLM forgets adapters after an update, and otherwise loads them from the request's folder.
+        # vLLM drops adapters at an update, and would reload them from the request's folder.
         self._adapters._load_adapter = newest
 
     def _load(self, weights: Weights) -> None:
         if self._load_adapter is not None:
-            before, folder = self._folder, tempfile.TemporaryDirectory()
+            old_folder, folder = self._folder, tempfile.TemporaryDirectory()
             shutil.copy(self._directory / "adapter_config.json", folder.name)
             save_file(dict(weights), Path(folder.name, "adapter_model.safetensors"))
-            self._load_adapter(LoRARequest(self._adapter, 1, folder.name))  # raises, or it can
+            self._load_adapter(LoRARequest(self._adapter, 1, folder.name))  # raises if it cannot
             self._folder = folder
             self._adapters.remove_all_adapters()
-            if before is not None:
-                before.cleanup()
+            if old_folder is not None:
+                old_folder.cleanup()
             return
         if isinstance(weights, Patched) and not self.inbox.torn:
-            places = self._find_places(weights.served)
-            if places is not None:
-                places.write(weights)
+            element_map = self._find_places(weights.served)
+            if element_map is not None:
+                element_map.write(weights)
                 return
         self._apart = True
         initialize_layerwise_reload(self.model)
-        # One by one: what is read from disk is not to be in memory all at once.
+        # Lazily: a checkpoint on disk must not be in memory all at once.
         self.model.load_weights((name, weights[name]) for name in weights)
 
     def _find_places(self, served: Weights) -> Places | None:
-        """Return the model's places, found once; None if it cannot be written in place."""
+        """Return the model's element map, built once; None if it cannot be written in place."""
         if self._places is None and not self.whole_because:
-            # On CPUs a layer's function may hold packed weights.
+            # On CPUs, the closure of a layer's function may hold packed weights.
             computing = (getattr(layer, "cpu_linear", None) for layer in self.model.modules())
             try:
                 if self.model_config.use_mla or any(
-                    getattr(each, "__closure__", None) for each in computing
+                    getattr(layer_function, "__closure__", None) for layer_function in computing
                 ):
                     raise NotInPlace("it computes with what it makes of its weights")
                 self._places = Places(self.model, served)
@@ -234,7 +238,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         if self._apart:
             finalize_layerwise_reload(self.model, self.model_config)
             self._apart = False
-        # After it: where the checkpoint is not quantised it has set all of them to 1.
+        # After the reload, which sets all scales to 1 unless the checkpoint is quantised.
         self._scales.write(self._scales_before or {}, scales)
 
     def _expected(self) -> tuple[TensorInfo, ...]:
@@ -247,10 +251,10 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     @functools.cached_property
     def _directory(self) -> Path:
-        """The folder of the checkpoint, which vLLM has downloaded if it was given a name."""
-        named = Path(self.model_config.model)
-        if named.is_dir():
-            return named
+        """The checkpoint's folder; vLLM has downloaded it if the model is given by name."""
+        model_path = Path(self.model_config.model)
+        if model_path.is_dir():
+            return model_path
         from huggingface_hub import snapshot_download
 
         return Path(

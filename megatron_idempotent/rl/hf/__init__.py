@@ -1,4 +1,4 @@
-"""Loads Hugging Face checkpoints into Megatron's GPTModel, and saves them from it.
+"""Loads Hugging Face checkpoints into Megatron's GPTModel, and saves such checkpoints.
 
     arch = Architecture.read(directory)
     chunks = [build_gpt(arch, arch.transformer_config(tensor_model_parallel_size=2))]

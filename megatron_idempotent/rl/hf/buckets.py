@@ -1,4 +1,4 @@
-"""Iterates over weights on all ranks in lock-step, and lets ranks leave early."""
+"""Iterates over weights on all ranks in lock-step; a rank may stop early."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Convert = Callable[[Named], Named]
 
 
 Fetch = Callable[[Sequence[int]], Mapping[str, torch.Tensor]]
-"""Takes numbers of tensors; returns those that this rank keeps, by name.
+"""Fetches tensors by their index; returns those that this rank keeps, by name.
 
-All ranks enter, with the same numbers, each number once.
+A collective: all ranks call it with the same indices, each index once.
 """
 
 
 def split(sizes: Sequence[int], most: int) -> list[range]:
-    """Split members into consecutive ranges whose sizes add up to at most `most` each.
+    """Split indices into consecutive ranges, each with a total size of at most `most`.
 
-    A member that is larger has a range of its own.
+    A member larger than `most` gets a range of its own.
     """
     ranges: list[range] = []
     start = total = 0
@@ -39,13 +39,12 @@ def split(sizes: Sequence[int], most: int) -> list[range]:
 
 
 class BucketStream(Iterator[Bucket]):
-    """Yields the buckets of `WeightSource.buckets`; each rank takes all, or closes its stream.
+    """Yields the buckets of `WeightSource.buckets`; every rank takes all, or closes its stream.
 
-    Closing, which leaving a `with` block does too, takes this rank through the rest of the
-    collective and keeps nothing, so that the others come to its end. A stream that is dropped
-    half-way warns (`ResourceWarning`), and other ranks wait. An exception while a bucket is made
-    closes the stream, unless communication failed: then the process group can no longer be used,
-    and nothing more is tried.
+    `close()`, also at the end of a `with` block, takes part in the rest of the collective without
+    keeping tensors, so that the other ranks can finish. A stream that is dropped midway warns
+    (`ResourceWarning`), and the other ranks hang. An exception while a bucket is made closes the
+    stream, unless communication failed, which makes the process group unusable.
 
     Example:
         with source.buckets(bucket_bytes=1 << 30) as buckets:
@@ -66,21 +65,21 @@ class BucketStream(Iterator[Bucket]):
     ) -> None:
         """
         Args:
-            units: the tensors to yield, in order; those of a unit come in one bucket.
-            fetch: brings to their keepers the tensors that units are made from.
-            keepers: for each unit the rank that keeps it. Several fill their parts of a bucket side
-                by side.
+            units: the tensors to yield, in order; the tensors of a unit share a bucket.
+            fetch: sends the tensors that units are made from to their keepers.
+            keepers: for each unit the rank that keeps it. Several keepers fill their parts of a
+                bucket concurrently.
             rank: this rank.
-            bucket_bytes: the most bytes of units in a bucket on all ranks together; each keeper has
-                at least one unit in a bucket, as long as it has any.
-            convert: makes a keeper's tensors from its fetched ones, in turn; None if they are the
-                same.
-            checksums: is given those of the buckets; None for nothing.
+            bucket_bytes: the most bytes in a bucket, summed over all ranks; each keeper with units
+                left has at least one unit in a bucket.
+            convert: makes a keeper's tensors from the fetched ones, in order; None if they are
+                identical.
+            checksums: receives the checksums of the buckets; None to skip that.
         """
         self._feed = _Feed(fetch, len(units))
         weakref.finalize(self, _warn_if_waited_for, self._feed).atexit = False
         if type(bucket_bytes) is not int or bucket_bytes < 1:
-            self.close()  # the other ranks may have been given another number
+            self.close()  # the other ranks may have got a valid number
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
         self._ends: list[tuple[int, int]] = []
         """The number of tensors that this rank keeps in each bucket, and the number of fetched
@@ -88,8 +87,8 @@ class BucketStream(Iterator[Bucket]):
         order: list[int] = []
         for parts in _side_by_side(units, keepers, bucket_bytes):
             order += (unit for part in parts for unit in part)
-            kept = (unit for part in parts for unit in part if keepers[unit] == rank)
-            self._ends.append((sum(len(units[unit]) for unit in kept), len(order)))
+            kept_units = (unit for part in parts for unit in part if keepers[unit] == rank)
+            self._ends.append((sum(len(units[unit]) for unit in kept_units), len(order)))
         self._feed.order = order
         self._index, self._checksums = 0, checksums
         keeps = rank in keepers
@@ -105,7 +104,7 @@ class BucketStream(Iterator[Bucket]):
             else:
                 tensors = dict(islice(self._converted, count))
                 if self._index + 1 == len(self._ends):
-                    next(self._converted, None)  # which checks what it can only at the end
+                    next(self._converted, None)  # runs the final checks of `convert`
                 self._feed.take_until(end)  # other ranks' tensors
             bucket = Bucket.of(self._index, tensors)
             if self._checksums is not None:
@@ -123,14 +122,14 @@ class BucketStream(Iterator[Bucket]):
         self.close()
 
     def close(self) -> None:
-        """Take this rank through the rest of the collective, and keep nothing. Twice: no-op."""
+        """Take part in the rest of the collective, keeping nothing. A second call is a no-op."""
         self._feed.drain()
 
 
 def _side_by_side(
     units: Sequence[Sequence[TensorInfo]], keepers: Sequence[int], bucket_bytes: int
 ) -> Iterator[Sequence[Sequence[int]]]:
-    """Yield for each bucket the consecutive units that each keeper puts into it."""
+    """Yield for each bucket the consecutive units of each keeper."""
     by_keeper: dict[int, list[int]] = {}
     for unit, keeper in enumerate(keepers):
         by_keeper.setdefault(keeper, []).append(unit)
@@ -138,12 +137,12 @@ def _side_by_side(
     columns = []
     for numbers in by_keeper.values():
         sizes = [sum(info.nbytes for info in units[unit]) for unit in numbers]
-        columns.append([numbers[places.start : places.stop] for places in split(sizes, most)])
+        columns.append([numbers[members.start : members.stop] for members in split(sizes, most)])
     yield from zip_longest(*columns, fillvalue=())
 
 
 def _warn_if_waited_for(feed: _Feed) -> None:
-    # No collective from here: which ranks collect garbage, and when, nobody knows.
+    # No collective here: ranks collect garbage at different times.
     if feed.is_waited_for and dist.is_initialized():
         warnings.warn(
             f"an export was dropped after {feed.done} of {feed.count} tensors, and other ranks "
@@ -170,7 +169,7 @@ class _Feed:
     def take_until(self, stop: int) -> Mapping[str, torch.Tensor]:
         if stop <= self.done:
             return {}
-        self._broken = True  # until it has come back
+        self._broken = True  # reset when `_fetch` has returned
         tensors = self._fetch(self.order[self.done : stop])
         self._broken = False
         self.done = stop

@@ -1,7 +1,7 @@
 """Describes the architecture of a Hugging Face checkpoint in Megatron's terms.
 
-A configuration that Megatron's GPTModel does not compute exactly is refused with all reasons at
-once. The errors of checkpoints are defined here, too.
+A configuration that Megatron's GPTModel does not compute exactly is rejected, with a list of all
+reasons. Errors of checkpoints are also defined here.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ class CheckpointMismatch(WeightsError):
 
 
 class FailedElsewhere(WeightsError):
-    """Another rank could not go on; the message says which, and why."""
+    """Another rank failed; the message has its number and error."""
 
 
 def agree_on(error: BaseException | None, what: str, *, deadline_s: float) -> None:
-    """Raise on all ranks if any rank brings an error: there its own, elsewhere `FailedElsewhere`.
+    """Raise on all ranks if any rank has an error: its own error there, `FailedElsewhere`
+    elsewhere.
 
-    All ranks of the default group take part, if there is one.
+    A collective of the default group, if there is one.
 
     Args:
         error: the error on this rank; None if there is none.
-        what: the state that the failure leaves, as in "nothing was loaded".
+        what: the consequence of the failure, such as "nothing was loaded".
         deadline_s: how long to wait for the slowest rank, in seconds.
+
+    Raises:
+        FailedElsewhere: another rank has an error, and this one has none.
+        BaseException: `error`.
     """
     refuse_if_poisoned()
     failures = exchange(None if error is None else describe(error), deadline_s)
@@ -49,12 +54,13 @@ def agree_on(error: BaseException | None, what: str, *, deadline_s: float) -> No
         ranks_by_text: dict[str, list[str]] = {}
         for rank, text in sorted(failures.items()):
             ranks_by_text.setdefault(text, []).append(str(rank))
-        told = "; ".join(f"rank {', '.join(ranks)}: {t}" for t, ranks in ranks_by_text.items())
-        raise FailedElsewhere(f"{what}: {told}")
+        causes = "; ".join(f"rank {', '.join(ranks)}: {t}" for t, ranks in ranks_by_text.items())
+        raise FailedElsewhere(f"{what}: {causes}")
 
 
 SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-#: What Megatron's RotaryEmbedding has in its source for Llama 3's scaling; only the factor is free.
+#: Constants in the source of Megatron's RotaryEmbedding for Llama 3's scaling; only the factor is
+#: an argument.
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -69,11 +75,11 @@ _REQUIRED = (
 )
 
 
-#: Of a tensor's size, and so of all that is counted.
+#: The largest size of a dimension, and so of any count.
 _LARGEST = 2**31 - 1
 _DTYPES = {
-    str(each).removeprefix("torch."): each
-    for each in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
 
 
@@ -87,13 +93,13 @@ class _Fields:
         """List a field with its value, cut short, and what is allowed."""
         value = self.config.get(key)
         try:
-            said = repr(value)
+            text = repr(value)
         except (ValueError, RecursionError):  # of an int, or a nest, that cannot be shown
-            said = f"a {type(value).__name__} that is too long to show"
-        self.bad.append(f"{key}={said[:200]} ({allowed})")
+            text = f"a {type(value).__name__} that is too long to show"
+        self.bad.append(f"{key}={text[:200]} ({allowed})")
 
     def size(self, key: str, default: int = 1, *, least: int = 1) -> int:
-        """Return a whole number, also where it is refused."""
+        """Return an integer field, or the default if it is missing or refused."""
         value = self.config.get(key)
         if type(value) is int and least <= value <= _LARGEST:
             return value
@@ -104,7 +110,7 @@ class _Fields:
     def number(
         self, key: str, default: float, *, least: float = 0.0, most: float = sys.float_info.max
     ) -> float:
-        """Return a number that is finite, also where it is refused."""
+        """Return a finite number, or the default if it is missing or refused."""
         value: Any = self.config.get(key)
         if type(value) in (int, float) and least <= value <= most:
             return float(value)
@@ -113,7 +119,7 @@ class _Fields:
         return default
 
     def flag(self, key: str) -> bool:
-        """Return a truth, also where it is refused."""
+        """Return a boolean field; False if it is missing or refused."""
         value = self.config.get(key)
         if value is not None and type(value) is not bool:
             self.refuse(key, "true or false")
@@ -133,25 +139,29 @@ def _check_layers(fields: _Fields, name: Any, layers: int) -> None:
     if types is not None:
         if not isinstance(types, (list, tuple)):
             fields.refuse("layer_types", "a list")
-        elif any(each != "full_attention" for each in types):
+        elif any(layer_type != "full_attention" for layer_type in types):
             fields.refuse("layer_types", "full_attention alone")
     elif fields.flag("use_sliding_window") and config.get("sliding_window") is not None:
-        # Qwen's dense models slide from this layer on, those with experts in all layers.
-        given = "max_window_layers"
-        first = 0 if name == "Qwen3MoeForCausalLM" else fields.size(given, 28, least=0)
+        # In Qwen's dense models layers slide from this one on; in models with experts all do.
+        first_sliding = "max_window_layers"
+        first = 0 if name == "Qwen3MoeForCausalLM" else fields.size(first_sliding, 28, least=0)
         if first < layers:
-            fields.refuse("sliding_window", f"none, or {given} {layers}, or no use_sliding_window")
+            fields.refuse(
+                "sliding_window", f"none, or {first_sliding} {layers}, or no use_sliding_window"
+            )
 
 
 def _rope(fields: _Fields) -> tuple[float, float | None]:
     """Return RoPE's base, and the factor of Llama 3's scaling or None."""
     config = fields.config
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    given = config.get(key) or {}
-    if not isinstance(given, Mapping) or any(isinstance(each, Mapping) for each in given.values()):
+    parameters = config.get(key) or {}
+    if not isinstance(parameters, Mapping) or any(
+        isinstance(value, Mapping) for value in parameters.values()
+    ):
         fields.refuse(key, "an object, with one rope for all layers")
-        given = {}
-    rope = dict(given)
+        parameters = {}
+    rope = dict(parameters)
     inner = _Fields(rope, fields.bad)
     theta = inner.number("rope_theta", fields.number("rope_theta", 10_000.0, least=1), least=1)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -175,23 +185,25 @@ def _rope(fields: _Fields) -> tuple[float, float | None]:
 
 def _experts(fields: _Fields) -> dict[str, Any]:
     config, bad = fields.config, fields.bad
-    # transformers 5 writes the second name.
+    # transformers 5 uses the second name.
     experts = fields.size("num_experts", 0, least=0) or fields.size("num_local_experts", 0, least=0)
-    chosen = fields.size("num_experts_per_tok", 0, least=0)
+    experts_per_token = fields.size("num_experts_per_tok", 0, least=0)
     normalized = fields.flag("norm_topk_prob")
-    if not 0 < chosen <= experts:
-        bad.append(f"num_experts={experts} and num_experts_per_tok={chosen} (at most as many)")
+    if not 0 < experts_per_token <= experts:
+        bad.append(
+            f"num_experts={experts} and num_experts_per_tok={experts_per_token} (at most as many)"
+        )
     if config.get("moe_intermediate_size") is None:
         bad.append("moe_intermediate_size is missing")
     if config.get("mlp_only_layers"):
         fields.refuse("mlp_only_layers", "none")
     if config.get("decoder_sparse_step", 1) != 1:
         fields.refuse("decoder_sparse_step", "1")
-    if normalized and chosen == 1:
+    if normalized and experts_per_token == 1:
         bad.append("norm_topk_prob=True with num_experts_per_tok=1 (a router without gradient)")
     return {
         "experts": experts,
-        "experts_per_token": chosen,
+        "experts_per_token": experts_per_token,
         "expert_ffn": fields.size("moe_intermediate_size"),
         "normalize_expert_weights": normalized,
     }
@@ -202,7 +214,7 @@ Name = Literal["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """Describes a causal language model by its sizes.
+    """The sizes and options of a causal language model.
 
     Example:
         arch = Architecture.read("/models/qwen3-8b")
@@ -215,14 +227,14 @@ class Architecture:
     layers: int
     hidden: int
     ffn: int
-    """The number of inner features of the MLP."""
+    """The inner size of the MLP."""
     heads: int
-    """The number of heads of queries."""
+    """The number of query heads."""
     query_groups: int
-    """The number of heads of keys, and of values."""
+    """The number of key-value heads."""
     head_dim: int
     vocab_size: int
-    """The number of tokens, without padding."""
+    """The vocabulary size without padding."""
     max_positions: int
     norm_epsilon: float
     rope_theta: float
@@ -235,31 +247,37 @@ class Architecture:
     init_std: float
     attention_dropout: float
     dtype: torch.dtype
-    """The type that the checkpoint names for its weights."""
+    """The dtype that the configuration declares for the weights."""
     experts: int = 0
     """The number of experts in each layer; 0 for a dense model."""
     experts_per_token: int = 0
     expert_ffn: int = 0
-    """The number of inner features of an expert."""
+    """The inner size of an expert."""
     normalize_expert_weights: bool = True
     """True if the weights of a token's experts are divided by their sum."""
 
     @classmethod
     def read(cls, directory: str | Path) -> Architecture:
-        """Read a checkpoint's config.json; take the fields of transformers 4 and 5.
+        """Read a checkpoint's config.json, as transformers 4 or 5 writes it.
 
-        Errors: `UnsupportedArchitecture` with a list of all that GPTModel would not compute
-            exactly, and of values that nothing can be made of; `CheckpointDamaged` if the file is
-            missing or no JSON.
+        Raises:
+            UnsupportedArchitecture: GPTModel would not compute the model exactly, or values are
+                invalid; the message lists all of them.
+            CheckpointDamaged: the file is missing or is not JSON.
         """
         path = Path(directory) / "config.json"
         return cls.of(read_json(path), str(path))
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str = "the configuration") -> Architecture:
-        """Read a configuration such as `transformers`' `config.to_dict()`. Errors: as `read`.
+        """Read a configuration, such as the result of transformers' `config.to_dict()`.
 
-        `where` is its name in errors.
+        Args:
+            config: the configuration.
+            where: the configuration's name in errors.
+
+        Raises:
+            UnsupportedArchitecture: as in `read`.
         """
         bad: list[str] = []
         fields = _Fields(config, bad)
@@ -271,7 +289,7 @@ class Architecture:
         bad += [f"{key} is missing" for key in _REQUIRED if config.get(key) is None]
         layers, heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads")
         hidden = fields.size("hidden_size")
-        # An absent head_dim is another one for this model.
+        # This model has another default for head_dim.
         qwen3 = name == "Qwen3ForCausalLM" and "head_dim" not in config
         head_dim = fields.size("head_dim", 128 if qwen3 else hidden // heads)
         groups = fields.size("num_key_value_heads", heads)
@@ -285,12 +303,12 @@ class Architecture:
         theta, factor = _rope(fields)
         _check_layers(fields, name, layers)
         moe = _experts(fields) if name == "Qwen3MoeForCausalLM" else {}
-        named = "dtype" if config.get("dtype") else "torch_dtype"
-        kind = config.get(named) or "float32"
+        dtype_key = "dtype" if config.get("dtype") else "torch_dtype"
+        kind = config.get(dtype_key) or "float32"
         dtype = _DTYPES.get(kind) if isinstance(kind, str) else None
         if dtype is None:
-            fields.refuse(named, f"one of {', '.join(_DTYPES)}")
-        found = {
+            fields.refuse(dtype_key, f"one of {', '.join(_DTYPES)}")
+        sizes = {
             "layers": layers,
             "hidden": hidden,
             "ffn": fields.size("intermediate_size"),
@@ -311,9 +329,9 @@ class Architecture:
         }
         if bad or dtype is None:
             raise UnsupportedArchitecture(
-                f"{where} asks for what Megatron's GPTModel does not compute exactly: {listed(bad)}"
+                f"{where} has what Megatron's GPTModel does not compute exactly: {listed(bad)}"
             )
-        return cls(name=name, dtype=dtype, **found)
+        return cls(name=name, dtype=dtype, **sizes)
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
         """Return the vocabulary padded to a multiple of the tensor-parallel ranks.
@@ -323,9 +341,9 @@ class Architecture:
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
 
     def transformer_config(self, **overrides: Any) -> Any:
-        """Return a `TransformerConfig` of this model, with Megatron's defaults for all else.
+        """Return a `TransformerConfig` of this model, with Megatron's defaults for other fields.
 
-        Weights are of the checkpoint's type unless `params_dtype` is overridden. Experts are not
+        Weights have the checkpoint's dtype unless `params_dtype` is overridden. Experts are not
         balanced (`moe_router_load_balancing_type="none"`), as in transformers' forward.
 
         Args:
@@ -351,7 +369,8 @@ class Architecture:
                 "num_moe_experts": self.experts,
                 "moe_router_topk": self.experts_per_token,
                 "moe_ffn_hidden_size": self.expert_ffn,
-                # A softmax over the chosen logits is one over all, divided by the chosen's sum.
+                # A softmax over the top-k logits equals one over all, divided by the sum of its top
+                # k.
                 "moe_router_pre_softmax": not self.normalize_expert_weights,
                 "moe_router_load_balancing_type": "none",
                 "moe_aux_loss_coeff": 0.0,
@@ -374,18 +393,19 @@ class Architecture:
             "init_method_std": self.init_std,
             "attention_dropout": self.attention_dropout,
             "hidden_dropout": 0.0,
-            # As models of transformers have it, whose weights are half precision.
+            # As in transformers' models with weights in half precision.
             "attention_softmax_in_fp32": True,
             **moe,
         }
 
     def megatron_arguments(self) -> list[str]:
-        """Return this model's arguments for the command line of a `megatron.training` program.
+        """Return this model's command-line arguments for a `megatron.training` program.
 
-        Lengths, batch sizes, parallel sizes and the optimizer are the program's own. The tokenizer
-        is the NullTokenizer, because that takes the vocabulary's size.
+        Lengths, batch sizes, parallel sizes and the optimizer are not included. The tokenizer is
+        the NullTokenizer, because that takes the vocabulary's size.
 
-        Errors: `ValueError` for a rotary base that is no whole number, which the parser refuses.
+        Raises:
+            ValueError: the rotary base is not a whole number, which Megatron's parser rejects.
         """
         if self.rope_theta != int(self.rope_theta):
             raise ValueError(
@@ -394,7 +414,7 @@ class Architecture:
             )
         layers = self._layers()
         for field in ("gated_linear_unit", "activation_func", "add_bias_linear"):
-            del layers[field]  # which are flags of other names
+            del layers[field]  # set by other flags below
         renamed = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
         options = {
             "group_query_attention": True,

@@ -1,4 +1,4 @@
-"""Gives a Megatron model's weights under Hugging Face names, whole, on ranks that send them."""
+"""Exports a Megatron model's weights, unsharded and under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .names import Lora, Placed, SlotPart, hf_shapes
 
 
 class TensorPart(NamedTuple):
-    """Names a range of a tensor along `dim`, and the rank of the group that sends it."""
+    """A range of a tensor along `dim`, and the rank that sends it."""
 
     dim: int
     start: int
@@ -38,39 +38,39 @@ class TensorPart(NamedTuple):
     rank: int
 
     def of(self, shape: tuple[int, ...]) -> Part:
-        """Return its place in a tensor of that shape."""
+        """Return this range as a `Part` of a tensor of that shape."""
         return Part(shape, self.dim, self.start, self.size)
 
 
 class OwnedSlice(NamedTuple):
-    """Pairs a part of a tensor that this rank has with the slot that it is in."""
+    """A part of a tensor on this rank, with the parameter that holds it."""
 
     share: SlotPart
     placed: Placed
 
     def consecutive(self) -> torch.Tensor | None:
-        """Return the part if it is consecutive in memory, else None."""
-        (start, size), *others = self.share.segments
+        """Return a view of the part if it is contiguous in memory, else None."""
+        (start, size), *further = self.share.segments
         rows = self.placed.view.narrow(self.share.dim, start, size)
-        return rows if not others and rows.is_contiguous() else None
+        return rows if not further and rows.is_contiguous() else None
 
     def copy(self, into: torch.Tensor) -> None:
-        at, dim, view = 0, self.share.dim, self.placed.view
+        offset, dim, view = 0, self.share.dim, self.placed.view
         for start, size in self.share.segments:
-            into.narrow(dim, at, size).copy_(view.narrow(dim, start, size))
-            at += size
+            into.narrow(dim, offset, size).copy_(view.narrow(dim, start, size))
+            offset += size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Lists all tensors in the order in which they are sent, and the parts of each."""
+    """All tensors in the order of sending, and the parts of each."""
 
     infos: tuple[TensorInfo, ...]
-    """The tensors, with the parameters' types."""
+    """The tensors, with the parameters' dtypes."""
     parts: tuple[tuple[TensorPart, ...], ...]
     """The parts of each tensor, in order along their dimension."""
-    held: Mapping[tuple[str, int, int, int], OwnedSlice]
-    """The parts that this rank has, by name, dimension, start and size."""
+    owned: Mapping[tuple[str, int, int, int], OwnedSlice]
+    """The parts on this rank, by name, dimension, start and size."""
 
 
 def make_plan(
@@ -80,51 +80,59 @@ def make_plan(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Plan:
-    """Tell all ranks of the group what this one has, and return the plan that comes of it.
+    """Gather which parts of tensors each rank has, and plan which rank sends each part.
 
-    All ranks of the group enter, if there is one.
+    A collective of the group, if there is one.
 
     Args:
         shapes: the shapes of all tensors, in order.
-        placed: this rank's slots; None if they could not be found.
-        error: the reason why they could not; all ranks raise then.
+        placed: this rank's slots; None if finding them failed.
+        error: the error in that case; all ranks then raise.
         group: the ranks that have the model; None for the default group.
 
     Raises:
-        FailedElsewhere: another rank brings an error.
-        CheckpointMismatch: parts of tensors that no rank has, or types that differ.
+        FailedElsewhere: another rank has an error.
+        CheckpointMismatch: no rank has some part of a tensor, or dtypes differ between ranks.
     """
-    held: dict[tuple[str, int, int, int], OwnedSlice] = {}
-    for each in placed or ():
-        for share in each.slot.shares():
-            held.setdefault(share.place, OwnedSlice(share, each))
-    mine = {place: each.placed.parameter.dtype for place, each in held.items()}
-    told: list[Any] = [(mine, None if error is None else f"{type(error).__name__}: {error}")]
+    owned: dict[tuple[str, int, int, int], OwnedSlice] = {}
+    for placed_slot in placed or ():
+        for share in placed_slot.slot.shares():
+            owned.setdefault(share.place, OwnedSlice(share, placed_slot))
+    dtypes_here = {key: part.placed.parameter.dtype for key, part in owned.items()}
+    parts_of_ranks: list[Any] = [
+        (dtypes_here, None if error is None else f"{type(error).__name__}: {error}")
+    ]
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        own, told = told[0], [None] * dist.get_world_size(group)
-        dist.all_gather_object(told, own, group=group)
+        local, parts_of_ranks = parts_of_ranks[0], [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts_of_ranks, local, group=group)
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text is not None]
+    failed = [
+        f"rank {rank}: {text}" for rank, (_, text) in enumerate(parts_of_ranks) if text is not None
+    ]
     if failed:
         raise FailedElsewhere(f"there is nothing to export: {listed(failed)}")
     owners: dict[str, dict[tuple[int, int, int], tuple[int, torch.dtype]]] = {}
     wrong: list[str] = []
-    for rank, (places, _) in enumerate(told):
-        for (name, *place), dtype in places.items():
-            dim, start, size = place
-            _, there = owners.setdefault(name, {}).setdefault((dim, start, size), (rank, dtype))
-            if there != dtype:
-                wrong.append(f"{name} is {there} and {dtype} on rank {rank}")
+    for rank, (dtypes_by_key, _) in enumerate(parts_of_ranks):
+        for (name, *span), dtype in dtypes_by_key.items():
+            dim, start, size = span
+            _, first_dtype = owners.setdefault(name, {}).setdefault(
+                (dim, start, size), (rank, dtype)
+            )
+            if first_dtype != dtype:
+                wrong.append(f"{name} is {first_dtype} and {dtype} on rank {rank}")
     infos, parts = [], []
     for name, shape in shapes.items():
-        found = owners.get(name, {})
-        ordered = tuple(TensorPart(*place, rank) for place, (rank, _) in sorted(found.items()))
+        parts_of_name = owners.get(name, {})
+        ordered = tuple(
+            TensorPart(*span, rank) for span, (rank, _) in sorted(parts_of_name.items())
+        )
         if not _covers(ordered, shape):
             spans = [f"{start} to {start + size}" for _, start, size, _ in ordered]
             wrong.append(f"of {name} {list(shape)} there is {', '.join(spans) or 'nothing'}")
             continue
-        dtypes = {dtype for _, dtype in found.values()}
+        dtypes = {dtype for _, dtype in parts_of_name.values()}
         if len(dtypes) > 1:
             wrong.append(f"{name} is of several types, {sorted(map(str, dtypes))}")
         infos.append(TensorInfo(name=name, shape=shape, dtype=dtypes.pop()))
@@ -134,25 +142,25 @@ def make_plan(
             f"the ranks' chunks do not make up the model: {listed(wrong)}; pass all chunks of "
             "every rank"
         )
-    return Plan(infos=tuple(infos), parts=tuple(parts), held=held)
+    return Plan(infos=tuple(infos), parts=tuple(parts), owned=owned)
 
 
 def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
-    """Return whether parts follow each other along one dimension, from its start to its end."""
-    at = 0
+    """Return whether parts cover a dimension without gaps or overlap."""
+    end = 0
     for part in parts:
-        if part.dim != parts[0].dim or part.start != at:
+        if part.dim != parts[0].dim or part.start != end:
             return False
-        at += part.size
-    return bool(parts) and at == shape[parts[0].dim]
+        end += part.size
+    return bool(parts) and end == shape[parts[0].dim]
 
 
 class Shipping:
-    """Fetches tensors of a plan, as `BucketStream` asks for them.
+    """Sends the parts of a plan's tensors to their keepers; a `Fetch` for `BucketStream`.
 
-    Rows go straight from a parameter into their tensor. Parts whose bytes are not consecutive, or
-    that have another type, are packed first: at a time never more bytes than the largest part that
-    a rank sends, or the largest tensor that it keeps.
+    Contiguous parts are sent without a copy. Parts that are not contiguous, or have another dtype,
+    are packed first; the packed bytes never exceed the largest part that a rank sends, or the
+    largest tensor that it keeps.
     """
 
     def __init__(
@@ -167,17 +175,19 @@ class Shipping:
         """
         Args:
             plan: the result of `make_plan`.
-            infos: the tensors as they are to arrive.
-            device: the device on which ranks want the tensors that they keep.
+            infos: the tensors with the dtypes in which they arrive.
+            device: the device of the tensors that ranks keep.
             group: the plan's group; None for the default group.
             senders: as for `MegatronWeights`.
         """
         self._plan, self._infos, self._device, self._group = plan, infos, device, group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.keepers = _keepers(plan, senders)
-        """The rank at which each tensor arrives."""
+        """The rank that keeps each tensor."""
         packed = [
-            info.nbytes for info, at in zip(infos, self.keepers, strict=True) if self.rank == at
+            info.nbytes
+            for info, keeper in zip(infos, self.keepers, strict=True)
+            if self.rank == keeper
         ]
         for info, parts in zip(infos, plan.parts, strict=True):
             packed += [
@@ -188,14 +198,14 @@ class Shipping:
         self._packing = max(packed, default=0)
 
     def __call__(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Return the tensors that this rank keeps, whole."""
+        """Fetch tensors; return those that this rank keeps, unsharded."""
         tensors: dict[str, torch.Tensor] = {}
         flight = _Flight(self._packing, self._group)
         for member in members:
             info, keeper = self._infos[member], self.keepers[member]
             if keeper == self.rank:
-                whole = torch.empty(info.shape, dtype=info.dtype, device=self._device)
-                tensors[info.name] = whole
+                tensor = torch.empty(info.shape, dtype=info.dtype, device=self._device)
+                tensors[info.name] = tensor
             for part in self._plan.parts[member]:
                 if keeper == self.rank:
                     self._receive(info, part, flight, tensors[info.name])
@@ -204,34 +214,34 @@ class Shipping:
         flight.land()
         return tensors
 
-    def mine(self, member: int) -> Iterator[tuple[TensorPart, torch.Tensor]]:
-        """Yield this rank's parts of a tensor, in the type that is sent; each may be a view."""
+    def own_parts(self, member: int) -> Iterator[tuple[TensorPart, torch.Tensor]]:
+        """Yield this rank's parts of a tensor in the dtype that is sent, possibly as views."""
         info = self._infos[member]
         for part in self._plan.parts[member]:
             if part.rank == self.rank:
-                held = self._held(info, part)
-                rows = held.consecutive()
+                owned = self._owned(info, part)
+                rows = owned.consecutive()
                 if rows is None or rows.dtype != info.dtype:
                     shape = list(info.shape)
                     shape[part.dim] = part.size
-                    rows = held.placed.parameter.new_empty(shape, dtype=info.dtype)
-                    held.copy(rows)
+                    rows = owned.placed.parameter.new_empty(shape, dtype=info.dtype)
+                    owned.copy(rows)
                 yield part, rows
 
     def _send(self, info: TensorInfo, part: TensorPart, flight: _Flight, keeper: int) -> None:
-        held = self._held(info, part)
-        rows = held.consecutive()
+        owned = self._owned(info, part)
+        rows = owned.consecutive()
         if rows is None or rows.dtype != info.dtype:
-            rows = flight.room(info, part, held.placed.parameter.device)
-            held.copy(rows)
+            rows = flight.room(info, part, owned.placed.parameter.device)
+            owned.copy(rows)
         flight.add(dist.isend, rows, keeper)
 
     def _receive(
-        self, info: TensorInfo, part: TensorPart, flight: _Flight, whole: torch.Tensor
+        self, info: TensorInfo, part: TensorPart, flight: _Flight, tensor: torch.Tensor
     ) -> None:
-        rows = whole.narrow(part.dim, part.start, part.size)
+        rows = tensor.narrow(part.dim, part.start, part.size)
         if part.rank == self.rank:
-            self._held(info, part).copy(rows)
+            self._owned(info, part).copy(rows)
         elif rows.is_contiguous():
             flight.add(dist.irecv, rows, part.rank)
         else:
@@ -240,30 +250,34 @@ class Shipping:
     def bring(
         self,
         parts: Sequence[tuple[int, TensorPart]],
-        found: Mapping[tuple[int, TensorPart], EncodedDelta],
+        deltas: Mapping[tuple[int, TensorPart], EncodedDelta],
     ) -> Sequence[tuple[int, EncodedDelta | None]]:
-        """Bring `after` and the parts' deltas to their keepers, in order; None if nothing changed.
+        """Send deltas to their keepers.
 
-        All ranks enter, with the same parts, and get `after` of all; deltas are None elsewhere.
+        A collective: all ranks call it with the same parts.
+
+        Returns:
+            For each part its `after` checksum, on all ranks, and its delta. The delta is None if
+            the part has not changed, and on ranks other than its keeper.
         """
         sent = [
-            found[each].data if each in found and found[each].changed else None for each in parts
+            deltas[part].data if part in deltas and deltas[part].changed else None for part in parts
         ]
-        # Signed: torch has no sums of uint64, and those of int64 wrap around the same way.
-        told = torch.tensor(
+        # Signed: torch cannot sum uint64, and sums of int64 wrap around the same way.
+        counts = torch.tensor(
             [
-                [0 if each is None else each.numel() for each in sent],
+                [0 if data is None else data.numel() for data in sent],
                 [
-                    (found[each].after + 2**63) % 2**64 - 2**63 if each in found else 0
-                    for each in parts
+                    (deltas[part].after + 2**63) % 2**64 - 2**63 if part in deltas else 0
+                    for part in parts
                 ],
             ]
         )
         if dist.is_initialized() and dist.get_world_size(self._group) > 1:
-            on_device = told.to(self._device)
+            on_device = counts.to(self._device)
             dist.all_reduce(on_device, group=self._group)
-            told = on_device.cpu()
-        sizes, shares = told.tolist()
+            counts = on_device.cpu()
+        sizes, shares = counts.tolist()
         flight = _Flight(0, self._group)
         came: list[torch.Tensor | None] = []
         for (member, part), size, data in zip(parts, sizes, sent, strict=True):
@@ -282,33 +296,34 @@ class Shipping:
             for share, data in zip(shares, came, strict=True)
         ]
 
-    def _held(self, info: TensorInfo, part: TensorPart) -> OwnedSlice:
-        return self._plan.held[(info.name, part.dim, part.start, part.size)]
+    def _owned(self, info: TensorInfo, part: TensorPart) -> OwnedSlice:
+        return self._plan.owned[(info.name, part.dim, part.start, part.size)]
 
 
 def _keepers(plan: Plan, senders: int | None) -> list[int]:
-    """Return for each tensor the rank that keeps it: one that has the tensor, or one near it."""
+    """Choose for each tensor the rank that keeps it: its first sender, or a sender nearby."""
     owners = sorted({0, *(parts[0].rank for parts in plan.parts)})
     count = min(senders or len(owners), len(owners))
-    # Consecutive owners share the first of them.
-    shared = {owner: place * count // len(owners) for place, owner in enumerate(owners)}
+    # Consecutive owners are grouped; the first of a group keeps all of its tensors.
+    shared = {owner: index * count // len(owners) for index, owner in enumerate(owners)}
     firsts = [next(owner for owner in owners if shared[owner] == group) for group in range(count)]
     return [firsts[shared[parts[0].rank]] for parts in plan.parts]
 
 
 class Changes:
-    """Fetches what has changed since the last export, found on the ranks that have it.
+    """Fetches what has changed since the last export; a `Fetch` for `BucketStream`.
 
-    Each rank keeps a copy, in host memory, of the parts that it sends. Of tensors with parts that
-    split a word of 8 bytes, the keeper gets everything, and leaves out those that have not changed.
+    Each rank keeps a copy in host memory of the parts that it sends, and computes their deltas. If
+    a part boundary splits an 8-byte word, the keeper fetches the entire tensor, and drops it if it
+    has not changed.
     """
 
-    def __init__(self, whole: Shipping, plan: Plan, infos: tuple[TensorInfo, ...]) -> None:
+    def __init__(self, shipping: Shipping, plan: Plan, infos: tuple[TensorInfo, ...]) -> None:
         self.checksums: dict[str, int] = {}
-        """The checksums of this rank's tensors as they were last sent."""
+        """The checksums of the tensors that this rank keeps, at the last export."""
         self.began = False
-        """True once there is something to find changes from."""
-        self._whole, self._plan, self._infos = whole, plan, infos
+        """True once there is an export to compare with."""
+        self._shipping, self._plan, self._infos = shipping, plan, infos
         self._last = LastSent()
         self._split = [
             not all(part.of(info.shape).has_whole_words(info.dtype.itemsize) for part in parts)
@@ -316,48 +331,50 @@ class Changes:
         ]
 
     def everything(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Fetch tensors whole; see `Shipping`."""
+        """Fetch entire tensors, whether changed or not; see `Shipping`."""
         self.began = True
         for member in members:
-            for part, rows in () if self._split[member] else self._whole.mine(member):
+            for part, rows in () if self._split[member] else self._shipping.own_parts(member):
                 self._last.keep((member, part), rows)
-        return self._whole(members)
+        return self._shipping(members)
 
     def __call__(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Return the deltas of tensors that have changed and that this rank keeps."""
-        whole = [member for member in members if not self._split[member]]
-        parts = [(member, part) for member in whole for part in self._plan.parts[member]]
-        found = {}
-        for member in whole:
-            for part, rows in self._whole.mine(member):
-                place = part.of(self._infos[member].shape)
-                found[member, part] = self._last.delta((member, part), rows, before=0, part=place)
-        sums = dict.fromkeys(whole, 0)
+        """Return the deltas of the changed tensors that this rank keeps."""
+        unsplit = [member for member in members if not self._split[member]]
+        parts = [(member, part) for member in unsplit for part in self._plan.parts[member]]
+        deltas = {}
+        for member in unsplit:
+            for part, rows in self._shipping.own_parts(member):
+                location = part.of(self._infos[member].shape)
+                deltas[member, part] = self._last.delta(
+                    (member, part), rows, before=0, part=location
+                )
+        sums = dict.fromkeys(unsplit, 0)
         changed: dict[int, list[tuple[Part, EncodedDelta]]] = {}
         for (member, part), (share, came) in zip(
-            parts, self._whole.bring(parts, found), strict=True
+            parts, self._shipping.bring(parts, deltas), strict=True
         ):
             sums[member] += share
             if came is not None:
-                place = part.of(self._infos[member].shape)
-                changed.setdefault(member, []).append((place, came))
+                location = part.of(self._infos[member].shape)
+                changed.setdefault(member, []).append((location, came))
         tensors: dict[str, torch.Tensor] = {}
         for member in members:
             name, nbytes = self._infos[member].name, self._infos[member].nbytes
-            before = self.checksums.get(name, 0)
+            old_sum = self.checksums.get(name, 0)
             if self._split[member]:
-                for tensor in self._whole((member,)).values():
-                    if (now := checksum(tensor)) != before:
-                        self.checksums[name], tensors[name] = now, tensor
+                for tensor in self._shipping((member,)).values():
+                    if (new_sum := checksum(tensor)) != old_sum:
+                        self.checksums[name], tensors[name] = new_sum, tensor
             elif member in changed:
                 self.checksums[name] = (nbytes + sums[member]) % 2**64
-                delta = merged(changed[member], before=before, after=self.checksums[name])
+                delta = merged(changed[member], before=old_sum, after=self.checksums[name])
                 tensors[name + DELTA] = delta.data
         return tensors
 
 
 class _Flight:
-    """Holds messages under way, and the memory that is packed for them."""
+    """Point-to-point messages that were started, and the memory that is packed for them."""
 
     def __init__(self, most: int, group: dist.ProcessGroup | None) -> None:
         self._most, self._packed, self._group = most, 0, group
@@ -365,7 +382,7 @@ class _Flight:
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def room(self, info: TensorInfo, part: TensorPart, device: torch.device) -> torch.Tensor:
-        """Return memory for a packed part; wait for earlier messages if there is too little."""
+        """Return memory for a packed part; if too little is free, first wait for all messages."""
         shape = list(info.shape)
         shape[part.dim] = part.size
         size = math.prod(shape) * info.dtype.itemsize
@@ -381,13 +398,13 @@ class _Flight:
         peer: int,
         into: torch.Tensor | None = None,
     ) -> None:
-        flat = rows.reshape(-1).view(torch.uint8)  # as bytes: backends do not take all types
+        flat = rows.reshape(-1).view(torch.uint8)  # as bytes: backends do not support all dtypes
         self._messages.append(dist.P2POp(way, flat, group=self._group, group_peer=peer))
         if into is not None:
             self._arriving.append((rows, into))
 
     def land(self) -> None:
-        """Wait for all messages, and put packed parts in place."""
+        """Wait for all messages, and copy received packed parts to their tensors."""
         if self._messages:
             for work in dist.batch_isend_irecv(self._messages):
                 work.wait()
@@ -401,16 +418,16 @@ class _Flight:
 class MegatronWeights:
     """Implements `WeightSource` for the chunks of all ranks, in any parallel layout.
 
-    The layout may have tensor, pipeline, virtual pipeline, expert and data parallel ranks. When the
-    source is made, ranks tell each other once what they have. Then every part of a tensor goes to
-    rank 0, or to the tensor's sender, from the lowest rank that has it, in one message. Tied
-    embeddings are sent once, as the embedding; rows that pad the vocabulary are not sent.
+    The layout may have tensor, pipeline, virtual pipeline, expert and data parallel ranks. The
+    constructor gathers once which rank has which part. Then every part of a tensor goes from the
+    lowest rank that has it to rank 0, or to another of the `senders`, in one message. Tied
+    embeddings are sent once, as the embedding; the vocabulary's padding rows are not sent.
 
-    Parameters are read while a bucket is made: change none between the first bucket and the last.
-    Iterating again reads them again.
+    Parameters are read while buckets are made: change none between the first and the last bucket.
+    Another iteration reads them again.
 
-    A sender holds its part of a bucket and at most one more tensor, in addition to what its caller
-    keeps; others hold at most the largest of their shards.
+    A sender needs memory for its part of a bucket and at most one more tensor, in addition to what
+    its caller keeps; other ranks need memory for at most their largest shard.
 
     Example:
         source = MegatronWeights(chunks, Architecture.read(directory), dtype=torch.bfloat16)
@@ -431,32 +448,32 @@ class MegatronWeights:
         lora: Lora | None = None,
         senders: int | None = 1,
     ) -> None:
-        """Begin with a collective of all ranks of the group.
+        """Plan the export; a collective of the group.
 
         Args:
-            chunks: this rank's chunks, bare or in DDP and Float16Module. DDP's pending gathers are
-                finished whenever an iteration starts.
+            chunks: this rank's chunks, bare or wrapped in DDP and Float16Module. DDP's pending
+                gathers are finished whenever an iteration starts.
             arch: the chunks' architecture; the same on all ranks.
-            dtype: the type that weights are cast to before they are sent; None for the parameters'
-                own.
-            fp8: quantizes matrices, on their senders, once they are whole. A ValueError of it, as
-                for values that are not finite, is raised there only.
-            group: ranks that have the whole model between them, the first of which is rank 0 here;
-                None for the default group. With a group for each replica, each may have an engine
-                of its own.
-            deltas: True to find what has changed since the last export where it is, so that what
-                goes to senders scales with it. Ranks keep a copy of what they send, in host memory.
-                Without effect with `fp8`, which needs whole tensors.
-            lora: the chunks' adapters, which are sent alone, by PEFT's names, to engines that have
-                the base; None for a model without adapters.
-            senders: the most ranks at which tensors arrive, each with a part of every bucket: the
-                first ranks of pipeline stages and of expert-parallel ranks, which have the tensors.
-                1 for rank 0 alone, which `save_hf` and `WeightSync` on a rank need; None for all.
+            dtype: the dtype to send weights in; None for the parameters' dtypes.
+            fp8: quantizes complete matrices, on their senders. Its ValueError, such as for values
+                that are not finite, is raised on that sender only.
+            group: ranks that together have the entire model, the first of which is rank 0 here;
+                None for the default group. Data-parallel replicas may have a group and an engine
+                each.
+            deltas: True to compute changes since the last export on the ranks that have the
+                parameters, so that traffic to the senders scales with the changes. Ranks keep a
+                copy of what they send in host memory. Ignored with `fp8`, which needs complete
+                tensors.
+            lora: the chunks' adapters: only these are sent, under PEFT's names, to engines that
+                have the base model; None for a model without adapters.
+            senders: the most ranks that keep tensors, each with a part of every bucket: the first
+                ranks of pipeline stages and of expert-parallel ranks. 1 for rank 0 alone, which
+                `save_hf` and `WeightSync` on a rank need; None for no limit.
 
         Raises:
-            CheckpointMismatch: chunks that are not of that architecture, or not all of it.
-            FailedElsewhere: the same on other ranks.
-            ValueError: a dtype that is not of floating point; no sender.
+            CheckpointMismatch: the chunks are not of this architecture, or are incomplete.
+            FailedElsewhere: another rank raised `CheckpointMismatch`.
+            ValueError: `dtype` is not a floating-point type, or `senders` is below 1.
         """
         if senders is not None and (type(senders) is not int or senders < 1):
             raise ValueError(
@@ -483,7 +500,7 @@ class MegatronWeights:
         self._changes = Changes(self._fetch, plan, infos) if deltas and fp8 is None else None
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order in which they are sent; move no data."""
+        """Return all tensors in the order of sending, without communication."""
         return tuple(info for infos in self._outputs for info in infos)
 
     @property
@@ -497,22 +514,23 @@ class MegatronWeights:
         return self._changes is not None
 
     def buckets(self, *, bucket_bytes: int, whole: bool = True) -> BucketStream:
-        """Return a stream of the weights, read as they are while it is taken.
+        """Return a stream of the weights, which reads the parameters as it yields buckets.
 
-        All ranks call it, and take all buckets or close the stream. With deltas rank 0's `whole`
-        holds for all; False gives what has changed since the last stream, see `ChangesSource`, and
-        needs one with True before it.
+        A collective: all ranks call it, and take all buckets or close the stream. With deltas, rank
+        0's `whole` applies to all ranks; False yields only the changes since the last stream (see
+        `ChangesSource`), after at least one stream with True.
 
-        Errors: `ValueError` for a size that is no positive int.
+        Raises:
+            ValueError: `bucket_bytes` is not a positive int.
         """
         finish_gathers(self._chunks)
         fetch: Fetch = self._fetch
         if self._changes is not None:
             whole = whole or not self._changes.began
             if dist.is_initialized() and dist.get_world_size(self._group) > 1:
-                told = torch.tensor([whole], dtype=torch.int64, device=self._device)
-                dist.broadcast(told, group=self._group, group_src=0)
-                whole = bool(told)
+                choice = torch.tensor([whole], dtype=torch.int64, device=self._device)
+                dist.broadcast(choice, group=self._group, group_src=0)
+                whole = bool(choice)
             fetch = self._changes.everything if whole else self._changes
         return BucketStream(
             self._outputs,
@@ -525,7 +543,7 @@ class MegatronWeights:
         )
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """Return config.json's entry for quantized weights; None if they are not."""
+        """Return the `quantization_config` for config.json; None without quantization."""
         if self._fp8 is None:
             return None
         metas = [
@@ -540,7 +558,7 @@ class MegatronWeights:
 
 
 def _outputs(info: TensorInfo, fp8: Fp8Export | None) -> tuple[TensorInfo, ...]:
-    """Return the tensors that one tensor is sent as: itself, or its codes and scales."""
+    """Return the tensors that represent one tensor: itself, or its FP8 codes and scales."""
     if fp8 is None or not fp8.converts(info.name, torch.empty(info.shape, device="meta")):
         return (info,)
     *lead, rows, columns = info.shape

@@ -1,4 +1,4 @@
-"""Builds a pipeline stage for a Hugging Face checkpoint, and loads its own slices into it."""
+"""Builds pipeline stages for a Hugging Face checkpoint, and loads their slices of the weights."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 def placed_slots(
     chunks: Sequence[Any], arch: Architecture, lora: Lora | None = None
 ) -> list[Placed]:
-    """Return every slot of the chunks of this rank, in the order of the parameters.
+    """Return the slots of all parameters in this rank's chunks.
 
     Args:
         chunks: GPTModels, in any wrappers.
         arch: the checkpoint's architecture.
-        lora: the chunks' adapters, whose slots alone are returned; None for a model without.
+        lora: the chunks' adapters, to return only their slots; None for a model without adapters.
 
     Raises:
-        CheckpointMismatch: the chunks are not of this architecture, listing all that differs:
-            parameters without a counterpart or of another shape, tensors without a parameter.
+        CheckpointMismatch: the chunks are not of this architecture; the message lists parameters
+            without a counterpart or with another shape, and tensors without a parameter.
     """
     names = Names(arch, Ranks.here(), lora)
     placed: list[Placed] = []
     wrong: list[str] = []
     for chunk in chunks:
-        found = _of_chunk(unwrapped(chunk), names, wrong)
-        placed += found
-        wrong += _unused(unwrapped(chunk), names, found)
+        slots_of_chunk = _of_chunk(unwrapped(chunk), names, wrong)
+        placed += slots_of_chunk
+        wrong += _unused(unwrapped(chunk), names, slots_of_chunk)
     if wrong:
         raise CheckpointMismatch(f"the model is not the checkpoint's {arch.name}: {listed(wrong)}")
     return placed
@@ -58,14 +58,14 @@ def unwrapped(chunk: Any) -> Any:
 def _of_chunk(model: Any, names: Names, wrong: list[str]) -> list[Placed]:
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     config, arch = model.config, names.arch
-    for field, found, wanted in (
+    for field, actual, expected in (
         ("num_layers", config.num_layers, arch.layers),
         ("num_moe_experts", config.num_moe_experts or 0, arch.experts),
-        # Gate and the other projection would alternate.
+        # Interleaving would alternate rows of the gate and the up projection.
         ("moe_mlp_glu_interleave_size", getattr(config, "moe_mlp_glu_interleave_size", None), None),
     ):
-        if found != wanted:
-            wrong.append(f"{field}={found}, the checkpoint has {wanted}")
+        if actual != expected:
+            wrong.append(f"{field}={actual}, the checkpoint has {expected}")
     if wrong:
         return []
     placed = []
@@ -75,14 +75,14 @@ def _of_chunk(model: Any, names: Names, wrong: list[str]) -> list[Placed]:
         match = _LAYER.match(name)
         mlp = model.decoder.layers[int(match[1])].mlp if match else None
         experts = getattr(mlp, "local_expert_indices", ())
-        found = names.slots(name, parameter.shape[0], layers=layers, experts=experts)
-        if not found:
+        slots = names.slots(name, parameter.shape[0], layers=layers, experts=experts)
+        if not slots:
             wrong.append(f"{name} {list(parameter.shape)} has no counterpart")
-        for slot in found:
-            each = Placed(slot, parameter)
-            problem = _misshapen(each, names)
+        for slot in slots:
+            placed_slot = Placed(slot, parameter)
+            problem = _misshapen(placed_slot, names)
             if problem is None:
-                placed.append(each)
+                placed.append(placed_slot)
             else:
                 wrong.append(problem)
     return placed
@@ -93,42 +93,42 @@ def _misshapen(placed: Placed, names: Names) -> str | None:
     name = next(block.name for block in slot.blocks if block.name is not None)
     shape = list(names.shapes[name])
     shape[slot.dim] = slot.size // slot.count
-    found = list(placed.parameter.shape)
+    actual = list(placed.parameter.shape)
     if slot.grouped is not None:
         (rows, columns), experts = shape, slot.grouped[1]
         shape = [columns, rows * experts] if slot.dim == 0 else [columns * experts, rows]
-    if slot.size % slot.count == 0 and found == shape:
+    if slot.size % slot.count == 0 and actual == shape:
         return None
-    return f"{slot.parameter} is {found}, shard {slot.rank} of {slot.count} has {shape}"
+    return f"{slot.parameter} is {actual}, shard {slot.rank} of {slot.count} has {shape}"
 
 
 def _unused(model: Any, names: Names, placed: Sequence[Placed]) -> list[str]:
-    """List the tensors of this chunk's layers that no parameter takes."""
+    """List the tensors of this chunk's layers that no parameter holds."""
     layers = {f"model.layers.{layer.layer_number - 1}.": layer for layer in model.decoder.layers}
-    taken = {block.name for each in placed for block in each.slot.blocks}
-    wanted = [EMBEDDING] if model.pre_process else []
-    wanted += [NORM] if model.post_process else []
-    wanted += [OUTPUT] if model.post_process and not names.arch.tied else []
-    wanted = [name for name in wanted if name in names.shapes]
+    mapped = {block.name for slot_of_parameter in placed for block in slot_of_parameter.slot.blocks}
+    expected = [EMBEDDING] if model.pre_process else []
+    expected += [NORM] if model.post_process else []
+    expected += [OUTPUT] if model.post_process and not names.arch.tied else []
+    expected = [name for name in expected if name in names.shapes]
     for name in names.shapes:
-        at = re.search(r"model\.layers\.\d+\.", name)
-        if at is None or at[0] not in layers:
+        layer_match = re.search(r"model\.layers\.\d+\.", name)
+        if layer_match is None or layer_match[0] not in layers:
             continue
         expert = _EXPERT.search(name)
-        here = getattr(layers[at[0]].mlp, "local_expert_indices", ())
-        if expert is None or int(expert[1]) in here:
-            wanted.append(name)
-    return [f"no parameter takes {name}" for name in wanted if name not in taken]
+        local_experts = getattr(layers[layer_match[0]].mlp, "local_expert_indices", ())
+        if expert is None or int(expert[1]) in local_experts:
+            expected.append(name)
+    return [f"no parameter takes {name}" for name in expected if name not in mapped]
 
 
-#: Types that hold every value of another.
+#: For each dtype, the dtypes whose values it represents exactly.
 _HOLDS = {
     torch.float64: {torch.float64, torch.float32, torch.float16, torch.bfloat16},
     torch.float32: {torch.float32, torch.float16, torch.bfloat16},
     torch.float16: {torch.float16},
     torch.bfloat16: {torch.bfloat16},
 }
-#: Tables that old releases of transformers saved; they are computed from the configuration.
+#: Tables in checkpoints of old transformers releases; they follow from the configuration.
 _COMPUTED = ".rotary_emb.inv_freq"
 
 
@@ -140,27 +140,29 @@ def load_hf(
     allow_rounding: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Load a checkpoint's weights into a model that is there already.
+    """Load a checkpoint's weights into an existing model.
 
-    Each rank reads its own slices, straight into its parameters: no rank has a whole copy, and no
-    weights are sent. All ranks call it: they agree before anything is changed, and once more
-    afterwards. Rows that pad the vocabulary become zero. Pending gathers of parameters are
-    finished first, in chunks that Megatron's DDP wraps.
+    Each rank reads only its slices, directly into its parameters: no rank needs a full copy, and no
+    weights are sent. A collective: all ranks check that no rank has an error, before changes begin
+    and at the end. The vocabulary's padding rows become zero. If the chunks are in Megatron's DDP,
+    pending parameter gathers are finished first.
 
     Args:
         directory: the checkpoint, with config.json, and model.safetensors or
             model.safetensors.index.json.
-        chunks: this rank's chunks, bare or in DDP and Float16Module.
-        optimizer: Megatron's optimizer, whose float32 master weights are copied from the model
-            again; its moments and step counts stay. Without it the next step of a half-precision
-            model starts from the old master weights.
-        allow_rounding: True lets tensors of a wider type than the parameters be rounded.
-        deadline_s: how long to wait for the slowest rank, in seconds; reading is part of it.
+        chunks: this rank's chunks, bare or wrapped in DDP and Float16Module.
+        optimizer: Megatron's optimizer, whose float32 master weights are refreshed from the model;
+            its moments and step counts stay. Without it, the next step of a half-precision model
+            starts from the old master weights.
+        allow_rounding: True to round tensors of a wider dtype than the parameters'.
+        deadline_s: how long to wait for the slowest rank, including reading, in seconds.
 
     Raises:
-        UnsupportedArchitecture, CheckpointDamaged, CheckpointMismatch: with all that is wrong;
-            nothing was changed.
-        FailedElsewhere: one of these, on other ranks.
+        UnsupportedArchitecture: GPTModel would not compute this checkpoint's model exactly.
+        CheckpointDamaged: a file of the checkpoint is missing or damaged.
+        CheckpointMismatch: the checkpoint does not fit the model; the message lists all reasons.
+        FailedElsewhere: another rank raised one of these. If this happens before the model is
+            changed, the message says "nothing was loaded".
     """
     error: BaseException | None = None
     checkpoint = placed = None
@@ -188,23 +190,23 @@ def load_hf(
 
 
 def _check_names(checkpoint: Checkpoint, arch: Architecture) -> None:
-    """Check names and shapes, with the same outcome on all ranks."""
-    wanted, found = hf_shapes(arch), checkpoint.tensors
-    wrong = [f"{name} is missing" for name in wanted if name not in found]
-    for name, info in found.items():
-        tied = name == OUTPUT and arch.tied and info.shape == wanted[EMBEDDING]
-        if name in wanted and info.shape != wanted[name]:
-            wrong.append(f"{name} is {list(info.shape)}, config.json has {list(wanted[name])}")
-        elif name not in wanted and not tied and not name.endswith(_COMPUTED):
+    """Check names and shapes; the result is the same on all ranks."""
+    expected, tensors = hf_shapes(arch), checkpoint.tensors
+    wrong = [f"{name} is missing" for name in expected if name not in tensors]
+    for name, info in tensors.items():
+        tied = name == OUTPUT and arch.tied and info.shape == expected[EMBEDDING]
+        if name in expected and info.shape != expected[name]:
+            wrong.append(f"{name} is {list(info.shape)}, config.json has {list(expected[name])}")
+        elif name not in expected and not tied and not name.endswith(_COMPUTED):
             wrong.append(f"{name} {list(info.shape)} is unexpected")
     _refuse(checkpoint, wrong)
 
 
 def _check_types(checkpoint: Checkpoint, placed: Iterable[Placed], allow_rounding: bool) -> None:
     wrong: dict[str, None] = {}
-    for each in placed:
-        into = each.parameter.dtype
-        for share in each.slot.shares():
+    for placed_slot in placed:
+        into = placed_slot.parameter.dtype
+        for share in placed_slot.slot.shares():
             dtype = checkpoint.tensors[share.name].dtype
             if dtype not in _HOLDS or into not in _HOLDS:
                 wrong[f"{share.name} is {_word(dtype)}, the parameter {_word(into)}"] = None
@@ -215,11 +217,11 @@ def _check_types(checkpoint: Checkpoint, placed: Iterable[Placed], allow_roundin
 
 
 def _check_tied(checkpoint: Checkpoint, arch: Architecture, placed: Iterable[Placed]) -> None:
-    """Check that an output layer which a tied checkpoint has anyway equals the embedding."""
+    """Check that the output layer in a tied checkpoint, if there is one, equals the embedding."""
     if not arch.tied or OUTPUT not in checkpoint.tensors:
         return
-    for each in placed:
-        for share in each.slot.shares():
+    for placed_slot in placed:
+        for share in placed_slot.slot.shares():
             if share.name != EMBEDDING:
                 continue
             both = [_read(checkpoint, share._replace(name=name)) for name in (EMBEDDING, OUTPUT)]
@@ -236,15 +238,15 @@ def _refuse(checkpoint: Checkpoint, wrong: Sequence[str]) -> None:
 
 def _fill(checkpoint: Checkpoint, placed: Iterable[Placed]) -> None:
     with torch.no_grad():
-        for each in placed:
-            view = each.view
-            for start, size in each.slot.padding():
-                view.narrow(each.slot.dim, start, size).zero_()
-            for share in each.slot.shares():
-                rows, at = _read(checkpoint, share), 0
+        for placed_slot in placed:
+            view = placed_slot.view
+            for start, size in placed_slot.slot.padding():
+                view.narrow(placed_slot.slot.dim, start, size).zero_()
+            for share in placed_slot.slot.shares():
+                rows, offset = _read(checkpoint, share), 0
                 for start, size in share.segments:
-                    view.narrow(share.dim, start, size).copy_(rows.narrow(share.dim, at, size))
-                    at += size
+                    view.narrow(share.dim, start, size).copy_(rows.narrow(share.dim, offset, size))
+                    offset += size
 
 
 def _read(checkpoint: Checkpoint, share: SlotPart) -> torch.Tensor:
@@ -266,19 +268,19 @@ def build_gpt(
     change_spec: Callable[[Any], Any] | None = None,
     **model: Any,
 ) -> Any:
-    """Return one stage of a `GPTModel`, with random weights; `load_hf` puts in the checkpoint's.
+    """Return one stage of a `GPTModel` with random weights; `load_hf` loads a checkpoint's.
 
     Args:
         arch: the checkpoint's model.
         config: the result of `arch.transformer_config()`.
         pre_process: True if the stage has the embedding.
         post_process: True if the stage has the last norm and the output layer.
-        vp_stage: the virtual stage in an interleaved schedule. Before 0.13 the caller sets it as a
-            global of Megatron's.
+        vp_stage: the virtual stage in an interleaved schedule. Before Megatron 0.13, the caller
+            must set it in Megatron's parallel state.
         max_positions: the length of the longest sequence; None for the checkpoint's.
-        change_spec: returns the spec of a layer to use, given that of Transformer Engine if it is
-            installed, else Megatron's own.
-        model: other arguments of GPTModel, such as `parallel_output`.
+        change_spec: returns the layer spec to use, given Transformer Engine's spec if that is
+            installed, else Megatron's local spec.
+        model: further arguments of GPTModel, such as `parallel_output`.
     """
     from megatron_idempotent.megatron.layer_specs import gpt_stage
 

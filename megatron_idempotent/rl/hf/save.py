@@ -1,4 +1,4 @@
-"""Saves a model's weights as a checkpoint that `from_pretrained` and engines read."""
+"""Saves a model's weights as a checkpoint for `from_pretrained` and engines."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ def save_hf(
 ) -> None:
     """Write a checkpoint on rank 0, bucket by bucket; all ranks call it.
 
-    It is written beside `directory` and renamed when it is complete, so that there is never a
-    half-written one. All ranks return when it is there, or raise.
+    The checkpoint is written beside `directory` and renamed when it is complete, so that it is
+    never incomplete. All ranks return after the rename, or raise.
 
     Args:
         source: the weights, such as `MegatronWeights`.
         directory: the new checkpoint, on rank 0's host.
-        like: a checkpoint whose configuration and tokenizer are copied; in the configuration the
-            type of the weights becomes that of `source`.
-        max_shard_bytes: the most bytes of tensors in one file; a larger tensor has its own.
-        bucket_bytes: the most bytes that are brought to rank 0 at a time; see `WeightSource`.
-        replace: True replaces a directory that exists.
-        config_changes: more to write into config.json, such as
+        like: a checkpoint whose configuration and tokenizer are copied; the configuration's dtype
+            becomes that of `source`.
+        max_shard_bytes: the most bytes of tensors in one file; a larger tensor gets its own file.
+        bucket_bytes: the most bytes that are sent to rank 0 at a time; see `WeightSource`.
+        replace: True to replace an existing directory.
+        config_changes: further entries for config.json, such as
             {"quantization_config": source.quantization_config()}.
-        deadline_s: how long ranks wait for rank 0 to end its last file, in seconds.
+        deadline_s: how long ranks wait for rank 0 to finish its last file, in seconds.
 
     Raises:
         ValueError: the directory exists and `replace` is False.
-        CheckpointMismatch: `like` is another model.
-        OSError: as a full disk raises on rank 0. Nothing is left of the new checkpoint.
-        FailedElsewhere: one of these, on other ranks.
+        CheckpointMismatch: `like` has another model.
+        OSError: writing failed on rank 0, such as on a full disk; the new checkpoint is removed.
+        FailedElsewhere: another rank raised one of these.
     """
     infos = source.tensors()
     error: BaseException | None = None
@@ -79,7 +79,7 @@ def save_hf(
         for bucket in stream:
             if writer is not None:
                 writer.write(bucket)
-            del bucket  # it would be held while the next one is made
+            del bucket  # else its memory stays in use while the next one is made
         if writer is not None:
             writer.finish(config_changes or {})
     except (ValueError, OSError) as bad:
@@ -92,7 +92,7 @@ def save_hf(
 
 
 class _Writer:
-    """Writes the new directory, beside its final name until it is complete."""
+    """Writes the new directory under a temporary name, and renames it when it is complete."""
 
     def __init__(
         self,
@@ -106,15 +106,15 @@ class _Writer:
             raise ValueError(f"save_hf() got max_shard_bytes={max_shard_bytes}; allowed: 1 or more")
         self._old = directory.with_name(f".{directory.name}.replaced")
         if self._old.exists() and not directory.exists():
-            self._old.rename(directory)  # another died between its two renames
+            self._old.rename(directory)  # an earlier process died between its two renames
         if directory.exists() and not replace:
             raise ValueError(f"{directory} exists: pass replace=True to have it replaced")
         self._directory, self._like, self._infos = directory, like, infos
         _check_like(like, infos)
         shards = split([info.nbytes for info in infos], max_shard_bytes)
-        one = len(shards) == 1
+        is_single = len(shards) == 1
         self._shards = {
-            SINGLE if one else f"model-{n:05}-of-{len(shards):05}.safetensors": [
+            SINGLE if is_single else f"model-{n:05}-of-{len(shards):05}.safetensors": [
                 infos[member] for member in members
             ]
             for n, members in enumerate(shards, 1)
@@ -124,8 +124,8 @@ class _Writer:
         }
         self._files: dict[str, SafetensorsFile] = {}
         self._beside = directory.with_name(f".{directory.name}.writing")
-        for left in (self._beside, self._old):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (self._beside, self._old):
+            shutil.rmtree(leftover, ignore_errors=True)
         self._beside.mkdir(parents=True)
 
     def write(self, bucket: Bucket) -> None:
@@ -159,7 +159,7 @@ class _Writer:
         self._rename()
 
     def clean_up(self) -> None:
-        """Remove a checkpoint that was not finished."""
+        """Remove an incomplete checkpoint."""
         for file in self._files.values():
             file.abandon()
         shutil.rmtree(self._beside, ignore_errors=True)
@@ -185,16 +185,16 @@ class _Writer:
 
 
 def _check_like(like: Path, infos: Sequence[TensorInfo]) -> None:
-    """Check that the configuration describes these tensors, if it is a known one."""
+    """Check that the configuration describes these tensors, if its architecture is supported."""
     try:
-        wanted = hf_shapes(Architecture.read(like))
+        expected = hf_shapes(Architecture.read(like))
     except UnsupportedArchitecture:
         return
-    found = {i.name: i.shape for i in infos if not i.name.endswith("_scale_inv")}
-    wrong = [f"{name} is missing" for name in wanted if name not in found]
-    for name, shape in found.items():
-        if wanted.get(name) != shape:
-            there = list(wanted[name]) if name in wanted else "nothing"
-            wrong.append(f"{name} is {list(shape)}, {like} has {there}")
+    shapes = {i.name: i.shape for i in infos if not i.name.endswith("_scale_inv")}
+    wrong = [f"{name} is missing" for name in expected if name not in shapes]
+    for name, shape in shapes.items():
+        if expected.get(name) != shape:
+            expected_shape = list(expected[name]) if name in expected else "nothing"
+            wrong.append(f"{name} is {list(shape)}, {like} has {expected_shape}")
     if wrong:
         raise CheckpointMismatch(f"{like} is not of these weights' model: {listed(wrong)}")

@@ -1,1 +1,1 @@
-"""Names metrics, hands them to loggers, and shows a run as a live table and a timeline."""
+"""Metrics: their names and values, loggers, a live table and a timeline."""

@@ -1,4 +1,4 @@
-"""Shows a run as a live table on a terminal, or as a line now and then in a file."""
+"""Shows a run as a live table on a terminal, or as a periodic line in a file."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 class StatusLines:
     """Prints a line every `every_s` seconds, for files. Example: `StatusLines(sys.stdout)`.
 
-    It is a `Logger` too, from which it has the last metrics.
+    It is also a `Logger`, to get the latest metrics.
     """
 
     def __init__(self, output: IO[str], *, until: int = 0, every_s: float = 30.0) -> None:
-        """Take the version at which the run ends, `until`, or 0 if that is not known."""
+        """Take the output; `until` is the version at which the run ends, or 0 if unknown."""
         self._output = output
         self._until = until
         self._every_s = every_s
@@ -37,13 +37,13 @@ class StatusLines:
         self._last_s: float | None = None
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Keep the metrics, and earlier ones that this row lacks; any thread may call it."""
+        """Update the latest value of each metric; thread-safe."""
         self._metrics = {**self._metrics, **metrics}
 
     def show(self, status: Status, at_s: float) -> None:
         """Print a line if the last one is `every_s` old, or the run has ended.
 
-        `at_s` is the time of any clock that does not go back.
+        `at_s` is the time of a monotonic clock.
         """
         due = self._last_s is None or at_s - self._last_s >= self._every_s
         if due or status.state == "ended":
@@ -51,7 +51,7 @@ class StatusLines:
             print(self._line(status), file=self._output, flush=True)
 
     def close(self) -> None:
-        """Leave the last state as it is. It may be called twice."""
+        """Do nothing: the last line stays."""
 
     def _line(self, status: Status) -> str:
         version = f"{status.trainer_version}{f'/{self._until}' if self._until else ''}"
@@ -66,22 +66,26 @@ class StatusLines:
         )
 
     def _number(self, name: str, form: str) -> str:
-        """Format a metric; one that is not there yet is a dash."""
+        """Format a metric, or a dash if it has no value yet."""
         return format(self._metrics[name], form) if name in self._metrics else "–"
 
 
 class TerminalTable(StatusLines):
-    """Draws a table again and again in the same place. Example: `make_table(sys.stderr)`."""
+    """Redraws a table in place on a terminal. Example: `make_table(sys.stderr)`."""
 
     def __init__(self, terminal: IO[str], *, until: int = 0) -> None:
-        """Start drawing. Errors: `ModuleNotFoundError` without rich."""
+        """Start drawing.
+
+        Raises:
+            ModuleNotFoundError: rich is not installed.
+        """
         from rich.console import Console
         from rich.live import Live
 
         super().__init__(terminal, until=until)
         self._live = Live(
             console=Console(file=terminal),
-            # Drawn when there is something new: a thread would take a core from the ranks.
+            # Drawn by `show` only: a refresh thread would take a core from the ranks.
             auto_refresh=False,
             # These would swallow what Megatron prints to the log file.
             redirect_stdout=False,
@@ -95,19 +99,21 @@ class TerminalTable(StatusLines):
         from rich.text import Text
 
         table = Table.grid(padding=(0, 2))
-        for name, told in self._rows(status):
-            table.add_row(Text(name, style="bold"), Text(told))
+        for name, text in self._rows(status):
+            table.add_row(Text(name, style="bold"), Text(text))
         self._live.update(table, refresh=True)
 
     def close(self) -> None:
-        """Stop drawing, and give the cursor back."""
+        """Stop drawing, and restore the cursor."""
         self._live.stop()
 
     def _rows(self, status: Status) -> list[tuple[str, str]]:
         counts, number = status.counts, self._number
         started = "may start" if status.rollouts_permitted else "none may start"
         version = f"{status.trainer_version}{f' of {self._until}' if self._until else ''}"
-        left = [f"{counts.get(name, 0)} {name}" for name in ("trained", "filtered", "evicted")]
+        done_counts = [
+            f"{counts.get(name, 0)} {name}" for name in ("trained", "filtered", "evicted")
+        ]
         return [
             ("run", f"{status.state}, epoch {status.epoch}"),
             ("version", f"{version}, engines serve {status.rollout_version}"),
@@ -120,7 +126,7 @@ class TerminalTable(StatusLines):
             ),
             (
                 "groups",
-                f"{counts.get('submitted', 0)} submitted: {', '.join(left)}; "
+                f"{counts.get('submitted', 0)} submitted: {', '.join(done_counts)}; "
                 f"wasted {number(WASTED_FRACTION, '.0%')}",
             ),
             (
@@ -136,8 +142,8 @@ class TerminalTable(StatusLines):
 def make_table(terminal: IO[str], *, until: int = 0, every_s: float = 30.0) -> StatusLines:
     """Return a live table if `terminal` is a terminal and rich is installed, else `StatusLines`.
 
-    `until` is the version at which the run ends, or 0 if that is not known. `StatusLines` print a
-    line every `every_s` seconds.
+    `until` is the version at which the run ends, or 0 if unknown. `StatusLines` prints a line every
+    `every_s` seconds.
     """
     if terminal.isatty():
         try:
@@ -152,12 +158,12 @@ async def keep_showing(
 ) -> None:
     """Show the status that `ping` returns now and every `every_s` seconds, until it is cancelled.
 
-    If anything raises, such as a terminal that is gone, it prints a warning and returns.
+    On any error, such as a closed terminal, it prints a warning and returns.
     """
     loop = asyncio.get_running_loop()
     try:
         while True:
             table.show(await ping(), loop.time())
             await asyncio.sleep(every_s)
-    except Exception as error:  # noqa: BLE001 (what is shown must not cost the training)
+    except Exception as error:  # noqa: BLE001 (a display must not end the training)
         print(f"the live table failed and is dropped: {error!r}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Defines loggers: files, TensorBoard, W&B, and several as one that never raises."""
+"""Defines loggers: JSON lines, TensorBoard, W&B, and a group of loggers that never raises."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from megatron_idempotent.json_text import parse_json
 
 
 class SettingsError(ValueError):
-    """Settings cannot work; the message names the setting, its value and what is allowed."""
+    """A setting is invalid; the message has its name, its value and the allowed values."""
 
 
 class Logger(Protocol):
     """Records metrics of each optimizer step."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record metrics by name, at the version `step`. Training goes on if it raises."""
+        """Record metrics by name, at version `step`. Training continues if this raises."""
 
     def close(self) -> None:
-        """Flush and release what is open."""
+        """Flush, and release all resources."""
 
 
 _Record = tuple[dict[str, float], int]
 
 
 class Loggers:
-    """Hands metrics to several loggers, and drops a logger that raises.
+    """Passes metrics to several loggers, and drops a logger that raises.
 
-    A dropped logger costs a warning on standard error, and is never called again: a full disk must
-    not cost the training. Example: `Loggers([lambda: JsonlLogger(path)], threaded=True)`.
+    A dropped logger prints a warning to standard error and is never called again, because a full
+    disk must not end the training. Example: `Loggers([lambda: JsonlLogger(path)], threaded=True)`.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class Loggers:
         close_timeout_s: float = 30.0,
         lent: bool = False,
     ) -> None:
-        """Build the loggers; one that cannot be built is left out, with a warning.
+        """Build the loggers; one that fails to build is dropped with a warning.
 
         Args:
-            loggers: loggers, or functions that make them. Give functions for loggers that hold
-                locks or threads, or are slow to build.
-            threaded: True to build and call loggers in one background thread, as an event loop
-                needs.
-            queued: the most records that wait for the thread; further ones are left out, and
+            loggers: loggers, or functions that make them. Pass functions for loggers that have
+                locks or threads, or that are slow to build.
+            threaded: True to build and call loggers in a background thread, so that they cannot
+                block an event loop.
+            queued: the most records that wait for the thread; further ones are discarded and
                 counted in `left_out`.
             close_timeout_s: the most seconds that `close` waits for the thread.
-            lent: True to have `close` leave the loggers open.
+            lent: True if `close` must leave the loggers open.
         """
         self._loggers: list[Logger] = []
         self._given = list(loggers)
@@ -69,11 +69,11 @@ class Loggers:
         self._lent = lent
         self._left_out = 0
         self._closed = False
-        # Bounded by hand: a full queue must take the record that ends it.
+        # Unbounded, with a check in `log`: the final record must fit even when it is full.
         self._records: queue.SimpleQueue[_Record | threading.Event | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if threaded:
-            # A daemon: a logger that hangs must not keep the process from ending.
+            # A daemon: a logger that hangs must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="loggers", daemon=True)
             self._thread.start()
         else:
@@ -86,13 +86,13 @@ class Loggers:
 
     @property
     def left_out(self) -> int:
-        """The number of records that no logger got: the queue was full, or it was closed."""
+        """The number of discarded records: the queue was full, or it was closed."""
         return self._left_out
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Hand the metrics to every logger that still works; with a thread it does not wait.
+        """Pass metrics to every working logger; with a thread, without waiting.
 
-        After `close` it leaves them out.
+        After `close` they are discarded.
         """
         if self._closed:
             self._left_out += 1
@@ -109,7 +109,7 @@ class Loggers:
             self._left_out += 1
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds until loggers have all records; return whether they do."""
+        """Wait up to `timeout_s` seconds until loggers have all records; return True if they do."""
         if self._thread is None or not self._thread.is_alive():
             return True
         reached = threading.Event()
@@ -117,10 +117,10 @@ class Loggers:
         return reached.wait(timeout_s)
 
     def close(self) -> None:
-        """Hand over what is queued, and close every logger that still works, once.
+        """Pass on the queued records, and close every working logger. A second call is a no-op.
 
-        With a thread it waits up to `close_timeout_s` seconds: call it from another thread while an
-        event loop has work to do.
+        With a thread it blocks for up to `close_timeout_s` seconds: do not call it in the thread of
+        an event loop.
         """
         if self._closed:
             return
@@ -149,13 +149,13 @@ class Loggers:
         self._close()
 
     def _build(self) -> None:
-        for given in self._given:
-            with self._dropping(given):
-                # A class has the attribute as well, and is what makes the logger.
-                made: Any = given
-                if isinstance(given, type) or not hasattr(given, "log"):
-                    made = made()
-                self._loggers.append(made)
+        for factory in self._given:
+            with self._dropping(factory):
+                # A logger class also has an attribute `log`, but is a factory.
+                logger: Any = factory
+                if isinstance(factory, type) or not hasattr(factory, "log"):
+                    logger = logger()
+                self._loggers.append(logger)
 
     def _log(self, metrics: Mapping[str, float], step: int) -> None:
         for logger in self.working:
@@ -169,14 +169,16 @@ class Loggers:
 
     @contextlib.contextmanager
     def _dropping(self, logger: Logger | Callable[[], Logger]) -> Iterator[None]:
-        """Take a logger off the list, with a warning, if the block raises any `Exception`."""
+        """Drop a logger with a warning if the block raises any `Exception`."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 (whatever it is, it must not cost the training)
-            # Printed and not raised: stderr is the run's log file, where it can be found later.
-            told = f"{type(error).__name__}: {error}"
-            print(f"{_name(logger)} failed and is dropped: {told}", file=sys.stderr)
-            self._loggers[:] = [each for each in self._loggers if each is not logger]
+        except Exception as error:  # noqa: BLE001 (a logger must not end the training)
+            # stderr is the run's log file.
+            text = f"{type(error).__name__}: {error}"
+            print(f"{_name(logger)} failed and is dropped: {text}", file=sys.stderr)
+            self._loggers[:] = [
+                kept_logger for kept_logger in self._loggers if kept_logger is not logger
+            ]
 
 
 def _name(logger: Any) -> str:
@@ -191,8 +193,11 @@ METRICS_FILE = "metrics.jsonl"
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file, oldest first; none if there is no file.
 
-    It leaves out a last line that is cut off, and rows of steps that were taken again later because
-    ranks were lost. Errors: `ValueError`, which names the damaged line.
+    A truncated last line is ignored, and so are rows of steps that were repeated later because
+    ranks were lost.
+
+    Raises:
+        ValueError: a line is damaged; the message has its number.
     """
     if not path.exists():
         return []
@@ -213,10 +218,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it: a kill in between costs nothing that was there.
+    """Write a file atomically: under a temporary name, then renamed.
 
-    A draft that a writer who died has left is written over; an error, as of a full disk, leaves
-    none.
+    A temporary file of an earlier process that died is overwritten. An error, such as a full disk,
+    removes the temporary file.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -228,16 +233,15 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class JsonlLogger:
-    """Writes one JSON object per step to a file, which has it when `log` returns.
+    """Appends one JSON object per step to a file, and flushes it.
 
     Example: `JsonlLogger(path).log({"train/loss": 0.5}, step=7)`, and `read_metrics(path)`.
     """
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
-        # A run that is resumed writes again what the interrupted one had written past its
-        # checkpoint: those lines go, or the file would tell of the same step twice.
-        kept = [row for row in read_metrics(path) if first_step and row["step"] <= first_step]
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        # A resumed run logs the steps after its checkpoint again, so their old rows are removed.
+        rows = [row for row in read_metrics(path) if first_step and row["step"] <= first_step]
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
@@ -259,7 +263,7 @@ class TensorBoardLogger:
     def __init__(self, directory: Path, *, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard hides events at and after the purge step that an interrupted run left.
+        # TensorBoard hides earlier events at and after the purge step.
         purge = first_step + 1 if first_step else None
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge)
 
@@ -274,11 +278,12 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Writes to a run of Weights & Biases that has the directory's name.
+    """Logs to a run of Weights & Biases with the directory's name.
 
-    Project, entity and mode are those of the environment (`WANDB_PROJECT`, `WANDB_ENTITY`,
-    `WANDB_MODE=offline`); credentials are those of `wandb login`. Charts are over `step`, which may
-    go back in a resumed run, since that writes some steps again.
+    Project, entity and mode come from the environment (`WANDB_PROJECT`, `WANDB_ENTITY`,
+    `WANDB_MODE=offline`), and credentials from `wandb login`. The x-axis of charts is `step`, which
+    may go back in a resumed run, because that repeats some steps.
+
     Example: `WandbLogger(Path("runs/a"), project="grpo")`.
     """
 
@@ -290,9 +295,11 @@ class WandbLogger:
         project: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start a run; with a `first_step` above 0, continue the run of that directory.
+        """Start a run; with a `first_step` above 0, continue the directory's run.
 
-        Errors: `ModuleNotFoundError` without wandb; those of wandb if the server refuses.
+        Raises:
+            ModuleNotFoundError: wandb is not installed.
+            Exception: wandb's error, such as for a server that rejects the run.
         """
         try:
             import wandb
@@ -300,8 +307,10 @@ class WandbLogger:
             raise ModuleNotFoundError(
                 f"{error}; pip install wandb, or take wandb out of the loggers"
             ) from error
-        kept = directory / "wandb-run-id"
-        run_id = kept.read_text(encoding="utf-8").strip() if first_step and kept.exists() else None
+        id_file = directory / "wandb-run-id"
+        run_id = (
+            id_file.read_text(encoding="utf-8").strip() if first_step and id_file.exists() else None
+        )
         self._run: Any = wandb.init(
             project=project,
             dir=str(directory),
@@ -312,42 +321,45 @@ class WandbLogger:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
+        id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Hand the metrics to the run, which uploads them by itself."""
+        """Pass metrics to the run, which uploads them in the background."""
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Upload the rest and end the run."""
+        """Finish the upload, and end the run."""
         self._run.finish()
 
 
 def logger_factories(
     names: Sequence[str], directory: Path, *, first_step: int = 0
 ) -> list[Callable[[], Logger]]:
-    """Return functions that make the named loggers, to give to `Loggers`.
+    """Return factories of the named loggers, for `Loggers`.
 
-    A name is `"jsonl"`, `"tensorboard"`, `"wandb"` or `"package.module:name"`, whose callable gets
-    the directory and `first_step`, the step from which a resumed run goes on. No logger is built
-    yet. Errors: `SettingsError` for a name that is unknown, or whose package is missing.
+    A name is `"jsonl"`, `"tensorboard"`, `"wandb"` or `"package.module:callable"`; the callable
+    gets the directory and `first_step`, the step from which a resumed run continues.
+
+    Raises:
+        SettingsError: a name is unknown, or its package is not installed.
+
     Example: `Loggers(logger_factories(["jsonl", "wandb"], out), threaded=True)`.
     """
-    known: Mapping[str, tuple[Callable[..., Logger], Path]] = {
+    built_in: Mapping[str, tuple[Callable[..., Logger], Path]] = {
         "jsonl": (JsonlLogger, directory / METRICS_FILE),
         "tensorboard": (TensorBoardLogger, directory / TENSORBOARD_DIRECTORY),
         "wandb": (WandbLogger, directory),
     }
-    found: list[Callable[[], Logger]] = []
+    factories: list[Callable[[], Logger]] = []
     for name in names:
         if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
             raise SettingsError(
                 f"loggers has {name!r}, and {name} is not installed; pip install {name}, or take "
                 "it out"
             )
-        make, place = known[name] if name in known else (_imported(name), directory)
-        found.append(functools.partial(make, place, first_step=first_step))
-    return found
+        make, location = built_in[name] if name in built_in else (_imported(name), directory)
+        factories.append(functools.partial(make, location, first_step=first_step))
+    return factories
 
 
 def _imported(path: str) -> Callable[..., Logger]:
@@ -356,7 +368,7 @@ def _imported(path: str) -> Callable[..., Logger]:
         raise SettingsError(
             f"loggers has {path!r}; allowed: jsonl, tensorboard, wandb, and package.module:callable"
         )
-    if str(Path.cwd()) not in sys.path:  # a console script does not look there
+    if str(Path.cwd()) not in sys.path:  # a console script does not have it
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)

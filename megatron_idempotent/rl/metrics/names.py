@@ -1,4 +1,4 @@
-"""Names metrics, and computes those of staleness, idle time and groups, without importing torch."""
+"""Metric names, and metrics of staleness, idle time and groups. Does not import torch."""
 
 from __future__ import annotations
 
@@ -17,66 +17,72 @@ HELD_OUT = "evaluation/reward"
 LOSS = "train/loss"
 GRAD_NORM = "train/grad_norm"
 POSITIONS = "train/positions"
-"""The number of positions that went forward and backward, prompts and padding included."""
+"""The number of positions in forward and backward, including prompts and padding."""
 RESPONSE_TOKENS = "train/response_tokens"
-"""The number of response tokens that the loss counts."""
+"""The number of response tokens in the loss."""
 STALENESS_MEAN = "train/staleness_mean"
 STALENESS_MAX = "train/staleness_max"
 STALENESS_FRACTION = "train/staleness_fraction/"
-"""The beginning of a name that a lag completes, from `0` to `4` and `5_or_more`."""
+"""A prefix of metric names; the suffix is a lag: `0` to `4` and `5_or_more`."""
 
 TOTAL_S = "timing/train/total_s"
 TOKENS_PER_S = "timing/train/tokens_per_s"
 EXPOSED_GENERATION = "exposed_generation"
-"""The phase in which the trainer waits for groups and does nothing else."""
+"""The phase in which the trainer only waits for groups."""
 TRAINER_IDLE_RATIO = "timing/train/trainer_idle_ratio"
 ENGINE_IDLE_RATIO = "timing/train/engine_idle_ratio"
 
 SYNC = "sync/"
-"""The beginning of the names of what a publish of weights returned."""
+"""The prefix of the metrics of a publish."""
 CHANGED = "sync/changed"
-"""The elements that were sent ÷ all elements."""
+"""Elements sent ÷ all elements."""
 BYTES_SENT = "sync/bytes_sent"
 BYTES_WHOLE = "sync/bytes_whole"
 
 ROLLOUTS = "rollouts/"
-"""The beginning of a name that a field of `Counts` completes."""
+"""A prefix of metric names; the suffix is a field of `Counts`."""
 UNACCOUNTED = "rollouts/unaccounted"
 WASTED_FRACTION = "rollouts/wasted_fraction"
 INFLIGHT_MEAN = "rollouts/inflight_mean"
 DROPPED = "rollouts/dropped"
 RETRIES = "rollouts/retries"
 
-# Lags from here on share a name: names that come and go make curves that lie.
+# Lags from here on share a metric, so that every row has the same metrics.
 _LAST_LAG = 5
 
 
 def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
     """Return mean, maximum and histogram of a step's lags, one per group; nothing without groups.
 
-    A lag is the version that a group trained minus the version of the oldest weights that drew any
-    of its tokens. The fraction of a lag is its groups / all groups of the step.
+    A lag is the version that a group trained minus the oldest version that sampled any of its
+    tokens. The fraction of a lag is groups with that lag / all groups of the step.
     """
     if not lags:
         return {}
     of_lag = Counter(min(lag, _LAST_LAG) for lag in lags)
-    named = {
+    fractions = {
         f"{STALENESS_FRACTION}{lag}{'_or_more' if lag == _LAST_LAG else ''}": of_lag[lag]
         / len(lags)
         for lag in range(_LAST_LAG + 1)
     }
-    return {STALENESS_MEAN: sum(lags) / len(lags), STALENESS_MAX: float(max(lags)), **named}
+    return {STALENESS_MEAN: sum(lags) / len(lags), STALENESS_MAX: float(max(lags)), **fractions}
 
 
 def idle_metrics(
     phases: Mapping[str, float], total_s: float, *, generation: tuple[float, float] | None = None
 ) -> dict[str, float]:
-    """Return the shares of `total_s` seconds in which trainer or engines idled; nothing for 0 s.
+    """Return the fractions of `total_s` in which trainer and engines were idle; nothing for 0 s.
 
-    The trainer's is seconds in the phase `exposed_generation` / `total_s`, of `phases`, which has
-    seconds by phase. The engines', if `generation` is given, the result of `InflightClock.take`, is
-    seconds in which no group was being generated / `total_s`. `rollouts/inflight_mean` is
-    group-seconds / `total_s`: it also shows an engine that idles beside a busy one.
+    Args:
+        phases: seconds per phase.
+        total_s: the duration in seconds.
+        generation: the result of `InflightClock.take`; None without metrics of the engines.
+
+    Returns:
+        The trainer's idle ratio, seconds in phase `exposed_generation` / `total_s`. With
+        `generation`, also the engines' idle ratio, seconds without a generating group / `total_s`,
+        and `rollouts/inflight_mean`, group-seconds / `total_s`, which also shows an engine that
+        idles beside a busy one.
     """
     if total_s <= 0:
         return {}
@@ -97,15 +103,15 @@ def counts_metrics(
 
     `rollouts/unaccounted` is submitted − trained − filtered − evicted − running, and always 0;
     `rollouts/wasted_fraction` is (filtered + evicted) / (trained + filtered + evicted). `dropped`
-    and `retries` have a number by reason: the metrics are their sum and each number.
+    and `retries` have a count per reason; their metrics are the sum and each count.
     """
-    named = {each.name: getattr(counts, each.name) for each in dataclasses.fields(counts)}
-    left = counts.trained + counts.filtered + counts.evicted
+    fields = {field.name: getattr(counts, field.name) for field in dataclasses.fields(counts)}
+    ended = counts.trained + counts.filtered + counts.evicted
     return {
-        **{f"{ROLLOUTS}{name}": float(value) for name, value in named.items()},
+        **{f"{ROLLOUTS}{name}": float(value) for name, value in fields.items()},
         f"{ROLLOUTS}running": float(counts.running),
-        UNACCOUNTED: float(counts.submitted - left - counts.running),
-        WASTED_FRACTION: (counts.filtered + counts.evicted) / left if left else 0.0,
+        UNACCOUNTED: float(counts.submitted - ended - counts.running),
+        WASTED_FRACTION: (counts.filtered + counts.evicted) / ended if ended else 0.0,
         **_by_reason(DROPPED, dropped or {}),
         **_by_reason(RETRIES, retries or {}),
     }
@@ -124,32 +130,33 @@ class InflightClock:
         self._group_s = 0.0
 
     def now(self, at_s: float, running: int) -> None:
-        """Note that `running` groups are being generated from `at_s` on."""
+        """Record that `running` groups are being generated from `at_s` on."""
         elapsed_s = at_s - self._at_s
         self._busy_s += elapsed_s if self._running else 0.0
         self._group_s += elapsed_s * self._running
         self._at_s, self._running = at_s, running
 
     def take(self, at_s: float) -> tuple[float, float]:
-        """Return the totals since the last call, up to `at_s`, and start again from zero.
+        """Return the totals from the last call to `at_s`, and reset them.
 
-        They are the seconds in which at least one group was being generated, and the seconds in
-        which a group was, summed over all groups.
+        Returns:
+            Seconds in which at least one group was being generated, and group-seconds: the seconds
+            of generation summed over all groups.
         """
         self.now(at_s, self._running)
-        taken = self._busy_s, self._group_s
+        totals = self._busy_s, self._group_s
         self._busy_s = self._group_s = 0.0
-        return taken
+        return totals
 
 
 def _share(part_s: float, total_s: float) -> float:
-    # A phase that began before the stretch is counted in it as a whole.
+    # A phase that began before the period counts in full, so the ratio could exceed 1.
     return min(part_s / total_s, 1.0)
 
 
 def _by_reason(prefix: str, reasons: Mapping[str, int]) -> dict[str, float]:
-    named = {prefix: float(sum(reasons.values()))}
+    metrics = {prefix: float(sum(reasons.values()))}
     for reason, count in reasons.items():
         name = f"{prefix}/{re.sub(r'[^a-z0-9]+', '_', reason.lower()).strip('_')[:40] or 'other'}"
-        named[name] = named.get(name, 0.0) + count
-    return named
+        metrics[name] = metrics.get(name, 0.0) + count
+    return metrics

@@ -1,7 +1,7 @@
-"""Records what each loop did and when, and writes it in Chrome's trace event format.
+"""Records a timeline of a run, and writes it in Chrome's trace event format.
 
-The format's rules are those of Google's "Trace Event Format" document: times in microseconds, `X`
-events of one thread nested or apart, `M` events that name processes and threads.
+The format's rules are those of Google's "Trace Event Format" document: times are in microseconds,
+`X` events of a thread are nested or disjoint, and `M` events name processes and threads.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class _Mark(NamedTuple):
 
 
 class Timeline:
-    """Keeps the newest `capacity` events of a run, some 400 bytes each, and counts dropped ones.
+    """Keeps the newest `capacity` events of a run, of about 400 bytes each; counts dropped ones.
 
     All times are the event loop's, in seconds. Recording an event takes microseconds and no lock:
-    call `span`, `count` and `mark` from the event loop's thread. `write` may be called from any.
+    call `span`, `count` and `mark` from the event loop's thread. `write` is thread-safe.
+
     Example: `timeline.span("train", "finish", started, loop.time(), {"version": 3})`.
     """
 
@@ -63,8 +64,10 @@ class Timeline:
     ) -> None:
         """Record a span from `start_s` to `end_s`. Spans of one track may overlap.
 
-        Viewers show `args` with the span. Errors: `ValueError` if it ends before it starts, or a
-        time is not finite.
+        Viewers show `args` with the span.
+
+        Raises:
+            ValueError: the span ends before it starts, or a time is not finite.
         """
         if not (math.isfinite(start_s) and math.isfinite(end_s) and start_s <= end_s):
             raise ValueError(
@@ -74,11 +77,11 @@ class Timeline:
         self._record(_Span(track, name, start_s, end_s, args))
 
     def count(self, name: str, at_s: float, value: float) -> None:
-        """Record a value that holds from `at_s` on. A value that is not finite leaves a gap."""
+        """Record a counter's value from `at_s` on. A value that is not finite leaves a gap."""
         self._record(_Count(name, at_s, value))
 
     def mark(self, track: str, name: str, at_s: float) -> None:
-        """Record an event at `at_s`."""
+        """Record an instant event at `at_s`."""
         self._record(_Mark(track, name, at_s))
 
     def _record(self, event: _Span | _Count | _Mark) -> None:
@@ -87,74 +90,77 @@ class Timeline:
 
     @property
     def dropped(self) -> int:
-        """The number of events that were recorded and are not kept any more."""
+        """The number of events that were recorded and dropped since."""
         return self._recorded - len(self._events)
 
     def write(self, path: Path) -> None:
         """Write a trace that ui.perfetto.dev and chrome://tracing open; `path` ends in `.json`.
 
-        It is written under another name and renamed, so that `path` never has half a trace. 100,000
-        events take about a second: call it from a thread while an event loop runs.
-        Errors: `OSError`.
+        The file is replaced atomically. 100,000 events take about a second: call it in a thread
+        while an event loop runs.
+
+        Raises:
+            OSError: the file cannot be written.
         """
         dropped = json.dumps({"dropped_events": self.dropped})
         trace = _trace(list(self._events.copy()), self._first_tracks)
-        events = ",\n".join(json.dumps(each, allow_nan=False) for each in trace)
+        events = ",\n".join(json.dumps(event, allow_nan=False) for event in trace)
         head = f'{{"displayTimeUnit": "ms",\n"otherData": {dropped},\n"traceEvents": ['
         write_whole(path, f"{head}\n{events}\n]}}\n")
 
 
 _PROCESS = 1
-# Apart from all process ids: a thread with its process's id would be shown as the main one.
+# Above all process ids: a thread with its process's id would be shown as the main thread.
 _FIRST_THREAD = 1_000
 
 
 def _trace(
     events: Sequence[_Span | _Count | _Mark], first_tracks: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield all events of the trace, those of names first; times count from the first event.
+    """Yield the events of the trace; times count from the first event.
 
-    A track whose spans nest or are apart is one thread of the process "controller". A track with
-    overlapping spans is a process of its own, which viewers can fold, with a thread per lane.
+    A track without overlapping spans (nested ones do not count) is one thread of the process
+    "controller". A track with overlapping spans is a separate process, which viewers can fold, with
+    a thread per lane.
     """
-    zero_s = min((each.start_s for each in events), default=0.0)
+    zero_s = min((event.start_s for event in events), default=0.0)
 
     def us(seconds: float) -> int:
-        # Whole ones: a fraction that a viewer rounds could push a span over its parent's end.
+        # Integers: a viewer that rounds fractions could move a span past its parent's end.
         return round((seconds - zero_s) * 1e6)
 
-    yield from _named("process", "controller", _PROCESS)
+    yield from _metadata("process", "controller", _PROCESS)
     for count in events:
         if isinstance(count, _Count) and math.isfinite(count.value):
             at_us, value = us(count.start_s), {"value": count.value}
             yield {"ph": "C", "name": count.name, "ts": at_us, "pid": _PROCESS, "args": value}
-    used = {each.track for each in events if not isinstance(each, _Count)}
+    used = {event.track for event in events if not isinstance(event, _Count)}
     first = [name for name in first_tracks if name in used]
     process, thread = _PROCESS, _FIRST_THREAD
     for track in (*first, *sorted(used.difference(first))):
         spans = [
-            (us(each.start_s), us(each.end_s), each)
-            for each in events
-            if isinstance(each, _Span) and each.track == track
+            (us(event.start_s), us(event.end_s), event)
+            for event in events
+            if isinstance(event, _Span) and event.track == track
         ]
         lanes = _lanes(spans)
         home = _PROCESS
         if len(lanes) > 1:
             process += 1
             home = process
-            yield from _named("process", track, home)
+            yield from _metadata("process", track, home)
         for mark in events:
             if isinstance(mark, _Mark) and mark.track == track:
-                place = {"ts": us(mark.start_s), "pid": home, "tid": thread}
-                yield {"ph": "i", "s": "t", "name": mark.name, **place}
+                location = {"ts": us(mark.start_s), "pid": home, "tid": thread}
+                yield {"ph": "i", "s": "t", "name": mark.name, **location}
         for number, lane in enumerate(lanes, start=1):
-            yield from _named(
+            yield from _metadata(
                 "thread", f"{track} {number}" if len(lanes) > 1 else track, home, thread
             )
             for start_us, end_us, span in lane:
-                place = {"ts": start_us, "dur": end_us - start_us, "pid": home, "tid": thread}
-                args = {"args": _shown(span.args)} if span.args else {}
-                yield {"ph": "X", "name": span.name, "cat": track, **place, **args}
+                location = {"ts": start_us, "dur": end_us - start_us, "pid": home, "tid": thread}
+                args = {"args": _json_args(span.args)} if span.args else {}
+                yield {"ph": "X", "name": span.name, "cat": track, **location, **args}
             thread += 1
 
 
@@ -165,11 +171,11 @@ _Laid = tuple[int, int, _Span]
 def _lanes(spans: Sequence[_Laid]) -> list[list[_Laid]]:
     """Distribute spans over lanes, and return the lanes, at least one.
 
-    If all spans nest or are apart, as the phases of a pump do, they are on one lane. Otherwise
-    there are as many lanes as spans at once, and a span takes the lowest one that is free. Spans
-    of a lane are sorted by start, outer ones before those inside them.
+    If all spans are nested or disjoint, like the phases of a pump, they share one lane. Otherwise
+    there are as many lanes as concurrent spans, and a span takes the lowest free lane. Spans of a
+    lane are sorted by start, outer spans before nested ones.
     """
-    ordered = sorted(spans, key=lambda each: (each[0], -each[1]))
+    ordered = sorted(spans, key=lambda laid_span: (laid_span[0], -laid_span[1]))
     if _nest(ordered):
         return [ordered]
     lanes: list[list[_Laid]] = []
@@ -198,16 +204,21 @@ def _nest(ordered: Sequence[_Laid]) -> bool:
     return True
 
 
-def _named(what: str, name: str, process: int, thread: int | None = None) -> list[dict[str, Any]]:
-    """Return the events that name a process or thread, and put it after those before it."""
-    place = {"pid": process} if thread is None else {"pid": process, "tid": thread}
+def _metadata(
+    kind: str, name: str, process: int, thread: int | None = None
+) -> list[dict[str, Any]]:
+    """Return the metadata events that name a process or thread and set its sort order."""
+    location = {"pid": process} if thread is None else {"pid": process, "tid": thread}
     order = process if thread is None else thread
-    told = {f"{what}_name": {"name": name}, f"{what}_sort_index": {"sort_index": order}}
-    return [{"ph": "M", "name": key, "ts": 0, **place, "args": args} for key, args in told.items()]
+    args_by_name = {f"{kind}_name": {"name": name}, f"{kind}_sort_index": {"sort_index": order}}
+    return [
+        {"ph": "M", "name": key, "ts": 0, **location, "args": args}
+        for key, args in args_by_name.items()
+    ]
 
 
-def _shown(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values for JSON: finite numbers and texts as they are, and all else as text."""
+def _json_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for JSON: finite numbers and strings unchanged, other values as strings."""
     return {
         str(name): value
         if isinstance(value, (bool, int, str))

@@ -1,4 +1,4 @@
-"""Brings new weights to serving engines: stages them beside the old ones, switches in a pause."""
+"""Sends new weights to serving engines: stages them beside the old ones, and swaps in a pause."""
 
 from megatron_idempotent.lazy import attributes
 

@@ -1,4 +1,4 @@
-"""Publishes updates in a bucket of objects, which engines elsewhere take by themselves."""
+"""Publishes updates in an object store's bucket, for engines elsewhere to follow."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ _WRITER = "writer"
 
 
 class BucketPublisher:
-    """Publishes updates in a bucket, and takes part in a `WeightSync` as an engine does.
+    """Publishes updates in a bucket; takes part in a `WeightSync` like an engine.
 
-    Staging writes an update's objects, and the commit lists it, so that engines elsewhere see what
-    the others serve. It draws no samples: keep it out of an `EnginePool`. A bucket has one writer.
+    Staging writes an update's objects, and the commit adds it to the index, so that engines
+    elsewhere see the versions that this sync's engines serve. It cannot sample: keep it out of an
+    `EnginePool`. A bucket has one writer.
 
     Example:
         publisher = BucketPublisher("s3://weights/grpo-7", run="grpo-7")
@@ -65,13 +66,14 @@ class BucketPublisher:
     ) -> None:
         """
         Args:
-            url: the bucket, as `BucketSender` takes it.
-            run: the name of the run, which followers see; a bucket has updates of one.
+            url: the bucket's URL, as for `BucketSender`.
+            run: the name of the run, which followers see; a bucket has updates of one run only.
             options: arguments of fsspec's file system; None for those of the environment.
-            anchor_every: the most updates from one anchor, which has everything, to the next.
-            anchors: the number of anchors that are kept, with the updates after each.
+            anchor_every: the most updates between anchors; an anchor has every tensor.
+            anchors: the number of anchors to keep, with the updates after each.
 
-        Errors: those of `Objects`; `ValueError` for a number below 1 or an empty run.
+        Raises:
+            ValueError: a number is below 1, the run's name is empty, or as in `Objects`.
         """
         if not run or min(anchor_every, anchors) < 1:
             raise ValueError(
@@ -81,21 +83,21 @@ class BucketPublisher:
         self._objects = Objects(url, options)
         self._run, self._anchor_every, self._anchors = run, anchor_every, anchors
         self._paused = self._anchor_asked = False
-        self._litter = True  # of a writer that died
+        self._needs_cleaning = True  # a writer that died may have left objects
         self._staging = ""
         self._token = secrets.token_bytes(16)
         self._claimed = False
         self._staged: tuple[Index | None, Index] | None = None
-        # What may be listed: what was found last, and what was to be listed after that.
-        self._known: tuple[Index | None, ...] = ()
+        # The indexes that this publisher may find: the last one it read, and the one it wrote.
+        self._own_indexes: tuple[Index | None, ...] = ()
 
     @property
     def name(self) -> str:
-        """The bucket's URL, less what is secret in it."""
+        """The bucket's URL without secrets."""
         return self._objects.address
 
     def ask_for_anchor(self) -> None:
-        """Have the next update bring every tensor."""
+        """Require that the next update contains every tensor."""
         self._anchor_asked = True
 
     async def generate(self, request: Request) -> Sample:
@@ -111,17 +113,19 @@ class BucketPublisher:
         self._paused = False
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. Followers see nothing of it before the commit.
+        """See `RolloutEngine.stage`. Followers do not see the update before the commit.
 
-        Errors: `UpdateRefused` for another run's bucket, too; `TransportError`.
+        Raises:
+            UpdateRefused: also if the bucket belongs to another run or another trainer writes it.
+            TransportError: the store failed.
         """
-        before = await self._index()
+        index = await self._index()
         if not self._claimed:
             await asyncio.to_thread(self._objects.write, _WRITER, self._token)
-            # Read again: one that published here before lists nothing from now on.
+            # Read again: the claim stops an earlier publisher from changing the index.
             self._claimed = True
-            before = await self._index()
-        newest = before.newest if before else None
+            index = await self._index()
+        newest = index.newest if index else None
         if newest and newest.id == update.id:
             return
         served = newest.version if newest else None
@@ -129,50 +133,57 @@ class BucketPublisher:
         refuse_out_of_turn(self.name, update, least=least, serving=served, staging=self._staging)
         self._staging, self._staged = update.id, None
         try:
-            if self._litter:
-                await asyncio.to_thread(self._clean, before)
-            self._litter = True  # until it is committed
+            if self._needs_cleaning:
+                await asyncio.to_thread(self._clean, index)
+            self._needs_cleaning = True  # reset by the commit
             written = [
                 await asyncio.to_thread(self._write, update, bucket)
                 async for bucket in buckets
                 if bucket.tensors
             ]
-            place = self._objects, self._run
-            listed = await asyncio.to_thread(write_manifest, *place, update, written)
-            after = Index(run=self._run, updates=(*(before.updates if before else ()), listed))
-            first = after.anchors[-self._anchors :][0]
-            after = dataclasses.replace(after, updates=after.updates[first:])
-            self._staged = before, after
+            destination = self._objects, self._run
+            listed = await asyncio.to_thread(write_manifest, *destination, update, written)
+            new_index = Index(run=self._run, updates=(*(index.updates if index else ()), listed))
+            first = new_index.anchors[-self._anchors :][0]
+            new_index = dataclasses.replace(new_index, updates=new_index.updates[first:])
+            self._staged = index, new_index
         finally:
             self._staging = ""
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`. Errors: `UpdateRefused` if another trainer publishes."""
-        found = await self._index()
-        if found and found.newest.id == update_id:  # the answer to an earlier try was lost
-            self._committed(found)
-            return found.newest.version
+        """See `RolloutEngine.commit`.
+
+        Raises:
+            UpdateRefused: another trainer publishes in this bucket.
+            EngineError: the update is not staged, or the publisher is not paused.
+        """
+        index = await self._index()
+        if (
+            index and index.newest.id == update_id
+        ):  # an earlier commit succeeded, but its reply was lost
+            self._committed(index)
+            return index.newest.version
         if self._staged is None or self._staged[1].newest.id != update_id or not self._paused:
             raise EngineError(
                 f"{self.name} has not staged update {update_id}, or is not paused; do both before "
                 "the commit"
             )
-        after = self._staged[1]
-        self._known = found, after
-        await asyncio.to_thread(after.write, self._objects)
-        self._committed(after)
-        return after.newest.version
+        new_index = self._staged[1]
+        self._own_indexes = index, new_index
+        await asyncio.to_thread(new_index.write, self._objects)
+        self._committed(new_index)
+        return new_index.newest.version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`. The objects are removed with the next update."""
+        """See `RolloutEngine.rollback`. The next update removes the objects."""
         if self._staged is not None and self._staged[1].newest.id == update_id:
             self._staged = None
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`. The version is the one that the store gives back."""
+        """See `RolloutEngine.health`. The version is read from the store."""
         try:
             index = await self._index()
-        except Exception as error:  # noqa: BLE001 (whatever it is, health is an answer to it)
+        except Exception as error:  # noqa: BLE001 (health reports any error)
             return EngineHealth(status="DEAD", version=None, detail=str(error))
         return EngineHealth(
             status="PAUSED" if self._paused else "SERVING",
@@ -183,7 +194,7 @@ class BucketPublisher:
         )
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`. What was published stays."""
+        """See `RolloutEngine.close`. Published updates stay."""
 
     async def _index(self) -> Index | None:
         index, writer = await asyncio.gather(
@@ -197,19 +208,18 @@ class BucketPublisher:
             )
         if not self._claimed:
             return index
-        # A commit whose answer was lost is our own, too.
-        if self._known and index not in self._known:
+        # This includes an index that was written although the reply was lost.
+        if self._own_indexes and index not in self._own_indexes:
             raise UpdateRefused(
                 f"{self.name} has version {index and index.newest.version}, which this trainer "
-                "did not publish: another one does so there; give each a bucket of its own"
+                "did not publish: another trainer publishes there; give each its own bucket"
             )
         if writer not in (self._token, None):
-            # It may have removed what is staged here.
+            # The other trainer may have removed this one's staged objects.
             raise UpdateRefused(
-                f"another trainer has begun to publish in {self.name}; give each one a bucket of "
-                "its own"
+                f"another trainer has begun to publish in {self.name}; give each one its own bucket"
             )
-        self._known = self._known or (index,)
+        self._own_indexes = self._own_indexes or (index,)
         return index
 
     def _write(self, update: WeightUpdate, bucket: Bucket) -> Mapping[str, Any]:
@@ -217,29 +227,29 @@ class BucketPublisher:
         return {**layout.as_json(), **put_bucket(self._objects, "objects/", layout, bucket)}
 
     def _committed(self, index: Index) -> None:
-        before = self._staged[0] if self._staged else None
-        # Those that left the list go with the next update, not in the pause.
-        self._litter = before is not None and index.updates[0] != before.updates[0]
+        old_index = self._staged[0] if self._staged else None
+        # Objects of updates that left the index are removed by the next update, not in the pause.
+        self._needs_cleaning = old_index is not None and index.updates[0] != old_index.updates[0]
         self._anchor_asked &= index.newest.base_version is not None
         self._staged = None
 
     def _clean(self, index: Index | None) -> None:
-        """Remove all that no listed update needs; a list of the store's may lack the newest."""
+        """Remove all objects that no listed update needs; a listing may miss the newest objects."""
         self._objects.remove_partials()
         listed = index.updates if index else ()
         try:
-            needed = [Manifest(self._objects, self._run, each).keys for each in listed]
+            needed = [Manifest(self._objects, self._run, update).keys for update in listed]
         except UpdateDamaged as error:
-            # What it needs is not known. It leaves the list in its turn.
+            # Its objects are unknown. The update will leave the index later.
             _log.warning("%s is not cleaned: %s", self.name, error)
             return
-        there = self._objects.keys("objects") | self._objects.keys("manifests")
-        self._objects.remove(there.difference(*needed))
+        stored_keys = self._objects.keys("objects") | self._objects.keys("manifests")
+        self._objects.remove(stored_keys.difference(*needed))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CatchUp:
-    """Reports how engines came to the newest update.
+    """A report of how engines were updated to the newest version.
 
     Example: `(await follower.catch_up()).describe()`.
     """
@@ -247,18 +257,18 @@ class CatchUp:
     version: int
     engines: Mapping[str, EngineOutcome]
     updates: int
-    """The number of updates that were read, joined into one."""
+    """The number of updates that were read and merged."""
     whole: bool
-    """True if the first of them was an anchor."""
+    """True if the first of these updates was an anchor."""
     bytes_read: int
-    """The number of bytes of the objects that were fetched."""
+    """The bytes of the fetched objects."""
     pause_s: float
-    """Seconds in which requests waited."""
+    """Seconds in which requests were paused."""
     total_s: float
-    """Seconds for all of it."""
+    """Seconds for the entire `catch_up`."""
 
     def describe(self) -> str:
-        """Return it as one line."""
+        """Return the report as one line."""
         began = "the anchor and what came after it" if self.whole else "what was missed"
         updates = "1 update" if self.updates == 1 else f"{self.updates} updates"
         return (
@@ -272,7 +282,7 @@ def _has_it(outcome: EngineOutcome) -> bool:
 
 
 class BucketFollower:
-    """Brings engines to what a bucket has, from wherever they are.
+    """Updates engines to a bucket's newest version, from any older version.
 
     Example:
         follower = BucketFollower("s3://weights/grpo-7", [engine])
@@ -292,13 +302,14 @@ class BucketFollower:
     ) -> None:
         """
         Args:
-            url: the bucket, as the publisher was given it.
-            engines: the engines; what is fetched is fetched once for all of them.
-            run: the only run that is followed; None for the one that is found first.
+            url: the publisher's URL.
+            engines: the engines to update; objects are fetched once for all of them.
+            run: the run to follow; None for the first run that the bucket has.
             options: arguments of fsspec's file system; None for those of the environment.
             settings: the limits; None for the defaults of `SyncSettings`.
 
-        Errors: those of `Objects`, and of `WeightSync` for the engines.
+        Raises:
+            ValueError: as in `Objects` for the URL, and in `WeightSync` for the engines.
         """
         self._objects = Objects(url, options)
         self._settings = settings or SyncSettings()
@@ -307,17 +318,17 @@ class BucketFollower:
         self._run, self._newest, self._warned = run, -1, False
 
     async def catch_up(self) -> CatchUp | None:
-        """Bring all engines to the newest update; return None if they have it, or there is none.
+        """Update all engines to the newest version; return None if there is nothing to do.
 
-        An engine takes the updates that it missed, joined into one, or the last anchor and those
-        after it if that is nearer; if its bits are not those of its version, the anchor too. The
-        first time that nothing was published there, that is logged as a warning.
+        An engine gets the updates that it missed, merged into one, or the last anchor and the
+        updates after it if that is shorter, or if the engine's weights are not those of its
+        version. The first time that the bucket is empty, a warning is logged.
 
         Raises:
-            UpdateDamaged: an object is missing, or is not what was written; no engine has changed.
+            UpdateDamaged: an object is missing or damaged; no engine has changed.
             UpdateRefused: the bucket has another run, or went back to an older version.
-            TransportError: the store does not answer.
-            SyncError: no engine took the update; the message says why.
+            TransportError: the store does not respond.
+            SyncError: no engine took the update; the message has the reasons.
         """
         clock = asyncio.get_running_loop().time
         started = clock()
@@ -329,15 +340,15 @@ class BucketFollower:
         healths = await self._sync.recover()
         outcomes, behind = {}, []
         for engine in self._engines:
-            found = healths[engine.name]
-            if found.status == "SERVING" and found.version == newest.version:
-                done = EngineOutcome(outcome="committed", version=newest.version)
-                outcomes[engine.name] = done
-            elif found.status == "DEAD":
-                outcomes[engine.name] = given_up(found, "it does not answer")
-            elif (found.version or 0) > newest.version:
+            health = healths[engine.name]
+            if health.status == "SERVING" and health.version == newest.version:
+                current = EngineOutcome(outcome="committed", version=newest.version)
+                outcomes[engine.name] = current
+            elif health.status == "DEAD":
+                outcomes[engine.name] = given_up(health, "it does not answer")
+            elif (health.version or 0) > newest.version:
                 raise UpdateRefused(
-                    f"engine {engine.name} serves version {found.version}, and "
+                    f"engine {engine.name} serves version {health.version}, and "
                     f"{self._objects.address} has {newest.version}: it took another run's updates; "
                     "start it again"
                 )
@@ -349,17 +360,17 @@ class BucketFollower:
         chain: Sequence[Listed] = ()
         updates = bytes_read = 0
         pause_s = 0.0
-        # The second time from an anchor: an engine's bits may not be those of its version.
+        # Second try, from an anchor: an engine's weights may differ from those of its version.
         for base in (versions.pop() if len(versions) == 1 else None, None):
             if not behind or index.chain(base) == chain:
                 break
             chain = index.chain(base)
             reading = await asyncio.to_thread(Chain, self._objects, index.run, chain)
-            one = UpdateAttempt(behind, reading.update, self._settings, Phases(None))
-            await one.run(reading.buckets(self._settings.bucket_bytes), None)
+            attempt = UpdateAttempt(behind, reading.update, self._settings, Phases(None))
+            await attempt.run(reading.buckets(self._settings.bucket_bytes), None)
             updates, bytes_read = updates + len(chain), bytes_read + reading.bytes_read
-            pause_s += one.pause_s
-            outcomes |= one.outcomes
+            pause_s += attempt.pause_s
+            outcomes |= attempt.outcomes
             behind = [engine for engine in behind if not _has_it(outcomes[engine.name])]
         report = CatchUp(
             version=newest.version,
@@ -371,8 +382,8 @@ class BucketFollower:
             total_s=clock() - started,
         )
         if not any(map(_has_it, outcomes.values())):
-            told = "; ".join(f"{name}: {each.detail}" for name, each in outcomes.items())
-            raise SyncError(f"no engine took version {newest.version} of {index.run}: {told}")
+            details = "; ".join(f"{name}: {outcome.detail}" for name, outcome in outcomes.items())
+            raise SyncError(f"no engine took version {newest.version} of {index.run}: {details}")
         _log.info("%s: %s", self._objects.address, report.describe())
         return report
 

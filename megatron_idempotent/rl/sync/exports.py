@@ -1,8 +1,8 @@
-"""Has the ranks send the policy's weights, while the controller conducts.
+"""Sends the policy's weights directly from the ranks; the controller only coordinates.
 
-Senders live on the ranks that have tensors of a bucket: rank 0, or several side by side. What
-passes through the controller is descriptions of buckets, checksums and announcements. Importing
-this imports torch.
+Senders run on the ranks that have tensors of a bucket: rank 0, or several concurrently. The
+controller handles only descriptions of buckets, checksums and announcements. Importing this imports
+torch.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ from megatron_idempotent.rl.weights.transports.base import Announcement, Receive
 from megatron_idempotent.rl.weights.transports.several import announced_together, opened_together
 from megatron_idempotent.rl.workers import RankFailed, RankGroup, RanksLost
 
-#: Seconds, after those of a call, for the ranks to be ended; so the wait for the loop has a bound.
+#: Seconds to end the ranks after a call has timed out, so that waiting for the event loop is
+#: bounded.
 _MARGIN_S = 60.0
-#: One is being sent while the next is made.
+#: Buckets to keep: one is being sent while the next one is made.
 _BUCKETS = 2
 
 MakeSender = Callable[[], Sender]
-"""A function that travels to the ranks, such as `functools.partial(DiskSender, folder)`."""
+"""A function that is pickled and called on ranks, such as `functools.partial(DiskSender,
+folder)`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BucketOnRank:
-    """Describes what one rank holds of a bucket. Example: `BucketOnRank.of(bucket).infos`."""
+    """Describes one rank's part of a bucket. Example: `BucketOnRank.of(bucket).infos`."""
 
     index: int
     infos: tuple[TensorInfo, ...]
@@ -68,7 +70,7 @@ class BucketOnRank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DescribedBucket(Bucket):
-    """Has the names, shapes and types of a bucket's tensors, which are on the device "meta".
+    """A bucket without data: its tensors are on the device "meta".
 
     Example: `DescribedBucket.of_ranks(parts).nbytes`.
     """
@@ -77,7 +79,7 @@ class DescribedBucket(Bucket):
 
     @classmethod
     def of_ranks(cls, parts: Sequence[BucketOnRank]) -> DescribedBucket:
-        """Make one of what ranks say of their parts of one bucket."""
+        """Combine the ranks' descriptions of their parts of one bucket."""
         return cls(
             index=parts[0].index,
             tensors={
@@ -91,16 +93,17 @@ class DescribedBucket(Bucket):
 
     @property
     def elements_changed(self) -> int:
-        """The number of elements that the bucket brings."""
+        """The number of elements in the bucket; a delta has only the changed ones."""
         return self.changed
 
 
 class Exports:
-    """Gives a worker the methods that `RemoteWeights` calls, over a source of its rank.
+    """A base class for workers, with the methods that `RemoteWeights` calls on every rank.
 
-    Derive a worker from it, or hand its methods on. There is one export at a time; a new one ends
-    the one before. Ranks keep what they have of the two newest buckets until senders have sent it.
-    Those are rank 0, and others whose source says so by `keeps`, as `MegatronWeights` does.
+    Derive a worker from it, or delegate to it. There is one export at a time; a new one ends the
+    previous one. Sending ranks keep their parts of the two newest buckets until these are sent. The
+    sending ranks are those whose source has a true attribute `keeps`, as in `MegatronWeights`; for
+    other sources, rank 0.
 
     Example:
         class Worker(Exports):
@@ -113,27 +116,29 @@ class Exports:
         self._export: Iterator[Bucket] | None = None
         self._whole: bool | None = None
         self._last: LastSent | None = None
-        self._held: dict[int, Bucket] = {}
+        self._kept: dict[int, Bucket] = {}
         self._senders: dict[str, Sender] = {}
 
     def export_tensors(self) -> tuple[TensorInfo, ...] | None:
-        """Return all tensors, on rank 0; None on others. Collective."""
+        """Return all tensors on rank 0, and None on other ranks. A collective."""
         infos = self._export_source.tensors()
         return infos if _rank() == 0 else None
 
     def export_begin(self, bucket_bytes: int, whole: bool | None = None) -> None:
-        """Begin an export. Collective.
+        """Begin an export. A collective.
 
         Args:
             bucket_bytes: the size of buckets.
-            whole: False for what has changed since the last export, and True for everything, from
-                which on changes are found, by the source if it can, else by a copy of what was
-                sent, on the ranks that send. None for everything.
+            whole: False to export the changes since the last export. True to export everything, and
+                record it so that a later export can find changes; unless the source does that, the
+                sending ranks keep a copy of what they send. None to export everything without
+                recording.
 
-        Errors: those of the source, as for a `bucket_bytes` below 1.
+        Raises:
+            Exception: the source's error, such as for a `bucket_bytes` below 1.
         """
         self.export_end()
-        self._held.clear()
+        self._kept.clear()
         source: Any = self._export_source
         finds_changes = getattr(source, "finds_changes", False)
         more = {"whole": whole} if finds_changes and whole is not None else {}
@@ -143,26 +148,32 @@ class Exports:
         self._export = source.buckets(bucket_bytes=bucket_bytes, **more)
 
     def export_next(self) -> BucketOnRank | None:
-        """Make the next bucket; return what this rank has of it, None at the end. Collective.
+        """Make the next bucket. A collective.
 
-        Errors: `RuntimeError` if no export has begun; those of the source.
+        Returns:
+            A description of this rank's part of the bucket; None after the last bucket.
+
+        Raises:
+            RuntimeError: no export has begun.
+            Exception: the source's error.
         """
         if self._export is None:
             raise RuntimeError("export_next() without an export: call export_begin() first")
-        with _held_open(self._export):
+        with _without_close(self._export):
             bucket = next(self._export, None)
         if bucket is None:
             return None
         if self._last is not None and self._whole is not None and self._sends():
             bucket = self._last.changed(bucket, whole=self._whole)
-        self._held[bucket.index] = bucket
-        self._held.pop(bucket.index - _BUCKETS, None)
+        self._kept[bucket.index] = bucket
+        self._kept.pop(bucket.index - _BUCKETS, None)
         return BucketOnRank.of(bucket)
 
     def sender_open(self, key: str, make: MakeSender, update: WeightUpdate) -> Announcement | None:
-        """Make a sender, and return its announcement; None on ranks that send nothing.
+        """Make and open a sender; return its announcement, or None on ranks that do not send.
 
-        Errors: those of the sender.
+        Raises:
+            TransportError: the sender failed.
         """
         if not self._sends():
             return None
@@ -170,41 +181,43 @@ class Exports:
         return asyncio.run(sender.open(update))
 
     def sender_step(self, key: str, step: str, index: int) -> Announcement | None:
-        """Do a step of a sender with a bucket: "announce", "transmit" or "release".
+        """Call a sender's method `step` for a bucket: "announce", "transmit" or "release".
 
-        Return None on ranks that send nothing.
+        Returns:
+            The method's result; None on ranks that do not send.
 
-        Errors: those of the sender; `TransportError` for a bucket that is no longer kept.
+        Raises:
+            TransportError: the sender failed, or the bucket is no longer kept.
         """
         if not self._sends():
             return None
-        bucket = self._held.get(index)
+        bucket = self._kept.get(index)
         if bucket is None:
             raise TransportError(
                 f"bucket {index} is not there to {step}: rank {_rank()} has buckets "
-                f"{sorted(self._held)}"
+                f"{sorted(self._kept)}"
             )
         answer: Announcement | None = asyncio.run(getattr(self._senders[key], step)(bucket))
         return answer
 
     def sender_close(self, key: str) -> None:
-        """Close this rank's sender; without one: no-op."""
+        """Close this rank's sender. If there is none: no-op."""
         sender = self._senders.pop(key, None)
         if sender is not None:
             asyncio.run(sender.close())
-        self._let_go()
+        self._drop_buckets()
 
     def export_end(self) -> None:
-        """End the export, also half-way. Collective. Without one: no-op."""
+        """End the export, complete or not. A collective. If there is none: no-op."""
         export, self._export = self._export, None
-        self._let_go()
+        self._drop_buckets()
         if export is not None:
             end_export(export)
 
-    def _let_go(self) -> None:
-        """Let go of the last buckets, once the export has ended and nobody sends them."""
+    def _drop_buckets(self) -> None:
+        """Free the last buckets, if the export has ended and all senders are closed."""
         if self._export is None and not self._senders:
-            self._held.clear()
+            self._kept.clear()
 
     def _sends(self) -> bool:
         return bool(getattr(self._export_source, "keeps", _rank() == 0))
@@ -217,9 +230,9 @@ def _rank() -> int:
 class RemoteWeights:
     """Implements `ChangesSource` for ranks in other processes, for the controller's `WeightSync`.
 
-    Its methods block the thread that calls them, which must not be the event loop's: `WeightSync`
-    iterates in a thread of its own. `buckets` itself does nothing yet, and may be called anywhere.
-    Between two buckets the ranks are free for calls.
+    Its methods block the calling thread, which must not be the event loop's: `WeightSync` iterates
+    in a separate thread. `buckets` does not block and may be called in any thread. Between two
+    buckets, the ranks can run other calls.
 
     Example: `await sync.update(RemoteWeights(ranks, asyncio.get_running_loop()), version)`.
     """
@@ -237,11 +250,11 @@ class RemoteWeights:
         """
         Args:
             ranks: the ranks, whose worker has the methods of `Exports`.
-            loop: the event loop on which these are called.
+            loop: the event loop of `ranks`.
             timeout_s: seconds for one bucket, after which the ranks count as lost.
-            transport: makes the senders on ranks from which this process receives each bucket, once
-                for all engines in it. None where all engines are sent to by `sender`: buckets then
-                describe tensors and have none.
+            transport: makes the senders through which this process receives each bucket, once for
+                all of its engines. None if all engines receive through `sender`; buckets then have
+                no data (`DescribedBucket`).
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}; allowed: seconds above 0")
@@ -249,32 +262,39 @@ class RemoteWeights:
         self._transport = transport
 
     def sender(self, make: MakeSender) -> Sender:
-        """Return a sender for an engine, such as a `VllmEngine`, whose work is done on ranks.
+        """Return a sender for an engine, such as a `VllmEngine`, that sends from the ranks.
 
-        On each rank that sends, `make` makes a sender, of one kind and for that rank's machine.
+        Each sending rank calls `make`; all results must be of the same kind.
         """
         return _RankSender(self, make)
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order in which they are sent.
+        """Return all tensors in the order of sending.
 
-        Errors: `RankFailed`, `RanksLost`; `RuntimeError` in the event loop's own thread.
+        Raises:
+            RankFailed: the source raised on some rank.
+            RanksLost: ranks are gone.
+            RuntimeError: this was called in the event loop's thread.
         """
         infos: tuple[TensorInfo, ...] = self.ask("export_tensors")[0]
         return infos
 
     def buckets(self, *, bucket_bytes: int, whole: bool | None = None) -> RemoteBuckets:
-        """Return the weights in buckets of `bucket_bytes`; the export begins with the first.
+        """Return the weights in buckets of `bucket_bytes`; the first `next` begins the export.
 
-        `whole` is False for what has changed since the last export; see `Exports.export_begin`.
+        `whole` is False for the changes since the last export; see `Exports.export_begin`.
         """
         if type(bucket_bytes) is not int or bucket_bytes < 1:
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
-        way = None if self._transport is None else _Way(self, self._transport)
-        return RemoteBuckets(self, way, bucket_bytes, whole)
+        inbound = None if self._transport is None else _Inbound(self, self._transport)
+        return RemoteBuckets(self, inbound, bucket_bytes, whole)
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks, and return their results. Errors: as for `tensors`."""
+        """Call a method on all ranks from another thread than the loop's; return their results.
+
+        Raises:
+            Exception: as in `tensors` and `call`.
+        """
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -285,20 +305,23 @@ class RemoteWeights:
             )
         calling = self.call(method, *args)
         try:
-            asked = asyncio.run_coroutine_threadsafe(calling, self._loop)
+            future = asyncio.run_coroutine_threadsafe(calling, self._loop)
         except RuntimeError as closed:
             calling.close()
             raise RanksLost(f"{method}(): the controller's event loop is closed") from closed
-        wait([asked], 2 * self._timeout_s + _MARGIN_S)
-        if asked.cancelled() or not asked.done():
-            asked.cancel()
+        wait([future], 2 * self._timeout_s + _MARGIN_S)
+        if future.cancelled() or not future.done():
+            future.cancel()
             raise RanksLost(f"{method}(): the controller's event loop ended, or does not answer")
-        return asked.result()
+        return future.result()
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks, on the loop, and return their results in order of rank.
+        """Call a method on all ranks, in the event loop; return the results by rank.
 
-        Errors: `RanksLost`; `TransportError` if a transport raised it; else `RankFailed`.
+        Raises:
+            RanksLost: ranks are gone.
+            TransportError: a transport raised it on a rank.
+            RankFailed: a rank raised another error.
         """
         try:
             return await self._ranks.call(method, *args, timeout_s=self._timeout_s)
@@ -312,8 +335,8 @@ class RemoteWeights:
 class RemoteBuckets(Iterator[Bucket]):
     """Iterates once over the buckets of `RemoteWeights`. Example: `next(buckets)`."""
 
-    def __init__(self, weights: RemoteWeights, way: _Way | None, *asked: Any) -> None:
-        self._weights, self._way, self._asked = weights, way, asked
+    def __init__(self, weights: RemoteWeights, inbound: _Inbound | None, *begin_args: Any) -> None:
+        self._weights, self._inbound, self._begin_args = weights, inbound, begin_args
         self._begun = self._ended = False
 
     def __next__(self) -> Bucket:
@@ -321,30 +344,34 @@ class RemoteBuckets(Iterator[Bucket]):
             raise StopIteration
         if not self._begun:
             self._begun = True
-            self._weights.ask("export_begin", *self._asked)
+            self._weights.ask("export_begin", *self._begin_args)
         exported: list[BucketOnRank | None] = self._weights.ask("export_next")
         parts = [part for part in exported if part is not None]
         if not parts:
             self.close()
             raise StopIteration
         bucket = DescribedBucket.of_ranks(parts)
-        return bucket if self._way is None else self._way.receive(bucket)
+        return bucket if self._inbound is None else self._inbound.receive(bucket)
 
     def close(self) -> None:
-        """End the export on all ranks, also half-way. Twice, or before the first bucket: no-op.
+        """End the export on all ranks, complete or not.
 
-        Errors: as for a bucket, except that lost ranks are no error: they have nothing to end.
+        A second call, or a call before the first bucket, is a no-op. Lost ranks are not an error,
+        because they have nothing to end.
+
+        Raises:
+            Exception: as in `RemoteWeights.call`.
         """
         if self._begun and not self._ended:
             self._ended = True
             with contextlib.suppress(RanksLost):
-                if self._way is not None:
-                    self._way.close()
+                if self._inbound is not None:
+                    self._inbound.close()
                 self._weights.ask("export_end")
 
 
-class _Way:
-    """Brings buckets of the ranks into this process, in the thread of the export."""
+class _Inbound:
+    """Receives the ranks' buckets in this process, in the thread of the export."""
 
     def __init__(self, weights: RemoteWeights, make: MakeSender) -> None:
         self._weights, self._make = weights, make
@@ -353,31 +380,37 @@ class _Way:
         self._senders: Sequence[int] = ()
 
     def receive(self, bucket: Bucket) -> Bucket:
-        """Return the bucket with its tensors."""
-        ask = self._weights.ask
+        """Return the bucket with its data."""
+        call_ranks = self._weights.ask
         if self._receiver is None:
             update = WeightUpdate(id=f"export/{self._key}", version=0)
-            self._senders, opened = _opened(ask("sender_open", self._key, self._make, update))
+            self._senders, opened = _opened(
+                call_ranks("sender_open", self._key, self._make, update)
+            )
             self._receiver = receiver(opened)
-        parts = ask("sender_step", self._key, "announce", bucket.index)
+        parts = call_ranks("sender_step", self._key, "announce", bucket.index)
         announced = announced_together([parts[rank] for rank in self._senders])
-        # Both ends at once, where a transport needs that.
+        # Send and receive concurrently, which some transports need.
         with ThreadPoolExecutor(1, "weight-transmit") as thread:
-            sending = thread.submit(ask, "sender_step", self._key, "transmit", bucket.index)
+            sending = thread.submit(call_ranks, "sender_step", self._key, "transmit", bucket.index)
             received = self._receiver.receive(announced)
             sending.result()
-        ask("sender_step", self._key, "release", bucket.index)
+        call_ranks("sender_step", self._key, "release", bucket.index)
         return received
 
     def close(self) -> None:
-        """Close both ends. Errors: as for a bucket."""
+        """Close the receiver and the senders.
+
+        Raises:
+            Exception: as in `RemoteWeights.call`.
+        """
         if self._receiver is not None:
             self._receiver.close()
         self._weights.ask("sender_close", self._key)
 
 
 class _RankSender(Sender):
-    """Implements `Sender` by one on each rank that has tensors, for its parts of buckets."""
+    """Implements `Sender` with a sender on each sending rank, for that rank's parts of buckets."""
 
     kind = "ranks"
 
@@ -407,8 +440,8 @@ class _RankSender(Sender):
     async def close(self) -> None:
         key, self._key = self._key, ""
         if key:
-            with contextlib.suppress(RanksLost):  # which have nothing left to close
-                # Shielded: a close that is cancelled closes all the same.
+            with contextlib.suppress(RanksLost):  # lost ranks have nothing to close
+                # Shielded: even a cancelled close completes.
                 await asyncio.shield(self._weights.call("sender_close", key))
 
     async def _step(self, step: str, bucket: Bucket) -> list[Any]:
@@ -418,16 +451,16 @@ class _RankSender(Sender):
 
 
 def _opened(announcements: Sequence[Announcement | None]) -> tuple[Sequence[int], Announcement]:
-    """Return the ranks that have a sender, and one announcement of all their senders."""
+    """Return the ranks that have a sender, and the combined announcement of the senders."""
     opened = {rank: sender for rank, sender in enumerate(announcements) if sender is not None}
     return tuple(opened), opened_together(list(opened.values()))
 
 
 @contextlib.contextmanager
-def _held_open(export: Iterator[Bucket]) -> Iterator[None]:
-    """Keep a stream from closing itself on an error, which takes all ranks into its close.
+def _without_close(export: Iterator[Bucket]) -> Iterator[None]:
+    """Prevent a stream from closing itself on an error.
 
-    The others have returned by then, and come to the end of the collective in `export_end`.
+    Closing is a collective, which the other ranks do not enter before `export_end`.
     """
     if not isinstance(export, BucketStream):
         yield

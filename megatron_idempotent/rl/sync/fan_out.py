@@ -1,4 +1,4 @@
-"""Shares one export among all engines: each bucket is made once, for all that still want it."""
+"""Shares one export among all engines: each bucket is made once, for all remaining engines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Made = TypeVar("Made")
 
 
 class Reader:
-    """Gives one engine its buckets, as an async iterator; `FanOut.reader` makes it.
+    """An async iterator over the buckets for one engine; `FanOut.reader` makes it.
 
-    `dropped` is set if the engine was too slow; it gets no more buckets then.
+    If the engine is too slow, `dropped` is set, and it gets no more buckets.
     """
 
-    def __init__(self, heard: Callable[[Reader], None]) -> None:
-        self._heard = heard
-        self._asked = 0
+    def __init__(self, on_change: Callable[[Reader], None]) -> None:
+        self._on_change = on_change
+        self._wanted_buckets = 0
         self._handed: asyncio.Queue[Bucket | SyncError | None] = asyncio.Queue()
         self._gone = False
         self.dropped = asyncio.Event()
@@ -38,23 +38,23 @@ class Reader:
         return self
 
     async def __anext__(self) -> Bucket:
-        self._asked += 1
-        self._heard(self)
-        found = await self._handed.get()
-        if found is None:
+        self._wanted_buckets += 1
+        self._on_change(self)
+        item = await self._handed.get()
+        if item is None:
             raise StopAsyncIteration
-        if isinstance(found, SyncError):
-            raise found
-        return found
+        if isinstance(item, SyncError):
+            raise item
+        return item
 
     def leave(self) -> None:
-        """Take no more buckets; the other readers go on."""
+        """Take no more buckets; the other readers continue."""
         self._gone = True
-        self._heard(self)
+        self._on_change(self)
 
     @property
     def _silent(self) -> bool:
-        return not self._asked and not self._gone
+        return not self._wanted_buckets and not self._gone
 
     def _drop(self) -> None:
         self._gone = True
@@ -62,25 +62,25 @@ class Reader:
 
     def _give(self, bucket: Bucket) -> None:
         if not self._gone:
-            self._asked -= 1
+            self._wanted_buckets -= 1
             self._hand(bucket)
 
-    def _hand(self, what: Bucket | SyncError | None) -> None:
-        self._handed.put_nowait(what)
+    def _hand(self, item: Bucket | SyncError | None) -> None:
+        self._handed.put_nowait(item)
 
 
 class FanOut:
-    """Hands the buckets of one export to several readers, in lock-step.
+    """Distributes the buckets of one export to several readers, in lock-step.
 
-    A bucket is handed over once every reader has asked for it, and the next is made meanwhile, so
-    two are alive. Readers that do not ask in time are dropped together, so that they hold the
-    others up once, however many they are. If none is left, the export still runs to its end: the
-    trainer's other ranks take part in it.
+    Readers get a bucket once all of them have requested it; the next one is made meanwhile, so two
+    are in memory. Readers that do not request it in time are dropped together, so that several slow
+    readers delay the others only once. If no reader is left, the export still runs to its end,
+    because the trainer's other ranks take part in it.
 
     Example:
         fan_out = FanOut(source.buckets(bucket_bytes=1 << 28), bucket_timeout_s=60.0)
         readers = [fan_out.reader() for engine in engines]
-        await fan_out.run()      # beside the engines that read
+        await fan_out.run()      # concurrently with the engines
     """
 
     def __init__(self, buckets: Iterator[Bucket], *, bucket_timeout_s: float) -> None:
@@ -88,26 +88,29 @@ class FanOut:
         self._bucket_timeout_s = bucket_timeout_s
         self._readers: list[Reader] = []
         self._silent: set[Reader] = set()
-        self._all_heard: asyncio.Future[None] | None = None
+        self._all_ready: asyncio.Future[None] | None = None
 
     def reader(self) -> Reader:
-        """Add a reader, and return it; to be called before `run`."""
-        self._readers.append(Reader(self._hear))
+        """Add a reader and return it; call this before `run`."""
+        self._readers.append(Reader(self._on_reader_change))
         return self._readers[-1]
 
     async def run(self) -> None:
-        """Make and hand over all buckets.
+        """Make and distribute all buckets.
 
-        An error of the export is raised here, and readers get a `SyncError` that tells of it. If
-        this is cancelled, it closes the source, so that the trainer's other ranks finish their
+        An error of the export is raised here, and readers get a `SyncError` with its text. If this
+        is cancelled, it closes the source, so that the trainer's other ranks can finish their
         export.
+
+        Raises:
+            Exception: the export's error.
         """
         end: SyncError | None = SyncError("the export of the weights was stopped half-way")
         with _export_thread() as thread:
             step = functools.partial(next, self._buckets, None)
             try:
                 while (bucket := await _run_to_end(thread, step)) is not None:
-                    await self._ask_all()
+                    await self._wait_for_all()
                     for reader in self._readers:
                         reader._give(bucket)
                 end = None
@@ -121,30 +124,30 @@ class FanOut:
                 if end is not None:
                     await _run_to_end(thread, functools.partial(end_export, self._buckets))
 
-    async def _ask_all(self) -> None:
-        """Wait until every reader has asked for a bucket or left, and drop those that do not."""
+    async def _wait_for_all(self) -> None:
+        """Wait until every reader has requested a bucket or left, and drop late readers."""
         self._silent = {reader for reader in self._readers if reader._silent}
         if not self._silent:
             return
-        self._all_heard = asyncio.get_running_loop().create_future()
+        self._all_ready = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait_for(self._all_heard, self._bucket_timeout_s)
+            await asyncio.wait_for(self._all_ready, self._bucket_timeout_s)
         except asyncio.TimeoutError:
             for reader in self._silent:
                 reader._drop()
         finally:
-            self._all_heard = None
+            self._all_ready = None
 
-    def _hear(self, reader: Reader) -> None:
+    def _on_reader_change(self, reader: Reader) -> None:
         self._silent.discard(reader)
-        if self._all_heard is not None and not self._silent and not self._all_heard.done():
-            self._all_heard.set_result(None)
+        if self._all_ready is not None and not self._silent and not self._all_ready.done():
+            self._all_ready.set_result(None)
 
 
 async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> Made:
     """Run `step` in the thread, and return its result.
 
-    A cancelled caller leaves only once `step`, and the collective in it, has ended.
+    If the caller is cancelled, this still waits until `step`, and the collective in it, has ended.
     """
     running = asyncio.get_running_loop().run_in_executor(thread, step)
     try:
@@ -155,8 +158,8 @@ async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> M
 
 
 def _export_thread() -> ThreadPoolExecutor:
-    """Make a thread for the export, on the caller's device: each thread has a current one."""
-    torch = sys.modules.get("torch")  # a simulation has none
+    """Make a thread for the export with the caller's current CUDA device, which is per thread."""
+    torch = sys.modules.get("torch")  # a simulation does not import torch
     if torch is None or not torch.cuda.is_available():
         return ThreadPoolExecutor(1, "weight-export")
     return ThreadPoolExecutor(
@@ -165,26 +168,26 @@ def _export_thread() -> ThreadPoolExecutor:
 
 
 class Outgoing:
-    """Passes the buckets of one update on, and counts them.
+    """Iterates over the buckets of one update, and counts bytes, tensors and elements.
 
-    Given a copy of what was sent last, it makes deltas of tensors that changed, and leaves others
-    out; a source may have done that itself.
+    Given a copy of what was sent last, it replaces changed tensors by deltas and omits unchanged
+    tensors. A source may do that itself.
 
-    Example: `for bucket in passing.buckets(): …` and then `passing.bytes_sent`.
+    Example: `for bucket in outgoing.buckets(): …` and then `outgoing.bytes_sent`.
     """
 
     def __init__(self, buckets: Iterator[Bucket], last: LastSent | None, *, whole: bool) -> None:
         """
         Args:
-            buckets: all buckets of the update, as the export makes them.
-            last: a copy of what was sent last, which is brought to what is sent now; None to pass
-                on what comes.
-            whole: True to send every tensor whole.
+            buckets: the buckets of the export.
+            last: a copy of what was sent last, to compare with and update; None to send the buckets
+                unchanged.
+            whole: True to send every tensor in full.
         """
         self.bytes_sent = self.tensors_sent = self.elements_changed = 0
         self.encode_s = 0.0
         self.size = (0, 0)
-        """Elements and bytes of the tensors that came, other than as deltas."""
+        """Elements and bytes of the tensors that the export yielded in full."""
         self._buckets, self._last, self._whole = buckets, last, whole
 
     def buckets(self) -> Generator[Bucket, None, None]:
@@ -202,7 +205,7 @@ class Outgoing:
                 if bucket is None or sent is None:
                     return
                 if self._whole or self._last is not None:
-                    elements = sum(each.numel() for each in bucket.tensors.values())
+                    elements = sum(tensor.numel() for tensor in bucket.tensors.values())
                     self.size = self.size[0] + elements, self.size[1] + bucket.nbytes
                 self.bytes_sent += sent.nbytes
                 self.tensors_sent += len(sent.tensors)

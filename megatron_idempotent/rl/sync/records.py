@@ -12,15 +12,15 @@ from typing import Literal, Protocol
 from megatron_idempotent.rl.engines import PauseMode
 
 Phase = Literal["stage", "pause", "commit", "wake", "stamp", "resume", "settle"]
-"""A part of an update: see `WeightSync`. "wake" wakes colocated engines, and "settle" repairs the
-engines that failed, or gives them up."""
+"""A phase of an update; see `WeightSync`. "wake" wakes colocated engines, and "settle" repairs or
+quarantines the engines that failed."""
 
 
 class PhaseTimer(Protocol):
     """Measures phases, such as NeMo-RL's `Timer`. Example: `with timer.time("stage"): …`."""
 
     def time(self, phase: str) -> AbstractContextManager[object]:
-        """Return a context that lasts as long as the phase."""
+        """Return a context manager that measures the phase."""
         ...
 
 
@@ -35,7 +35,7 @@ class Phases:
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
-        """Enter the timer's context of a phase, unless there is no timer or it has raised."""
+        """Measure a phase with the timer, unless there is none or it has raised before."""
         stack = contextlib.ExitStack()
         if self._timer is not None:
             with self._harmless(phase):
@@ -43,7 +43,7 @@ class Phases:
         try:
             yield
         finally:
-            # By itself: what the phase raises is not the timer's to see, or to swallow.
+            # Without the phase's exception, so that the timer cannot swallow it.
             with self._harmless(phase):
                 stack.close()
 
@@ -51,32 +51,32 @@ class Phases:
     def _harmless(self, phase: Phase) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 (a measurement; engines may be paused meanwhile)
+        except Exception as error:  # noqa: BLE001 (a timer must not break a sync)
             self._timer = None
-            _log.warning("the timer failed in phase %s, and is not asked again: %r", phase, error)
+            _log.warning("the timer failed in phase %s, and is not used again: %r", phase, error)
 
 
 Outcome = Literal["committed", "behind", "quarantined"]
 """The state of an engine after a sync. `committed`: it serves the new version. `behind`: it serves
-a known older one. `quarantined`: it must not serve until a later update has repaired it."""
+a known older version. `quarantined`: it must not serve until a later update repairs it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SyncSettings:
-    """Limits a sync. Example: `SyncSettings(bucket_bytes=64 << 20, pause_mode="abort")`."""
+    """The limits of a sync. Example: `SyncSettings(bucket_bytes=64 << 20, pause_mode="abort")`."""
 
     bucket_bytes: int = 256 << 20
-    """The largest bucket in bytes; a larger tensor is a bucket by itself. Two are alive at a
-    time."""
+    """The maximum size of a bucket in bytes; a larger tensor has a bucket of its own. Two
+    buckets are in memory at a time."""
     pause_mode: PauseMode = "keep"
-    """The treatment of running requests: "keep" lets them go on with the new weights, "abort"
-    returns partial samples to be sent again, "wait" lets them end first."""
+    """Treatment of running requests: "keep" continues them with the new weights, "abort" returns
+    partial samples to be sent again, "wait" waits until they end."""
     colocated: bool = False
-    """True if the engines share the trainer's devices and are asleep. Their weights are then woken
-    before they are loaded, and their caches after that, so that old weights, new weights and caches
-    are never in memory at once."""
+    """True if the engines share the trainer's devices and are asleep. The sync then wakes their
+    weights before loading them, and their caches afterwards, so that old weights, new weights and
+    caches are never in memory together."""
     bucket_timeout_s: float = 120.0
-    """Seconds in which an engine takes one bucket; the sync goes on without a slower engine."""
+    """Seconds for an engine to take one bucket; the sync continues without a slower engine."""
     stage_timeout_s: float = 1800.0
     """Seconds for all buckets of an update, on one engine."""
     pause_timeout_s: float = 60.0
@@ -84,7 +84,7 @@ class SyncSettings:
     commit_timeout_s: float = 120.0
     """Seconds for one attempt at a commit or a rollback."""
     resume_timeout_s: float = 60.0
-    """Seconds for one attempt at a resume or a wake, and for an engine's health."""
+    """Seconds for one attempt at a resume or a wake, and for a health check."""
     attempts: int = 3
     """Attempts at a commit, a rollback or a resume before the engine is quarantined."""
     retry_wait_s: float = 0.5
@@ -104,55 +104,55 @@ class SyncSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutcome:
-    """Reports a sync for one engine. Example: `report.engines["vllm-0"].outcome`."""
+    """The result of a sync for one engine. Example: `report.engines["vllm-0"].outcome`."""
 
     outcome: Outcome
     version: int | None
     """The version that the engine serves; None if it is quarantined."""
     detail: str = ""
-    """The reason why the update was not committed, with the engine's own error."""
+    """The reason why the update was not committed, including the engine's error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
-    """Reports one update on all engines. Example: `report.pause_s / report.total_s`."""
+    """The result of one update on all engines. Example: `report.pause_s / report.total_s`."""
 
     version: int
     engines: Mapping[str, EngineOutcome]
     bytes_sent: int
-    """The number of bytes that were sent to each engine that took all buckets."""
+    """The bytes that were sent to each engine that took all buckets."""
     tensors_sent: int
     """The number of tensors that were sent."""
     elements_changed: int
-    """The number of elements that were sent; those of deltas are the ones that had changed."""
+    """The number of elements that were sent; a delta has only the changed elements."""
     elements: int
     """The number of elements of the model."""
     bytes_whole: int
-    """The number of bytes of the model, as it is sent whole."""
+    """The bytes of a full update."""
     encode_s: float
-    """Seconds in which rank 0 made deltas, or waited for a source that finds changes; it is in
+    """Seconds in which rank 0 encoded deltas, or waited for a source that does; part of
     `stage_s`."""
     decode_s: float
-    """Seconds in which the slowest engine checked and decoded deltas; it is in `stage_s`."""
+    """Seconds in which the slowest engine checked and decoded deltas; part of `stage_s`."""
     stage_s: float
-    """Seconds from the first bucket until the last engine has all; engines serve meanwhile."""
+    """Seconds from the first bucket until the last engine has all; engines keep serving."""
     pause_s: float
     """Seconds from the first pause to the last resume."""
     total_s: float
-    """Seconds for the whole update."""
+    """Seconds for the entire update."""
 
     def named(self, outcome: Outcome) -> tuple[str, ...]:
         """Return the names of the engines with that outcome, in the engines' order."""
-        return tuple(name for name, found in self.engines.items() if found.outcome == outcome)
+        return tuple(name for name, engine in self.engines.items() if engine.outcome == outcome)
 
     def describe(self) -> str:
-        """Return one line that describes each engine that does not serve the version."""
+        """Describe in one line the engines that do not serve the version."""
         return "; ".join(
-            f"{name} is {found.outcome}"
-            + ("" if found.version is None else f" at version {found.version}")
-            + (f": {found.detail}" if found.detail else "")
-            for name, found in self.engines.items()
-            if found.outcome != "committed"
+            f"{name} is {engine.outcome}"
+            + ("" if engine.version is None else f" at version {engine.version}")
+            + (f": {engine.detail}" if engine.detail else "")
+            for name, engine in self.engines.items()
+            if engine.outcome != "committed"
         )
 
 

@@ -1,7 +1,7 @@
-"""Brings new weights to all engines, in an order that cannot strand one of them.
+"""Sends new weights to all engines, such that no engine is left in an unknown state.
 
-The order is: stage on all, pause, commit, verify, stamp, resume. An engine that fails on the way
-goes back to the weights that it had, or is quarantined and named; the others go on.
+The order is: stage on all, pause, commit, verify, stamp, resume. An engine that fails is rolled
+back to its previous weights, or quarantined and reported; the others continue.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 _Answer = TypeVar("_Answer")
 
 Stamp = Callable[[int, tuple[str, ...]], None]
-"""A function of a version and the names of the engines that have it, called before they resume."""
+"""Called with a version and the names of the engines that have it, before they resume."""
 
 
 class WeightSync:
-    """Brings updates to engines, on the trainer's rank 0; its other ranks `follow`.
+    """Sends updates to engines, from the trainer's rank 0; its other ranks call `follow`.
 
     Example:
         sync = WeightSync(engines, stamp=lambda version, names: served.append(version))
@@ -61,17 +61,17 @@ class WeightSync:
     ) -> None:
         """
         Args:
-            engines: all engines that are to serve the same weights, each with a name of its own.
+            engines: all engines that must serve the same weights, with unique names.
             settings: the limits; None for the defaults of `SyncSettings`.
-            stamp: called with a version once it is verified. If it raises, the engines are resumed
-                all the same, and `update` raises the error after that.
+            stamp: called with a version once it is verified. If it raises, the engines are still
+                resumed, and `update` then raises the error.
         """
         names = [engine.name for engine in engines]
         if not names:
             raise ValueError("WeightSync() got no engines; give at least one")
         if len(set(names)) < len(names):
             raise ValueError(f"WeightSync() got engines named {names}; give each its own name")
-        awake = [each.name for each in engines if not hasattr(each, "wake")]
+        awake = [engine.name for engine in engines if not hasattr(engine, "wake")]
         if settings is not None and settings.colocated and awake:
             raise ValueError(
                 f"WeightSync() got colocated=True and engines that cannot sleep: {awake}; leave "
@@ -80,14 +80,14 @@ class WeightSync:
         self._engines = tuple(engines)
         self._settings = settings or SyncSettings()
         self._stamp = stamp
-        # The version that deltas build on; None while an update is under way.
+        # The version that deltas build on; None during an update.
         self._sent: int | None = None
         self._last: LastSent | None = None
         # Elements and bytes of the model.
         self._size = (0, 0)
-        # After deltas that some engine did not take, so many updates are sent whole.
+        # After an engine failed to take deltas, this many further updates are sent in full.
         self._whole_updates = self._refused = 0
-        # Those of the last update that engines took: one that was started again has others.
+        # The scales of the last update that engines took, because a restarted engine lacks them.
         self._kv_scales: Mapping[str, float] | None = None
         self._run = uuid.uuid4().hex[:8]
         self._running: int | None = None
@@ -95,9 +95,9 @@ class WeightSync:
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """The reason for each engine that must not serve; the next update tries to bring it back.
+        """The reason for each engine that must not serve; the next update tries to repair it.
 
-        It is a new mapping whenever it changes, because a pool reads it for every request.
+        A change makes a new mapping, because a pool reads it for every request.
         """
         return self._quarantined
 
@@ -110,30 +110,30 @@ class WeightSync:
         kv_scales: Mapping[str, float] | None = None,
         timer: PhaseTimer | None = None,
     ) -> SyncReport:
-        """Bring the source's weights to all engines as `version`.
+        """Send the source's weights to all engines as `version`.
 
-        Collective through `source`: the trainer's other ranks call `follow` at the same time. The
-        export always runs to its end, also when engines fail.
+        A collective through `source`: the trainer's other ranks call `follow` at the same time. The
+        export always runs to its end, even if engines fail.
 
         Args:
             source: the weights; they must not change before this returns.
             version: the weights' version, above that of every engine.
-            deltas: True sends only the elements whose bits differ from those of the last update,
-                if all engines took it; else everything. Unless the source finds them, rank 0 keeps
-                a copy of the weights in host memory.
+            deltas: True to send only the elements whose bits changed since the last update, if all
+                engines took that one; otherwise everything is sent. Unless the source finds the
+                changes, rank 0 keeps a copy of the weights in host memory.
             kv_scales: scales of a key-value cache in FP8, which take effect with the weights; see
                 `WeightUpdate.kv_scales`. None for those of the last update that had any.
-            timer: measures each phase; one that raises is not used again in this update.
+            timer: measures each phase; a timer that raises is not used again in this update.
 
         Returns:
             A report with each engine's outcome.
 
         Raises:
             SyncError: another update is running.
-            ValueError: `kv_scales` that are no scales; nothing has begun.
+            ValueError: `kv_scales` are invalid; the update has not begun.
             SyncFailed: no engine serves the version.
-            Exception: the export's own error, as `source` raised it; no engine has changed. Or the
-                error of `stamp`, after the engines were resumed.
+            Exception: the export's error, as `source` raised it; no engine has changed. Or the
+                error of `stamp`; the engines are resumed.
         """
         if self._running is not None:
             raise SyncError(
@@ -153,11 +153,10 @@ class WeightSync:
         return report
 
     async def recover(self) -> Mapping[str, EngineHealth]:
-        """Resume engines that an earlier trainer left paused, with weights of one version.
+        """Resume engines that an earlier trainer left paused, if they have one known version.
 
-        Call it at the start of a run. It leaves engines alone that are DIRTY or DEAD: the next
-        update, which sends everything, repairs a DIRTY one. Returns the health of all engines after
-        that.
+        Call it at the start of a run. It does not touch DIRTY and DEAD engines: the next update,
+        which sends everything, repairs DIRTY ones. Returns the health of all engines afterwards.
         """
         healths = await self._ask_all()
         for engine in self._engines:
@@ -172,41 +171,41 @@ class WeightSync:
         clock = asyncio.get_running_loop().time
         started = clock()
         healths = await self._ask_all()
-        alive = [each for each in self._engines if healths[each.name].status != "DEAD"]
+        alive = [engine for engine in self._engines if healths[engine.name].status != "DEAD"]
         base, self._sent = self._sent, None
         self._whole_updates -= 1
-        differ = any(each.version != base or each.wants_all for each in healths.values())
+        differ = any(health.version != base or health.wants_all for health in healths.values())
         if not deltas or differ or self._whole_updates >= 0:
             base = None
         update = dataclasses.replace(update, base_version=base)
-        passing = self._outgoing(source, deltas=deltas, whole=base is None)
-        one = UpdateAttempt(alive, update, self._settings, phases)
+        outgoing = self._outgoing(source, deltas=deltas, whole=base is None)
+        attempt = UpdateAttempt(alive, update, self._settings, phases)
         try:
-            await one.run(passing.buckets(), self._stamp)
+            await attempt.run(outgoing.buckets(), self._stamp)
         finally:
             outcomes = {
-                name: one.outcomes.get(name) or given_up(healths[name], "it does not answer")
+                name: attempt.outcomes.get(name) or given_up(healths[name], "it does not answer")
                 for name in healths
             }
             self._quarantined = {
-                name: found.detail
-                for name, found in outcomes.items()
-                if found.outcome == "quarantined"
+                name: outcome.detail
+                for name, outcome in outcomes.items()
+                if outcome.outcome == "quarantined"
             }
-        if passing.size[0] or base is None:  # a source that finds changes leaves tensors out
-            self._size = passing.size
+        if outgoing.size[0] or base is None:  # a source that finds changes omits tensors
+            self._size = outgoing.size
         report = SyncReport(
             version=update.version,
             engines=outcomes,
-            bytes_sent=passing.bytes_sent,
-            tensors_sent=passing.tensors_sent,
-            elements_changed=passing.elements_changed,
+            bytes_sent=outgoing.bytes_sent,
+            tensors_sent=outgoing.tensors_sent,
+            elements_changed=outgoing.elements_changed,
             elements=self._size[0],
             bytes_whole=self._size[1],
-            encode_s=passing.encode_s,
-            decode_s=one.decode_s if base is not None else 0.0,
-            stage_s=one.staged_at - started,
-            pause_s=one.pause_s,
+            encode_s=outgoing.encode_s,
+            decode_s=attempt.decode_s if base is not None else 0.0,
+            stage_s=attempt.staged_at - started,
+            pause_s=attempt.pause_s,
             total_s=clock() - started,
         )
         if deltas:
@@ -214,19 +213,19 @@ class WeightSync:
         if base is not None and len(report.named("committed")) == len(outcomes):
             self._refused = 0
         elif base is not None:
-            # Not at once again: an engine may take no deltas at all.
+            # Exponential back-off: an engine may never accept deltas.
             self._refused += 1
             self._whole_updates = 2**self._refused
-        if one.stamp_error is not None:
-            raise one.stamp_error
+        if attempt.stamp_error is not None:
+            raise attempt.stamp_error
         return report
 
     def _outgoing(self, source: WeightSource, *, deltas: bool, whole: bool) -> Outgoing:
-        """Begin the export: of changed elements, if the source finds them by itself."""
+        """Begin the export; of the changes only, if the source can find them."""
         bucket_bytes = self._settings.bucket_bytes
         if deltas and getattr(source, "finds_changes", False):
-            found = cast("ChangesSource", source).buckets(bucket_bytes=bucket_bytes, whole=whole)
-            return Outgoing(found, None, whole=whole)
+            buckets = cast("ChangesSource", source).buckets(bucket_bytes=bucket_bytes, whole=whole)
+            return Outgoing(buckets, None, whole=whole)
         if deltas and self._last is None:
             from megatron_idempotent.rl.weights.last_sent import LastSent
 
@@ -235,23 +234,23 @@ class WeightSync:
         return Outgoing(source.buckets(bucket_bytes=bucket_bytes), last, whole=whole)
 
     async def _ask_all(self) -> dict[str, EngineHealth]:
-        healths = await asyncio.gather(*(ask(each, self._settings) for each in self._engines))
-        return {each.name: found for each, found in zip(self._engines, healths, strict=True)}
+        healths = await asyncio.gather(*(ask(engine, self._settings) for engine in self._engines))
+        return {engine.name: health for engine, health in zip(self._engines, healths, strict=True)}
 
 
 def follow(source: WeightSource, *, settings: SyncSettings | None = None) -> None:
-    """Take part in the export; the trainer's other ranks call it while rank 0 is in `update`.
+    """Take part in the export; the trainer's other ranks call this while rank 0 is in `update`.
 
-    It is collective through `source`; `settings` have to be rank 0's.
+    A collective through `source`; `settings` must be equal to rank 0's.
     """
     for _ in source.buckets(bucket_bytes=(settings or SyncSettings()).bucket_bytes):
         pass
 
 
 class UpdateAttempt:
-    """Brings one update to engines, and finds the outcome of each.
+    """Sends one update to engines, and determines the outcome of each.
 
-    Example: `await one.run(buckets, stamp); one.outcomes`.
+    Example: `await attempt.run(buckets, stamp); attempt.outcomes`.
     """
 
     def __init__(
@@ -272,10 +271,12 @@ class UpdateAttempt:
         self._phases = phases
 
     async def run(self, buckets: Iterator[Bucket], stamp: Stamp | None) -> None:
-        """Stage the update on all engines, and switch those that took it.
+        """Stage the update on all engines, and switch those that staged it.
 
-        Raise what the export does. If that fails, or it is interrupted, no engine is left paused,
-        or torn and not named.
+        After an error or a cancellation, every engine is resumed, or quarantined and reported.
+
+        Raises:
+            Exception: the export's error.
         """
         try:
             await self._stage(buckets)
@@ -286,9 +287,12 @@ class UpdateAttempt:
             raise
 
     async def _stage(self, buckets: Iterator[Bucket]) -> None:
-        """Bring the buckets to all engines, which keep serving. Raises only what the export does.
+        """Stage the buckets on all engines, which keep serving.
 
-        The export runs to its end even if no engine wants it: other ranks take part in it.
+        The export runs to its end even without engines, because other ranks take part in it.
+
+        Raises:
+            Exception: the export's error; errors of engines are not raised.
         """
         await self._wake("weights")
         with self._phases.time("stage"):
@@ -308,12 +312,14 @@ class UpdateAttempt:
     async def _switch(self, stamp: Stamp | None) -> None:
         """Pause, commit, verify, stamp and resume; requests wait from the pause to the resume.
 
-        Engines that have failed are repaired after that, so that they delay no other.
+        Failed engines are repaired afterwards, so that they do not delay the others.
         """
         clock = asyncio.get_running_loop().time
         started = clock()
         version = self._update.version
-        await self._in_phase("pause", "pausing", lambda each: each.pause(self._settings.pause_mode))
+        await self._in_phase(
+            "pause", "pausing", lambda engine: engine.pause(self._settings.pause_mode)
+        )
         with self._phases.time("commit"):
             self._keep_good(await self._on_all(self._commit))
         await self._wake("kv_cache")
@@ -324,7 +330,7 @@ class UpdateAttempt:
                 except Exception as error:  # noqa: BLE001 (the engines must be resumed first)
                     self.stamp_error = error
         with self._phases.time("resume"):
-            resumed = await self._on_all(lambda each: resume(each, version, "", self._settings))
+            resumed = await self._on_all(lambda engine: resume(engine, version, "", self._settings))
         for engine, outcome in zip(self._engines, resumed, strict=True):
             self.outcomes[engine.name] = outcome
         if self._engines:
@@ -333,14 +339,16 @@ class UpdateAttempt:
         await self._settle_failed()
 
     async def _give_up(self, reason: str) -> None:
-        """Settle all engines without an outcome: roll them back, or resume them if they have it."""
+        """Settle all engines without an outcome: resume those with the update, roll back the
+        others.
+        """
         self._keep_good([reason] * len(self._engines))
         await self._settle_failed()
 
     async def _in_phase(
         self, phase: Phase, doing: str, call: Callable[[RolloutEngine], Awaitable[None]]
     ) -> None:
-        """Call all engines, and go on with those whose call has come back."""
+        """Call all engines, and continue with those whose call succeeded."""
 
         async def error_of(engine: RolloutEngine) -> str:
             try:
@@ -353,14 +361,16 @@ class UpdateAttempt:
             self._keep_good(await self._on_all(error_of))
 
     async def _wake(self, tag: str) -> None:
-        """Wake engines that are asleep, which only colocated ones are."""
+        """Wake the engines if they are colocated; others never sleep."""
         if self._settings.colocated:
             await self._in_phase(
-                "wake", f"waking its {tag}", lambda each: cast("ColocatedEngine", each).wake((tag,))
+                "wake",
+                f"waking its {tag}",
+                lambda engine: cast("ColocatedEngine", engine).wake((tag,)),
             )
 
     def _keep_good(self, errors: Sequence[str]) -> None:
-        """Go on with the engines that have no error."""
+        """Continue with the engines that have no error."""
         judged = list(zip(self._engines, errors, strict=True))
         self._failed += [(engine, error, self._staged) for engine, error in judged if error]
         self._engines = [engine for engine, error in judged if not error]
@@ -371,8 +381,8 @@ class UpdateAttempt:
         with self._phases.time("settle"):
             settled = await asyncio.gather(
                 *(
-                    settle(engine, self._update, why, self._settings, had_staged=had_staged)
-                    for engine, why, had_staged in self._failed
+                    settle(engine, self._update, error, self._settings, had_staged=had_staged)
+                    for engine, error, had_staged in self._failed
                 )
             )
         for (engine, *_), outcome in zip(self._failed, settled, strict=True):
@@ -402,86 +412,88 @@ class UpdateAttempt:
             reader.leave()
             dropped.cancel()
             staging.cancel()
-            # Its own clean-up may take as long as a switch, and not longer.
+            # Its clean-up may take as long as a commit.
             await asyncio.wait({staging}, timeout=settings.commit_timeout_s)
         if reader.dropped.is_set():
             return f"staging failed: a bucket not taken in {settings.bucket_timeout_s:g} s"
         return f"staging failed: not done in {settings.stage_timeout_s:g} s"
 
     async def _commit(self, engine: RolloutEngine) -> str:
-        """Commit, and verify that by the engine's own health; return the error, or ""."""
+        """Commit, and verify that by the engine's health; return the error, or ""."""
 
-        def done(health: EngineHealth) -> bool:
+        def is_committed(health: EngineHealth) -> bool:
             self.decode_s = max(self.decode_s, health.decode_s)
             return (health.status, health.version) == ("PAUSED", self._update.version)
 
         settings = self._settings
         return await attempts(
-            engine, "commit", lambda: engine.commit(self._update.id), done, settings
+            engine, "commit", lambda: engine.commit(self._update.id), is_committed, settings
         )
 
 
 def _look_at_error(staging: asyncio.Future[None]) -> None:
-    """Take the error, so that asyncio does not log it after the engine was dropped."""
+    """Retrieve the error, so that asyncio does not log it after the engine was dropped."""
     if not staging.cancelled():
         staging.exception()
 
 
-#: Calls that have the limit of another.
+#: Calls that share another call's time limit.
 _LIMITED_AS = {"rollback": "commit", "wake": "resume", "health": "resume"}
 
 
 async def bounded(
-    engine: RolloutEngine, what: str, call: Awaitable[_Answer], settings: SyncSettings
+    engine: RolloutEngine, action: str, call: Awaitable[_Answer], settings: SyncSettings
 ) -> _Answer:
-    """Return the call's result.
+    """Await a call of an engine within its time limit, and return the result.
 
-    Errors: the call's own; `EngineTimeout` naming the engine, the call and its limit.
+    Raises:
+        EngineTimeout: the limit was exceeded; the message has the engine, the call and the limit.
+        Exception: the call's error.
     """
-    limit = f"{_LIMITED_AS.get(what, what)}_timeout_s"
+    limit = f"{_LIMITED_AS.get(action, action)}_timeout_s"
     limit_s: float = getattr(settings, limit)
     try:
         return await asyncio.wait_for(call, limit_s)
     except asyncio.TimeoutError as error:
         raise EngineTimeout(
-            f"engine {engine.name} has not finished {what} in {limit_s:g} s; its health says what "
-            f"it did, and {limit} is the limit"
+            f"engine {engine.name} has not finished {action} in {limit_s:g} s; its health says "
+            f"what it did, and {limit} is the limit"
         ) from error
 
 
 async def ask(engine: RolloutEngine, settings: SyncSettings) -> EngineHealth:
-    """Return the engine's health; DEAD if it does not answer or, against its contract, raises."""
+    """Return the engine's health; DEAD if `health` times out or, against its contract, raises."""
     try:
         return await bounded(engine, "health", engine.health(), settings)
-    except Exception as error:  # noqa: BLE001 (a third party's engine; any error is its answer)
+    except Exception as error:  # noqa: BLE001 (a third party's engine may break the contract)
         return EngineHealth(status="DEAD", version=None, detail=repr(error))
 
 
 async def attempts(
     engine: RolloutEngine,
-    what: str,
+    action: str,
     call: Callable[[], Awaitable[Any]],
-    done: Callable[[EngineHealth], bool],
+    is_done: Callable[[EngineHealth], bool],
     settings: SyncSettings,
 ) -> str:
-    """Call until `done` says so of the engine's health; return the last error, or "".
+    """Repeat a call until `is_done` accepts the engine's health; return the last error, or "".
 
-    Health is asked after every attempt, failed or not: a call that times out may have been carried
-    out, and one that comes back may not.
+    The health is checked after every attempt, even a failed one: a call that timed out may have
+    taken effect, and a call that returned may not have.
     """
     error = ""
     for attempt in range(settings.attempts):
         if attempt:
             await asyncio.sleep(settings.retry_wait_s)
         try:
-            await bounded(engine, what, call(), settings)
-        except Exception as failure:  # noqa: BLE001 (whatever it is, the engine's health decides)
-            error = f"{what} failed: {failure}"
+            await bounded(engine, action, call(), settings)
+        except Exception as failure:  # noqa: BLE001 (the engine's health decides)
+            error = f"{action} failed: {failure}"
             dead = isinstance(failure, EngineDead)
         else:
-            error, dead = f"{what} came back, and health does not show it", False
+            error, dead = f"{action} came back, and health does not show it", False
         health = await ask(engine, settings)
-        if done(health):
+        if is_done(health):
             return ""
         if dead or health.status == "DEAD":
             return f"{error}; {health.detail or 'it does not answer'}"
@@ -497,12 +509,12 @@ async def settle(
     *,
     had_staged: bool,
 ) -> EngineOutcome:
-    """Bring an engine that was interrupted in an update to one known version, or give it up.
+    """Bring an engine whose update was interrupted to one known version, or quarantine it.
 
-    It rolls the engine back, which changes nothing if the update is committed in full, and resumes
-    it only if it then says that its weights are of one version. An engine that is DIRTY is never
-    resumed. An engine that had not staged the update does not have it, even if its version has the
-    same number.
+    The engine is rolled back, which is a no-op if the commit was complete, and resumed only if it
+    then reports one version; a DIRTY engine is never resumed. `had_staged` is False for an engine
+    that had not staged the update: it does not have the update, even if its version has the same
+    number.
     """
     await attempts(
         engine,
@@ -514,20 +526,20 @@ async def settle(
     health = await ask(engine, settings)
     if health.status not in ("SERVING", "PAUSED") or health.version is None:
         return given_up(health, reason)
-    # One that says SERVING too: a pause that came too late may still be under way.
+    # Even if it is SERVING: a pause that timed out may still take effect.
     has_it = had_staged and health.version == update.version
-    found = await resume(engine, health.version, "" if has_it else reason, settings)
-    if has_it and found.outcome == "quarantined":
-        return dataclasses.replace(found, detail=f"{reason}; {found.detail}")
-    return found
+    outcome = await resume(engine, health.version, "" if has_it else reason, settings)
+    if has_it and outcome.outcome == "quarantined":
+        return dataclasses.replace(outcome, detail=f"{reason}; {outcome.detail}")
+    return outcome
 
 
 async def resume(
     engine: RolloutEngine, version: int, reason: str, settings: SyncSettings
 ) -> EngineOutcome:
-    """Resume an engine of a known version, and return its outcome.
+    """Resume an engine with a known version, and return its outcome.
 
-    `reason` says why the version is not the newest; "" if it is.
+    `reason` is why the version is not the newest; "" if it is the newest.
     """
     error = await attempts(
         engine,
@@ -544,6 +556,6 @@ async def resume(
 
 
 def given_up(health: EngineHealth, reason: str) -> EngineOutcome:
-    """Return the outcome of an engine that must not serve, with its health as the detail."""
+    """Return the outcome `quarantined`, with the engine's health as the detail."""
     detail = f"{reason}; it is {health.status}" + (f": {health.detail}" if health.detail else "")
     return EngineOutcome(outcome="quarantined", version=None, detail=detail)

@@ -1,23 +1,23 @@
-"""Trains a model by GRPO on a verifiable task, through stock `megatron.training`, as a reference.
+"""A reference trainer: GRPO on a verifiable task, with an unmodified `megatron.training`.
 
-`megatron-idempotent train` runs it. `loop` has the algorithm on one page, and `async_run` has it
-with sampling and training at the same time; both use the same parts. The package uses the public
-API alone, and the library does not import it.
+`megatron-idempotent train` runs it. `loop` has the synchronous algorithm on one page, and
+`async_run` samples and trains concurrently; both use the same components. The package uses only the
+library's public API, and the library does not import it.
 """
 
 from __future__ import annotations
 
 
 class TrainerError(ValueError):
-    """Something outside the program is wrong: the command prints the message, with exit code 2."""
+    """A user error: the command prints the message and exits with code 2."""
 
 
 class ConfigError(TrainerError):
-    """A setting does not exist, or has a value that it cannot have."""
+    """A setting is unknown, or has an invalid value."""
 
 
 class DataError(TrainerError):
-    """A prompt file cannot be used; the message starts with the path and the line."""
+    """A prompt file is unusable; the message starts with the path and the line."""
 
 
 class OutputError(TrainerError):
@@ -25,4 +25,4 @@ class OutputError(TrainerError):
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint is missing, damaged or of other settings; the message names the file."""
+    """A checkpoint is missing, damaged or has other settings; the message names the file."""

@@ -1,4 +1,4 @@
-"""Implements the policy of an asynchronous run: the controller's side, and the worker on a rank."""
+"""The policy of an asynchronous run: the controller's proxy, and the worker on each rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from .policy import start_policy
 
 
 class RankPolicy:
-    """Implements `controller.OneShotPolicy` with ranks that each hold a `PolicyWorker`.
+    """Implements `controller.OneShotPolicy` with ranks that run `PolicyWorker`.
 
     Row i of a batch always goes to replica i modulo the number of replicas.
+
+    Raises:
+        RanksLost: by every method, if a call takes longer than `timeout_s` or ranks are gone.
+        RankFailed: by every method, if a rank raised an error.
+
     Example: `await RankPolicy(ranks, config.layout, timeout_s=600.0).begin("run/0/0")`.
-    Errors of every method: `RanksLost` after `timeout_s`, and what a rank raised.
     """
 
     def __init__(
@@ -34,11 +38,11 @@ class RankPolicy:
     ) -> None:
         """
         Args:
-            ranks: the ranks that hold the policy.
-            layout: says which replica each rank belongs to.
-            timeout_s: seconds that a call may take; after that the ranks count as lost.
-            meet: True if replicas exchange data inside of the model, as with experts that are cut
-                over replicas.
+            ranks: the ranks of the policy.
+            layout: the layout of ranks and replicas.
+            timeout_s: seconds for a call, after which the ranks count as lost.
+            meet: True if the forwards of all replicas are collective, as with experts that are
+                spread over replicas.
         """
         self._ranks = ranks
         self._layout = layout
@@ -50,23 +54,23 @@ class RankPolicy:
         await self._call("begin", step_id)
 
     async def logprobs(self, batch: Batch, which: LogprobsOf) -> torch.Tensor:
-        """Compute log-probs [B, T] of the targets, 0 where the loss mask is 0."""
+        """Return log-probs [B, T] of the targets; 0 where the loss mask is 0."""
         replicas = self._layout.replicas
         shares = self._shares(batch)
         if self._meet:
-            # Each forward has all of them in it, also those that have fewer rows.
+            # All replicas must enter each forward, even those with fewer rows.
             shares = [share.padded(-(-len(batch) // replicas)) for share in shares]
         parts: list[torch.Tensor] = await self._call("logprobs", which, per_rank=shares)
-        found_BT = torch.empty_like(batch.old_logprobs_BT)
+        logprobs_BT = torch.empty_like(batch.old_logprobs_BT)
         for replica in range(replicas):
-            mine_BT = found_BT[replica::replicas]
-            mine_BT.copy_(parts[self._layout.ranks_of(replica)[0]][: len(mine_BT)])
-        return found_BT
+            rows_BT = logprobs_BT[replica::replicas]
+            rows_BT.copy_(parts[self._layout.ranks_of(replica)[0]][: len(rows_BT)])
+        return logprobs_BT
 
     async def microbatch(
         self, step_id: str, batch: Batch, *, microbatch_id: str, last: bool
     ) -> None:
-        """Run forward and backward of the batch's rows; see `controller.Policy.microbatch`."""
+        """Run forward and backward on the batch; see `controller.Policy.microbatch`."""
         shares = self._shares(batch)
         await self._call("microbatch", step_id, microbatch_id, last, per_rank=shares)
 
@@ -76,24 +80,26 @@ class RankPolicy:
         return outcomes[0]
 
     async def train(self, step_id: str, batch: Batch) -> StepOutcome:
-        """Take an optimizer step over the batch's rows, in one call of the ranks."""
+        """Take an optimizer step on the batch, with one call of the ranks."""
         outcomes: list[StepOutcome] = await self._call(
             "train", step_id, per_rank=self._shares(batch)
         )
         return outcomes[0]
 
     async def abort(self, step_id: str | None = None) -> None:
-        """Undo the open step; do nothing if none is open."""
+        """Undo the open step, if any."""
         await self._call("abort", step_id)
 
     def _shares(self, batch: Batch) -> list[Batch]:
-        """Return the rows of each rank; ranks of one replica have the same rows."""
+        """Split a batch over ranks; ranks of one replica get the same rows."""
         layout = self._layout
         if layout.replicas == 1:
             return [batch] * layout.ranks
-        # Some may get no row: a batch of one group, of which samples failed, on many ranks.
-        places = torch.arange(len(batch))
-        shares = [batch.rows(places[first :: layout.replicas]) for first in range(layout.replicas)]
+        # A replica may get no row, as when a batch has one group of which samples failed.
+        row_indices = torch.arange(len(batch))
+        shares = [
+            batch.rows(row_indices[first :: layout.replicas]) for first in range(layout.replicas)
+        ]
         return [shares[layout.replica(rank)] for rank in range(layout.ranks)]
 
     async def _call(self, method: str, *args: Any, per_rank: Any = None) -> list[Any]:
@@ -101,15 +107,16 @@ class RankPolicy:
 
 
 class PolicyWorker(Exports):
-    """Holds the policy on one rank, and carries out the controller's calls.
+    """The policy on one rank; executes the controller's calls.
 
-    All methods are collective: every rank of the default group is called, in the same order.
+    All methods are collectives of the default group.
+
     Example: `WorkerSpec(factory="megatron_idempotent.rl.trainer.async_ranks:PolicyWorker",
     argument=job)`.
     """
 
     def __init__(self, job: Job) -> None:
-        """Build the model and the optimizer of the run that the job describes."""
+        """Build the job's model and optimizer."""
         self._policy, *_ = start_policy(job)
         super().__init__(
             self._policy.source(
@@ -122,11 +129,11 @@ class PolicyWorker(Exports):
         self._policy.begin(step_id)
 
     def logprobs(self, which: LogprobsOf, batch: Batch) -> torch.Tensor:
-        """Compute log-probs [B, T] of this replica's rows, 0 where the loss mask is 0."""
+        """Return log-probs [B, T] of this replica's rows; 0 where the loss mask is 0."""
         return self._policy.logprobs(batch, which)
 
     def microbatch(self, step_id: str, microbatch_id: str, last: bool, batch: Batch) -> None:
-        """Run forward and backward of this replica's rows."""
+        """Run forward and backward on this replica's rows."""
         self._policy.microbatch(step_id, batch, microbatch_id=microbatch_id, last=last)
 
     def finish(self, step_id: str) -> StepOutcome:
@@ -142,25 +149,23 @@ class PolicyWorker(Exports):
         )
 
     def train(self, step_id: str, batch: Batch) -> StepOutcome:
-        """Take an optimizer step over this replica's rows; return its outcome.
+        """Take an optimizer step on this replica's rows; return its outcome.
 
-        A step that was taken already is not taken again: its outcome is returned once more. If it
-        raises, the step is undone on all ranks.
+        Repeating a step that was taken only returns its outcome. If an error is raised, the step is
+        undone on all ranks.
         """
         self.begin(step_id)
         try:
-            if (
-                self._policy.step.open_step_id == step_id
-            ):  # else it was made, and is asked for again
+            if self._policy.step.open_step_id == step_id:  # else the step was already taken
                 self.microbatch(step_id, f"{step_id}/0", True, batch)
             return self.finish(step_id)
         except Exception:
-            # All ranks come here: the others hear of a failure where they would wait for this one.
+            # All ranks come here: a failure on one raises on the others, too.
             self._policy.step.abort()
             raise
 
     def abort(self, step_id: str | None) -> None:
-        """Undo the open step, whatever its id: the controller has one at a time."""
+        """Undo the open step; the id is ignored, because the controller has one step at a time."""
         self._policy.step.abort()
 
     def save(self, directory: str, iteration: int) -> str:
@@ -177,20 +182,21 @@ class PolicyWorker(Exports):
 
 
 FACTORY = "megatron_idempotent.rl.trainer.async_ranks:PolicyWorker"
-#: Modules that the launcher imports once, so that no rank imports them when it starts.
+#: Modules that the launcher imports once, so that ranks need not import them.
 PRELOAD = (*PROGRAM_PRELOAD, "megatron_idempotent.rl.trainer.async_ranks")
 
 
 def worker_spec(job: Job) -> WorkerSpec:
-    """Describe the worker of every rank, with absolute paths: ranks may run in other folders."""
+    """Return the ranks' worker spec, with absolute paths, because ranks may run in other
+    folders.
+    """
     return WorkerSpec(factory=FACTORY, argument=dataclasses.replace(job, out=job.out.absolute()))
 
 
 def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
-    """Make the ranks that the configuration asks for, embedded or on Ray.
+    """Make the configured ranks, embedded or on Ray, without starting them.
 
-    They are not started yet. `pool` is a launcher that forks embedded ranks; None for one of their
-    own.
+    `pool` is an existing launcher for embedded ranks; None to make one.
     """
     size, controller = job.config.run.ranks, job.config.controller
     if controller.cluster == "ray":
@@ -202,7 +208,7 @@ def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
             num_cpus=controller.cpus_per_rank,
             num_gpus=controller.gpus_per_rank,
         )
-    # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
+    # One thread per rank: the ranks use all cores, and sums have a fixed order.
     os.environ["OMP_NUM_THREADS"] = "1"
     return EmbeddedRanks(
         worker_spec(job),

@@ -1,4 +1,4 @@
-"""Runs an asynchronous job in the controller's process, from its parts to its results."""
+"""Runs an asynchronous job in the controller's process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ from .rewards import Evaluation, GrpoRecipe, Scorer, make_requests
 
 
 def make_sampler(config: Config) -> Sampler:
-    """Make the sampler that the configuration names. Errors: `ConfigError`."""
+    """Make the configured sampler.
+
+    Raises:
+        ConfigError: the sampler or an option is invalid.
+    """
     controller = config.controller
     import_from_here()
     try:
@@ -66,29 +70,30 @@ def make_sampler(config: Config) -> Sampler:
 def make_settings(config: Config) -> ControllerSettings:
     """Make the controller's settings from the configuration.
 
-    Errors: `ConfigError`, also for sizes with which the sampler cannot work.
+    Raises:
+        ConfigError: a setting is invalid, or the sampler cannot work with the sizes.
     """
     controller, loss = config.controller, config.loss
     reference = bool(loss.kl_coefficient) and loss.kl_reference == "initial"
     proximal = loss.old_logprobs == "recomputed"
-    asked = {
+    logprobs = {
         (False, False): "none",
         (True, False): "reference",
         (False, True): "policy",
         (True, True): "both",
     }[reference, proximal]
     groups_per_step = config.global_batch_size // config.rollout.group_size
-    # Keys of both names mean the same; 0 groups per call are half of an optimizer step's.
+    # Keys with the same name have the same meaning; 0 groups per call means half a step's groups.
     both = {field.name for field in dataclasses.fields(ControllerSettings)}
-    given = {key: value for key, value in dataclasses.asdict(controller).items() if key in both}
-    given["groups_per_call"] = controller.groups_per_call or max(groups_per_step // 2, 1)
+    values = {key: value for key, value in dataclasses.asdict(controller).items() if key in both}
+    values["groups_per_call"] = controller.groups_per_call or max(groups_per_step // 2, 1)
     try:
         settings = ControllerSettings(
-            **given,
+            **values,
             target_groups=config.rollout.prompts,
             group_size=config.rollout.group_size,
             train_global_batch_size=config.global_batch_size,
-            logprobs=asked,  # type: ignore[arg-type] # one of the four
+            logprobs=logprobs,  # type: ignore[arg-type] # one of the four
             checkpoint_every=config.run.checkpoint_every,
         )
         settings.checked_capacity(make_sampler(config))
@@ -98,9 +103,10 @@ def make_settings(config: Config) -> ControllerSettings:
 
 
 def connect(config: Config) -> None:
-    """Connect this process to Ray, if ranks, engines or groups are there; else do nothing.
+    """Connect this process to Ray, if the configuration uses Ray; otherwise do nothing.
 
-    Errors: `ConfigError` if Ray is not installed, or there is no cluster at the address.
+    Raises:
+        ConfigError: Ray is not installed, or there is no cluster at the address.
     """
     controller = config.controller
     if controller.cluster != "ray" and controller.plane != "transfer_queue":
@@ -116,11 +122,11 @@ def connect(config: Config) -> None:
         return
     address = controller.ray_address or os.environ.get("RAY_ADDRESS")
     if not address:
-        # Counted generously: this machine is shared by all of them, whatever Ray thinks.
+        # Enough for all actors: they share this machine, even if it has fewer cores.
         cpus = config.run.ranks * controller.cpus_per_rank + 4
         cpus += controller.engines * controller.cpus_per_engine
         ray.init(
-            "local",  # else it would join one that `ray start` has left, or has left a trace of
+            "local",  # else it would join a cluster that `ray start` has left running
             num_cpus=max(cpus, os.cpu_count() or 1),
             include_dashboard=False,
             log_to_driver=False,
@@ -139,13 +145,17 @@ TRACE_FILE = "timeline.json"
 
 
 def run_controller(job: Job, prompts: PromptSet, *, pool: RankPool | None = None) -> bool:
-    """Run the job's controller in this process; return whether the run came to its end.
+    """Run the job's controller in this process; return whether the run is complete.
 
-    If SIGTERM stops it, it returns False once a checkpoint is written from which it can go on.
-    `pool` is a launcher that forks embedded ranks; None for one of their own.
-    Errors: `controller.ControllerError`, `workers.RanksLost` and what a part of the run raised.
+    If SIGTERM stops the run, it writes a checkpoint to resume from, and returns False. `pool` is an
+    existing launcher for embedded ranks; None to make one.
+
+    Raises:
+        ControllerError: the run cannot continue.
+        RanksLost: ranks are gone and could not be restored.
+        Exception: the error of a component of the run.
     """
-    # The engines here share the cores with the ranks; more threads would fight for them.
+    # Engines in this process share the cores with the ranks.
     torch.set_num_threads(1)
     connect(job.config)
     return asyncio.run(_run(job, prompts, pool))
@@ -168,7 +178,7 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         try:
             await stack.enter_async_context(StatusFile(controller.ping, job.out / STATUS_FILE))
         except StatusError as error:
-            print(f"the run goes on without a status file: {error}", file=sys.stderr)
+            print(f"the run continues without a status file: {error}", file=sys.stderr)
         if job.resume_from is not None:
             await controller.resume()
         if table is not None:
@@ -195,7 +205,7 @@ async def _controller(
     tokenizer = make_tokenizer(config, prompts)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
     checkpoint = Path(config.model.path) if config.model.path else job.out / INITIAL
-    stack.callback(_remove_if_empty, job.out / SYNC)  # a transport has made it
+    stack.callback(_remove_if_empty, job.out / SYNC)  # left by a file transport
     weights = RemoteWeights(
         ranks,
         asyncio.get_running_loop(),
@@ -243,12 +253,12 @@ async def _controller(
 
 
 def _remove_if_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # it is not there, or has something that is not ours
+    with contextlib.suppress(OSError):  # it is missing, or has other files
         folder.rmdir()
 
 
 def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
-    """Return what brings weights to engines in this process; None if all are elsewhere."""
+    """Return the transport to engines in this process; None if all are elsewhere."""
     if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
         return None
     return SharedMemorySender if has_room(config) else files_sender(out)
@@ -259,13 +269,15 @@ def _save_timeline(timeline: Timeline, out: Path) -> None:
     try:
         timeline.write(out / TRACE_FILE)
     except OSError as error:
-        # The run is over and its weights are written: a full disk must not make it a failure.
+        # The run is complete: a full disk must not make it fail.
         print(f"no timeline: {error}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _drained_by_sigterm(controller: Controller) -> Iterator[None]:
-    """Have SIGTERM drain the controller within the block, which ends its run with a checkpoint."""
+    """Make SIGTERM drain the controller within the block, so that the run ends with a
+    checkpoint.
+    """
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []
 

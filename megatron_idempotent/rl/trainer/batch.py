@@ -1,4 +1,4 @@
-"""Defines the batches between samples and loss: makes them of samples, and cuts them into chunks.
+"""Defines training batches: makes them from samples, and splits them into chunks.
 
 Shapes: B sequences, T positions. The target at position t is token t + 1, predicted from tokens 0
 to t.
@@ -16,19 +16,20 @@ from megatron_idempotent.rl.engines import Sample
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Holds sequences that are padded on the right to one length.
+    """Sequences, padded on the right to one length.
 
-    `tokens_BT`, `targets_BT` and `lengths_B` are int64, the rest float32. All that has positions,
-    except `tokens_BT`, is aligned with the targets.
+    `tokens_BT`, `targets_BT` and `lengths_B` are int64, the others float32. Every tensor with
+    positions, except `tokens_BT`, is aligned with the targets.
+
     Example: `batch.rows(torch.arange(8))` has the first eight sequences.
     """
 
     tokens_BT: torch.Tensor
-    """The tokens that the model reads."""
+    """The input tokens of the model."""
     targets_BT: torch.Tensor
-    """The tokens that it predicts: `tokens_BT` one position later."""
+    """The tokens to predict: `tokens_BT` shifted by one position."""
     old_logprobs_BT: torch.Tensor
-    """Log-probs of the targets, to which the loss takes the ratio; 0 outside responses."""
+    """Log-probs of the targets, for the ratio in the loss; 0 outside of responses."""
     advantages_B: torch.Tensor
     """The advantage of each sequence's response."""
     loss_mask_BT: torch.Tensor
@@ -38,41 +39,43 @@ class Batch:
     weights_BT: torch.Tensor | None = None
     """Importance weights of the tokens; None if `old_logprobs_BT` are the engine's."""
     lengths_B: torch.Tensor | None = None
-    """The tokens of each sequence, prompt and response, up to T + 1; packing needs them."""
+    """The number of tokens of each sequence, prompt and response, up to T + 1; packing needs it."""
     routed_experts: torch.Tensor | None = None
-    """The experts [B, T + 1, layers, experts of a token] that the engine took for each token, on
-    the host; None without router replay. Tokens without any have the same number throughout."""
+    """The experts [B, T + 1, layers, topk] that the engine selected for each token, on the host;
+    None without router replay. Tokens without recorded experts have 0 everywhere."""
 
     def __len__(self) -> int:
         return int(self.tokens_BT.shape[0])
 
     def rows(self, index: torch.Tensor) -> Batch:
-        """Return a batch of the sequences at `index`, an int64 vector, in its order."""
-        return self._each(lambda tensor: tensor[index])
+        """Return a batch of the sequences at `index`, an int64 vector, in that order."""
+        return self._map(lambda tensor: tensor[index])
 
     def padded(self, rows: int) -> Batch:
-        """Return the batch with rows of zeros after its own, `rows` in all; no zero counts."""
+        """Append rows of zeros, which do not affect the loss, up to `rows` rows."""
         more = rows - len(self)
         if not more:
             return self
-        return self._each(lambda each: torch.cat([each, each.new_zeros(more, *each.shape[1:])]))
+        return self._map(
+            lambda tensor: torch.cat([tensor, tensor.new_zeros(more, *tensor.shape[1:])])
+        )
 
     def on_device(self) -> Batch:
-        """Return a copy on this rank's device; batches are made, cut and sent on the host."""
-        # Routed experts are checked by the host, and only a few rows of them are needed at a time.
-        moved = dataclasses.replace(self, routed_experts=None)._each(lambda tensor: tensor.cuda())
+        """Return a copy on this rank's device; batches are made and split on the host."""
+        # Routed experts stay on the host, which checks them and uses a few rows at a time.
+        moved = dataclasses.replace(self, routed_experts=None)._map(lambda tensor: tensor.cuda())
         return dataclasses.replace(moved, routed_experts=self.routed_experts)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        changed = {name: change(each) for name, each in held.items() if each is not None}
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {name: change(tensor) for name, tensor in tensors.items() if tensor is not None}
         return dataclasses.replace(self, **changed)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the batch as `TrainStep.microbatch` takes it, by name.
+        """Return the tensors for `TrainStep.microbatch`, by name.
 
-        `token_mask` [B, T + 1] has a place for each token of a sequence: the first one, which
-        nothing predicts, and the T targets.
+        `token_mask` is [B, T + 1]: an entry for the first token, which is never predicted, followed
+        by the T targets.
         """
         tensors = {
             "input_ids": self.tokens_BT,
@@ -90,13 +93,14 @@ class Batch:
         return tensors
 
     def sequences(self) -> dict[str, torch.Tensor]:
-        """Return the batch, by name, as a step takes it that packs whole sequences.
+        """Return the tensors, by name, for a step that packs entire sequences.
 
-        `input_ids` and `token_mask` [B, T + 1] have a place for each token. All that is aligned
-        with the targets is [B, T + 1] too, with 0 in the last place; so is `response_mask`, the
-        loss mask.
+        `input_ids` and `token_mask` are [B, T + 1], with an entry per token. Tensors that are
+        aligned with the targets are padded to [B, T + 1] with a last 0; `response_mask`, the loss
+        mask, is one of them.
 
-        Errors: `ValueError` without `lengths_B`.
+        Raises:
+            ValueError: `lengths_B` is None.
         """
         if self.lengths_B is None:
             raise ValueError(
@@ -106,29 +110,31 @@ class Batch:
         aligned = {**self.tensors(), "response_mask": self.loss_mask_BT}
         tokens_BT, advantages_B = aligned.pop("input_ids"), aligned.pop("advantages")
         token_mask_BT = aligned.pop("token_mask")
-        whole = {"lengths": self.lengths_B}
+        unshifted = {"lengths": self.lengths_B}
         aligned.pop("routed_experts", None)
         if self.routed_experts is not None:
-            whole["routed_experts"] = self.routed_experts
-        wider = {name: torch.nn.functional.pad(each, (0, 1)) for name, each in aligned.items()}
+            unshifted["routed_experts"] = self.routed_experts
+        wider = {name: torch.nn.functional.pad(tensor, (0, 1)) for name, tensor in aligned.items()}
         return {
             **wider,
             "input_ids": torch.cat([tokens_BT, self.targets_BT[:, -1:]], dim=1),
             "token_mask": token_mask_BT,
             "advantages": advantages_B,
-            **whole,
+            **unshifted,
         }
 
 
 Row = tuple[tuple[int, ...], Sample, float]
-"""A sequence to train on: the prompt's tokens, a response, and its advantage."""
+"""A training sequence: the prompt's tokens, a response, and its advantage."""
 
 
 def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool = False) -> Batch:
     """Make a batch with a sequence per row: prompt, response and padding with `pad_id`.
 
-    `positions` is T. With `replays` it has the experts that the engine took.
-    Errors: `ValueError` for a sequence of more than T + 1 tokens, or whose experts are missing.
+    `positions` is T. With `replays`, the batch has the experts that the engine selected.
+
+    Raises:
+        ValueError: a sequence has more than T + 1 tokens, or lacks its experts.
     """
     tokens, old_logprobs, loss_mask, lengths = [], [], [], []
     for prompt_tokens, sample, _ in rows:
@@ -139,16 +145,19 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool
                 f"{positions + 1}; raise positions"
             )
         # The target at position t is token t + 1, so a response starts one position early.
-        before, after = [0.0] * (len(prompt_tokens) - 1), [0.0] * (positions + 1 - length)
-        tokens.append([*prompt_tokens, *sample.tokens, *([pad_id] * len(after))])
-        old_logprobs.append([*before, *sample.logprobs, *after])
-        loss_mask.append([*before, *([1.0] * len(sample.tokens)), *after])
+        prompt_zeros, padding_zeros = (
+            [0.0] * (len(prompt_tokens) - 1),
+            [0.0] * (positions + 1 - length),
+        )
+        tokens.append([*prompt_tokens, *sample.tokens, *([pad_id] * len(padding_zeros))])
+        old_logprobs.append([*prompt_zeros, *sample.logprobs, *padding_zeros])
+        loss_mask.append([*prompt_zeros, *([1.0] * len(sample.tokens)), *padding_zeros])
         lengths.append(length)
-    # One tensor at a time: where other threads compute, each operation waits for Python's lock.
+    # Few tensor operations: each waits for the GIL while other threads compute.
     tokens_BT = torch.tensor(tokens, dtype=torch.int64).view(len(rows), positions + 1)
     old_logprobs_BT, loss_mask_BT = (
-        torch.tensor(each, dtype=torch.float32).view(len(rows), positions)
-        for each in (old_logprobs, loss_mask)
+        torch.tensor(values, dtype=torch.float32).view(len(rows), positions)
+        for values in (old_logprobs, loss_mask)
     )
     return Batch(
         tokens_BT=tokens_BT[:, :-1].contiguous(),
@@ -162,38 +171,41 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool
 
 
 def _routes(rows: Sequence[Row], lengths: Sequence[int], width: int) -> torch.Tensor:
-    """Return the experts that the engine took, [B, width, layers, experts of a token]."""
-    each = [sample.routed_experts for _, sample, _ in rows]
-    like = next((routes for routes in each if routes is not None), None)
+    """Return the experts that the engine selected, [B, width, layers, topk]."""
+    routes_of_rows = [sample.routed_experts for _, sample, _ in rows]
+    like = next((routes for routes in routes_of_rows if routes is not None), None)
     if like is None:
         raise ValueError(
             f"none of {len(rows)} samples has routed_experts, and router_replay needs them; have "
             "the engine return them"
         )
     shape = (len(rows), width, like.layers, like.topk)
-    found = torch.zeros(shape, dtype=getattr(torch, like.dtype))
-    for row, (routes, (_, sample, _), length) in enumerate(zip(each, rows, lengths, strict=True)):
+    experts = torch.zeros(shape, dtype=getattr(torch, like.dtype))
+    for row, (routes, (_, sample, _), length) in enumerate(
+        zip(routes_of_rows, rows, lengths, strict=True)
+    ):
         if not sample.tokens:
-            continue  # nothing of it is trained
+            continue  # it has no tokens to train on
         needed = (length - 1, like.layers, like.topk, like.dtype)
-        there = routes and (routes.tokens, routes.layers, routes.topk, routes.dtype)
-        if routes is None or there != needed:
+        actual = routes and (routes.tokens, routes.layers, routes.topk, routes.dtype)
+        if routes is None or actual != needed:
             raise ValueError(
-                f"row {row}, sample {sample.request_id!r}, has routed experts {there} (tokens, "
+                f"row {row}, sample {sample.request_id!r}, has routed experts {actual} (tokens, "
                 f"layers, experts of a token, type), and its tokens but the last need {needed}; "
                 "have all engines return those of prompt and response"
             )
-        found[row, : length - 1] = torch.from_numpy(routes.numbers().copy())
-    return found
+        experts[row, : length - 1] = torch.from_numpy(routes.numbers().copy())
+    return experts
 
 
 def chunks(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]:
-    """Yield the batch in a random order, `size` sequences at a time, each sequence once.
+    """Yield the batch's sequences once each, in a random order, in batches of `size`.
 
-    `seed` and `index`, the rollout's, decide the order. `size` must divide the number of sequences.
+    The order depends on `seed` and `index`, the rollout's index. `size` must divide the number of
+    sequences.
     """
     assert len(batch) % size == 0, f"{len(batch)} sequences in chunks of {size}"
-    # A generator of its own: drawing from the default one would move Megatron's RNG.
+    # A separate generator: the default one is Megatron's.
     generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
     order = torch.randperm(len(batch), generator=generator)
     for start in range(0, len(batch), size):

@@ -1,6 +1,6 @@
-"""Saves and loads a run: Megatron's distributed checkpoint, and the number of rollouts done.
+"""Saves and loads a run: Megatron's distributed checkpoint, and the number of completed rollouts.
 
-An asynchronous run's checkpoint has the controller's state too, and is complete only with both.
+An asynchronous run's checkpoint also has the controller's state, and is complete only with both.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-# By name: cloudpickle takes `torch.distributed.config`, which no pickle holds, for what a function
-# needs that names `torch.distributed` and something called `config`.
+# Imported by name: if a function refers to `torch.distributed` and to a name `config`, cloudpickle
+# tries to pickle the module `torch.distributed.config`, and fails.
 from torch.distributed import all_gather_object, barrier, get_rank, get_world_size
 
 from megatron_idempotent.json_text import JsonError, parse_json
@@ -38,39 +38,40 @@ from .policy import MegatronPolicy
 _MEGATRON, _CONTROLLER = "megatron", "controller.json"
 
 
-def save_checkpoint(job: Job, policy: MegatronPolicy, done: int) -> None:
-    """Write a checkpoint after `done` rollouts, and remove the oldest ones. Collective.
+def save_checkpoint(job: Job, policy: MegatronPolicy, rollouts: int) -> None:
+    """Write a checkpoint after some rollouts, and remove the oldest checkpoints. A collective.
 
-    Weights, optimizer, schedule and Megatron's random states are in Megatron's own checkpoint. The
-    loop adds only the number of rollouts: prompts, microbatch order and sampling are functions of
-    it and of the seed. A digest of the weights shows whether two runs are equal.
+    Megatron's checkpoint has weights, optimizer, schedule and random states. The loop adds only the
+    number of rollouts, because prompts, microbatch order and sampling are functions of it and the
+    seed. A digest of the weights shows whether two runs are equal.
     """
     directory = job.out / "checkpoints"
-    unfinished = unfinished_path(directory, done)
+    unfinished = unfinished_path(directory, rollouts)
     if get_rank() == 0:
         make_empty(unfinished)
     barrier()  # no rank may write before the directory is empty
-    iteration = done * job.config.optimizer.steps_per_rollout
+    iteration = rollouts * job.config.optimizer.steps_per_rollout
     digest = save_weights(policy, unfinished / _MEGATRON, iteration=iteration)
-    barrier()  # rank 0 lists the files of all ranks
+    barrier()  # rank 0 then lists the files of all ranks
     if get_rank() == 0:
-        seal_checkpoint(directory, done, job.config, digest=digest)
+        seal_checkpoint(directory, rollouts, job.config, digest=digest)
     barrier()
 
 
 def save_weights(policy: MegatronPolicy, directory: Path, *, iteration: int) -> str:
-    """Write Megatron's checkpoint of weights, optimizer, schedule and random states. Collective.
+    """Write Megatron's checkpoint of weights, optimizer, schedule and random states. A collective.
 
-    Return a digest of the whole model's weights: that of this rank's chunks if each rank has the
-    whole model, and else of all ranks' parts. Two runs of the same layout have equal digests if and
-    only if their weights are bit-equal.
+    Returns:
+        A digest of the entire model's weights: of this rank's chunks if every rank has the entire
+        model, otherwise of all ranks' parts. Two runs with the same layout have equal digests if
+        and only if their weights are equal bit for bit.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training.checkpointing import save_checkpoint as save
 
     stock = policy.stock
-    # A synchronous save writes with threads. Megatron's writer would make a queue for asynchronous
-    # ones in another process, which imports Megatron: it costs the first save some ten seconds.
+    # A synchronous save needs no results queue. Megatron would create one in another process, which
+    # imports Megatron and delays the first save by some ten seconds.
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
     with policy.weights() as modules:
@@ -80,7 +81,7 @@ def save_weights(policy: MegatronPolicy, directory: Path, *, iteration: int) -> 
                 stock.chunks,
                 stock.optimizer,
                 stock.scheduler,
-                num_floating_point_operations_so_far=0,  # nobody counts them here
+                num_floating_point_operations_so_far=0,  # not counted
             )
         digest = weights_digest(modules)
     if policy.config.parallel.is_whole:
@@ -91,21 +92,18 @@ def save_weights(policy: MegatronPolicy, directory: Path, *, iteration: int) -> 
 
 
 def load_weights(stock: MegatronModel, directory: Path) -> int:
-    """Load what `save_weights` wrote; return the iteration it was written with. Collective."""
+    """Load a checkpoint of `save_weights`; return its iteration. A collective."""
     from megatron.training.checkpointing import load_checkpoint
 
     # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.
     with _argument(stock.args, "load", str(directory)), torch.no_grad():
         iteration, _ = load_checkpoint(stock.chunks, stock.optimizer, stock.scheduler)
-    found: int = iteration
-    return found
+    loaded: int = iteration
+    return loaded
 
 
 def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
-    """Return the SHA-256 of all parameters of some chunks, in the order of their names.
-
-    Two digests are equal if and only if names and bits of the parameters are.
-    """
+    """Return the SHA-256 over the names and bits of all parameters, in order of their names."""
     digest = hashlib.sha256()
     for module in modules:
         for name, parameter in sorted(module.named_parameters()):
@@ -117,16 +115,16 @@ def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
 @contextmanager
 def _argument(args: Any, name: str, value: str) -> Iterator[None]:
     """Set one of Megatron's global arguments within a block, and restore it afterwards."""
-    before = getattr(args, name)
+    old_value = getattr(args, name)
     setattr(args, name, value)
     try:
         yield
     finally:
-        setattr(args, name, before)
+        setattr(args, name, old_value)
 
 
 class CheckpointStore:
-    """Implements `controller.Store` for a run on ranks; it verifies a checkpoint before reading it.
+    """Implements `controller.Store` for a run on ranks; verifies a checkpoint before reading it.
 
     Example: `state = await CheckpointStore(job, ranks).restore()`.
     """
@@ -135,7 +133,7 @@ class CheckpointStore:
         self._directory = job.out / "checkpoints"
         self._config = job.config
         self._ranks = ranks
-        # A run that is resumed has started its ranks right before, and nothing has happened yet.
+        # A resumed run has just started its ranks, which need no restart.
         self._fresh = job.resume_from is not None
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
@@ -151,15 +149,17 @@ class CheckpointStore:
         await asyncio.to_thread(seal)
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """Start fresh ranks and load the newest checkpoint; see `controller.Store.restore`.
+        """Restart all ranks and load the newest checkpoint; see `controller.Store.restore`.
 
-        Errors: `CheckpointError` for a damaged checkpoint; `RanksLost`.
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+            RanksLost: ranks cannot be started, or died.
         """
-        found = complete_checkpoints(self._directory)
+        checkpoints = complete_checkpoints(self._directory)
         state: Mapping[str, Any] | None = None
-        if found:
-            await asyncio.to_thread(verify_checkpoint, found[-1])
-            path = found[-1] / _CONTROLLER
+        if checkpoints:
+            await asyncio.to_thread(verify_checkpoint, checkpoints[-1])
+            path = checkpoints[-1] / _CONTROLLER
             try:
                 state = parse_json(path.read_bytes())
             except (OSError, JsonError) as error:
@@ -168,10 +168,10 @@ class CheckpointStore:
             await self._ranks.start()
         self._fresh = False
         if state is not None:
-            await self._call("load", str(found[-1] / _MEGATRON))
+            await self._call("load", str(checkpoints[-1] / _MEGATRON))
         return state
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
-        # Limited: where one rank fails, the others wait for it in a collective.
+        # With a limit: if one rank fails, the others hang in a collective.
         limit_s = self._config.controller.call_timeout_s
         return await self._ranks.call(method, *args, timeout_s=limit_s)

@@ -1,8 +1,8 @@
 """Defines and reads the configuration of a run: its sections, keys, defaults and limits.
 
-The string under a field documents it. The table in docs/settings.md, the JSON schema and the errors
-are all made from these classes. `python -m megatron_idempotent.rl.trainer.config docs/settings.md`
-writes the table again.
+The string under a field documents it. The table in docs/settings.md, the JSON schema and error
+messages are generated from these classes. `python -m megatron_idempotent.rl.trainer.config
+docs/settings.md` updates the table.
 """
 
 from __future__ import annotations
@@ -22,53 +22,56 @@ from .layout import RankLayout
 
 @settings(ConfigError, "run.")
 class RunConfig:
-    """Sets where a run takes place and how long it is.
+    """Settings of a run as a whole: its length, device and output.
 
     Example: `RunConfig(rollouts=3, out="runs/a")`.
     """
 
     rollouts: int = Field(default=150, ge=1)
-    """Rollouts in the whole run; `optimizer.steps_per_rollout` optimizer steps follow each."""
+    """Rollouts in the run; each is followed by `optimizer.steps_per_rollout` optimizer steps."""
     mode: Literal["sync", "async"] = "sync"
-    """`sync` samples and trains in turn, `async` at the same time: see `[controller]`."""
+    """`sync` samples and trains in turn, `async` concurrently; see `[controller]`."""
     seed: int = Field(default=1, ge=0, le=2**31 - 1)
     """Seed of the initial weights, the order of the prompts and the sampled tokens."""
     ranks: int = Field(default=2, ge=1, le=64)
-    """Processes that train, connected by gloo, or by NCCL on GPUs; under torchrun those that it has
-    started. Each has a replica of the model, unless `[parallel]` has several of them share one."""
+    """Number of training processes, connected by gloo, or by NCCL on GPUs; under torchrun, the
+    number that it has started. Each has a replica of the model, unless `[parallel]` distributes one
+    over several ranks."""
     device: Literal["cpu", "cuda", "checked"] = "cpu"
-    """Device of ranks and engines: the CPU, this machine's GPUs, or with `checked` a CPU that
-    refuses what a GPU would refuse, to try a change without a GPU."""
+    """Device of ranks and engines: the CPU, this machine's GPUs, or with `checked` the CPU with the
+    restrictions of a GPU, to test a change without a GPU."""
     out: str = ""
     """Output directory for logs, curves and checkpoints; empty for the next free
     `runs/train-NNN`."""
     checkpoint_every: int = Field(default=25, ge=0)
-    """Rollouts between two checkpoints; the last rollout gets one too. 0 writes none, except when
-    SIGTERM stops an asynchronous run."""
+    """Rollouts between two checkpoints; there is also one after the last rollout. 0 writes none,
+    except when SIGTERM stops an asynchronous run."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Complete checkpoints that stay on disk; older ones are removed."""
+    """Number of complete checkpoints to keep on disk; older ones are removed."""
     timeout_s: float = Field(default=3600.0, gt=0)
-    """Seconds that the whole run may take; after that all ranks are ended. An asynchronous run has
+    """Time limit of the run in seconds, after which all ranks are ended. An asynchronous run has
     the limits in `[controller]` instead."""
 
 
 @settings(ConfigError, "parallel.")
 class ParallelConfig:
-    """Sets how ranks share a replica of the model. Example: `ParallelConfig(tp=2, pp=2)`."""
+    """Settings of model parallelism: how ranks share a replica. Example: `ParallelConfig(tp=2,
+    pp=2)`.
+    """
 
     tp: int = Field(default=1, ge=1, le=64)
-    """Tensor-parallel ranks; they cut heads, feed-forward blocks and the vocabulary."""
+    """Tensor-parallel ranks; they split heads, feed-forward blocks and the vocabulary."""
     pp: int = Field(default=1, ge=1, le=64)
-    """Pipeline stages; they cut the layers."""
+    """Pipeline stages; they split the layers."""
     cp: int = Field(default=1, ge=1, le=64)
-    """Context-parallel ranks; they cut the positions of each sequence."""
+    """Context-parallel ranks; they split the positions of each sequence."""
     vpp: int = Field(default=1, ge=1, le=64)
     """Model chunks on each pipeline stage; above 1 the schedule is interleaved."""
     ep: int = Field(default=1, ge=1, le=64)
-    """Expert-parallel ranks; they cut the experts. They are ranks of several replicas, or the
-    context-parallel ranks of one."""
+    """Expert-parallel ranks; they split the experts. They are ranks of several replicas, or the
+    context-parallel ranks of one replica."""
     sequence_parallel: bool = False
-    """True to have tensor-parallel ranks cut the positions too, outside of attention and
+    """True to make tensor-parallel ranks also split the positions, outside of attention and
     feed-forward blocks."""
 
     def __post_init__(self) -> None:
@@ -80,12 +83,12 @@ class ParallelConfig:
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
                 "parallel.sequence_parallel is true and parallel.tp is 1; allowed: 2 or more "
-                "ranks, which cut the positions, or false"
+                "ranks, which split the positions, or false"
             )
 
     @property
     def is_whole(self) -> bool:
-        """True if every rank has the whole model."""
+        """True if every rank has the entire model."""
         return self.tp == self.pp == self.ep == 1
 
     @property
@@ -94,23 +97,26 @@ class ParallelConfig:
         return self.tp * self.cp * self.pp
 
     def rounded(self, positions: int) -> int:
-        """Return the least length from `positions` on into which ranks can cut sequences evenly."""
-        by = (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
-        return -(-positions // by) * by
+        """Return `positions`, rounded up to a length that ranks can split evenly."""
+        divisor = (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
+        return -(-positions // divisor) * divisor
 
     def misfit(self, sizes: Mapping[str, int]) -> str:
-        """Say why ranks cannot cut a model so, or return "" if they can.
+        """Return why ranks cannot split a model of these sizes; "" if they can.
 
         `sizes` are named as in the user's configuration, in this order: heads, query groups, width
         of a feed-forward block or, in a model with experts, of an expert; layers; experts, 0 for
         none.
+
         Example: `config.parallel.misfit({"num_attention_heads": 4})`.
         """
         *cut, (name, experts) = sizes.items()
         ways = [("tp", self.tp)] * 3 + [("pp x vpp", self.pp * self.vpp)]
-        for (key, ranks), (by, size) in zip(ways, cut, strict=True):
+        for (key, ranks), (dimension, size) in zip(ways, cut, strict=True):
             if size % ranks:
-                return f"parallel.{key} is {ranks} and {by} is {size}; allowed: a divisor of it"
+                return (
+                    f"parallel.{key} is {ranks} and {dimension} is {size}; allowed: a divisor of it"
+                )
         if self.ep > 1 and (not experts or experts % self.ep):
             return (
                 f"parallel.ep is {self.ep} and {name} is {experts}; allowed: a divisor of it, or 1 "
@@ -126,21 +132,21 @@ class ParallelConfig:
 
 @settings(ConfigError, "task.")
 class TaskConfig:
-    """Sets prompts and their verifier. Example: `TaskConfig(data="my_task.jsonl")`."""
+    """Settings of prompts and their verifier. Example: `TaskConfig(data="my_task.jsonl")`."""
 
     data: str = ""
-    """JSONL file of prompts, with `prompt` (or `messages`), `answer` and `split` in each row, and
-    fields for the verifier; empty for the shipped file."""
+    """JSONL file of prompts, with `prompt` (or `messages`), `answer`, `split` and fields for the
+    verifier in each row; empty for the shipped file."""
     reward: str = "megatron_idempotent.rl.trainer.task.reward:position_reward"
-    """Verifier, as `package.module:function`; it is imported on every rank."""
+    """Verifier, as `package.module:function`, which every rank imports."""
 
 
 @settings(ConfigError, "model.")
 class ModelConfig:
-    """Sets the decoder that is trained. Example: `ModelConfig(path="checkpoints/Qwen3-0.6B")`.
+    """Settings of the decoder to train. Example: `ModelConfig(path="checkpoints/Qwen3-0.6B")`.
 
-    Without a path the other keys give the shape of a Llama with random weights or, with experts, of
-    a Qwen3-MoE.
+    Without a path, the other keys are the sizes of a Llama or, with experts, of a Qwen3-MoE with
+    random weights.
     """
 
     path: str = ""
@@ -153,13 +159,13 @@ class ModelConfig:
     ffn: int = Field(default=128, ge=8, le=32768)
     """Width of the SwiGLU block after gating, in a model without experts."""
     heads: int = Field(default=4, ge=1, le=128)
-    """Query heads; they divide `hidden` into heads of an even width."""
+    """Query heads; a divisor of `hidden` that makes an even head width."""
     query_groups: int = Field(default=2, ge=1, le=128)
-    """Key and value heads; they divide `heads`."""
+    """Key and value heads; a divisor of `heads`."""
     num_experts: int = Field(default=0, ge=0, le=1024)
-    """Experts in each layer of a Qwen3-MoE; 0 for a Llama, which has none."""
+    """Experts in each layer of a Qwen3-MoE; 0 for a Llama without experts."""
     experts_per_token: int = Field(default=2, ge=1, le=1024)
-    """Experts to which each token is sent, at most `num_experts`."""
+    """Experts per token, at most `num_experts`."""
     expert_ffn: int = Field(default=64, ge=8, le=32768)
     """Width of an expert after gating."""
     rotary_base: int = Field(default=10000, ge=2)
@@ -187,32 +193,32 @@ class ModelConfig:
 
 @settings(ConfigError, "rollout.")
 class RolloutConfig:
-    """Sets the samples of one rollout. Example: `RolloutConfig(prompts=32, group_size=8)`."""
+    """Settings of sampling. Example: `RolloutConfig(prompts=32, group_size=8)`."""
 
     prompts: int = Field(default=64, ge=1)
     """Prompts per rollout, over all ranks."""
     group_size: int = Field(default=16, ge=2, le=1024)
-    """Samples per prompt; they are a group, and an advantage compares a sample with its group."""
+    """Samples per prompt, which form a group; advantages compare a sample with its group."""
     temperature: float = Field(default=1.0, gt=0, le=10)
-    """Sampling temperature; log-probs are those at this temperature."""
+    """Sampling temperature; log-probs are computed at this temperature."""
     max_response_tokens: int = Field(default=4, ge=1, le=131072)
-    """The most tokens of a response, the end token included."""
+    """The most tokens of a response, including the end token."""
     engine: Literal["transformers", "vllm"] = "transformers"
-    """Engine that samples: `transformers` runs a model in each rank's process; `vllm` is
-    servers over HTTP for all ranks."""
+    """Inference engine: `transformers` runs a model in each rank's process; `vllm` uses servers
+    over HTTP for all ranks."""
     engine_url: str = ""
-    """URLs of the vLLM servers, separated by commas, without passwords. Empty with
-    `controller.cluster = "ray"` for `controller.engines` servers that actors start."""
+    """URLs of the vLLM servers, separated by commas, without passwords. If empty with
+    `controller.cluster = "ray"`, actors start `controller.engines` servers."""
     vllm_python: str = ""
-    """Python, on the nodes, of an environment with vLLM and this package, for servers that actors
-    start; empty for the actors' own."""
+    """Path on the nodes of a Python with vLLM and this package, for servers that actors start;
+    empty for the actors' Python."""
     vllm_arguments: str = ""
-    """More arguments for those servers, as in `--dtype bfloat16 --max-model-len 4096`."""
+    """Further arguments for those servers, such as `--dtype bfloat16 --max-model-len 4096`."""
     request_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that one response may take; after that the run ends with an error."""
+    """Time limit of one response in seconds, after which the run ends with an error."""
     router_replay: Literal["off", "measure", "replay"] = "off"
-    """Use of the experts that the engine's routers took, for models with experts: `replay` trains
-    on them, `measure` only logs the share for which the trainer would take others. A vLLM server
+    """Use of the experts that the engine's routers selected, for models with experts: `replay`
+    trains with them, `measure` only logs how often the trainer would select others. A vLLM server
     needs `--enable-return-routed-experts`."""
 
     def __post_init__(self) -> None:
@@ -231,30 +237,33 @@ class RolloutConfig:
 
 @settings(ConfigError, "sync.")
 class SyncConfig:
-    """Sets how new weights get to the engines. Example: `SyncConfig(transport="shared_memory")`."""
+    """Settings of weight updates to the engines. Example:
+    `SyncConfig(transport="shared_memory")`.
+    """
 
     transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "bucket"] = (
         "shared_memory"
     )
     """Transport of weights from ranks to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU).
-    Engines of transformers in the controller take shared memory if there is room for two buckets,
-    else files, as do engines on Ray."""
+    Engines of transformers in the controller use shared memory if two buckets fit, otherwise files;
+    so do engines on Ray."""
     directory: str = ""
-    """Folder for weights that go through files, which servers must see too, or for `bucket` a URL
-    without a password, such as `s3://weights/run`, which servers must be started with
-    (`MEGATRON_IDEMPOTENT_BUCKET`); empty for `sync/` in the output directory."""
+    """Folder for transports through files, which servers must see under the same path. For `bucket`
+    a URL without a password, such as `s3://weights/run`, with which servers must be started
+    (`MEGATRON_IDEMPOTENT_BUCKET`). Empty for `sync/` in the output directory."""
     address: str = ""
-    """Address at which servers reach this machine, for `gloo` and `nccl`; empty for 127.0.0.1."""
+    """This machine's address for the servers, with `gloo` and `nccl`; empty for 127.0.0.1."""
     workers: int = Field(default=1, ge=1)
-    """Workers of each vLLM server (its tensor-parallel size), for `gloo` and `nccl`."""
+    """Workers of each vLLM server (its tensor-parallel size), with `gloo` and `nccl`."""
     bucket_mb: int = Field(default=256, ge=1)
-    """Largest bucket of weights that is sent at once, in MiB; up to two are in memory."""
+    """Maximum size of a bucket of weights in MiB; up to two are in memory."""
     senders: int = Field(default=0, ge=0)
-    """Most ranks of an asynchronous run that send side by side: the first ones of pipeline stages
-    and of expert-parallel ranks, each what it has. 0 for all of them, and 1 for rank 0."""
+    """Maximum number of ranks of an asynchronous run that send concurrently: the first ranks of
+    pipeline stages and of expert-parallel ranks, each its own part. 0 for no limit, 1 for rank
+    0."""
     deltas: bool = False
     """True to send only the elements whose bits have changed since the last publish, if all engines
-    have it. Ranks keep a copy in host memory of the weights that they send."""
+    have that version. Ranks keep a copy of the weights that they send in host memory."""
 
     def __post_init__(self) -> None:
         refuse_secrets(
@@ -272,36 +281,36 @@ class SyncConfig:
 
 @settings(ConfigError, "loss.")
 class LossConfig:
-    """Sets the objective. Example: `LossConfig(clip_low=0.2, clip_high=0.28)`."""
+    """Settings of the objective. Example: `LossConfig(clip_low=0.2, clip_high=0.28)`."""
 
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """The ratio to the old policy is clipped below at 1 - `clip_low`."""
     clip_high: float = Field(default=0.2, ge=0, le=10)
     """The ratio to the old policy is clipped above at 1 + `clip_high`."""
-    # From random weights, exploration is all there is: the distance from the initial policy, which
-    # is nearly uniform, is what keeps it alive.
+    # Training from random weights depends on exploration, which the distance from the nearly
+    # uniform initial policy keeps alive.
     kl_coefficient: float = Field(default=0.01, ge=0, le=100)
-    """Coefficient of the KL penalty (k3 estimator); 0 computes no reference log-probs."""
+    """Coefficient of the KL penalty (k3 estimator); with 0, no reference log-probs are computed."""
     kl_reference: Literal["initial", "old"] = "initial"
-    """Policy from which the penalty measures the distance: that of the `initial` weights, or of the
-    weights that sampled (`old`)."""
+    """Reference policy of the KL penalty: the `initial` weights, or the weights that sampled
+    (`old`)."""
     normalize_std: bool = True
     """True to divide each group's advantages by the standard deviation of its rewards."""
-    # From random weights, the clipped ratio to the weights that sampled learns more than recomputed
-    # log-probs with truncated weights, of which the ratio is always 1 and nothing is clipped.
+    # From random weights, the clipped ratio to the weights that sampled learns better than
+    # recomputed log-probs with truncated weights, whose ratio is always 1 and never clipped.
     old_logprobs: Literal["behaviour", "recomputed"] = "behaviour"
-    """Old log-probs in the ratio: `behaviour` takes the engine's, as it sampled; `recomputed`
-    computes them with the weights from which training starts."""
+    """Old log-probs in the ratio: `behaviour` uses the engine's, from sampling; `recomputed`
+    computes them with the trainer's weights before it trains on the batch."""
     correction: Literal["none", "truncate", "mask"] = "none"
     """Use of the importance ratio of recomputed log-probs to the engine's: `none` ignores it;
-    `truncate` weighs each token by it, up to `correction_high`; `mask` weighs each token by it, and
-    rejects tokens outside both bounds."""
+    `truncate` weights each token by it, up to `correction_high`; `mask` weights each token by it,
+    and rejects tokens outside of both bounds."""
     correction_low: float = Field(default=0.5, ge=0, le=1)
     """Smallest importance ratio that `mask` keeps."""
     correction_high: float = Field(default=2.0, ge=1, le=1e6)
-    """Largest weight with `truncate`, and largest importance ratio that `mask` keeps."""
+    """Largest weight of `truncate`, and largest importance ratio that `mask` keeps."""
     correction_level: Literal["token", "sequence"] = "token"
-    """Importance ratio of a token: its own, or the geometric mean over its sequence."""
+    """Level of the importance ratio: per token, or the geometric mean over the sequence."""
 
     def __post_init__(self) -> None:
         if self.correction != "none" and self.old_logprobs != "recomputed":
@@ -314,7 +323,7 @@ class LossConfig:
 
 @settings(ConfigError, "optimizer.")
 class OptimizerConfig:
-    """Sets Adam, and cuts a rollout into optimizer steps. Example: `OptimizerConfig(lr=3e-4)`."""
+    """Settings of Adam and of optimizer steps. Example: `OptimizerConfig(lr=3e-4)`."""
 
     lr: float = Field(default=1e-3, gt=0, le=1)
     """Learning rate, constant after the warm-up."""
@@ -323,14 +332,13 @@ class OptimizerConfig:
     steps_per_rollout: int = Field(default=4, ge=1, le=1024)
     """Optimizer steps per rollout; each sample is used in exactly one of them."""
     microbatches_per_step: int = Field(default=2, ge=1, le=1024)
-    """Microbatches per optimizer step on each rank; gradients are reduced in the last one."""
+    """Microbatches per optimizer step on each rank; the last one reduces gradients."""
     chunks_per_step: int = Field(default=0, ge=0, le=1024)
-    """Calls in which a step's microbatches are handed over, a divisor of
-    `microbatches_per_step`; 0 for one microbatch a call or, in a pipeline, as many a call as it has
-    stages. Weights do not depend on it, unless `max_tokens_per_microbatch` has each call's
-    sequences packed."""
+    """Number of calls that pass a step's microbatches, a divisor of `microbatches_per_step`; 0 for
+    one microbatch per call or, in a pipeline, as many per call as stages. The weights do not depend
+    on it, unless `max_tokens_per_microbatch` packs each call's sequences."""
     max_tokens_per_microbatch: int = Field(default=0, ge=0)
-    """The most tokens of a microbatch that is a pack of sequences without padding; 0 for
+    """The most tokens of a microbatch, as a pack of sequences without padding; 0 for
     `microbatches_per_step` microbatches of padded rows."""
     beta1: float = Field(default=0.9, ge=0, le=0.9999)
     """Adam's decay of the first moment."""
@@ -339,7 +347,7 @@ class OptimizerConfig:
     weight_decay: float = Field(default=0.0, ge=0, le=1)
     """Decoupled weight decay."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Norm to which larger gradients are scaled down; 0 never clips."""
+    """Gradient norm above which gradients are scaled down; 0 for no clipping."""
 
     def __post_init__(self) -> None:
         if self.chunks_per_step and self.microbatches_per_step % self.chunks_per_step:
@@ -351,7 +359,7 @@ class OptimizerConfig:
 
 @settings(ConfigError, "controller.")
 class ControllerConfig:
-    """Sets an asynchronous run, `run.mode = "async"`. Example: `ControllerConfig(engines=2)`.
+    """Settings of asynchronous runs (`run.mode = "async"`). Example: `ControllerConfig(engines=2)`.
 
     A rollout is then an outer step: `rollout.prompts` groups train in
     `optimizer.steps_per_rollout` optimizer steps, and engines get the new weights.
@@ -359,100 +367,100 @@ class ControllerConfig:
 
     sampler: str = "windowed"
     """Sampler, which decides which groups start and train: `windowed`, `strict`, `first_ready`,
-    `in_order`, or a path `package.module:Class`."""
+    `in_order`, or a class as `package.module:Class`."""
     max_staleness: int = Field(default=2, ge=0)
-    """The most optimizer steps between the weights that sampled a group and those that it trains;
-    for `windowed` and `in_order`."""
+    """The most optimizer steps between the weights that sampled a group and the weights that it
+    trains; for `windowed` and `in_order`."""
     order: Literal["freshest", "oldest"] = "oldest"
-    """Groups that `windowed` trains first: those of the newest weights, or those that were complete
-    first."""
+    """Order in which `windowed` trains groups: newest weights first, or in order of completion."""
     gated: bool = True
-    """True to start only groups that can train within the window. False starts as many as capacity
-    allows, and throws more of them away. For `windowed` and `strict`."""
+    """True to start only groups that can train within the window; False to start as many as
+    capacity allows, of which more become stale. For `windowed` and `strict`."""
     abort_stale: bool = False
-    """True to end groups that become too old while they are being generated; for `windowed` and
+    """True to abort groups that become too stale while they are being generated; for `windowed` and
     `strict`."""
     capacity: int = Field(default=0, ge=0)
-    """The most groups that may be generating or complete at once; 0 for what the sampler needs."""
+    """The most groups that may be generating or ready at once; 0 for the sampler's minimum."""
     concurrency: int = Field(default=0, ge=0)
-    """The most groups that may be generating at once; 0 for as many as the capacity."""
+    """The most groups that may be generating at once; 0 for the capacity."""
     groups_per_call: int = Field(default=0, ge=0)
-    """The most groups that are handed to the ranks in one call; 0 for half of an optimizer
-    step's."""
+    """The most groups per call of the ranks; 0 for half of an optimizer step's groups."""
     min_groups_per_call: int = Field(default=1, ge=1)
-    """The fewest groups that are handed to the ranks in one call, unless a step lacks fewer."""
+    """The fewest groups per call of the ranks, unless fewer complete a step."""
     drop_tied: bool = False
-    """True to leave out groups whose rewards are all equal; others are sampled in their place."""
+    """True to drop groups whose rewards are all equal, and sample others instead."""
     cluster: Literal["embedded", "ray"] = "embedded"
-    """Place of the ranks: started by this process (`embedded`), or on a Ray cluster."""
+    """Location of the ranks: processes of this machine (`embedded`), or a Ray cluster."""
     ray_address: str = ""
-    """Address of the Ray cluster, as `ray.init` takes it; empty for that in RAY_ADDRESS or, without
-    one, a new cluster on this machine."""
+    """Address of the Ray cluster for `ray.init`; empty for the address in RAY_ADDRESS or, if
+    that is not set, a new cluster on this machine."""
     cpus_per_rank: int = Field(default=1, ge=1)
     """CPUs that Ray reserves for each rank, with `cluster = "ray"`."""
     gpus_per_rank: int = Field(default=0, ge=0)
-    """GPUs that Ray reserves for each rank, with `cluster = "ray"`: none, or with
-    `run.device = "cuda"` one or more."""
+    """GPUs that Ray reserves for each rank, with `cluster = "ray"`: 1 or more with
+    `run.device = "cuda"`, otherwise 0."""
     engines: int = Field(default=1, ge=1, le=4096)
-    """Number of engines, unless they are servers of `rollout.engine_url`: of transformers in the
-    controller's process or, with `cluster = "ray"`, actors that are spread over the nodes."""
+    """Number of engines, unless `rollout.engine_url` lists servers: models of transformers in the
+    controller's process or, with `cluster = "ray"`, actors spread over the nodes."""
     cpus_per_engine: int = Field(default=1, ge=1)
     """CPUs that Ray reserves for each engine, with `cluster = "ray"`."""
     gpus_per_engine: int = Field(default=0, ge=0)
-    """GPUs that Ray reserves for each engine, with `cluster = "ray"`; a vLLM server has as many
-    tensor-parallel workers."""
+    """GPUs that Ray reserves for each engine, with `cluster = "ray"`; also the number of
+    tensor-parallel workers of a vLLM server."""
     plane: Literal["memory", "transfer_queue"] = "memory"
-    """Place in which complete groups wait: the controller's memory, or TransferQueue."""
+    """Storage of complete groups: the controller's memory, or TransferQueue."""
     step_attempts: int = Field(default=3, ge=1)
-    """Attempts at an optimizer step with the same groups, before the run ends."""
+    """Attempts at an optimizer step with the same groups before the run ends."""
     group_attempts: int = Field(default=3, ge=1)
-    """Attempts at a group, before it is dropped and reported."""
+    """Attempts at a group before it is dropped and reported."""
     restarts: int = Field(default=3, ge=0)
-    """Restarts of lost ranks without a step in between, before the run ends."""
+    """Restarts of lost ranks, without a completed step in between, before the run ends."""
     group_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds that one attempt at a group may take, all its samples included."""
+    """Time limit of one attempt at a group, with all of its samples, in seconds."""
     call_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that one call on the ranks may take, such as a microbatch or a checkpoint; after that
-    they count as lost."""
+    """Time limit of one call of the ranks, such as a microbatch or a checkpoint, in seconds, after
+    which they count as lost."""
     stall_s: float = Field(default=1200.0, gt=0)
-    """Seconds without any progress, after which the run ends with an error that says where it
-    stands."""
+    """Seconds without any progress after which the run ends with an error that reports its
+    state."""
     drain_s: float = Field(default=60.0, gt=0)
-    """Seconds that the open step has to finish after SIGTERM; after that it is undone."""
+    """Seconds for the open step to finish after SIGTERM, after which it is undone."""
     loggers: str = ""
-    """More loggers, separated by commas: `wandb`, or `package.module:callable`. Synchronous runs
-    have them too."""
+    """Further loggers, separated by commas: `wandb`, or `package.module:callable`. Synchronous runs
+    use them, too."""
     timeline: bool = True
-    """True to record what each pump does, as a trace for Perfetto."""
+    """True to record a timeline of the run, as a trace for Perfetto."""
 
     def __post_init__(self) -> None:
-        for of in ("rank", "engine"):
-            asked = getattr(self, f"cpus_per_{of}"), getattr(self, f"gpus_per_{of}")
-            if self.cluster != "ray" and asked != (1, 0):
+        for role in ("rank", "engine"):
+            reserved = getattr(self, f"cpus_per_{role}"), getattr(self, f"gpus_per_{role}")
+            if self.cluster != "ray" and reserved != (1, 0):
                 raise ValueError(
-                    f"controller.cpus_per_{of} is {asked[0]}, gpus_per_{of} is {asked[1]} and "
-                    f"controller.cluster is {self.cluster!r}; allowed: controller.cluster = 'ray', "
-                    f"which reserves them for each {of}, or 1 and 0"
+                    f"controller.cpus_per_{role} is {reserved[0]}, gpus_per_{role} is "
+                    f"{reserved[1]} and controller.cluster is {self.cluster!r}; allowed: "
+                    f"controller.cluster = 'ray', which reserves them for each {role}, or 1 and 0"
                 )
 
 
 @settings(ConfigError, "evaluation.")
 class EvaluationConfig:
-    """Sets evaluations on held-out prompts. Example: `EvaluationConfig(every=10)`."""
+    """Settings of evaluations on held-out prompts. Example: `EvaluationConfig(every=10)`."""
 
     every: int = Field(default=10, ge=0)
-    """Rollouts between two evaluations; 0 evaluates at the start and at the end only."""
+    """Rollouts between two evaluations; 0 for evaluations at the start and the end only."""
     prompts: int = Field(default=256, ge=1)
-    """Held-out prompts per evaluation, the first ones in the file, with one sample each."""
+    """Held-out prompts per evaluation, the first ones of the file, with one sample each."""
 
 
 @settings(ConfigError)
 class Config:
-    """Holds all sections of a configuration. Example: `Config(run=RunConfig(rollouts=3))`.
+    """All sections of a configuration. Example: `Config(run=RunConfig(rollouts=3))`.
 
-    Its defaults are those of a synchronous run. `load_config` gives an asynchronous run the
+    The defaults are those of a synchronous run; `load_config` gives an asynchronous run the
     defaults in `ASYNC`.
-    Errors: `ConfigError`, with a line for each key that is wrong.
+
+    Raises:
+        ConfigError: with a line for each wrong key.
     """
 
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
@@ -472,12 +480,12 @@ class Config:
                 f"controller.cluster is {self.controller.cluster!r} and run.mode is 'sync'; "
                 "allowed: run.mode = 'async', which --async is short for"
             )
-        asked, device = self.controller.gpus_per_rank, self.run.device
-        if self.controller.cluster == "ray" and bool(asked) != (device == "cuda"):
+        gpus, device = self.controller.gpus_per_rank, self.run.device
+        if self.controller.cluster == "ray" and bool(gpus) != (device == "cuda"):
             raise ValueError(
-                f"controller.gpus_per_rank is {asked} and run.device is {device!r}; allowed: one "
+                f"controller.gpus_per_rank is {gpus} and run.device is {device!r}; allowed: one "
                 "or more with run.device = 'cuda', none with another, because Ray shows ranks the "
-                "GPUs that they ask for"
+                "GPUs that they request"
             )
         rollout, cluster = self.rollout, self.controller.cluster
         if rollout.engine == "vllm" and not rollout.engine_url and cluster != "ray":
@@ -490,7 +498,8 @@ class Config:
                 f"rollout.router_replay is {self.rollout.router_replay!r} and model.num_experts is "
                 "0; allowed: off for a model without experts"
             )
-        # Ranks, model and microbatches can be divided; no checkpoint's model is known yet.
+        # Check divisibility of ranks, model and microbatches; a checkpoint's model is checked
+        # later.
         parallel, model, ranks = self.parallel, self.model, self.run.ranks
         if ranks % parallel.members:
             raise ValueError(
@@ -501,7 +510,7 @@ class Config:
         if apart % parallel.ep:
             raise ValueError(
                 f"parallel.ep is {parallel.ep} and run.ranks / (tp x pp) is {apart}; allowed: a "
-                "divisor of it, because experts are cut over replicas and context-parallel ranks"
+                "divisor of it: replicas and context-parallel ranks split the experts"
             )
         if not model.path:
             width = "expert_ffn" if model.num_experts else "ffn"
@@ -532,59 +541,59 @@ class Config:
 
     @property
     def layout(self) -> RankLayout:
-        """The layout: which ranks share a replica of the model."""
+        """The layout of ranks and replicas."""
         parallel = self.parallel
         return RankLayout(tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, replicas=self.replicas)
 
     @property
     def replicas(self) -> int:
-        """The number of replicas of the model, which is the data-parallel size."""
+        """The number of replicas of the model: the data-parallel size."""
         return self.run.ranks // self.parallel.members
 
     @property
     def chunks(self) -> int:
-        """The number of calls in which an optimizer step's microbatches are handed over."""
+        """The number of calls that pass an optimizer step's microbatches."""
         optimizer, stages = self.optimizer, self.parallel.pp
         if optimizer.chunks_per_step:
             return optimizer.chunks_per_step
-        # Fewer microbatches than stages would leave stages idle.
-        whole, rest = divmod(optimizer.microbatches_per_step, stages)
-        return 1 if rest else whole
+        # With fewer microbatches per call than stages, stages would be idle.
+        calls, remainder = divmod(optimizer.microbatches_per_step, stages)
+        return 1 if remainder else calls
 
     @property
     def packs(self) -> bool:
-        """True if microbatches are packs of sequences, and not padded rows."""
+        """True if microbatches are packs of sequences instead of padded rows."""
         return self.optimizer.max_tokens_per_microbatch > 0
 
     @property
     def samples_per_replica(self) -> int:
-        """The sequences that a replica trains on per rollout; its ranks sample them together."""
+        """The number of sequences that a replica's ranks sample and train on per rollout."""
         return self.rollout.prompts * self.rollout.group_size // self.replicas
 
     @property
     def microbatch_size(self) -> int:
-        """The sequences in one microbatch of a replica."""
+        """The number of sequences in a replica's microbatch."""
         pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
         return self.samples_per_replica // pieces
 
     @property
     def rank_batch_size(self) -> int:
-        """The sequences that a replica, with each of its ranks, trains on in an optimizer step."""
+        """The number of sequences that a replica trains on in an optimizer step."""
         return self.microbatch_size * self.optimizer.microbatches_per_step
 
     @property
     def global_batch_size(self) -> int:
-        """The sequences of all replicas in one optimizer step."""
+        """The number of sequences of all replicas in an optimizer step."""
         return self.rank_batch_size * self.replicas
 
     @property
     def last_version(self) -> int:
-        """The version that a run ends with, which is its number of optimizer steps."""
+        """The last version of a run: its number of optimizer steps."""
         return self.run.rollouts * self.optimizer.steps_per_rollout
 
     @property
     def chunk_size(self) -> int:
-        """The sequences that a replica hands over in one call, in whole microbatches."""
+        """The number of sequences per call of a replica, in complete microbatches."""
         return self.rank_batch_size // self.chunks
 
 
@@ -596,8 +605,8 @@ SECTIONS: dict[str, Any] = {
 ASYNC: Mapping[str, Mapping[str, Any]] = {
     # As many samples as the synchronous run, and new weights after every optimizer step.
     "run": {"rollouts": 600, "checkpoint_every": 100},
-    # More prompts with fewer samples each than in the synchronous run, where a step draws its 256
-    # samples from 64 prompts.
+    # More prompts per step, with fewer samples each, than in the synchronous run, where a step has
+    # 256 samples of 64 prompts.
     "rollout": {"prompts": 32, "group_size": 8},
     "optimizer": {"steps_per_rollout": 1},
     "evaluation": {"every": 40},
@@ -610,20 +619,23 @@ def load_config(
 ) -> Config:
     """Read the configuration in a TOML file, with `section.key=value` overrides applied in order.
 
-    Keys that neither gives have the defaults of `Config` or, in an asynchronous run, of `ASYNC`. In
-    a synchronous one `ranks`, unless it is None, is the default of `run.ranks`.
-    Errors: `ConfigError`, with a line for each key that is wrong.
+    Other keys have the defaults of `Config` or, in an asynchronous run, of `ASYNC`. In a
+    synchronous run, `ranks` is the default of `run.ranks` unless it is None.
+
+    Raises:
+        ConfigError: with a line for each wrong key.
+
     Example: `load_config(None, ["run.rollouts=300"])`.
     """
-    given = SettingsReader(Config, ConfigError, path).set(*overrides)
-    run = given.table.get("run")
+    reader = SettingsReader(Config, ConfigError, path).set(*overrides)
+    run = reader.table.get("run")
     if isinstance(run, dict) and run.get("mode") == "async":
-        return given.build(ASYNC)
-    return given.build({"run": {"ranks": ranks}} if ranks is not None else None)
+        return reader.build(ASYNC)
+    return reader.build({"run": {"ranks": ranks}} if ranks is not None else None)
 
 
 def as_toml(config: Config) -> str:
-    """Return the configuration as TOML, from which `load_config` makes an equal one."""
+    """Return the configuration as TOML, for `load_config`."""
     import tomli_w
 
     return tomli_w.dumps(dataclasses.asdict(config))
@@ -644,22 +656,22 @@ def settings_table() -> str:
             "|---|---|---|---|",
         ]
         for key, field in schema(Config)["$defs"][section.__name__]["properties"].items():
-            shown = default(name, key, field["default"])
+            default_text = default(name, key, field["default"])
             meaning = " ".join(field["description"].split())
-            lines.append(f"| `{key}` | {shown} | {allowed(field)} | {meaning} |")
+            lines.append(f"| `{key}` | {default_text} | {allowed(field)} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def default(section: str, key: str, value: object) -> str:
-    """Return how a default is written: the one of both modes, or of each."""
-    shown = _shown(value)
+    """Return a key's default as Markdown: one for both modes, or one for each."""
+    text = _as_markdown(value)
     if key in ASYNC.get(section, {}):
-        shown += f"; with `--async` {_shown(ASYNC[section][key])}"
-    return shown
+        text += f"; with `--async` {_as_markdown(ASYNC[section][key])}"
+    return text
 
 
-def _shown(value: object) -> str:
+def _as_markdown(value: object) -> str:
     if value == "":
         return "empty"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
@@ -668,13 +680,14 @@ def _shown(value: object) -> str:
 def with_current_table(page: str) -> str:
     """Return the page with the current table between its two markers.
 
-    Errors: `ValueError` for a page without them.
+    Raises:
+        ValueError: the page lacks a marker.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    head, begin, tail = page.partition(BEGIN)
+    _, end, end_of_page = tail.partition(END)
     if not begin or not end:
         raise ValueError(f"the page lacks the markers {BEGIN!r} and {END!r}; put them back")
-    return f"{before}{BEGIN}\n\n{settings_table()}\n{END}{after}"
+    return f"{head}{BEGIN}\n\n{settings_table()}\n{END}{end_of_page}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Makes the engines of a run, samples with them, and brings them new weights."""
+"""Makes the engines of a run, samples with them, and updates their weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .policy import MegatronPolicy
 
 
 class Engines:
-    """Answers this rank's requests with the run's engines, and brings them new weights.
+    """Samples with the run's engines for this rank, and updates their weights.
 
     Example: `engines.publish(version=0); samples = engines.generate(requests)`.
     """
@@ -60,19 +60,19 @@ class Engines:
     ) -> None:
         """
         Args:
-            engines: the engines that this rank speaks with; empty on other ranks than 0 if shared.
-            source: reads the trainer's weights.
-            config: has the limits of a publish and of a request.
+            engines: the engines that this rank calls; if shared, empty on all ranks except 0.
+            source: exports the trainer's weights.
+            config: the configuration, with the limits of publishes and requests.
             shared: True if rank 0 samples for all ranks.
         """
-        # One loop for the whole run: connections and locks of engines belong to theirs.
+        # One event loop for the entire run, because engines' connections and locks are bound to it.
         self._runner = asyncio.Runner()
         self._engines, self._source, self._shared = tuple(engines), source, shared
         self._settings = sync_settings(config)
         self._request_timeout_s = config.rollout.request_timeout_s
         self._fleet: Fleet | None = None
         if engines:
-            # Asked for samples alone: the loop makes groups of them, on each rank.
+            # Used for single samples only: each rank makes groups itself.
             groups: Any = None
             self._fleet = Fleet(
                 engines,
@@ -84,10 +84,12 @@ class Engines:
             )
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Bring the current weights to all engines, as `version`; collective if they are shared.
+        """Send the current weights to all engines, as `version`; a collective if shared.
 
-        Engines that could not be updated, or are quarantined, get no requests. Returns metrics of
-        this rank's engines. Errors: those of `Fleet.publish`.
+        Engines that could not be updated get no requests. Returns metrics of this rank's engines.
+
+        Raises:
+            EnginesLost: no engine took the weights.
         """
         if self._fleet is not None:
             return self._runner.run(self._fleet.publish(version))
@@ -95,27 +97,32 @@ class Engines:
         return {}
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Sample]:
-        """Draw a sample for each request, in their order; collective if engines are shared.
+        """Return a sample for each request, in order; a collective if engines are shared.
 
-        `publish` must have been called. Errors: those of `Fleet.sample`; `TimeoutError`
-        after `request_timeout_s`.
+        `publish` must have been called.
+
+        Raises:
+            TimeoutError: a request took longer than `request_timeout_s`.
+            Exception: as in `Fleet.sample`.
         """
         if not self._shared:
             return self._generate(requests)
-        # Small objects of our own; the ranks are processes of one program.
-        asked: list[Any] = [None] * get_world_size()
-        gather_object(tuple(requests), asked if get_rank() == 0 else None)
+        # Pickled objects are safe: all ranks are processes of one program.
+        requests_of_ranks: list[Any] = [None] * get_world_size()
+        gather_object(tuple(requests), requests_of_ranks if get_rank() == 0 else None)
         answers: list[Any] = []
         if get_rank() == 0:
-            samples = iter(self._generate([request for part in asked for request in part]))
-            answers = [[next(samples) for _ in part] for part in asked]
-        mine: list[Any] = [None]
-        scatter_object_list(mine, answers or None)
-        found: Sequence[Sample] = mine[0]
-        return found
+            samples = iter(
+                self._generate([request for part in requests_of_ranks for request in part])
+            )
+            answers = [[next(samples) for _ in part] for part in requests_of_ranks]
+        own_samples: list[Any] = [None]
+        scatter_object_list(own_samples, answers or None)
+        samples_here: Sequence[Sample] = own_samples[0]
+        return samples_here
 
     def close(self) -> None:
-        """Close all engines, and the event loop that they run in."""
+        """Close all engines and their event loop."""
         with self._runner:
             if self._fleet is not None:
                 self._runner.run(self._fleet.close())
@@ -124,28 +131,28 @@ class Engines:
         fleet = self._fleet
         assert fleet is not None
 
-        async def one(request: Request) -> Sample:
+        async def sample_one(request: Request) -> Sample:
             async with asyncio.timeout(self._request_timeout_s):
                 return await fleet.sample(request)
 
         async def all_of_them() -> list[Sample]:
-            return await asyncio.gather(*map(one, requests))
+            return await asyncio.gather(*map(sample_one, requests))
 
         return self._runner.run(all_of_them())
 
 
 class SpreadWeights:
-    """Implements `WeightSource` for all ranks of a group, from a source for its first rank alone.
+    """A `WeightSource` that gives tensors to all ranks of a group, not only to the first.
 
-    So each rank can have an engine of its own. Example: `SpreadWeights(weights, group)`.
+    It lets every rank have an engine. Example: `SpreadWeights(weights, group)`.
     """
 
     def __init__(self, source: WeightSource, group: Any) -> None:
-        """Take a source that is collective in `group`; None is the default group."""
+        """Take a source whose methods are collectives of `group`; None is the default group."""
         self._source, self._group = source, group
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return name, shape and type of all tensors; see `WeightSource.tensors`."""
+        """See `WeightSource.tensors`."""
         return self._source.tensors()
 
     def buckets(self, *, bucket_bytes: int) -> SpreadBuckets:
@@ -167,27 +174,27 @@ class SpreadBuckets(Iterator[Bucket]):
     def __next__(self) -> Bucket:
         if self._ended:
             raise StopIteration
-        # Until it has come back: a collective that failed is not entered again.
+        # Reset after success: after a failed collective, no other one is entered.
         self._ended = True
         bucket = next(self._buckets, None)
         if bucket is None:
             raise StopIteration
-        told: list[Any] = [dict(bucket.checksums)]
-        broadcast_object_list(told, self._first, group=self._group)
-        checksums: dict[str, int] = told[0]
+        message: list[Any] = [dict(bucket.checksums)]
+        broadcast_object_list(message, self._first, group=self._group)
+        checksums: dict[str, int] = message[0]
         tensors = dict(bucket.tensors)
         for name in checksums:
             if name not in tensors:
                 info = self._infos[name]
                 tensors[name] = torch.empty(info.shape, dtype=info.dtype, device="cuda")
-            # As bytes: backends do not take all types.
+            # As bytes: backends do not support all dtypes.
             bytes_N = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
             broadcast(bytes_N, self._first, group=self._group)
         self._ended = False
         return Bucket(index=bucket.index, tensors=tensors, checksums=checksums)
 
     def close(self) -> None:
-        """Receive the buckets that are left, so that other ranks can end; may be called twice."""
+        """Receive the remaining buckets, so that the other ranks can finish."""
         for _ in self:
             pass
 
@@ -198,19 +205,19 @@ def sync_settings(config: Config) -> SyncSettings:
 
 
 def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: Path) -> Engines:
-    """Make an engine on every rank, or connect rank 0 to servers for all ranks. Collective.
+    """Make an engine on every rank, or connect rank 0 to servers for all ranks. A collective.
 
-    `checkpoint` is the Hugging Face one that the weights are from; `out` the output directory.
+    `checkpoint` is the Hugging Face checkpoint of the initial weights, `out` the output directory.
     """
     if config.rollout.engine != "transformers":
         servers = server_engines(config, checkpoint, out) if get_rank() == 0 else ()
         source = policy.source(deltas=config.sync.deltas)
         return Engines(servers, source, config, shared=True)
-    # The CPU runtime, where it is on, puts "cuda" on the CPU.
+    # With the CPU runtime, "cuda" is the CPU.
     device = None if config.run.device == "cpu" else "cuda"
     engine = _transformers(config, checkpoint, name=f"rank-{get_rank()}", device=device)
-    # All tensors, on every rank: they come from the ranks of its replica or, if experts are spread
-    # over replicas, from all ranks. Where they are spread, each rank finds what has changed.
+    # Every rank gets all tensors, from the ranks of its replica or, if experts are spread over
+    # replicas, from all ranks. Deltas only if a rank has them all itself.
     group = None if config.parallel.ep > 1 else policy.replica.group
     alone = get_world_size(group) == 1
     weights = policy.source(group, deltas=alone and config.sync.deltas)
@@ -235,13 +242,13 @@ def server_engines(
 ) -> Sequence[RolloutEngine]:
     """Make engines of the vLLM servers at `rollout.engine_url`.
 
-    `on_ranks` makes a sender whose work is done on the ranks; None for one of this process.
+    `on_ranks` makes a sender that sends from the ranks; None to send from this process.
     """
     from megatron_idempotent.rl.engines.vllm import VllmEngine
 
-    own = config.sync.directory
-    directory = Path(own) if own else (out / SYNC).absolute()
-    if not own:  # what a run that died was sending: whole models
+    configured = config.sync.directory
+    directory = Path(configured) if configured else (out / SYNC).absolute()
+    if not configured:  # leftovers of a run that died: whole models
         shutil.rmtree(directory, ignore_errors=True)
     urls = [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
     routing = routing_layers(config, checkpoint)
@@ -251,13 +258,13 @@ def server_engines(
 
 
 def routing_layers(config: Config, checkpoint: Path) -> Sequence[int]:
-    """Return the layers whose experts samples are to bring."""
+    """Return the layers whose experts samples must include; none without router replay."""
     off = config.rollout.router_replay == "off"
     return () if off else range(Architecture.read(checkpoint).layers)
 
 
 def make_sender(config: Config, directory: Path) -> Sender:
-    """Make the sender that the configuration asks for, where the weights are."""
+    """Make the configured sender, in the process that has the weights."""
     sync = config.sync
     if sync.transport == "bucket":
         return BucketSender(sync.directory or str(directory))
@@ -275,17 +282,17 @@ def make_sender(config: Config, directory: Path) -> Sender:
 
 
 def files_sender(out: Path) -> Callable[[], Sender]:
-    """Return what makes a sender through files of the output directory, for any process."""
+    """Return a factory, for any process, of a sender through files in the output directory."""
     return functools.partial(DiskSender, (out / SYNC).absolute())
 
 
 async def make_async_engines(
     config: Config, checkpoint: Path, out: Path, weights: RemoteWeights
 ) -> Sequence[RolloutEngine]:
-    """Make the engines of an asynchronous run: servers, or models in this process.
+    """Make the engines of an asynchronous run: servers, actors, or models in this process.
 
-    `checkpoint` is the Hugging Face one from which they load a model; the policy's weights come
-    with the first publish, from the ranks that `weights` speaks with.
+    They load a model from the Hugging Face checkpoint `checkpoint`; the first publish updates them
+    to the policy's weights, from the ranks of `weights`.
     """
     if config.rollout.engine_url:
         return server_engines(config, checkpoint, out, weights.sender)
@@ -296,9 +303,9 @@ async def make_async_engines(
         return engines
     from transformers.utils import logging
 
-    # Of loading a checkpoint: it would be drawn into the middle of the live table.
+    # The progress bar of loading would disturb the live table.
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    # No runtime is on in this process: "cuda" is a GPU.
+    # This process has no CPU runtime: "cuda" is a GPU.
     device = "cuda" if config.run.device == "cuda" else None
     return [
         await asyncio.to_thread(_transformers, config, checkpoint, name=name, device=device)
@@ -307,7 +314,7 @@ async def make_async_engines(
 
 
 def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> RolloutEngine:
-    """Make the engine of an actor: a model in its process, or a vLLM server of its own."""
+    """Make the engine of a Ray actor: a model in its process, or a vLLM server."""
     gpus = config.controller.gpus_per_engine
     if config.rollout.engine == "transformers":
         return _transformers(config, checkpoint, name=name, device="cuda" if gpus else None)
@@ -331,20 +338,20 @@ def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> Rollout
 
 
 def has_room(config: Config) -> bool:
-    """Return whether shared memory of this machine takes the two buckets of an update."""
+    """Return whether this machine's shared memory has room for the two buckets of an update."""
     if not DIRECTORY.is_dir():  # as on macOS
         return False
     free = os.statvfs(DIRECTORY)
-    # A container has 64 MB, unless it was given more: too little for two buckets of most models.
+    # By default a container has 64 MB, too little for two buckets of most models.
     return free.f_bavail * free.f_frsize >= 2 * (config.sync.bucket_mb << 20)
 
 
 def _ray_engines(
     config: Config, checkpoint: Path, names: Sequence[str], out: Path, weights: RemoteWeights
 ) -> Sequence[RayEngine]:
-    """Make engines in actors of the cluster, to which ranks send weights through files of `out`.
+    """Make engines in actors of the cluster, which receive weights through files in `out`.
 
-    Paths are made absolute: actors run in other folders.
+    Paths are made absolute, because actors run in other folders.
     """
     controller = config.controller
     return [

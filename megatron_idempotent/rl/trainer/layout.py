@@ -1,8 +1,7 @@
-"""Says which ranks share a replica of the model, and which models they can share.
+"""The layout of ranks and replicas of the model.
 
-Megatron numbers its ranks tensor parallel first, then context, data and pipeline parallel ones;
-experts are spread over the tensor and data parallel ranks of a stage. Importing the module does not
-import torch.
+Megatron numbers ranks by tensor, then context, data and pipeline parallelism; experts are spread
+over the tensor- and data-parallel ranks of a stage. Importing the module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankLayout:
-    """Says which replica each rank belongs to, and which items it takes.
+    """Maps ranks to replicas of the model, and distributes items such as prompts to ranks.
 
-    A replica is a whole model; its members are the ranks that share it.
+    The members of a replica are the ranks that together have one entire model.
+
     Example: `RankLayout(tp=2, pp=2, replicas=2).replica(4)` is 0. Ranks 0, 1, 4 and 5 share it.
     """
 
@@ -33,7 +33,7 @@ class RankLayout:
 
     @property
     def members(self) -> int:
-        """The number of ranks that share a replica."""
+        """The number of ranks of a replica."""
         return self.tp * self.cp * self.pp
 
     @property
@@ -42,11 +42,11 @@ class RankLayout:
         return self.members * self.replicas
 
     def replica(self, rank: int) -> int:
-        """Return the replica of which a rank has a part: its data-parallel rank."""
+        """Return the replica of a rank, which is its data-parallel rank."""
         return rank // (self.tp * self.cp) % self.replicas
 
     def member(self, rank: int) -> int:
-        """Return the number of a rank among those of its replica, from 0."""
+        """Return the index of a rank within its replica, from 0."""
         of_stage = self.tp * self.cp
         return rank // (of_stage * self.replicas) * of_stage + rank % of_stage
 
@@ -57,38 +57,40 @@ class RankLayout:
     def share(self, items: Sequence[Item], rank: int) -> tuple[Item, ...]:
         """Return a rank's items.
 
-        Replica r has items r, r + `replicas`, …; member m of it has items m, m + `members`, … of
-        those.
+        Replica r gets items r, r + `replicas`, …; of those, its member m gets every `members`-th
+        item, from the m-th on.
         """
         return tuple(items[self.replica(rank) :: self.replicas][self.member(rank) :: self.members])
 
     @staticmethod
     def merge(shares: Sequence[Sequence[Item]]) -> list[Item]:
-        """Return a replica's items in their order, given the shares of its members, in order."""
+        """Merge the items of a replica's members, in order of member, into the replica's order."""
         longest = max(map(len, shares), default=0)
-        return [share[at] for at in range(longest) for share in shares if at < len(share)]
+        return [share[index] for index in range(longest) for share in shares if index < len(share)]
 
 
 class Replica:
-    """Knows the replica that this rank has a part of, and its other ranks.
+    """The replica of this rank, with its process group.
 
-    These ranks sample and score different prompts, and train on all of them.
+    The replica's ranks sample and score different prompts, and train on all of them.
+
     Example: `replica.share(prompts)`.
     """
 
     def __init__(self, layout: RankLayout) -> None:
-        """Make the replica's process group. Collective over all ranks, after Megatron's groups.
+        """Make the replica's process group. A collective of all ranks, after Megatron's groups.
 
-        Errors: `RuntimeError` if Megatron has numbered this rank differently.
+        Raises:
+            RuntimeError: Megatron numbers this rank differently.
         """
         import torch.distributed as dist
         from megatron.core import parallel_state
 
         rank = dist.get_rank()
-        found = int(parallel_state.get_data_parallel_rank())
-        if found != layout.replica(rank):
+        data_parallel_rank = int(parallel_state.get_data_parallel_rank())
+        if data_parallel_rank != layout.replica(rank):
             raise RuntimeError(
-                f"rank {rank} is data-parallel rank {found} in Megatron, and "
+                f"rank {rank} is data-parallel rank {data_parallel_rank} in Megatron, and "
                 f"{layout.replica(rank)} in the layout of the run: leave Megatron's order of ranks "
                 "as it is"
             )
@@ -99,18 +101,18 @@ class Replica:
         self.group = group
 
     def share(self, items: Sequence[Item]) -> tuple[Item, ...]:
-        """Return this rank's items, given those of all ranks."""
+        """Return this rank's items, given the items of all ranks."""
         return self._layout.share(items, self._rank)
 
-    def gather(self, mine: Sequence[Item]) -> list[Item]:
-        """Return all items of the replica, in order, given one for each item of a rank's share.
+    def gather(self, results: Sequence[Item]) -> list[Item]:
+        """Gather the results of the replica's ranks, in the order of the replica's items.
 
-        Collective over the ranks of the replica.
+        A collective of the replica's ranks; each passes a result per item of its `share`.
         """
         if self._layout.members == 1:
-            return list(mine)
+            return list(results)
         import torch.distributed as dist
 
         shares: list[Sequence[Item]] = [()] * self._layout.members
-        dist.all_gather_object(shares, tuple(mine), group=self.group)
+        dist.all_gather_object(shares, tuple(results), group=self.group)
         return self._layout.merge(shares)

@@ -1,12 +1,12 @@
 """Runs group-relative policy optimisation on every rank, in the order of the paper.
 
-Each rank samples and scores its share of the prompts, in whole groups; the ranks of a replica then
-train on the groups of all of them. All ranks meet in the policy's `train` and in the metrics. The
+Each rank samples and scores its prompts, in complete groups; the ranks of a replica then train on
+all of the replica's groups. The policy's `train` and the metrics are collectives of all ranks. The
 asynchronous run (`async_run`) uses the same requests, scorer, recipe and policy.
 
-Metrics under `train/` and `evaluation/` are the same, bit for bit, when a run is repeated. Those
-under `timing/train/` and seconds under `sync/` depend on the clock, and those under `memory/train/`
-on the device.
+Metrics under `train/` and `evaluation/` are equal bit for bit when a run is repeated. Metrics under
+`timing/train/` and seconds under `sync/` depend on the clock, and those under `memory/train/` on
+the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _GIB = 1 << 30
 
 
 def work(job: Job) -> None:
-    """Train as one rank until the job is done. Collective over the default process group."""
+    """Train as one rank until the job is complete. A collective of the default process group."""
     rank, steps = get_rank(), job.config.optimizer.steps_per_rollout
     with output_to(job.out / "logs" / f"rank-{rank}.log") as terminal, ExitStack() as stack:
         if rank == 0:
@@ -58,24 +58,28 @@ def work(job: Job) -> None:
         first = 0
         if job.resume_from:
             first = load_weights(policy.stock, job.resume_from / "megatron") // steps
-        shown = []
+        loggers_on_terminal = []
         if rank == 0 and not job.quiet:
             job.say("evaluating, and then the first rollout", terminal)
-            shown = [RolloutProgress(job.config, first_rollout=first, terminal=terminal)]
-        # The other ranks log nothing. No event loop waits here, and a thread that draws the bar
+            loggers_on_terminal = [
+                RolloutProgress(job.config, first_rollout=first, terminal=terminal)
+            ]
+        # Only rank 0 logs. Without a thread, because there is no event loop to block, and a thread
         # would take a core from the ranks.
-        loggers = make_loggers(job, *shown, threaded=False) if rank == 0 else Loggers([])
+        loggers = (
+            make_loggers(job, *loggers_on_terminal, threaded=False) if rank == 0 else Loggers([])
+        )
         stack.callback(loggers.close)
         engines = make_engines(job.config, policy, policy.checkpoint, job.out)
         stack.enter_context(contextlib.closing(engines))
         Loop(job, policy, prompts, tokenizer, engines, loggers).run(first)
         policy.save_hf(job.out / TRAINED)
-        # Rank 0 may not leave first: it hosts the store that the others still talk to.
+        # Rank 0 must not end first: it hosts the store that the other ranks still use.
         barrier()
 
 
 class Loop:
-    """Holds the algorithm, on one rank.
+    """The training loop of one rank.
 
     Example: `Loop(job, policy, prompts, tokenizer, engines, loggers).run(0)`.
     """
@@ -96,9 +100,9 @@ class Loop:
         self._recipe = GrpoRecipe(job.config, tokenizer, positions=policy.positions)
 
     def run(self, first_rollout: int) -> None:
-        """Run all rollouts from an index on: sample, score, train, publish. Collective.
+        """Run all rollouts from an index on: sample, score, train, publish. A collective.
 
-        If it is 0, the initial weights are evaluated first.
+        From index 0, the initial weights are evaluated first.
         """
         config, policy = self._config, self._policy
         last, every = config.run.rollouts, config.run.checkpoint_every
@@ -109,47 +113,49 @@ class Loop:
             self._loggers.log(self._evaluate(0), step=0)
         watch = Stopwatch()
         for index in range(first_rollout, last):
-            asked = [stream.prompt(index * count + place) for place in range(count)]
+            prompts = [stream.prompt(index * count + position) for position in range(count)]
             with watch.phase("generation"):
-                drawn = self._draw(policy.replica.share(asked), samples=samples, stream=index)
+                drawn = self._draw(policy.replica.share(prompts), samples=samples, stream=index)
             with watch.phase("advantages"):
                 groups = self._score(drawn)
                 batch = self._recipe.inputs(policy.replica.gather(groups))
             with watch.phase("policy_training"):
                 step = policy.train(batch, index=index)
 
-            done = index + 1
+            completed = index + 1
             with watch.phase("sync_weights"):
-                published = self._publish(done)
+                published = self._publish(completed)
             # Means over the samples or groups of all ranks.
             total = summed(group_sums(groups))
             metrics = {f"train/{name}": value for name, value in group_means(total).items()} | step
             metrics["train/response_length"] = step[RESPONSE_TOKENS] / total["samples"]
             metrics |= {f"{SYNC}{name}": value for name, value in published.items()}
-            if due(done, config.evaluation.every, last):
+            if due(completed, config.evaluation.every, last):
                 with watch.phase("evaluation"):
-                    metrics |= self._evaluate(done)
-            # Before the checkpoint, which a run may be continued from at once: no row is lost.
-            self._loggers.log(metrics | watch.metrics(step[RESPONSE_TOKENS]), step=done)
+                    metrics |= self._evaluate(completed)
+            # Before the checkpoint, so that a run that resumes from it has this row.
+            self._loggers.log(metrics | watch.metrics(step[RESPONSE_TOKENS]), step=completed)
             watch = Stopwatch()
-            if every and due(done, every, last):
+            if every and due(completed, every, last):
                 with watch.phase("checkpoint"):
-                    save_checkpoint(self._job, policy, done)
+                    save_checkpoint(self._job, policy, completed)
 
-    def _publish(self, done: int) -> Mapping[str, float]:
-        """Bring the weights after a number of rollouts to the engines. Collective."""
+    def _publish(self, completed: int) -> Mapping[str, float]:
+        """Send the weights after some completed rollouts to the engines. A collective."""
         with self._policy.weights():
-            return self._engines.publish(done)
+            return self._engines.publish(completed)
 
-    def _evaluate(self, done: int) -> Mapping[str, float]:
-        """Measure the mean reward on held-out prompts after `done` rollouts. Collective.
+    def _evaluate(self, completed: int) -> Mapping[str, float]:
+        """Measure the mean reward on held-out prompts after some rollouts. A collective.
 
         Each prompt has one sample, at the training temperature.
         """
         held_out = self._prompts.held_out[: self._config.evaluation.prompts]
         started = time.perf_counter()
-        mine = self._policy.replica.share(held_out)
-        groups = self._score(self._draw(mine, samples=1, stream=EVALUATION_STREAM + done))
+        own_prompts = self._policy.replica.share(held_out)
+        groups = self._score(
+            self._draw(own_prompts, samples=1, stream=EVALUATION_STREAM + completed)
+        )
         seconds = time.perf_counter() - started
         means = evaluation_means(summed(group_sums(groups)))
         return {**means, "timing/train/evaluation_s": seconds}
@@ -157,10 +163,10 @@ class Loop:
     def _draw(
         self, prompts: Sequence[Prompt], *, samples: int, stream: int
     ) -> list[tuple[Prompt, tuple[Sample, ...]]]:
-        """Draw responses to each of this rank's prompts; collective if engines are shared.
+        """Sample responses to this rank's prompts; a collective if engines are shared.
 
         A sample depends on the seed, `stream`, the prompt's row, its own index and the weights. It
-        does not depend on the number of ranks nor, up to the rounding of logits, on other samples.
+        does not depend on the number of ranks or, up to the rounding of logits, on other samples.
         """
         requests = [
             request
@@ -169,11 +175,11 @@ class Loop:
                 self._config, self._tokenizer, prompt, stream=stream, samples=samples
             )
         ]
-        found = iter(self._engines.generate(requests))
-        return [(prompt, tuple(itertools.islice(found, samples))) for prompt in prompts]
+        samples_in_order = iter(self._engines.generate(requests))
+        return [(prompt, tuple(itertools.islice(samples_in_order, samples))) for prompt in prompts]
 
     def _score(self, drawn: Sequence[tuple[Prompt, tuple[Sample, ...]]]) -> list[RolloutGroup]:
-        """Have the verifier score this rank's samples; each prompt's are a group."""
+        """Score this rank's samples with the verifier; the samples of a prompt form a group."""
         return [
             RolloutGroup(
                 id=prompt.row,
@@ -188,7 +194,7 @@ class Loop:
 def summed(values: Mapping[str, float]) -> dict[str, float]:
     """Return each value summed over all ranks, in float64.
 
-    Collective: all ranks give the same names, in the same order.
+    A collective: all ranks pass the same names in the same order.
     """
     total = torch.tensor(
         list(values.values()), dtype=torch.float64, device=torch.cuda.current_device()
@@ -198,9 +204,9 @@ def summed(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def device_memory() -> tuple[int, int, int]:
-    """Return bytes that tensors have, that torch holds, and the most that tensors had at once.
+    """Return the allocated, reserved and peak allocated bytes of this process's device.
 
-    They are those of this process's device; torch does not wait for its work.
+    This does not synchronize with the device.
     """
     return (
         torch.cuda.memory_allocated(),
@@ -210,11 +216,12 @@ def device_memory() -> tuple[int, int, int]:
 
 
 class Stopwatch:
-    """Measures seconds and device memory of each phase of one rollout, on this rank.
+    """Measures the seconds and device memory of each phase of one rollout, on this rank.
 
-    On a CPU no memory is measured: a rank's resident set has pages that it shares with its
-    launcher, and does not shrink when a tensor is freed, so that it would not show what a phase
-    took. Example: `with watch.phase("generation"): …`
+    On a CPU no memory is measured: a rank's resident set includes pages shared with its launcher
+    and does not shrink when a tensor is freed, so it does not show a phase's use.
+
+    Example: `with watch.phase("generation"): …`
     """
 
     def __init__(
@@ -222,7 +229,7 @@ class Stopwatch:
         memory: Callable[[], tuple[int, int, int]] | None = None,
         reset_peak: Callable[[], None] | None = None,
     ) -> None:
-        """Take `device_memory`, and what makes its peak begin again; None for this device's."""
+        """Take functions that read device memory and reset its peak; None for this device's."""
         self._started = time.perf_counter()
         self._found: dict[str, float] = {}
         if memory is None and torch.cuda.is_available() and not cpu.is_enabled():
@@ -232,24 +239,24 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the seconds and the memory of a block; leave out a block that raises.
+        """Measure the seconds and the memory of a block, unless it raises.
 
-        GiB are those allocated and reserved at its end, the peak, and those kept: what is allocated
-        after it minus what was before. They are 0 for a phase that frees what it allocates.
+        Memory is in GiB: allocated and reserved at the block's end, the peak, and `kept`, the
+        increase of allocated memory, which is 0 for a phase that frees what it allocates.
         """
-        started, before = time.perf_counter(), 0
+        started, allocated_before = time.perf_counter(), 0
         if self._memory is not None:
             self._reset_peak()
-            before = self._memory()[0]
+            allocated_before = self._memory()[0]
         yield
         self._found[f"timing/train/{name}_s"] = time.perf_counter() - started
         if self._memory is not None:
             allocated, reserved, peak = self._memory()
-            held = {"allocated": allocated, "reserved": reserved, "peak": peak}
-            for number, size in (held | {"kept": allocated - before}).items():
+            sizes = {"allocated": allocated, "reserved": reserved, "peak": peak}
+            for number, size in (sizes | {"kept": allocated - allocated_before}).items():
                 self._found[f"memory/train/{name}_{number}_gib"] = size / _GIB
 
     def metrics(self, tokens: float) -> dict[str, float]:
-        """Return what was measured, seconds in all, and all ranks' `tokens` per second."""
+        """Return all measurements, the total seconds, and `tokens` per second."""
         total = time.perf_counter() - self._started
         return {**self._found, TOTAL_S: total, TOKENS_PER_S: tokens / total}

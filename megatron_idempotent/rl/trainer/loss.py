@@ -1,10 +1,10 @@
-"""Computes the GRPO objective, the correction for older weights, and the logits that both need.
+"""Computes the GRPO objective, the off-policy correction, and the logits for both.
 
 Shapes: B sequences, T positions, V vocabulary.
 
-Behaviour log-probs are the engine's, of the weights that sampled. Proximal log-probs are recomputed
-with the weights from which the optimizer step starts. They differ for stale samples, and a little
-for fresh ones too, because an engine rounds differently.
+Behaviour log-probs are the engine's, under the weights that sampled. Proximal log-probs are
+recomputed with the weights at the start of the optimizer step. They differ for stale samples, and
+slightly for fresh ones, because an engine rounds differently.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .config import LossConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossParts:
-    """Holds sums over response tokens, as scalar tensors; the caller divides them for means.
+    """Sums over response tokens, as scalar tensors; the caller divides them for means.
 
     Example: `parts.loss / parts.tokens` is the mean.
     """
 
     loss: torch.Tensor
-    """The loss, which carries the gradient."""
+    """The loss, with a gradient."""
     kl: torch.Tensor
-    """The KL penalty without its coefficient, without a gradient."""
+    """The KL penalty before multiplying by its coefficient, without a gradient."""
     clipped: torch.Tensor
     """The number of tokens whose ratio was clipped."""
     tokens: torch.Tensor
@@ -60,14 +60,16 @@ def grpo_loss(
     Denominator: none here. The caller divides by the response tokens on all ranks of one optimizer
     step.
 
-    With `weights_BT` it is decoupled PPO: the old log-probs are those of the weights from which the
-    step starts, and each token's gain is multiplied by its weight, which gets no gradient. The
-    weight is the importance ratio to the weights that sampled; see `importance_correction`. The KL
-    penalty is not weighted.
+    With `weights_BT` this is decoupled PPO: the old log-probs are under the weights at the start of
+    the step, and each token's gain is multiplied by its weight, which gets no gradient. The weight
+    is the importance ratio to the weights that sampled; see `importance_correction`. The KL penalty
+    is not weighted.
 
     `advantages` are [B], or [B, T] if a row has several sequences. `loss_mask_BT` is 1.0 on
-    response tokens and 0.0 elsewhere; values of the other tensors elsewhere have no influence, even
-    NaN. Errors: `ValueError` for a KL coefficient without a reference.
+    response tokens and 0.0 elsewhere; where it is 0, all other tensors are ignored, even NaN.
+
+    Raises:
+        ValueError: `kl_coefficient` is set without reference log-probs.
     """
     if kl_coefficient and reference_logprobs_BT is None:
         raise ValueError(
@@ -89,24 +91,27 @@ def grpo_loss(
         gap_BT = torch.where(response_BT, reference_logprobs_BT - logprobs_BT, 0.0)
         kl = (gap_BT.exp() - gap_BT - 1.0).sum()
         loss = loss + kl_coefficient * kl
-    held_BT = (clipped_BT * gain_BT < ratio_BT * gain_BT) & response_BT
-    return LossParts(loss=loss, kl=kl.detach(), clipped=held_BT.sum(), tokens=response_BT.sum())
+    is_clipped_BT = (clipped_BT * gain_BT < ratio_BT * gain_BT) & response_BT
+    return LossParts(
+        loss=loss, kl=kl.detach(), clipped=is_clipped_BT.sum(), tokens=response_BT.sum()
+    )
 
 
 Mode = Literal["none", "truncate", "mask"]
-"""Says how ratios become weights: `none` weighs all tokens 1; `truncate` weighs by the ratio, up to
-a bound; `mask` weighs by the ratio, and rejects tokens whose ratio is outside two bounds."""
+"""Selects how ratios become weights: `none` gives all tokens weight 1; `truncate` weights by the
+ratio, up to a bound; `mask` weights by the ratio, and rejects tokens whose ratio is outside of
+two bounds."""
 
 Level = Literal["token", "sequence"]
-"""Says which ratio a token has: its own, or the geometric mean over its sequence."""
+"""The ratio of a token: its own, or the geometric mean over its sequence."""
 
-# exp() of more than that is of no use to anyone, and a sum of it still fits into float32.
+# The largest exponent: exp() of more is useless, and a sum of exp() of this fits into float32.
 _MOST = 80.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """Holds the corrected inputs of a loss, and metrics.
+    """The corrected inputs of a loss, and metrics.
 
     Example: `correction.metrics["rejected"]`.
     """
@@ -114,14 +119,14 @@ class Correction:
     weights_BT: torch.Tensor
     """The weight of each token; 0 outside `loss_mask_BT`."""
     loss_mask_BT: torch.Tensor
-    """The given mask without the rejected tokens, which do not count in the denominator either."""
+    """The input mask without rejected tokens, which then do not count in the denominator."""
     metrics: Mapping[str, float]
-    """Sums over the response tokens of the given mask, for the caller to divide by `tokens`.
+    """Sums over the response tokens of the input mask, for the caller to divide by `tokens`.
 
-    `tokens` is their number; `ratio` and `kl` are the sums of each token's own ratio and of its k3
-    estimate of KL(behaviour || proximal); `rejected`, `truncated` and `not_finite` are the numbers
-    of tokens that left the mask, whose weight is below their ratio, and whose log-ratio is not
-    finite. `largest_ratio` is a maximum, not a sum."""
+    `tokens` is their number. `ratio` and `kl` are the sums of each token's own ratio and of its k3
+    estimate of KL(behaviour || proximal). `rejected` counts tokens removed from the mask,
+    `truncated` tokens whose weight is below their ratio, and `not_finite` tokens whose log-ratio is
+    not finite. `largest_ratio` is a maximum, not a sum."""
 
 
 @torch.no_grad()
@@ -143,11 +148,11 @@ def importance_correction(
               0 and it leaves the mask
 
     With level "sequence" all tokens of a sequence have ratio = exp(mean over its response tokens of
-    proximal - behaviour). In every mode, tokens whose log-ratio is not finite are rejected, and
-    with level "sequence" their whole sequence: they cannot give a gradient.
+    proximal - behaviour). In every mode, tokens whose log-ratio is not finite are rejected, because
+    they have no gradient; with level "sequence", so is their entire sequence.
 
-    `loss_mask_BT` is above 0 on response tokens; values of the others elsewhere have no influence,
-    even NaN. The configuration has checked the bounds: 0 <= low <= high.
+    `loss_mask_BT` is above 0 on response tokens; elsewhere the other tensors are ignored, even NaN.
+    The configuration has checked the bounds: 0 <= low <= high.
     """
     response_BT = loss_mask_BT > 0
     gap_BT = torch.where(response_BT, proximal_BT.double() - behaviour_BT.double(), 0.0)
@@ -176,7 +181,7 @@ def importance_correction(
         "not_finite": (response_BT & ~measured_BT).sum(),
         "largest_ratio": own_ratio_BT.amax() if own_ratio_BT.numel() else own_ratio_BT.sum(),
     }
-    # One copy from the device, not seven.
+    # One copy from the device instead of seven.
     numbers = torch.stack([value.double() for value in values.values()]).tolist()
     return Correction(
         weights_BT=torch.where(kept_BT, weights_BT, 0.0).to(
@@ -192,11 +197,11 @@ def corrected(
 ) -> tuple[Batch, Mapping[str, float]]:
     """Return a batch with recomputed old log-probs and weights, and the correction's metrics.
 
-    `batch.old_logprobs_BT` are the engine's, as `pack_rows` puts them there; `proximal_BT` takes
-    their place. If the KL penalty's reference is the policy that sampled, set the batch's reference
-    log-probs before.
+    `batch.old_logprobs_BT` must be the engine's log-probs, as `pack_rows` sets them; `proximal_BT`
+    replaces them. If the KL penalty's reference is the policy that sampled, set the batch's
+    reference log-probs first.
     """
-    found = importance_correction(
+    correction = importance_correction(
         proximal_BT,
         batch.old_logprobs_BT,
         batch.loss_mask_BT,
@@ -208,32 +213,32 @@ def corrected(
     new = dataclasses.replace(
         batch,
         old_logprobs_BT=proximal_BT,
-        loss_mask_BT=found.loss_mask_BT,
-        weights_BT=found.weights_BT,
+        loss_mask_BT=correction.loss_mask_BT,
+        weights_BT=correction.weights_BT,
     )
-    return new, found.metrics
+    return new, correction.metrics
 
 
 def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Compute logits [B, T, V] of right-padded sequences, with causal attention.
 
-    The result has this rank's positions of T and columns of V; on a pipeline stage before the last,
+    The result has this rank's positions of T and columns of V; on pipeline stages before the last,
     it is hidden states. `tokens_BT` are on the rank's device, "cuda", which the CPU runtime maps to
     the CPU.
     """
     positions = tokens_BT.shape[1]
     position_ids_BT = torch.arange(positions, device="cuda").expand_as(tokens_BT)
-    mine_BT = megatron_idempotent.step.own_positions(tokens_BT)
-    places_BT = megatron_idempotent.step.own_positions(position_ids_BT)
-    # True for pairs that attention must skip.
+    own_tokens_BT = megatron_idempotent.step.own_positions(tokens_BT)
+    own_ids_BT = megatron_idempotent.step.own_positions(position_ids_BT)
+    # True for pairs that attention must mask.
     skipped = torch.ones(1, 1, positions, positions, dtype=torch.bool, device="cuda").triu(1)
-    logits_BTV: torch.Tensor = module(mine_BT, places_BT, skipped)
+    logits_BTV: torch.Tensor = module(own_tokens_BT, own_ids_BT, skipped)
     return logits_BTV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsOf:
-    """Knows which columns and positions a rank's logits have, and computes log-probs of them.
+    """Computes log-probs from a rank's columns and positions of the logits.
 
     Example: `LogitsOf(temperature=0.7).logprobs(logits_BTV, targets_BT, mask_BT)`.
     """
@@ -241,11 +246,11 @@ class LogitsOf:
     temperature: float
     """Sampling temperature, by which logits are divided."""
     tp_group: Any = None
-    """Process group of the ranks among which the columns are divided; None if each has all."""
+    """Process group of the ranks that split the columns; None if every rank has all columns."""
     vocab_size: int | None = None
-    """Number of tokens in the vocabulary, without the ranks' padding; None for all columns."""
+    """Vocabulary size without padding; None for all columns."""
     cuts_positions: bool = False
-    """True if the positions are divided among context-parallel ranks."""
+    """True if context-parallel ranks split the positions."""
 
     def logprobs(
         self,
@@ -256,16 +261,16 @@ class LogitsOf:
         cu_seqlens: torch.Tensor | None = None,
         ownership: Literal["borrow", "consume"] = "borrow",
     ) -> torch.Tensor:
-        """Compute log-probs [B, T] of whole rows, 0 where the mask is 0.
+        """Return log-probs [B, T] of entire rows; 0 where the mask is 0.
 
-        `targets_BT` and `mask_BT` are whole rows too. `cu_seqlens` has the positions at which the
-        sequences of a pack begin and end. With `ownership="consume"` it may write into the logits.
-        Collective over the ranks among which columns or positions are divided.
+        `targets_BT` and `mask_BT` are also entire rows. `cu_seqlens` has the positions at which the
+        sequences of a pack begin and end. With `ownership="consume"`, the logits may be
+        overwritten. A collective of the ranks that split columns or positions.
         """
         if self.cuts_positions:
             targets_BT = megatron_idempotent.step.own_positions(targets_BT, cu_seqlens=cu_seqlens)
             mask_BT = megatron_idempotent.step.own_positions(mask_BT, cu_seqlens=cu_seqlens)
-        found = token_logprobs(
+        logprobs_here_BT = token_logprobs(
             logits=logits_BTV,
             targets=targets_BT,
             temperature=self.temperature,
@@ -275,31 +280,32 @@ class LogitsOf:
             ownership=ownership,
         ).logprob
         if not self.cuts_positions:
-            return found
-        return megatron_idempotent.step.all_positions(found, cu_seqlens=cu_seqlens)
+            return logprobs_here_BT
+        return megatron_idempotent.step.all_positions(logprobs_here_BT, cu_seqlens=cu_seqlens)
 
 
 def forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
-    """Compute logits [B, T, V] of a microbatch of rows, or of a pack, whose B is 1."""
+    """Compute logits [B, T, V] of a microbatch of rows, or of a pack with B = 1."""
     if "pack" in microbatch:
         return megatron_idempotent.step.gpt_forward(module, microbatch)
     return decoder_logits(module, microbatch["input_ids"])
 
 
 class PolicyLoss:
-    """Gives `TrainStep` the GRPO objective of a microbatch.
+    """The GRPO objective of a microbatch, for `TrainStep`.
 
-    Microbatches are those of `Batch.tensors()`, or packs of `Batch.sequences()`. The step divides
+    Microbatches come from `Batch.tensors()`, or are packs of `Batch.sequences()`. The step divides
     the gradient and the metrics by the response tokens of all ranks in the optimizer step.
+
     Example: `step.begin(PolicyLoss(config.loss, of=LogitsOf(temperature=1.0)), …)`.
     """
 
     kind: Literal["token"] = "token"
-    #: Every context-parallel rank computes the same loss, from whole rows.
+    #: Every context-parallel rank computes the same loss, from entire rows.
     context_parallel: Literal["whole"] = "whole"
 
     def __init__(self, config: LossConfig, *, of: LogitsOf) -> None:
-        """Take the objective's settings, and `of`, which says how to read the logits."""
+        """Take the objective's settings, and `of`, which computes log-probs from logits."""
         self.normalizers: Mapping[str, Literal["tokens", "none"]] = {
             "kl": "tokens",
             "clip_fraction": "tokens",
@@ -313,13 +319,15 @@ class PolicyLoss:
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """Return the loss, a scalar, and metrics, as sums over the microbatch's response tokens.
 
-        Errors: `ValueError` if it needs recomputed log-probs and the microbatch has none.
+        Raises:
+            ValueError: the objective needs recomputed log-probs, and the microbatch has none.
         """
         pack, advantages = microbatch.get("pack"), microbatch["advantages"]
         if pack is None:
             loss_mask_BT = microbatch["token_mask"][:, 1:]
         else:
-            # Shifting the token mask here would give a sequence's last place the next one's first.
+            # Shifting a pack's token mask would move the next sequence's first entry to this one's
+            # end.
             loss_mask_BT = microbatch["response_mask"]
             advantages = pack.expand(advantages)[None]
         if self._config.old_logprobs == "recomputed" and "weights" not in microbatch:
@@ -333,7 +341,7 @@ class PolicyLoss:
             microbatch["targets"],
             loss_mask_BT > 0,
             cu_seqlens=None if pack is None else pack.cu_seqlens,
-            ownership="consume",  # nobody else reads them
+            ownership="consume",  # the logits are not used again
         )
         parts = grpo_loss(
             logprobs_BT,

@@ -1,4 +1,4 @@
-"""Implements `megatron-idempotent train`: reads the command line, checks and runs the job.
+"""Implements `megatron-idempotent train`: parses the command line, checks and runs the job.
 
 Importing the module imports neither torch nor Megatron; the ranks do.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .output import Job
     from .task.prompts import PromptSet
 
-#: Options that set one setting: flag, setting, name of its value, meaning, an empty default's.
+#: Options that set one setting: flag, setting, metavar, help, and help for an empty default.
 _NAMED = (
     ("--rollouts", "run.rollouts", "N", "rollouts in the whole run", ""),
     ("--seed", "run.seed", "N", "seed of everything random", ""),
@@ -43,7 +43,7 @@ _NAMED = (
 )
 _NEEDED = ("pydantic", "torch", "megatron", "tokenizers", "transformers", "rich", "tomli_w")
 
-#: Section, key and value of a setting → the modules that it needs beside those.
+#: Section, key and value of a setting → the further modules that it needs.
 _NEEDED_BY = {
     ("rollout", "engine", "vllm"): ("aiohttp",),
     ("sync", "transport", "bucket"): ("fsspec", "zstandard"),
@@ -55,12 +55,12 @@ _NEEDED_BY = {
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments after `train`; return the exit code.
 
-    It is 0 if the run came to its end, 1 if ranks or the controller failed, 2 for a mistake in the
+    It is 0 for a complete run, 1 if ranks or the controller failed, 2 for a mistake in the
     settings, the data, the output directory or the checkpoint, 130 after Ctrl-C, and 143 if SIGTERM
-    stopped it with a checkpoint.
+    stopped the run with a checkpoint.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if "pydantic" in missing:  # without which there are no settings, and no defaults to show
+    if "pydantic" in missing:  # `--help` needs it for the defaults
         return _tell(missing)
     options = parser().parse_args(list(argv))
     if missing and not options.schema:
@@ -88,7 +88,7 @@ def _tell(missing: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Here and not above: `--help` should not wait for the tokenizer and the progress bar.
+    # Imported here, because `--help` must not wait for them.
     from megatron_idempotent.proof import cpu
     from megatron_idempotent.proof.cpu.errors import LauncherLost
     from megatron_idempotent.rl.controller.protocol import ControllerError
@@ -99,20 +99,20 @@ def _run(options: argparse.Namespace) -> int:
     from .output import CONFIG_FILE, data_path, is_unused, prepare, run_to_resume, say
 
     began_s, rank = time.time(), torchrun.rank()
-    # One thread per rank: the ranks are what fills the cores, and one thread adds up in one order.
+    # One thread per rank: the ranks use all cores, and sums have a fixed order.
     os.environ["OMP_NUM_THREADS"] = "1"
     overrides = list(options.set)
-    named = {path: getattr(options, path) for _, path, *_ in _NAMED}
-    overrides += [f"{path}={value}" for path, value in named.items() if value is not None]
+    flags = {path: getattr(options, path) for _, path, *_ in _NAMED}
+    overrides += [f"{path}={value}" for path, value in flags.items() if value is not None]
     if options.run_async:
         overrides.append("run.mode=async")
     config_file: Path | None = options.config
     resume: bool = options.resume
     if resume:
-        # A run is continued with the settings that it left, wherever it is started from.
-        given = [text.partition("=")[2] for text in overrides if text.startswith("run.out=")]
-        named_out = given[-1].strip() if given else ""
-        # torchrun starts ranks again with the arguments of the first time, when there was no run.
+        # A resumed run uses the settings in its directory, from any working directory.
+        directories = [text.partition("=")[2] for text in overrides if text.startswith("run.out=")]
+        named_out = directories[-1].strip() if directories else ""
+        # torchrun restarts ranks with their first arguments, when there may have been no run yet.
         resume = rank is None or not named_out or not is_unused(Path(named_out))
     if resume:
         out = run_to_resume(named_out)
@@ -125,7 +125,7 @@ def _run(options: argparse.Namespace) -> int:
     prompts = read_prompts(data_path(config), words=not config.model.path)
     if rank:
         job = torchrun.join(config)
-    else:  # one speaks for all ranks
+    else:  # only one process prints
         if not options.quiet:
             say("checking settings, prompts and model", began_s)
         check(config, prompts)
@@ -133,39 +133,41 @@ def _run(options: argparse.Namespace) -> int:
         job.say(f"starting {config.run.ranks} ranks: importing torch and Megatron")
         if rank is not None:
             torchrun.join(config, job)
-    again = f"continue with --resume --out {job.out}"
+    hint = f"continue with --resume --out {job.out}"
     try:
         if launch(job, prompts):
             return 0
-        code, told = 143, f"stopped; {again}"
+        code, text = 143, f"stopped; {hint}"
     except KeyboardInterrupt:
-        code, told = 130, f"\ninterrupted; {again}"
+        code, text = 130, f"\ninterrupted; {hint}"
     except cpu.NoDeviceError as error:
-        code, told = 2, f"error: {error}"
+        code, text = 2, f"error: {error}"
     except cpu.RankError as error:
         log = job.out / "logs" / f"rank-{error.rank}.log"
-        told = f"{error}\n\nrank {error.rank} failed; what it printed is in {log}\n{again}"
+        text = f"{error}\n\nrank {error.rank} failed; what it printed is in {log}\n{hint}"
         code = 1
     except (ControllerError, RanksLost, RankFailed, LauncherLost) as error:
-        code, told = 1, f"{error}\n{again}"
+        code, text = 1, f"{error}\n{hint}"
     except cpu.RankTimeout:
         limit = f"run.timeout_s is {config.run.timeout_s:g} s; raise it with --set run.timeout_s=…"
-        code, told = 1, f"{traceback.format_exc()}{limit}, and {again}"
+        code, text = 1, f"{traceback.format_exc()}{limit}, and {hint}"
     if sys.stderr.isatty():
-        # The terminal's cursor: rank 0 hid it for its bar, and may not have lived to show it again.
+        # Show the cursor: rank 0 hides it for its progress bar, and may have died since.
         print("\x1b[?25h", end="", file=sys.stderr)
-    print(told, file=sys.stderr)
+    print(text, file=sys.stderr)
     return code
 
 
 def check(config: Config, prompts: PromptSet) -> None:
     """Check settings, model, tokenizer and data against each other, before anything is written.
 
-    Errors: `DataError` for words that the tokenizer reserves or fields that the verifier lacks;
-    `CheckpointError` for a checkpoint without a tokenizer or with a damaged file; `ConfigError` if
-    answers do not fit into a response or sequences into a pack, if ranks cannot cut the model as
-    `[parallel]` asks, for an unknown verifier, sampler or logger, for a verifier that cannot score
-    the first prompt, or if a setting needs a package that is missing.
+    Raises:
+        DataError: the data uses words that the tokenizer reserves, or lacks fields that the
+            verifier needs.
+        CheckpointError: the checkpoint has no tokenizer, or a file is damaged.
+        ConfigError: answers do not fit into a response, sequences do not fit into a pack, ranks
+            cannot split the model as in `[parallel]`, the verifier, the sampler or a logger is
+            unknown, the verifier cannot score the first prompt, or a package is missing.
     """
     _check_packages(config)  # before seconds of imports
 
@@ -186,12 +188,12 @@ def check(config: Config, prompts: PromptSet) -> None:
     longest = config.rollout.max_response_tokens
     check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)
     check_budget(config, prompts, tokenizer)
-    # The ranks load it again; a mistake is told here.
+    # The ranks load it again; this reports mistakes early.
     check_reward(load_reward(config.task.reward), prompts)
 
 
 def _check_packages(config: Config) -> None:
-    """Check that the packages are here that settings need beside those of the trainer."""
+    """Check that the further packages of the chosen settings are installed."""
     from megatron_idempotent.lazy import REMEDIES
 
     for (section, key, value), modules in _NEEDED_BY.items():
@@ -205,7 +207,7 @@ def _check_packages(config: Config) -> None:
 
 
 def _check_checkpoint(config: Config) -> None:
-    """Check that a checkpoint is whole, and that ranks can cut its model."""
+    """Check that a checkpoint is complete, and that ranks can split its model."""
     from megatron_idempotent.rl.hf import Architecture
     from megatron_idempotent.rl.weights.safetensors_io import Checkpoint
 
@@ -232,10 +234,13 @@ def _check_checkpoint(config: Config) -> None:
 
 
 def launch(job: Job, prompts: PromptSet) -> bool:
-    """Run the job, draw its curves and print its table; return whether the run came to its end.
+    """Run the job, draw its curves and print its table; return whether the run is complete.
 
-    It returns False if SIGTERM stopped an asynchronous run, which can be continued.
-    Errors: those of `cpu.RankPool.run` or, for an asynchronous run, of `run_controller`.
+    It is not if SIGTERM stopped an asynchronous run, which can be resumed.
+
+    Raises:
+        RankError: a rank failed in a synchronous run; see `cpu.RankPool.run`.
+        Exception: as in `run_controller` for an asynchronous run.
     """
     from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
 
@@ -258,13 +263,18 @@ def launch(job: Job, prompts: PromptSet) -> bool:
 
 
 def start_ranks(job: Job) -> None:
-    """Run `run_rank` on all ranks, or as one of torchrun's. Errors: those of `cpu.RankPool.run`."""
+    """Run `run_rank` on all ranks, or as one of torchrun's ranks.
+
+    Raises:
+        RankError: a rank failed.
+        RankTimeout: the run took longer than `run.timeout_s`.
+    """
     if torchrun.rank() is not None:
         torchrun.train(job)
         return
     from megatron_idempotent.proof import cpu
 
-    # The launcher imports them once for all ranks; other models than Llama are not among them.
+    # The launcher imports these once for all ranks; of models only Llama.
     preload = (
         *cpu.PROGRAM_PRELOAD,
         "megatron_idempotent.rl.trainer.loop",
@@ -277,7 +287,7 @@ def start_ranks(job: Job) -> None:
 
 
 def run_rank(job: Job) -> None:
-    """Train as one rank; import the worker only here, in a process that may import torch."""
+    """Train as one rank; imports the worker here, in a process that may import torch."""
     from .loop import work
 
     work(job)
@@ -314,8 +324,12 @@ def parser() -> argparse.ArgumentParser:
     )
     for flag, path, metavar, text, empty in _NAMED:
         section, _, key = path.partition(".")
-        shown = empty or default(section, key, getattr(SECTIONS[section](), key)).replace("`", "")
-        parser.add_argument(flag, dest=path, metavar=metavar, help=f"{text} (default: {shown})")
+        default_text = empty or default(section, key, getattr(SECTIONS[section](), key)).replace(
+            "`", ""
+        )
+        parser.add_argument(
+            flag, dest=path, metavar=metavar, help=f"{text} (default: {default_text})"
+        )
     parser.add_argument(
         "--schema", action="store_true", help="print the JSON schema of FILE, for editors, and end"
     )

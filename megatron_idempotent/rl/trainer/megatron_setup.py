@@ -1,7 +1,7 @@
-"""Builds a model and its optimizer the way every `megatron.training` program does.
+"""Builds a model and its optimizer like every `megatron.training` program.
 
-The configuration becomes the argument list that Megatron's stock parser reads. A run that is given
-no checkpoint begins from a random one, which is written here.
+The configuration is converted to arguments for Megatron's stock parser. A run without a checkpoint
+starts from a random one, which this module writes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .output import write_sums
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronModel:
-    """Holds what Megatron's `setup_model_and_optimizer` returned.
+    """The result of Megatron's `setup_model_and_optimizer`.
 
     Example: `MegatronModel(args=args, chunks=[ddp], optimizer=optimizer, scheduler=scheduler)`.
     """
@@ -34,11 +34,11 @@ class MegatronModel:
     args: Any
     """Megatron's global arguments."""
     chunks: list[Any]
-    """This rank's model chunks, wrapped in DDP: one, unless the schedule is interleaved."""
+    """This rank's model chunks in DDP; more than one only in an interleaved schedule."""
     optimizer: Any
     """Megatron's optimizer."""
     scheduler: Any
-    """Megatron's scheduler of the learning rate."""
+    """Megatron's learning-rate scheduler."""
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -49,7 +49,7 @@ class MegatronModel:
 def build_megatron_model(
     arguments: Sequence[str], arch: Architecture, *, positions: int, packs: bool = False
 ) -> MegatronModel:
-    """Initialise Megatron, and build the model and its optimizer. Collective over all ranks.
+    """Initialise Megatron, and build the model and its optimizer. A collective of all ranks.
 
     Weights are random, and logits have this rank's columns of the vocabulary.
 
@@ -67,7 +67,7 @@ def build_megatron_model(
     change: Callable[[Any], Any] | None = None
     alone = importlib.util.find_spec("transformer_engine") is None
     if alone and (packs or get_args().context_parallel_size > 1):
-        # Megatron's own attention takes neither; Transformer Engine's takes both.
+        # Megatron's local attention supports neither; Transformer Engine's supports both.
         from megatron_idempotent.proof.cpu.attention import with_exact_attention
 
         change = with_exact_attention
@@ -96,38 +96,38 @@ def build_megatron_model(
 
 
 def _initialize(arguments: Sequence[str]) -> None:
-    """Initialise Megatron with these arguments, in `sys.argv`, where alone it reads them."""
+    """Initialise Megatron with these arguments, through `sys.argv`, its only source."""
     from megatron.core.datasets import utils as datasets
     from megatron.training import arguments as parser
     from megatron.training import initialize
 
-    before, compile_helpers = sys.argv, datasets.compile_helpers
+    old_argv, compile_helpers = sys.argv, datasets.compile_helpers
     sys.argv = ["megatron-idempotent-train", *arguments]
-    # Megatron runs `make` in its data-set folder, and its wheels ship no makefile: it would end the
-    # process. What it compiles indexes pre-training data, which is not read here.
+    # Megatron runs `make` in its data-set folder, and exits because its wheels have no makefile.
+    # The compiled helpers index pre-training data, which this trainer does not use.
     datasets.compile_helpers = lambda: None
     try:
-        if hasattr(parser, "parse_and_validate_args"):  # 0.18 took the parsing out of initialize
+        if hasattr(parser, "parse_and_validate_args"):  # from 0.18 on, initialize does not parse
             parser.parse_and_validate_args()
             initialize.initialize_megatron()
         else:
             initialize.initialize_megatron(args_defaults={})
     finally:
-        sys.argv, datasets.compile_helpers = before, compile_helpers
+        sys.argv, datasets.compile_helpers = old_argv, compile_helpers
 
 
-# Only the learning rate's decay is measured in it, and the rate here never decays. A constant, so
-# that a resumed run with more rollouts finds the schedule of its checkpoint.
+# The number of training iterations only affects the learning rate's decay, which is not used. A
+# constant, so that a resumed run with more rollouts has the same schedule as its checkpoint.
 _FOREVER = 1_000_000_000
 
 
 def megatron_arguments(config: Config, arch: Architecture, *, positions: int) -> list[str]:
-    """Return arguments for `megatron.training`, as on the command line of any of its programs.
+    """Return command-line arguments for `megatron.training`.
 
-    `arch` is the shape of the model and `positions` the length of the training sequences. Some are
-    the trainer's own choice: the distributed optimizer with both overlap flags, Megatron's local
-    layers (Transformer Engine needs CUDA), no dropout, and gradients divided by the response tokens
-    of all ranks.
+    `arch` is the shape of the model and `positions` the length of training sequences. Fixed choices
+    of this trainer are the distributed optimizer with both overlap flags, Megatron's local layers
+    (Transformer Engine needs CUDA), no dropout, and gradients divided by the response tokens of all
+    ranks.
     """
     return [
         *arch.megatron_arguments(),
@@ -145,7 +145,7 @@ _OVERLAP = (
     "--use-distributed-optimizer",
     "--overlap-grad-reduce",
     "--overlap-param-gather",
-    # Several buckets even in a small model: with one, nothing could overlap.
+    # Small buckets: with a single one, nothing could overlap.
     "--ddp-bucket-size=40000",
     "--calculate-per-token-loss",
 )
@@ -154,7 +154,7 @@ _CPU = (
     "--transformer-impl=local",
     "--use-cpu-initialization",
     "--distributed-backend=gloo",
-    # Fused CUDA kernels, each with a plain torch form.
+    # Replace fused CUDA kernels by plain torch.
     "--no-gradient-accumulation-fusion",
     "--no-persist-layer-norm",
     "--no-masked-softmax-fusion",
@@ -201,11 +201,11 @@ def _optimizer(config: Config) -> list[str]:
 def ensure_checkpoint(
     directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
 ) -> Path:
-    """Have rank 0 write a random checkpoint unless it is there; return its folder. Collective.
+    """Write a random checkpoint on rank 0 unless it exists; return its folder. A collective.
 
-    The sizes and the seed alone decide its weights. The model has RMSNorm, rotary positions,
-    SwiGLU, grouped queries and no biases; `positions` is the longest sequence. It is written under
-    another name and renamed.
+    Its weights depend only on the sizes and the seed. The model has RMSNorm, rotary positions,
+    SwiGLU, grouped queries and no biases; `positions` is the longest sequence. The folder is
+    written under another name and renamed.
     """
     if dist.get_rank() == 0 and not directory.is_dir():
         unfinished = directory.with_name(directory.name + ".unfinished")
@@ -220,15 +220,15 @@ def ensure_checkpoint(
 def write_checkpoint(
     directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
 ) -> None:
-    """Write a checkpoint with random weights, in this process alone; see `ensure_checkpoint`.
+    """Write a checkpoint with random weights; see `ensure_checkpoint`.
 
-    Torch's random state does not change.
+    Not a collective. Torch's random state does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         decoder = _random_decoder(model, tokenizer, positions)
     with torch.no_grad():
-        # As Megatron begins: what adds to the residual stream is smaller in a deeper model.
+        # As in Megatron: output projections are smaller in deeper models.
         for name, parameter in decoder.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
                 parameter.mul_((2 * model.layers) ** -0.5)
@@ -267,9 +267,8 @@ def _random_decoder(model: ModelConfig, tokenizer: TextTokenizer, positions: int
         "mlp_only_layers": [],
         "router_aux_loss_coef": 0.0,
     }
-    # Named after it is made: transformers makes the embedding of padding zero, and a policy that
-    # samples padding would have a gradient of 1 / epsilon there, through the norms of queries and
-    # keys.
+    # Set after construction: transformers would make the padding embedding zero, and if the policy
+    # samples padding, its gradient through the norms of queries and keys is 1 / epsilon.
     pad_token_id = sizes.pop("pad_token_id")
     decoder = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
     decoder.config.pad_token_id = pad_token_id

@@ -1,8 +1,9 @@
-"""Chooses, checks and makes the output directory of a run, and completes checkpoints in it.
+"""Chooses, checks and creates the output directory of a run, and completes checkpoints in it.
 
-Neither torch nor Megatron is imported. A checkpoint is written under another name, its files are
-listed in `COMPLETE.json`, and it is renamed. A directory without that list, or that differs from
-it, is not a checkpoint. Folders of Hugging Face checkpoints have their hashes in `SHA256SUMS`.
+The module imports neither torch nor Megatron. A checkpoint is written under another name, its files
+are listed in `COMPLETE.json`, and it is renamed. A directory without that list, or whose files
+differ from it, is not a checkpoint. Folders of Hugging Face checkpoints have hashes of their files
+in `SHA256SUMS`.
 """
 
 from __future__ import annotations
@@ -28,51 +29,51 @@ from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE
 from . import CheckpointError, OutputError
 from .config import SECTIONS, Config, as_toml
 
-#: Folders of Hugging Face checkpoints in the output directory: the random one that a run without
-#: `model.path` began from, and the trained one.
+#: Folders of Hugging Face checkpoints in the output directory: the random initial one of a run
+#: without `model.path`, and the trained one.
 INITIAL, TRAINED = "model-initial", "model"
-#: The folder there of transports that go through files.
+#: The folder for file transports in the output directory.
 SYNC = "sync"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Describes one start of a run. Example: `Job(config=Config(), out=Path("runs/a"))`."""
+    """One start of a run. Example: `Job(config=Config(), out=Path("runs/a"))`."""
 
     config: Config
     """The configuration of the run."""
     out: Path
     """The output directory, which exists."""
     resume_from: Path | None = None
-    """The complete checkpoint from which the run goes on; None for a new run."""
+    """The complete checkpoint to resume from; None for a new run."""
     quiet: bool = False
     """True to print errors only."""
     began_s: float = dataclasses.field(default_factory=time.time)
     """Seconds since 1970 at the start of the command."""
 
-    def say(self, what: str, to: IO[str] | None = None) -> None:
-        """Print the phase that begins, on standard error or `to`, unless the run is quiet."""
+    def say(self, phase: str, to: IO[str] | None = None) -> None:
+        """Print the phase that begins to standard error or `to`, unless the run is quiet."""
         if not self.quiet:
-            say(what, self.began_s, to)
+            say(phase, self.began_s, to)
 
 
-def say(what: str, began_s: float, to: IO[str] | None = None) -> None:
-    """Print a phase of the start, with the seconds that the command has taken before it."""
-    print(f"{time.time() - began_s:6.1f} s  {what}", file=to or sys.stderr, flush=True)
+def say(phase: str, began_s: float, to: IO[str] | None = None) -> None:
+    """Print a phase of the start, with the seconds since the command began."""
+    print(f"{time.time() - began_s:6.1f} s  {phase}", file=to or sys.stderr, flush=True)
 
 
 def data_path(config: Config) -> Path:
-    """Return the prompt file: the configured one, or the one that ships with the project."""
+    """Return the prompt file: the configured one, or the shipped one."""
     return Path(config.task.data) if config.task.data else SHIPPED_FILE
 
 
 RUNS = Path("runs")
 CONFIG_FILE, MARKER, SUMS = "config.toml", "COMPLETE.json", "SHA256SUMS"
 
-# Keys that may differ between a run and its continuation, since they change none of its numbers.
+# Keys that may change when a run is resumed, because they do not affect its numbers.
 _FREE = {
     "run": "rollouts out checkpoint_every keep_checkpoints timeout_s",
-    "task": "data",  # its content counts, not its path
+    "task": "data",  # the content is compared, not the path
     "rollout": "engine_url vllm_python vllm_arguments request_timeout_s",
     "sync": "transport directory address workers bucket_mb senders deltas",
     "optimizer": "chunks_per_step",
@@ -90,11 +91,14 @@ def prepare(
     quiet: bool,
     began_s: float | None = None,
 ) -> Job:
-    """Make the output directory or, to resume, check the newest checkpoint in it; return the job.
+    """Create the output directory or, to resume, check its newest checkpoint; return the job.
 
     A run that died before its first checkpoint is resumed from its start.
-    Errors: `OutputError` if the directory cannot be written or holds another run; `CheckpointError`
-    if there is no run to resume, or its checkpoint is damaged or was written with other settings.
+
+    Raises:
+        OutputError: the directory cannot be written, or has another run.
+        CheckpointError: there is no run to resume, or its checkpoint is damaged or has other
+            settings.
     """
     out = run_to_resume(config.run.out) if resume else _fresh(config)
     try:
@@ -108,12 +112,12 @@ def prepare(
         ) from error
     checkpoint = None
     if resume:
-        found = complete_checkpoints(out / "checkpoints")
-        if found:
-            checkpoint = found[-1]
+        checkpoints = complete_checkpoints(out / "checkpoints")
+        if checkpoints:
+            checkpoint = checkpoints[-1]
             written = verify_checkpoint(checkpoint)["config"]
             _same_settings(written, resume_state(config), checkpoint)
-            # A run that died in its last checkpoint writes none that would do it.
+            # A run that died while completing its last checkpoint left old ones.
             remove_old(out / "checkpoints", config.run.keep_checkpoints)
         elif not (out / CONFIG_FILE).is_file():
             raise CheckpointError(
@@ -126,7 +130,7 @@ def prepare(
             read_metrics(out / METRICS_FILE)
         except ValueError as error:
             raise OutputError(f"{error}; remove that line to go on without it") from error
-    # Whole at any time: a run that is killed here is continued with it.
+    # Atomically: a run that is killed here is resumed with this file.
     write_whole(out / CONFIG_FILE, as_toml(config))
     began_s = time.time() if began_s is None else began_s
     return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet, began_s=began_s)
@@ -141,21 +145,21 @@ def resume_state(config: Config) -> dict[str, Any]:
         if key not in _FREE.get(section, "").split()
     }
     if config.packs:
-        # Other chunks are other packs, whose sums are rounded otherwise.
+        # Another chunk size makes other packs, whose sums round differently.
         state["sequences packed at once"] = config.chunk_size
     digest = hashlib.sha256(data_path(config).read_bytes()).hexdigest()
     return state | {"prompts sha256": digest}
 
 
-def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) -> None:
-    """Complete the checkpoint after `done` rollouts, and remove the oldest ones.
+def seal_checkpoint(directory: Path, rollouts: int, config: Config, *, digest: str) -> None:
+    """Complete the checkpoint after `rollouts` rollouts, and remove the oldest checkpoints.
 
-    Its files are listed with sizes and hashes, and `digest`, that of the weights; then it is
-    renamed. The data is on disk before the list is, and the list before the rename, so that a power
-    cut leaves a complete checkpoint or none under the final name. `run.keep_checkpoints` of them
-    stay.
+    The list of its files has sizes, hashes and `digest`, the digest of the weights; then the folder
+    is renamed. Files are flushed to disk before the list, and the list before the rename, so that a
+    power failure leaves a complete checkpoint or none under the final name.
+    `run.keep_checkpoints` checkpoints are kept.
     """
-    unfinished, final = unfinished_path(directory, done), checkpoint_path(directory, done)
+    unfinished, final = unfinished_path(directory, rollouts), checkpoint_path(directory, rollouts)
     files = {}
     for path in sorted(path for path in unfinished.rglob("*") if path.is_file()):
         _flush_to_disk(path)
@@ -163,11 +167,11 @@ def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) 
             "bytes": path.stat().st_size,
             "sha256": _sha256(path),
         }
-    state = {"rollouts": done, "config": resume_state(config), "weights sha256": digest}
+    state = {"rollouts": rollouts, "config": resume_state(config), "weights sha256": digest}
     listed = {"sha256": _of_list(state, files), "state": state, "files": files}
     (unfinished / MARKER).write_text(json.dumps(listed, indent=1), encoding="utf-8")
     _flush_to_disk(unfinished / MARKER)
-    if final.exists():  # left by a run that was interrupted while it removed or replaced it
+    if final.exists():  # left by an interrupted run
         _remove(final)
     unfinished.rename(final)
     _flush_to_disk(directory)
@@ -175,29 +179,29 @@ def seal_checkpoint(directory: Path, done: int, config: Config, *, digest: str) 
 
 
 def remove_old(directory: Path, keep: int) -> None:
-    """Remove all checkpoints but the newest ones, and what a run that died was writing."""
-    kept = complete_checkpoints(directory)[-keep:]
+    """Remove all checkpoints except the `keep` newest, and incomplete ones of dead runs."""
+    newest = complete_checkpoints(directory)[-keep:]
     for old in (*_numbered(directory, "rollout"), *directory.glob("rollout-[0-9]*.unfinished")):
-        if old not in kept:
+        if old not in newest:
             _remove(old)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, the list first: no half of one counts."""
+    """Remove a checkpoint, its list first, so that a partly removed one is not complete."""
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
 
 
 def checkpoint_path(directory: Path, rollouts: int) -> Path:
-    """Return the directory of the checkpoint after `rollouts` rollouts, whether it exists or not.
+    """Return the directory of the checkpoint after `rollouts` rollouts, which may not exist.
 
-    An asynchronous run counts optimizer steps, here and below.
+    In an asynchronous run the number is that of optimizer steps, here and below.
     """
     return directory / f"rollout-{rollouts:06d}"
 
 
 def rollouts_of(checkpoint: Path) -> int:
-    """Return the number of rollouts before a checkpoint, from its name."""
+    """Return a checkpoint's number of rollouts, from its name."""
     return _number(checkpoint)
 
 
@@ -206,13 +210,13 @@ def _number(folder: Path) -> int:
 
 
 def unfinished_path(directory: Path, rollouts: int) -> Path:
-    """Return the folder in which a checkpoint is written; a run that died may have left files."""
+    """Return the folder to write a checkpoint in; a dead run may have left files there."""
     path = checkpoint_path(directory, rollouts)
     return path.with_name(f"{path.name}.unfinished")
 
 
 def make_empty(unfinished: Path) -> None:
-    """Make an empty directory, removing what a run that died has left there."""
+    """Create an empty directory, removing leftovers of a dead run."""
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
 
@@ -223,17 +227,18 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def _numbered(directory: Path, name: str) -> list[Path]:
-    """Return the folders of a directory that are called `name-NUMBER`, the lowest number first."""
-    found = (path for path in directory.glob(f"{name}-*") if path.is_dir())
+    """Return the folders called `name-NUMBER` in a directory, in order of number."""
+    folders = (path for path in directory.glob(f"{name}-*") if path.is_dir())
     return sorted(
-        (path for path in found if path.name.removeprefix(f"{name}-").isdecimal()), key=_number
+        (path for path in folders if path.name.removeprefix(f"{name}-").isdecimal()), key=_number
     )
 
 
 def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
     """Compare every file of a checkpoint with its list; return its state.
 
-    Errors: `CheckpointError`, which names the file that is missing, cut short or changed.
+    Raises:
+        CheckpointError: a file is missing, truncated or changed; the message names it.
     """
     marker = checkpoint / MARKER
     remedy = _remedy(checkpoint)
@@ -261,7 +266,7 @@ def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
 
 
 def write_sums(folder: Path) -> None:
-    """Write the hashes of a folder's files into it, as `sha256sum * > SHA256SUMS` does."""
+    """Write SHA256SUMS with the hashes of a folder's files, like `sha256sum * > SHA256SUMS`."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
     text = "".join(f"{_sha256(path)}  {path.name}\n" for path in files)
     (folder / SUMS).write_text(text, encoding="utf-8")
@@ -270,7 +275,8 @@ def write_sums(folder: Path) -> None:
 def check_sums(folder: Path, remedy: str) -> None:
     """Compare a folder's files with its SHA256SUMS; do nothing if it has none.
 
-    Errors: `CheckpointError`, which names the file that is missing or changed, and `remedy`.
+    Raises:
+        CheckpointError: a file is missing or changed; the message names it, and ends with `remedy`.
     """
     sums = folder / SUMS
     if not sums.is_file():
@@ -310,16 +316,19 @@ def _flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _same_settings(written: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
+def _same_settings(
+    written: Mapping[str, Any], current: Mapping[str, Any], checkpoint: Path
+) -> None:
     default = Config()
-    for key in sorted({*written, *now}):
+    for key in sorted({*written, *current}):
         section, _, name = key.partition(".")
-        # What the release that wrote it did not know was as it is by default.
-        before = written.get(key, getattr(getattr(default, section, None), name, None))
-        if before != now.get(key):
+        # A setting that the writing release did not have counts as the default.
+        old_value = written.get(key, getattr(getattr(default, section, None), name, None))
+        if old_value != current.get(key):
             raise CheckpointError(
-                f"{checkpoint}: written with {key} = {before!r}, now it is "
-                f"{now.get(key)!r}; resume with the same settings, or start a new run with --out"
+                f"{checkpoint}: written with {key} = {old_value!r}, now it is "
+                f"{current.get(key)!r}; resume with the same settings, or start a new run with "
+                "--out"
             )
 
 
@@ -337,14 +346,15 @@ def _fresh(config: Config) -> Path:
 
 
 def is_unused(out: Path) -> bool:
-    """Return whether a new run may take a directory: it is not there yet, or is empty."""
+    """Return whether a new run may use a directory: it does not exist, or is empty."""
     return not out.is_dir() or not any(out.iterdir())
 
 
 def run_to_resume(out: str) -> Path:
     """Return the directory `out` or, if `out` is empty, that of the last numbered run.
 
-    Errors: `OutputError` if there is no such directory.
+    Raises:
+        OutputError: there is no such directory.
     """
     if out:
         path = Path(out)
@@ -360,13 +370,13 @@ def run_to_resume(out: str) -> Path:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[IO[str]]:
-    """Append all that this process prints to a file; yields the terminal's standard error.
+    """Redirect this process's output to a file; yields the terminal's standard error.
 
-    It redirects descriptors 1 and 2, because Megatron's libraries print from C++ too.
+    It redirects descriptors 1 and 2, because Megatron's libraries also print from C++.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(1), os.dup(2)]
+    saved_descriptors = [os.dup(1), os.dup(2)]
     with path.open("ab", buffering=0) as log, os.fdopen(os.dup(2), "w") as terminal:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -375,6 +385,6 @@ def output_to(path: Path) -> Iterator[IO[str]]:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            for number, descriptor in enumerate(kept, start=1):
+            for number, descriptor in enumerate(saved_descriptors, start=1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Trains the policy on real Megatron, with a `TrainStep` per optimizer step."""
+"""Trains the policy with Megatron, with a `TrainStep` per optimizer step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-# By name: cloudpickle takes `torch.distributed.config`, which no pickle holds, for what a function
-# needs that names `torch.distributed` and something called `config`.
+# Imported by name: if a function refers to `torch.distributed` and to a name `config`, cloudpickle
+# tries to pickle the module `torch.distributed.config`, and fails.
 from torch.distributed import all_reduce, broadcast, get_rank
 
 import megatron_idempotent
@@ -44,16 +44,17 @@ from .output import INITIAL, Job, data_path, write_sums
 
 
 class MegatronPolicy:
-    """Trains a decoder on all ranks, in any layout of them.
+    """Trains a decoder on all ranks, in any layout.
 
-    Call its constructor and methods on all ranks of the default group, in the same order.
+    The constructor and all methods are collectives of the default group.
+
     Example: `metrics = policy.train(batch, index=0)`.
     """
 
     def __init__(self, config: Config, checkpoint: Path, *, positions: int) -> None:
         """Build the model and its optimizer, and load the weights.
 
-        `checkpoint` is a Hugging Face one; `positions` is the length of training sequences.
+        `checkpoint` is a Hugging Face checkpoint; `positions` is the length of training sequences.
         """
         from megatron.core import parallel_state
 
@@ -71,21 +72,21 @@ class MegatronPolicy:
             optimizer=self.stock.optimizer,
             deadline_s=config.run.timeout_s,
         )
-        # Taken before any checkpoint of the run is loaded: a resumed one penalises the distance
-        # from the same weights.
+        # Copied before a checkpoint of the run is loaded, so that a resumed run has the same
+        # reference for the KL penalty.
         self._initial = [
             {name: value.detach().clone() for name, value in module.named_parameters()}
             for module in self.stock.modules
         ]
         megatron_idempotent.wire_train_config(self.stock.chunks, self.stock.optimizer)
-        #: Finishes and aborts what `begin` has opened.
+        #: Finishes and aborts the step of `begin`.
         self.step = megatron_idempotent.TrainStep(
             self.stock.chunks,
             self.stock.optimizer,
             self.stock.scheduler,
             forward=forward,
             router_replay=config.rollout.router_replay,
-            # A verifier may keep one rank busy for as long as the run may take.
+            # A slow verifier may delay one rank for any time within the run's limit.
             deadline_s=config.run.timeout_s,
         )
         tp = config.parallel.tp > 1
@@ -97,16 +98,16 @@ class MegatronPolicy:
         )
         self._loss = PolicyLoss(config.loss, of=self._logits)
         self._replay: ExpertReplay | None = None
-        if self.step.replay is not None:  # one whose counts nobody reads
+        if self.step.replay is not None:  # a separate one, whose counts are ignored
             self._replay = ExpertReplay(self.stock.modules, mode=self.step.replay.mode)
         self.replica = Replica(config.layout)
 
     @contextmanager
     def weights(self) -> Iterator[tuple[torch.nn.Module, ...]]:
-        """Yield this rank's chunks to compute with or to export.
+        """Yield this rank's chunks, to compute with or to export.
 
-        Within the block their parameters are up to date, they are in eval mode, and no gradients
-        are recorded.
+        Within the block their parameters are up to date, they are in eval mode, and gradients are
+        off.
         """
         with self.step.reading() as chunks:
             yield tuple(chunk.module for chunk in chunks)
@@ -114,9 +115,9 @@ class MegatronPolicy:
     def source(
         self, group: Any = None, *, deltas: bool = False, senders: int | None = 1
     ) -> WeightSource:
-        """Return a source of the weights under Hugging Face names; read it within `weights()`.
+        """Return a source of the weights under Hugging Face names; iterate it within `weights()`.
 
-        The group's ranks have the whole model between them; None is all ranks. For `deltas` and
+        The group's ranks together have the entire model; None is all ranks. For `deltas` and
         `senders` see `MegatronWeights`.
         """
         return MegatronWeights(
@@ -124,10 +125,10 @@ class MegatronPolicy:
         )
 
     def save_hf(self, directory: Path) -> None:
-        """Write a Hugging Face checkpoint, with its files' hashes in SHA256SUMS.
+        """Write a Hugging Face checkpoint, with hashes of its files in SHA256SUMS.
 
-        It has the configuration and the tokenizer of the checkpoint that the run began from. It
-        replaces an older one in `directory` once it is complete.
+        It has the configuration and the tokenizer of the run's initial checkpoint, and replaces an
+        older one in `directory` once it is complete.
         """
         with self.weights():
             save_hf(self.source(), directory, like=self.checkpoint, replace=True)
@@ -135,11 +136,11 @@ class MegatronPolicy:
             write_sums(directory)
 
     def train(self, batch: Batch, *, index: int) -> dict[str, float]:
-        """Take `steps_per_rollout` optimizer steps over the batch, using each sequence once.
+        """Take `steps_per_rollout` optimizer steps on the batch, using each sequence once.
 
-        The rollout's `index` decides the order of the sequences. Every rank passes a batch of the
-        same size. Return measurements over all ranks. An error on any rank is raised on all of
-        them, after the step in which it happened is undone.
+        The rollout's `index` determines the order of the sequences. Every rank must pass a batch of
+        the same size. Returns metrics over all ranks. An error on any rank is raised on all ranks,
+        after its step is undone.
         """
         optimizer, loss = self.config.optimizer, self.config.loss
         if loss.kl_coefficient:
@@ -159,22 +160,22 @@ class MegatronPolicy:
         }
 
     def routing_metrics(self) -> dict[str, float]:
-        """Return the share of choices that the engine made otherwise, since the last call.
+        """Return how often trainer and engine selected different experts, since the last call.
 
-        `other_experts` is over tokens and layers of all ranks: the trainer's own choice of experts,
-        whether or not the engine's are taken in its place. Empty without router replay. Collective.
+        `other_experts` is a fraction of tokens and layers of all ranks. It compares the trainer's
+        own selection, even if the engine's is replayed. Empty without router replay. A collective.
         """
         if self.step.replay is None:
             return {}
         counts = self.step.replay.take_counts().cuda()
         all_reduce(counts)
-        other, tokens = counts.tolist()
-        return {"other_experts": other / (tokens or 1.0)}
+        differing, tokens = counts.tolist()
+        return {"other_experts": differing / (tokens or 1.0)}
 
     def begin(self, step_id: str | None = None, *, rank_batch_size: int | None = None) -> str:
         """Open an optimizer step, and return its id; see `TrainStep.begin`.
 
-        `rank_batch_size` is the number of sequences that this replica will give it, if it is known.
+        `rank_batch_size` is the number of sequences of this replica in the step, if known.
         """
         config = self.config
         return self.step.begin(
@@ -189,41 +190,44 @@ class MegatronPolicy:
     def microbatch(
         self, step_id: str, batch: Batch, *, microbatch_id: str | None = None, last: bool = False
     ) -> None:
-        """Run forward and backward of this replica's rows; see `TrainStep.microbatch`."""
+        """Run forward and backward on this replica's rows; see `TrainStep.microbatch`."""
         if self.config.packs:
             tensors = batch.on_device().sequences()
         else:
             if self.config.parallel.vpp > 1:
-                # An interleaved schedule takes as many microbatches as stages, or a multiple.
-                whole = self.config.microbatch_size * self.config.parallel.pp
-                batch = batch.padded(-(-len(batch) // whole) * whole)
+                # An interleaved schedule needs a multiple of as many microbatches as stages.
+                multiple = self.config.microbatch_size * self.config.parallel.pp
+                batch = batch.padded(-(-len(batch) // multiple) * multiple)
             tensors = batch.on_device().tensors()
         self.step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
 
     def logprobs(self, batch: Batch, which: Literal["policy", "reference"]) -> torch.Tensor:
-        """Compute log-probs [B, T] of this rank's rows, 0 where the loss mask is 0.
+        """Return log-probs [B, T] of this rank's rows; 0 where the loss mask is 0.
 
-        "policy" computes with the weights as they are, "reference" with those that the run began
-        with. It may be called while a step is open.
+        "policy" uses the current weights, "reference" the initial ones. May be called while a step
+        is open.
         """
         with self.weights():
-            if not len(batch):  # attention refuses to be of nothing
+            if not len(batch):  # attention rejects an empty batch
                 return torch.empty_like(batch.old_logprobs_BT)
             return self._forward_only(batch, self._initial if which == "reference" else None)
 
     def _forward_only(
         self, batch: Batch, weights: Sequence[Mapping[str, torch.Tensor]] | None
     ) -> torch.Tensor:
-        """Compute log-probs [B, T] of the targets, of all rows at once or in microbatches.
+        """Return log-probs [B, T] of the targets, computed at once or in microbatches.
 
-        `weights` stand in for the parameters of each chunk, by name. Every rank of the replica gets
-        the whole result. Collective over its ranks, or over all ranks if experts are spread over
-        replicas.
+        `weights` replace the parameters of each chunk, by name. Every rank of the replica gets the
+        complete result. A collective of the replica's ranks, or of all ranks if experts are spread
+        over replicas.
         """
         modules = self.stock.modules
         forwards: list[Callable[..., Any]] = list(modules)
         if weights is not None:
-            forwards = [_with(*each) for each in zip(modules, weights, strict=True)]
+            forwards = [
+                _with(*module_and_weights)
+                for module_and_weights in zip(modules, weights, strict=True)
+            ]
         if self.config.parallel.pp > 1:
             by_module = dict(zip(map(id, modules), forwards, strict=True))
             return self._piped(batch, by_module)
@@ -231,9 +235,9 @@ class MegatronPolicy:
         return self._of_logits(self._decoded(modules[0], forwards[0], batch), batch).cpu()
 
     def _decoded(self, module: Any, forward: Callable[..., Any], batch: Batch) -> torch.Tensor:
-        """Compute logits of a chunk; with its own weights routers take the engine's experts.
+        """Compute a chunk's logits, replaying the engine's experts if it has its own weights.
 
-        The reference has other weights, and chooses experts by them.
+        The reference has other weights, and selects its own experts.
         """
         run = functools.partial(decoder_logits, forward, batch.tokens_BT)
         if self._replay is None or forward is not module:
@@ -249,10 +253,10 @@ class MegatronPolicy:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        # An interleaved schedule takes as many microbatches as stages, or a multiple of them.
+        # An interleaved schedule needs a multiple of as many microbatches as stages.
         rows, size, modules = len(batch), self.config.microbatch_size, list(self.stock.modules)
-        whole = size * self.config.parallel.pp
-        padded = batch.padded(-(-rows // whole) * whole).on_device()
+        multiple = size * self.config.parallel.pp
+        padded = batch.padded(-(-rows // multiple) * multiple).on_device()
         pieces = [
             padded.rows(torch.arange(start, start + size)) for start in range(0, len(padded), size)
         ]
@@ -275,31 +279,31 @@ class MegatronPolicy:
                 forward_only=True,
                 collect_non_loss_data=True,
             )
-        found_BT = torch.empty_like(padded.old_logprobs_BT)
+        logprobs_BT = torch.empty_like(padded.old_logprobs_BT)
         if parts:
-            found_BT = torch.cat(parts).to(found_BT.dtype).contiguous()
+            logprobs_BT = torch.cat(parts).to(logprobs_BT.dtype).contiguous()
         group = parallel_state.get_pipeline_model_parallel_group()
-        broadcast(found_BT, parallel_state.get_pipeline_model_parallel_last_rank(), group)
-        return found_BT[:rows].cpu()
+        broadcast(logprobs_BT, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+        return logprobs_BT[:rows].cpu()
 
     def _optimizer_step(self, stream: Iterable[Batch]) -> megatron_idempotent.StepResult:
-        # Known here, so that the last chunk's backward overlaps the reductions.
+        # With the batch size, so that the last chunk's backward overlaps the reductions.
         step_id = self.begin(rank_batch_size=self.config.rank_batch_size)
         try:
             for chunk in stream:
                 self.microbatch(step_id, chunk)
             return self.step.finish(step_id)
         except Exception:
-            # All ranks come here: the others hear of a failure where they would wait for this one.
+            # All ranks come here: a failure on one raises on the others, too.
             self.step.abort(step_id)
             raise
 
 
 def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> None:
-    """Keep a schedule, within the stack, from starting the gathers and reductions of training.
+    """Disable the gathers and reductions of training in a schedule, within the stack.
 
-    It is a function of its own because one that uses both torch.distributed and the name `config`
-    does not pickle by value.
+    This is a separate function, because one that refers to both torch.distributed and the name
+    `config` cannot be pickled by value.
     """
     from megatron_idempotent.window.accumulation import set_for
 
@@ -342,7 +346,7 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> dict[
 
 
 def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> int:
-    """Return the length T of training sequences: the least that holds all and ranks can cut."""
+    """Return the length T of training sequences: the longest one, rounded up for the ranks."""
     least = sequence_positions(
         prompts, tokenizer, max_response_tokens=config.rollout.max_response_tokens
     )
@@ -350,7 +354,11 @@ def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokeni
 
 
 def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> None:
-    """Check that the longest possible sequence fits into a pack. Errors: `ConfigError`."""
+    """Check that the longest possible sequence fits into a pack.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
     budget, parallel = config.optimizer.max_tokens_per_microbatch, config.parallel
     response = config.rollout.max_response_tokens
     longest = sequence_positions(prompts, tokenizer, max_response_tokens=response) + 1
@@ -366,10 +374,10 @@ def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -
 
 
 def start_policy(job: Job) -> tuple[MegatronPolicy, PromptSet, TextTokenizer]:
-    """Apply the patches, read the data, and build the model and its optimizer. Collective.
+    """Apply the patches, read the data, and build the model and its optimizer. A collective.
 
-    Without `model.path`, rank 0 writes a random checkpoint first. The tokenizer is that of the
-    checkpoint, or of the task's words.
+    Without `model.path`, rank 0 writes a random checkpoint first. The tokenizer is the
+    checkpoint's, or has a token per word of the task.
     """
     megatron_idempotent.apply()
     config = job.config

@@ -1,4 +1,4 @@
-"""Shows a run with loggers, a progress bar, two curves and a final table."""
+"""Reports a run with loggers, a progress bar, two curves and a final table."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ CURVES_FILE = "curves.png"
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Describe a metrics file, at least one row of which has an evaluation, in seven numbers.
+    """Summarize a metrics file, with at least one evaluation, in seven numbers.
 
-    A resumed run counts as a whole, and its set-up does not.
+    A resumed run counts as one run. Set-up time does not count.
     """
     held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
     trained = [row for row in rows if REWARD in row]
@@ -63,7 +63,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def print_summary(summary: Mapping[str, float], out: Path) -> None:
-    """Print the table at the end of a run, on standard output."""
+    """Print the final table of a run to standard output."""
     table = Table(show_header=False, title=str(out))
     for name, value in summary.items():
         table.add_row(name, f"{value:.3f}".removesuffix(".000"))
@@ -73,10 +73,10 @@ def print_summary(summary: Mapping[str, float], out: Path) -> None:
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any:
     """Draw reward and loss over steps as a PNG; `step` names their unit, such as "rollout".
 
-    Where deltas were sent, a third panel has what changed and what was sent. At least one row has
-    to have an evaluation. Returns matplotlib's figure.
+    With deltas, a third panel shows the sent elements and bytes. At least one row must have an
+    evaluation. Returns matplotlib's figure.
     """
-    # The object interface: pyplot would look for a display and keep the figure.
+    # Not pyplot, which needs a display and keeps figures alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -101,11 +101,11 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any
     reward_axes.plot(
         steps, held_out, "o-", label="held-out prompts", markersize=4, color="tab:orange"
     )
-    for place in (0, -1):
+    for index in (0, -1):
         reward_axes.annotate(
-            f"{held_out[place]:.2f}",
-            (steps[place], held_out[place]),
-            xytext=(0, -14 if held_out[place] > 0.5 else 7),
+            f"{held_out[index]:.2f}",
+            (steps[index], held_out[index]),
+            xytext=(0, -14 if held_out[index] > 0.5 else 7),
             textcoords="offset points",
             ha="center",
             fontsize=9,
@@ -119,7 +119,7 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any
         axes.set(ylabel="% of the model", yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
     for axes in (reward_axes, *sent_axes):
-        # Above the axes, where no run has a line.
+        # Above the axes, where there are no lines.
         axes.legend(
             loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2, frameon=False
         )
@@ -130,28 +130,32 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any
 
 
 def _column(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    return [step for step, _ in points], [value for _, value in points]
 
 
-def make_loggers(job: Job, *shown: Logger, threaded: bool) -> Loggers:
-    """Make the loggers of a run: its files, those that the configuration names, and `shown`.
+def make_loggers(job: Job, *displays: Logger, threaded: bool) -> Loggers:
+    """Make the loggers of a run: its files, the configured loggers, and `displays`.
 
-    TensorBoard is left out, with a warning, if it is not installed.
+    If TensorBoard is not installed, its logger is dropped with a warning.
     """
     first = rollouts_of(job.resume_from) if job.resume_from is not None else 0
     events = job.out / TENSORBOARD_DIRECTORY
-    made: list[Logger | Callable[[], Logger]] = [
+    loggers: list[Logger | Callable[[], Logger]] = [
         functools.partial(JsonlLogger, job.out / METRICS_FILE, first_step=first),
         functools.partial(TensorBoardLogger, events, first_step=first),
         *named_loggers(job.config, job.out, first_step=first),
-        *shown,
+        *displays,
     ]
-    return Loggers(made, threaded=threaded)
+    return Loggers(loggers, threaded=threaded)
 
 
 def named_loggers(config: Config, out: Path, *, first_step: int = 0) -> list[Callable[[], Logger]]:
-    """Return functions that make the loggers in `controller.loggers`. Errors: `ConfigError`."""
+    """Return factories of the loggers in `controller.loggers`.
+
+    Raises:
+        ConfigError: a logger is unknown, or its package is not installed.
+    """
     names = [name.strip() for name in config.controller.loggers.split(",") if name.strip()]
     try:
         return logger_factories(names, out, first_step=first_step)
@@ -160,7 +164,7 @@ def named_loggers(config: Config, out: Path, *, first_step: int = 0) -> list[Cal
 
 
 class RolloutProgress:
-    """Shows a synchronous run on rank 0: as a bar on a terminal, else as a line per evaluation.
+    """Shows a synchronous run on rank 0: a bar on a terminal, otherwise a line per evaluation.
 
     Example: `RolloutProgress(config, first_rollout=0, terminal=sys.stderr)`.
     """
@@ -172,13 +176,13 @@ class RolloutProgress:
         if not terminal.isatty():
             return
         self._bar = Progress(
-            # Together no wider than 80 columns: rich would squeeze a column to nothing.
+            # At most 80 columns in total, else rich would shrink a column to nothing.
             MofNCompleteColumn(),
             BarColumn(bar_width=8),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(compact=True),
             console=Console(file=terminal),
-            # Drawn when there is something new: a thread would take a core from the ranks.
+            # Drawn by `log` only: a refresh thread would take a core from the ranks.
             auto_refresh=False,
             # These would swallow what Megatron prints to the log file.
             redirect_stdout=False,
@@ -203,6 +207,6 @@ class RolloutProgress:
             print(f"rollout {step}/{self._rollouts} {numbers}", file=self._terminal, flush=True)
 
     def close(self) -> None:
-        """Leave the last state of the bar on the screen, and give the cursor back."""
+        """Stop the bar, leaving its last state on the screen, and restore the cursor."""
         if self._bar is not None:
             self._bar.stop()

@@ -22,14 +22,14 @@ from .batch import Batch, pack_rows
 from .config import Config
 from .loss import corrected
 
-# A group whose rewards differ by rounding alone must not be blown up to unit variance.
+# Keeps rounding differences of rewards from being scaled up to unit variance.
 _SMALLEST_STD = 1e-4
 
 
 def group_advantages(rewards: Sequence[float], *, normalize_std: bool) -> tuple[float, ...]:
-    """Return each sample's advantage: reward - mean of the group, divided by (std + 1e-4) if asked.
+    """Return each sample's advantage: reward - group mean, optionally divided by (std + 1e-4).
 
-    The standard deviation is the population's: its denominator is the group size. If all rewards
+    The standard deviation's denominator is the group size. If all rewards
     are equal, all advantages are 0.
 
     Example: `group_advantages((1.0, 0.0), normalize_std=False)` is `(0.5, -0.5)`.
@@ -45,10 +45,10 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool) -> tuple[
 def make_requests(
     config: Config, tokenizer: TextTokenizer, prompt: Prompt, *, stream: int, samples: int
 ) -> list[Request]:
-    """Make a request for each of `samples` samples of a prompt, each with a seed of its own.
+    """Make `samples` requests for a prompt, each with its own seed.
 
     A request's seed is a hash of the run's seed, the stream, the prompt's row and the sample's
-    index. Another `stream`, such as another rollout's index, gives other seeds.
+    index. A different `stream`, such as the next rollout's index, gives different seeds.
     """
     tokens, requests = tokenizer.encode_prompt(prompt.text), []
     for name in (f"{stream}/{prompt.row}/{sample}" for sample in range(samples)):
@@ -59,13 +59,13 @@ def make_requests(
             max_tokens=config.rollout.max_response_tokens,
             stop_tokens=tokenizer.end_ids,
             temperature=config.rollout.temperature,
-            seed=int.from_bytes(digest, "big") >> 1,  # engines take what fits into int64
+            seed=int.from_bytes(digest, "big") >> 1,  # engines need an int64
         )
         requests.append(request)
     return requests
 
 
-#: The first stream of evaluations; rollouts and groups use lower ones.
+#: The first stream of evaluations; rollouts and groups use lower numbers.
 EVALUATION_STREAM = 1 << 40
 
 
@@ -80,13 +80,15 @@ class Scorer:
     async def __call__(
         self, group_id: int, prompt: Prompt, samples: Sequence[Sample]
     ) -> Sequence[float]:
-        """Return a reward per sample; the verifier runs in a thread, since it may be slow."""
+        """Return a reward per sample; the verifier runs in a thread, because it may be slow."""
         return await asyncio.to_thread(self.rewards, prompt, samples)
 
     def rewards(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[float, ...]:
-        """Return the verifier's reward for each sample, from its text and whether it ended.
+        """Return the verifier's reward for each sample, given its text and whether it finished.
 
-        Errors: `ConfigError` if one is no number from 0 to 1, such as NaN; those of the verifier.
+        Raises:
+            ConfigError: a reward is not a number from 0 to 1, such as NaN.
+            Exception: the verifier's error.
         """
         return tuple(
             score(
@@ -101,9 +103,9 @@ class Scorer:
 
 
 def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Return sums over samples and over groups, by name; `group_means` makes means of them.
+    """Return sums over samples and groups, by name, for `group_means`.
 
-    They can be added up over ranks before.
+    Sums of several ranks can be added first.
     """
     rewards = [reward for group in groups for reward in group.rewards]
     return {
@@ -116,9 +118,9 @@ def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def group_means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean reward, and the shares of solved samples and of tied groups, from sums.
+    """Return the mean reward and the fractions of solved samples and of tied groups, from sums.
 
-    A sample is solved with a reward of 1. A tied group's rewards are all equal: it teaches nothing.
+    A sample with reward 1 is solved. A group with equal rewards is tied: it has no gradient.
     """
     return {
         "reward": sums["reward"] / sums["samples"],
@@ -127,13 +129,15 @@ def group_means(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def due(done: int, every: int, last: int) -> bool:
-    """Return whether something is due that happens every so often, and at the end; 0 is never."""
-    return done == last or (every > 0 and done % every == 0)
+def due(completed: int, every: int, last: int) -> bool:
+    """Return whether a periodic action is due: every `every` rollouts (0: never), and at the
+    last.
+    """
+    return completed == last or (every > 0 and completed % every == 0)
 
 
 def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean reward and the share of solved samples on held-out prompts, from sums."""
+    """Return the mean reward and fraction of solved samples on held-out prompts, from sums."""
     return {
         HELD_OUT: sums["reward"] / sums["samples"],
         "evaluation/solved_fraction": sums["solved"] / sums["samples"],
@@ -141,7 +145,7 @@ def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 class Evaluation:
-    """Measures the mean reward on held-out prompts, of one sample each, at training temperature.
+    """Measures the mean reward on held-out prompts, with a sample each at training temperature.
 
     Example: `metrics = await evaluation(40)`.
     """
@@ -154,7 +158,7 @@ class Evaluation:
         scorer: Scorer,
         held_out: Sequence[Prompt],
     ) -> None:
-        """Take what samples and scores, and the held-out prompts, of which it takes the first."""
+        """Take the fleet, the scorer and the held-out prompts, of which it uses the first ones."""
         self._config, self._fleet, self._tokenizer, self._scorer = config, fleet, tokenizer, scorer
         self._prompts = held_out[: config.evaluation.prompts]
 
@@ -162,7 +166,7 @@ class Evaluation:
         """Return metrics of a version, or nothing if it is not due."""
         if not self.due(version):
             return {}
-        drawn = (self._one(prompt, version) for prompt in self._prompts)
+        drawn = (self._evaluate_prompt(prompt, version) for prompt in self._prompts)
         return evaluation_means(group_sums(await asyncio.gather(*drawn)))
 
     def due(self, version: int) -> bool:
@@ -170,7 +174,7 @@ class Evaluation:
         every = self._config.evaluation.every * self._config.optimizer.steps_per_rollout
         return version == 0 or due(version, every, self._config.last_version)
 
-    async def _one(self, prompt: Prompt, version: int) -> RolloutGroup:
+    async def _evaluate_prompt(self, prompt: Prompt, version: int) -> RolloutGroup:
         stream = EVALUATION_STREAM + version
         (request,) = make_requests(self._config, self._tokenizer, prompt, stream=stream, samples=1)
         sample = await self._fleet.sample(request)
@@ -189,7 +193,7 @@ class GrpoRecipe:
         self._config = config
         self._tokenizer = tokenizer
         self._positions = positions
-        # By group, until its step is reported: one that is taken again counts once.
+        # By group, until its step is reported; a repeated step overwrites its entry.
         self._corrections: dict[int, Mapping[str, float]] = {}
 
     def rejects(self, group: RolloutGroup) -> str:
@@ -198,13 +202,16 @@ class GrpoRecipe:
         return "tied" if tied and self._config.controller.drop_tied else ""
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Batch:
-        """Make a batch with a row per sample, with its advantage and the engine's log-probs."""
+        """Make a batch with a row per sample, with advantages and the engine's log-probs."""
         rows = []
         for group in groups:
             prompt = self._tokenizer.encode_prompt(group.prompt.text)
             normalize_std = self._config.loss.normalize_std
             advantages = group_advantages(group.rewards, normalize_std=normalize_std)
-            rows += [(prompt, *each) for each in zip(group.samples, advantages, strict=True)]
+            rows += [
+                (prompt, *sample_and_advantage)
+                for sample_and_advantage in zip(group.samples, advantages, strict=True)
+            ]
         return pack_rows(
             rows,
             positions=self._positions,
@@ -218,7 +225,7 @@ class GrpoRecipe:
         inputs: Any,
         logprobs: Mapping[LogprobsOf, torch.Tensor],
     ) -> Batch:
-        """Add to `inputs` what the loss needs of `logprobs`: reference and corrected weights."""
+        """Add reference log-probs and importance weights to `inputs`, as the loss needs them."""
         loss = self._config.loss
         batch: Batch = inputs
         reference_BT = logprobs.get("reference")
@@ -227,17 +234,17 @@ class GrpoRecipe:
         batch = dataclasses.replace(batch, reference_logprobs_BT=reference_BT)
         if loss.old_logprobs != "recomputed":
             return batch
-        batch, found = corrected(batch, logprobs["policy"], loss)
-        # All that train together have one measure; of a step taken again the last one counts.
-        self._corrections[groups[0].id] = found
+        batch, correction = corrected(batch, logprobs["policy"], loss)
+        # One entry per call, under its first group; a repeated step overwrites it.
+        self._corrections[groups[0].id] = correction
         return batch
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
         """Return means over the samples or groups of one optimizer step."""
         sums = group_sums(groups)
         samples, means = sums["samples"], {}
-        # Of corrections over response tokens; none if no log-probs were recomputed.
-        parts = [part for each in groups if (part := self._corrections.pop(each.id, {}))]
+        # Means of corrections over response tokens; none without recomputed log-probs.
+        parts = [part for group in groups if (part := self._corrections.pop(group.id, {}))]
         if tokens := sum(part["tokens"] for part in parts):
             for name in ("ratio", "kl", "rejected", "truncated", "not_finite"):
                 means[f"correction/{name}"] = sum(part[name] for part in parts) / tokens

@@ -1,9 +1,9 @@
-"""Makes a process that torchrun has started a rank of a synchronous run.
+"""Runs a process that torchrun has started as a rank of a synchronous run.
 
     torchrun --nproc-per-node 8 --max-restarts 3 -m megatron_idempotent train --resume --out runs/a
 
-There is no controller and no launcher: rank 0 does what the command does beside its ranks.
-Importing the module does not import torch.
+There is no controller and no launcher; rank 0 also does the work of the command. Importing the
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from .config import Config
     from .output import Job
 
-#: Seconds that collectives wait longer than the run may take: ranks that hang are told as such.
+#: How much longer than the run collectives may take, so that the run's own limit is reported.
 _MARGIN_S = 60.0
 
 
 def rank() -> int | None:
-    """Return the rank that torchrun has given this process; None if it did not start it."""
+    """Return this process's rank under torchrun; None without torchrun."""
     started = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
     return int(os.environ["RANK"]) if started else None
 
@@ -42,7 +42,11 @@ def size() -> int | None:
 
 
 def check(config: Config) -> None:
-    """Check that ranks of torchrun can run this. Errors: `ConfigError`."""
+    """Check that torchrun's ranks can run this configuration.
+
+    Raises:
+        ConfigError: the run is asynchronous, or has another number of ranks.
+    """
     if config.run.mode == "async":
         raise ConfigError(
             "run.mode is 'async', and torchrun has started this process; an asynchronous run "
@@ -57,17 +61,20 @@ def check(config: Config) -> None:
 
 
 def join(config: Config, job: Job | None = None) -> Job:
-    """Join the other ranks in the default process group; return the job, which rank 0 gives.
+    """Join the default process group; return rank 0's job.
 
-    The process then is as one that `cpu.RankPool` has forked. It ends with the torchrun that
-    started it, and with exit code 1 after `run.timeout_s`.
+    The process is set up like a rank of `cpu.RankPool`. It ends together with its torchrun, and
+    with exit code 1 after `run.timeout_s`.
     """
-    limit_s, terminal = config.run.timeout_s, os.dup(2)  # which goes to a file later
+    limit_s, terminal = (
+        config.run.timeout_s,
+        os.dup(2),
+    )  # descriptor 2 is redirected to a file later
 
     def end() -> None:
         faulthandler.dump_traceback(terminal)
-        told = f"run.timeout_s is {limit_s:g} s; raise it with --set run.timeout_s=…\n"
-        os.write(terminal, told.encode())
+        text = f"run.timeout_s is {limit_s:g} s; raise it with --set run.timeout_s=…\n"
+        os.write(terminal, text.encode())
         os._exit(1)
 
     late = threading.Timer(limit_s, end)
@@ -90,37 +97,37 @@ def join(config: Config, job: Job | None = None) -> Job:
     import torch.distributed as dist
 
     cuda = config.run.device == "cuda"
-    how = gpu.group_options(machine) if cuda else {"backend": "gloo"}
+    group_options = gpu.group_options(machine) if cuda else {"backend": "gloo"}
     timeout = datetime.timedelta(seconds=limit_s + _MARGIN_S)
-    dist.init_process_group(**_store_of_this_start(timeout), timeout=timeout, **how)
-    told = [job]
-    # An object of our own; the ranks are processes of one program.
-    dist.broadcast_object_list(told, src=0)
-    given = told[0]
-    assert given is not None
-    return given
+    dist.init_process_group(**_store_of_this_start(timeout), timeout=timeout, **group_options)
+    jobs = [job]
+    # Pickled objects are safe: all ranks are processes of one program.
+    dist.broadcast_object_list(jobs, src=0)
+    job_of_rank_0 = jobs[0]
+    assert job_of_rank_0 is not None
+    return job_of_rank_0
 
 
 def _store_of_this_start(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Return torchrun's store, with keys of this start's alone, and this rank's place in the group.
+    """Return torchrun's store, with a prefix for this start of the ranks, the rank and the size.
 
-    torchrun's outlives a restart, with the addresses of ranks that are gone. How often ranks were
-    started says each machine's torchrun for itself, and not all say the same.
+    torchrun's store survives a restart, with addresses of dead ranks. Its restart counter is no
+    prefix, because it is per machine, and may differ between machines.
     """
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    prefixed: Any = vars(dist)["PrefixStore"]  # public, and not in torch's type information
+    prefixed: Any = vars(dist)["PrefixStore"]  # public, but missing from torch's type stubs
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     start = me = secrets.token_hex(8)
     if rank == 0:
         store.set("start", start)
-        members = [store.get(f"{start}/{other}").decode() for other in range(1, size)]
+        members = [store.get(f"{start}/{member}").decode() for member in range(1, size)]
         store.set(f"{start}/members", json.dumps(members))
     else:
         members = []
-    while rank and me not in members:  # what an earlier rank 0 has said is of others
+    while rank and me not in members:  # members of an earlier start do not include this rank
         time.sleep(0.02)
         start = store.get("start").decode()
         store.set(f"{start}/{rank}", me)
@@ -130,7 +137,11 @@ def _store_of_this_start(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def train(job: Job) -> None:
-    """Train as this rank. Errors: `cpu.RankError` for whatever it raises."""
+    """Train as this rank.
+
+    Raises:
+        RankError: training raised an error.
+    """
     import torch.distributed as dist
 
     from megatron_idempotent.proof.cpu import launcher, placement

@@ -1,4 +1,4 @@
-"""Describes weights on their way to an engine as updates, buckets and checksums, and moves them.
+"""Weights in transit to an engine: updates, buckets, checksums, deltas and transports.
 
 Importing this package does not import torch.
 """

@@ -1,17 +1,17 @@
-"""Lists the updates in a bucket of objects, and reads several in a row as one.
+"""Lists the updates in a bucket of objects, and reads consecutive updates as one.
 
 Keys below the bucket's URL:
 
 | key | content |
 |---|---|
 | `objects/` and a SHA-256 | tensors and deltas, compressed |
-| `manifests/` and a SHA-256 | an update as JSON: its version and base, each tensor's place |
-| `latest.json` | the run, and the updates that can be had, oldest first |
-| `writer` | a random name of the publisher that began last |
+| `manifests/` and a SHA-256 | an update as JSON: version, base, and the location of each tensor |
+| `latest.json` | the run, and its available updates, oldest first |
+| `writer` | a random token of the newest publisher |
 
-An update's objects are written first, then its manifest, and `latest.json` last, in one write: the
-update is there whole or not at all. All but `latest.json` are named by what they hold, so that a
-store that gives back something else is found out.
+An update's objects are written first, then its manifest, and finally `latest.json` in one write, so
+that an update is published atomically. The names of objects and manifests contain their SHA-256,
+which reveals stale or wrong bytes.
 """
 
 from __future__ import annotations
@@ -35,65 +35,66 @@ LATEST, _FORMAT = "latest.json", 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """Names an update in a bucket. Example: `index.updates[-1].version`."""
+    """An entry for an update in the index. Example: `index.updates[-1].version`."""
 
     id: str
     version: int
     base_version: int | None
-    """The version of the update before it, on which it builds; None for an anchor, which has
-    everything."""
+    """The version of the previous update, on which this one builds; None for an anchor, which has
+    every tensor."""
     manifest: str
-    """The key of its manifest."""
+    """The key of the update's manifest."""
     nbytes: int
-    """The number of bytes of its objects."""
+    """The number of bytes of the update's objects."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """Lists the updates of a bucket, as `latest.json` does. Example: `Index.read(objects)`."""
+    """The updates of a bucket, as in `latest.json`. Example: `Index.read(objects)`."""
 
     run: str
     updates: tuple[Listed, ...]
 
     @classmethod
     def read(cls, objects: Objects) -> Index | None:
-        """Return what a bucket has; None if nothing was ever published.
+        """Read the index of a bucket; return None if nothing was ever published.
 
-        Errors: `UpdateDamaged` for a list that cannot be read, or is not a chain.
+        Raises:
+            UpdateDamaged: the index is malformed, or its updates do not form a chain.
         """
         content = objects.read(LATEST)
         if content is None:
             return None
-        where, remedy = f"{objects.address}: {LATEST}", "publish again, into an empty bucket"
-        found = _parsed(content, where, remedy)
-        if (format_ := field(found, "format", int, where, remedy)) != _FORMAT:
+        subject, remedy = f"{objects.address}: {LATEST}", "publish again, into an empty bucket"
+        content_fields = _parsed(content, subject, remedy)
+        if (format_ := field(content_fields, "format", int, subject, remedy)) != _FORMAT:
             raise UpdateDamaged(
-                f"{where} has format {format_}, this release reads {_FORMAT}; {remedy}"
+                f"{subject} has format {format_}, this release reads {_FORMAT}; {remedy}"
             )
-        run = field(found, "run", str, where, remedy)
+        run = field(content_fields, "run", str, subject, remedy)
         updates = tuple(
             Listed(
-                **_named(each, where, remedy),
-                manifest=field(each, "manifest", str, where, remedy),
-                nbytes=field(each, "nbytes", int, where, remedy),
+                **_id_fields(entry, subject, remedy),
+                manifest=field(entry, "manifest", str, subject, remedy),
+                nbytes=field(entry, "nbytes", int, subject, remedy),
             )
-            for each in field(found, "updates", list, where, remedy)
+            for entry in field(content_fields, "updates", list, subject, remedy)
         )
-        before = None
-        for each in updates:
-            late = before is not None and each.version <= before
-            if late or each.base_version not in (None, before):
+        previous = None
+        for update in updates:
+            late = previous is not None and update.version <= previous
+            if late or update.base_version not in (None, previous):
                 raise UpdateDamaged(
-                    f"{where} has version {each.version}, which builds on {each.base_version}, "
-                    f"after {before}; {remedy}"
+                    f"{subject} has version {update.version}, which builds on "
+                    f"{update.base_version}, after {previous}; {remedy}"
                 )
-            before = each.version
+            previous = update.version
         if not updates:
-            raise UpdateDamaged(f"{where} lists no updates; {remedy}")
+            raise UpdateDamaged(f"{subject} lists no updates; {remedy}")
         return cls(run=run, updates=updates)
 
     def write(self, objects: Objects) -> None:
-        """Make this what the bucket has, at once."""
+        """Replace the bucket's index by this one, in one write."""
         fields = {"format": _FORMAT, **dataclasses.asdict(self)}
         objects.write(LATEST, json.dumps(fields, indent=1).encode())
 
@@ -104,46 +105,58 @@ class Index:
 
     @property
     def anchors(self) -> list[int]:
-        """The places of the anchors in the list."""
-        return [place for place, each in enumerate(self.updates) if each.base_version is None]
+        """The positions of the anchors in `updates`."""
+        return [
+            position for position, update in enumerate(self.updates) if update.base_version is None
+        ]
 
     def chain(self, base: int | None) -> tuple[Listed, ...]:
-        """Return the updates after a version or, if an anchor is nearer, from the last one on."""
+        """Return the updates after version `base`, or from the last anchor on if that is
+        shorter.
+        """
         starts = (
-            place
-            for place, each in enumerate(self.updates)
-            if each.base_version is None or each.base_version == base
+            position
+            for position, update in enumerate(self.updates)
+            if update.base_version is None or update.base_version == base
         )
         return self.updates[max(starts) :]
 
 
-def _parsed(content: bytes, where: str, remedy: str) -> Any:
-    """Return JSON. Errors: `UpdateDamaged` naming what it is of."""
+def _parsed(content: bytes, subject: str, remedy: str) -> Any:
+    """Parse JSON; `subject` is its name in errors.
+
+    Raises:
+        UpdateDamaged: it is not JSON.
+    """
     try:
         return json.loads(content)
     except (RecursionError, ValueError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise UpdateDamaged(f"{where} cannot be read: {told}; {remedy}") from error
+        text = f"{type(error).__name__}: {error}"
+        raise UpdateDamaged(f"{subject} cannot be read: {text}; {remedy}") from error
 
 
-def _named(fields: Any, where: str, remedy: str) -> dict[str, Any]:
-    """Return the id, version and base version of an update. Errors: `UpdateDamaged`."""
+def _id_fields(fields: Any, subject: str, remedy: str) -> dict[str, Any]:
+    """Return the id, version and base version of an update.
+
+    Raises:
+        UpdateDamaged: a field is missing or malformed.
+    """
     kinds: dict[str, Any] = {"id": str, "version": int, "base_version": (int, type(None))}
-    return {key: field(fields, key, kind, where, remedy) for key, kind in kinds.items()}
+    return {key: field(fields, key, kind, subject, remedy) for key, kind in kinds.items()}
 
 
 def write_manifest(
     objects: Objects, run: str, update: WeightUpdate, buckets: Sequence[Mapping[str, Any]]
 ) -> Listed:
-    """Write the manifest of an update whose buckets were written; return it as it is listed.
+    """Write the manifest of an update whose buckets were written; return its index entry.
 
     Args:
         objects: the bucket of objects.
         run: the name of the run.
         update: the update.
-        buckets: for each bucket its layout as JSON, and what `put_bucket` returned.
+        buckets: for each bucket its layout as JSON, merged with the result of `put_bucket`.
     """
-    names = [each["name"] for bucket in buckets for each in bucket["tensors"]]
+    names = [tensor["name"] for bucket in buckets for tensor in bucket["tensors"]]
     fields = {"run": run, "codec": CODEC, "update": dataclasses.asdict(update), "tensors": names}
     content = json.dumps({**fields, "buckets": buckets}, indent=1).encode()
     return Listed(
@@ -151,85 +164,104 @@ def write_manifest(
         version=update.version,
         base_version=update.base_version,
         manifest=objects.put("manifests/", content),
-        nbytes=sum(each["object_bytes"] for each in buckets),
+        nbytes=sum(bucket["object_bytes"] for bucket in buckets),
     )
 
 
 class Manifest:
-    """Reads the tensors of one update; each object is fetched once if they are asked for in order.
+    """Reads the tensors of one update; reading them in order fetches each object once.
 
     Example: `Manifest(objects, index.run, index.newest).bucket("lm_head.weight")`.
     """
 
     def __init__(self, objects: Objects, run: str, listed: Listed) -> None:
-        """Fetch the manifest. Errors: `UpdateDamaged` if it is another's, or cannot be read."""
+        """Fetch the manifest.
+
+        Raises:
+            UpdateDamaged: it cannot be read, or belongs to another update.
+        """
         self._objects, self._listed = objects, listed
-        where, remedy = f"{objects.address}: {listed.manifest}", "publish everything"
-        found = _parsed(objects.get(listed.manifest), where, remedy)
-        update = field(found, "update", dict, where, remedy)
-        told = [field(found, key, str, where, remedy) for key in ("codec", "run")]
-        says = *told, *_named(update, where, remedy).values()
-        said = CODEC, run, listed.id, listed.version, listed.base_version
-        if says != said:
+        subject, remedy = f"{objects.address}: {listed.manifest}", "publish everything"
+        content = _parsed(objects.get(listed.manifest), subject, remedy)
+        update = field(content, "update", dict, subject, remedy)
+        codec_and_run = [field(content, key, str, subject, remedy) for key in ("codec", "run")]
+        in_manifest = *codec_and_run, *_id_fields(update, subject, remedy).values()
+        in_index = CODEC, run, listed.id, listed.version, listed.base_version
+        if in_manifest != in_index:
             raise UpdateDamaged(
-                f"{where} is of codec, run, id, version and base {says}, listed as {said}: it was "
-                f"exchanged; {remedy}"
+                f"{subject} is of codec, run, id, version and base {in_manifest}, listed as "
+                f"{in_index}: it was exchanged; {remedy}"
             )
         self.kv_scales: Mapping[str, float] | None = field(
-            update, "kv_scales", (dict, type(None)), where, remedy
+            update, "kv_scales", (dict, type(None)), subject, remedy
         )
         if self.kv_scales is not None:
             try:
                 check_kv_scales(self.kv_scales)
             except ValueError as error:
-                raise UpdateDamaged(f"{where}: {error}; {remedy}") from error
-        self._buckets: list[Any] = field(found, "buckets", list, where, remedy)
+                raise UpdateDamaged(f"{subject}: {error}; {remedy}") from error
+        self._buckets: list[Any] = field(content, "buckets", list, subject, remedy)
         self.keys = {listed.manifest}
-        """The keys of all that belongs to the update."""
+        """The keys of the manifest and all objects of the update."""
         self.places: dict[str, int] = {}
-        """The number of the bucket of each tensor, in the model's order."""
+        """The bucket's number for each tensor, in the model's order."""
         names = []
         for number, announced in enumerate(self._buckets):
-            self.keys.add(field(announced, "object", str, where, remedy))
-            for each in field(announced, "tensors", list, where, remedy):
-                names.append(field(each, "name", str, where, remedy))
-                field(each, "checksum", str, where, remedy)
+            self.keys.add(field(announced, "object", str, subject, remedy))
+            for entry in field(announced, "tensors", list, subject, remedy):
+                names.append(field(entry, "name", str, subject, remedy))
+                field(entry, "checksum", str, subject, remedy)
                 self.places[names[-1]] = number
-        if names != (tensors := field(found, "tensors", list, where, remedy)):
-            gone = (each for each in tensors if isinstance(each, str) and each not in self.places)
-            lacks = joined([reprlib.repr(name) for name in gone], ", ")
+        if names != (tensors := field(content, "tensors", list, subject, remedy)):
+            absent = (
+                tensor
+                for tensor in tensors
+                if isinstance(tensor, str) and tensor not in self.places
+            )
+            lacks = joined([reprlib.repr(name) for name in absent], ", ")
             raise UpdateDamaged(
-                f"{where} names {len(tensors)} tensors, and its buckets have {len(names)}"
+                f"{subject} names {len(tensors)} tensors, and its buckets have {len(names)}"
                 f"{lacks and ', without '}{lacks or ', not the same in the same order'}; {remedy}"
             )
         self.bytes_read = 0
-        self._held: tuple[int, Bucket | None] = -1, None
+        self._cached: tuple[int, Bucket | None] = -1, None
 
     def bucket(self, name: str) -> Bucket:
-        """Return the bucket that has a tensor. Errors: `UpdateDamaged`."""
-        number, bucket = self._held
+        """Return the bucket that contains a tensor.
+
+        Raises:
+            UpdateDamaged: its object is missing or damaged.
+        """
+        number, bucket = self._cached
         if bucket is None or number != self.places[name]:
-            self._held = -1, None  # not two at once
+            self._cached = -1, None  # frees the old bucket first
             announced = self._buckets[self.places[name]]
             layout = BucketLayout.from_json(announced, update_id=self._listed.id)
             number, bucket = self.places[name], get_bucket(self._objects, layout, announced)
-            self._held = number, bucket
+            self._cached = number, bucket
             self.bytes_read += announced["object_bytes"]
         return bucket
 
 
 class Chain:
-    """Reads updates of which each builds on the one before, as one update.
+    """Reads consecutive updates, each building on the previous one, as one merged update.
 
-    Tensors are in the model's order in all of them, so each object is fetched once, and of each
-    update one is in memory.
+    Tensors are in the model's order in all updates, so each object is fetched once, and one object
+    per update is in memory.
+
     Example: `for bucket in Chain(objects, index.run, index.chain(7)).buckets(1 << 28): …`
     """
 
     def __init__(self, objects: Objects, run: str, chain: Sequence[Listed]) -> None:
-        """Fetch the manifests. Errors: those of `Manifest`."""
+        """Fetch the manifests.
+
+        Raises:
+            UpdateDamaged: as in `Manifest`.
+        """
         self._manifests = [Manifest(objects, run, listed) for listed in chain]
-        scales = [each.kv_scales for each in self._manifests if each.kv_scales is not None]
+        scales = [
+            manifest.kv_scales for manifest in self._manifests if manifest.kv_scales is not None
+        ]
         self.update = WeightUpdate(
             id=chain[-1].id,
             version=chain[-1].version,
@@ -239,26 +271,32 @@ class Chain:
 
     @property
     def bytes_read(self) -> int:
-        """The number of bytes of the objects that were fetched."""
-        return sum(each.bytes_read for each in self._manifests)
+        """The bytes of the fetched objects."""
+        return sum(manifest.bytes_read for manifest in self._manifests)
 
     def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yield the tensors, in buckets of up to that size. Errors: `UpdateDamaged`."""
-        places = [name for each in self._manifests for name in each.places]
+        """Yield the merged tensors, in buckets of up to `bucket_bytes`.
+
+        Raises:
+            UpdateDamaged: an object is missing or damaged.
+        """
+        names = [name for manifest in self._manifests for name in manifest.places]
         index, size = 0, 0
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
-        for name in dict.fromkeys(name.removesuffix(DELTA) for name in places):
-            sent, tensor, found = self._newest(name)
+        for name in dict.fromkeys(name.removesuffix(DELTA) for name in names):
+            sent, tensor, value = self._newest(name)
             if tensors and size + tensor.nbytes > bucket_bytes:
                 yield Bucket(index=index, tensors=tensors, checksums=checksums)
                 index, size, tensors, checksums = index + 1, 0, {}, {}
-            tensors[sent], checksums[sent] = tensor, found
+            tensors[sent], checksums[sent] = tensor, value
             size += tensor.nbytes
         yield Bucket(index=index, tensors=tensors, checksums=checksums)
 
     def _newest(self, name: str) -> tuple[str, torch.Tensor, int]:
-        """Return the tensor and its checksum, or its delta, under the name that it is sent with."""
+        """Return the name to send a tensor or its merged delta under, its data, and its
+        checksum.
+        """
         deltas: list[EncodedDelta] = []
         for manifest in reversed(self._manifests):
             if name + DELTA in manifest.places:
@@ -266,11 +304,11 @@ class Chain:
                 deltas.insert(0, EncodedDelta(encoded))
             elif name in manifest.places:
                 bucket = manifest.bucket(name)
-                tensor, found = bucket.tensors[name], bucket.checksums[name]
+                tensor, value = bucket.tensors[name], bucket.checksums[name]
                 if deltas:
                     delta = join(deltas)
                     apply(delta, tensor)
-                    found = delta.after
-                return name, tensor, found
+                    value = delta.after
+                return name, tensor, value
         delta = join(deltas)
         return name + DELTA, delta.data, checksum(delta.data)

@@ -1,4 +1,4 @@
-"""Keeps what was sent last, and finds what has changed since."""
+"""Keeps a copy of the last sent weights, and computes deltas to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .records import DELTA, Bucket, TensorInfo, checksum
 
 
 class LastSent:
-    """Keeps a copy of what was sent last, on the host, in the type in which it was sent.
+    """A copy of the last sent tensors, in host memory and in the dtype in which they were sent.
 
     Example: `sent = last.changed(bucket, whole=False)`.
     """
@@ -22,25 +22,27 @@ class LastSent:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that are kept."""
+        """The size of the copies in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def keep(self, key: Any, new: torch.Tensor) -> None:
-        """Copy a tensor, or a part of one, that is sent whole."""
+        """Copy a tensor, or a part of one, that is sent in full."""
         old = self._tensors.get(key)
         if old is None or TensorInfo.of("", old) != TensorInfo.of("", new):
             self._tensors[key] = new.detach().to("cpu", copy=True)
         else:
             old.copy_(new)
 
-    def delta(self, key: Any, new: torch.Tensor, **known: Any) -> EncodedDelta:
-        """Return what has changed since the last time, and copy it; `encode` has what is known."""
-        return encode(new, self._tensors[key], write=True, **known)
+    def delta(self, key: Any, new: torch.Tensor, **sums: Any) -> EncodedDelta:
+        """Return the delta to the last copy, and update the copy. `sums` are arguments of
+        `encode`.
+        """
+        return encode(new, self._tensors[key], write=True, **sums)
 
     def changed(self, bucket: Bucket, *, whole: bool) -> Bucket:
-        """Return the bucket as it is to be sent: tensors that changed, as deltas where smaller.
+        """Return a bucket with only the changed tensors, as deltas if these are smaller.
 
-        `whole` says to send all of them, whole.
+        With `whole`, all tensors are sent in full.
         """
         if whole:
             for name, tensor in bucket.tensors.items():
@@ -49,11 +51,11 @@ class LastSent:
             return bucket
         sent, checksums = {}, {}
         for name, tensor in bucket.tensors.items():
-            before = self._checksums[name]
+            old_sum = self._checksums[name]
             self._checksums[name] = bucket.checksums[name]
-            if before == bucket.checksums[name]:
+            if old_sum == bucket.checksums[name]:
                 continue
-            delta = self.delta(name, tensor, before=before, after=bucket.checksums[name])
+            delta = self.delta(name, tensor, before=old_sum, after=bucket.checksums[name])
             if delta.nbytes < tensor.nbytes:
                 sent[name + DELTA] = delta.data
                 checksums[name + DELTA] = checksum(delta.data)

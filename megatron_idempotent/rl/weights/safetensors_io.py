@@ -1,4 +1,4 @@
-"""Reads and writes folders of safetensors files, as Hugging Face checkpoints are."""
+"""Reads and writes folders of safetensors files, such as Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""Types by their names in safetensors, as far as checkpoints have them."""
+"""The dtypes of checkpoints, by their names in safetensors."""
 
 
 SINGLE = "model.safetensors"
-#: Types that are written, and their names.
+#: The dtypes that can be written, and their names.
 _CODES = {dtype: code for code, dtype in DTYPES.items() if dtype.is_floating_point or code == "U8"}
 
 
 class SafetensorsFile:
-    """Writes one file of tensors that are announced before their contents come; keeps no tensor.
+    """Writes a safetensors file incrementally: the header first, then tensors in any order.
 
-    The file has the bytes that `safetensors.torch.save_file` writes for tensors of one type. Of
-    several types the wider come first, as there, so that all are aligned.
+    For tensors of one dtype, the bytes equal those of `safetensors.torch.save_file`. As there,
+    wider dtypes come first, so that all tensors are aligned.
 
     Example:
         file = SafetensorsFile(path, [TensorInfo.of("a", a)])
@@ -56,25 +56,30 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, infos: Sequence[TensorInfo]) -> None:
-        """Create the file. Errors: `ValueError` for a type that is not stored; `OSError`."""
+        """Create the file and write its header.
+
+        Raises:
+            ValueError: safetensors cannot store a dtype.
+            OSError: the file cannot be written.
+        """
         self.path = path
         self._missing = {info.name: info for info in infos}
         self._offsets: dict[str, int] = {}
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        at = 0
+        offset = 0
         for info in sorted(infos, key=lambda info: (-info.dtype.itemsize, info.name)):
             if info.dtype not in _CODES:
                 raise ValueError(
                     f"{info.name} is {info.dtype}, which safetensors cannot hold: cast it to "
                     f"{', '.join(_CODES.values())}"
                 )
-            self._offsets[info.name] = at
+            self._offsets[info.name] = offset
             header[info.name] = {
                 "dtype": _CODES[info.dtype],
                 "shape": list(info.shape),
-                "data_offsets": [at, at + info.nbytes],
+                "data_offsets": [offset, offset + info.nbytes],
             }
-            at += info.nbytes
+            offset += info.nbytes
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         self._start = 8 + len(text)
@@ -82,12 +87,16 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write an announced tensor, of any device. Errors: `ValueError` for another, or again."""
+        """Write one of the file's tensors, from any device.
+
+        Raises:
+            ValueError: the tensor is not in the header, differs from it, or was written before.
+        """
         info = self._missing.pop(name, None)
         if info is None or TensorInfo.of(name, tensor) != info:
-            found = TensorInfo.of(name, tensor).describe()
+            actual = TensorInfo.of(name, tensor).describe()
             raise ValueError(
-                f"{self.path.name}: {name} was written as {found}; "
+                f"{self.path.name}: {name} was written as {actual}; "
                 + (f"it has to be {info.describe()}" if info else "it is there already, or unknown")
             )
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
@@ -96,11 +105,15 @@ class SafetensorsFile:
 
     @property
     def complete(self) -> bool:
-        """True once all tensors have come."""
+        """True once all tensors are written."""
         return not self._missing
 
     def close(self) -> None:
-        """Flush the file to the disk and close it. Errors: `ValueError` if tensors are missing."""
+        """Flush the file to the disk and close it.
+
+        Raises:
+            ValueError: tensors are missing.
+        """
         if self._missing:
             raise ValueError(
                 f"{self.path.name}: {', '.join(self._missing)} are missing; write() all tensors "
@@ -111,35 +124,39 @@ class SafetensorsFile:
         self._file.close()
 
     def abandon(self) -> None:
-        """Close the file, complete or not. Twice: no-op."""
+        """Close the file, complete or not. A second call is a no-op."""
         self._file.close()
 
 
 class CheckpointDamaged(WeightsError):
-    """Files are missing, cut short or unreadable; the message names them."""
+    """Files are missing, truncated or unreadable; the message lists them."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Errors: `CheckpointDamaged` naming the file."""
+    """Return the JSON object in a file.
+
+    Raises:
+        CheckpointDamaged: the file is missing or is not a JSON object.
+    """
     try:
-        found = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointDamaged(f"{path} does not exist: is this a checkpoint's folder?") from None
     except (OSError, ValueError) as error:
         raise CheckpointDamaged(
             f"{path} cannot be read as JSON ({error}): fetch it again"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointDamaged(
-            f"{path} holds {type(found).__name__}, not an object: fetch it again"
+            f"{path} holds {type(content).__name__}, not an object: fetch it again"
         )
-    return found
+    return content
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
-    """Reads a checkpoint's tensors by name: from one file, or from several, with or without index.
+    """Reads a checkpoint's tensors by name, from one or several files, with or without an index.
 
-    Files are open until `close()`; no tensor is read before it is asked for.
+    Files stay open until `close()`. Tensors are read on access.
 
     Example:
         with Checkpoint(directory) as checkpoint:
@@ -150,14 +167,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def __init__(self, directory: str | Path) -> None:
         """Open the files.
 
-        Errors: `CheckpointDamaged` listing files that are missing, cut short or unreadable, or
-            naming a tensor of a type that torch does not have.
+        Raises:
+            CheckpointDamaged: files are missing, truncated or unreadable, or a tensor has a dtype
+                that torch lacks.
         """
         self.directory = Path(directory)
         self._files: dict[Path, Any] = {}
         self._file_by_name: dict[str, Path] = {}
         bad: list[str] = []
-        for path, names in self._wanted().items():
+        for path, names in self._names_by_file().items():
             self._open(path, names, bad)
         if bad:
             self.close()
@@ -189,31 +207,32 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return len(self._file_by_name)
 
     def close(self) -> None:
-        """Close all files. Twice: no-op."""
-        self._files.clear()  # which unmaps them
+        """Close all files. A second call is a no-op."""
+        self._files.clear()  # unmaps them
 
     def read(self, name: str, *, dim: int, start: int, size: int) -> torch.Tensor:
-        """Return a range of a tensor along a dimension; no more of the file is read.
+        """Return a range of a tensor along a dimension, reading only that range.
 
-        Errors: `CheckpointDamaged` naming the file.
+        Raises:
+            CheckpointDamaged: the file cannot be read.
         """
         import safetensors
 
         path = self._file_by_name[name]
-        chosen = (slice(None),) * dim + (slice(start, start + size),)
+        index = (slice(None),) * dim + (slice(start, start + size),)
         try:
-            rows: torch.Tensor = self._files[path].get_slice(name)[chosen]
+            rows: torch.Tensor = self._files[path].get_slice(name)[index]
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointDamaged(f"{path}: {name} cannot be read ({error})") from error
         return rows
 
-    def _wanted(self) -> dict[Path, list[str] | None]:
-        """Return each file with the names that the index puts into it; None without an index."""
+    def _names_by_file(self) -> dict[Path, list[str] | None]:
+        """Return each file with its tensors' names in the index, or None without an index."""
         single, index = self.directory / SINGLE, self.directory / INDEX
         if single.exists():
             return {single: None}
         if not index.exists():
-            # Mistral's own format lies beside the same weights in Hugging Face's.
+            # Mistral's own files have the same weights as those in Hugging Face's format.
             files = [
                 file
                 for file in sorted(self.directory.glob("*.safetensors"))
@@ -228,12 +247,12 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointDamaged(f"{index} has no weight_map: fetch it again")
-        wanted: dict[Path, list[str] | None] = {}
+        names_by_file: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():
-            names = wanted.setdefault(self.directory / str(file), [])
+            names = names_by_file.setdefault(self.directory / str(file), [])
             assert names is not None
             names.append(name)
-        return wanted
+        return names_by_file
 
     def _open(self, path: Path, names: list[str] | None, bad: list[str]) -> None:
         import safetensors  # `safe_open` itself is a class that cannot be pickled by reference
@@ -241,44 +260,45 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         try:
             file = safetensors.safe_open(path, framework="pt")
         except (safetensors.SafetensorError, OSError) as error:
-            # safetensors compares the file's length with what its header says.
+            # safetensors checks the file's length against its header.
             bad.append(f"{path} is missing, incomplete or damaged: it cannot be read ({error})")
             return
         self._files[path] = file
-        there = set(file.keys())  # type: ignore[no-untyped-call]
-        for name in sorted(there) if names is None else names:
-            if name in there:
+        stored_names = set(file.keys())  # type: ignore[no-untyped-call]
+        for name in sorted(stored_names) if names is None else names:
+            if name in stored_names:
                 self._file_by_name[name] = path
             else:
                 bad.append(f"{path} lacks {name}, which {INDEX} says is in it")
 
     def _info(self, name: str) -> TensorInfo:
         path = self._file_by_name[name]
-        found = self._files[path].get_slice(name)
-        if found.get_dtype() not in DTYPES:
+        stored = self._files[path].get_slice(name)
+        if stored.get_dtype() not in DTYPES:
             raise CheckpointDamaged(
-                f"{name} in {path} has type {found.get_dtype()}; types that can be read: "
+                f"{name} in {path} has type {stored.get_dtype()}; types that can be read: "
                 f"{', '.join(DTYPES)}"
             )
-        dtype = DTYPES[found.get_dtype()]
-        return TensorInfo(name=name, shape=tuple(found.get_shape()), dtype=dtype)
+        dtype = DTYPES[stored.get_dtype()]
+        return TensorInfo(name=name, shape=tuple(stored.get_shape()), dtype=dtype)
 
 
 def expected_tensors(
     directory: Path, *, dtype: torch.dtype, tied: bool = False
 ) -> tuple[TensorInfo, ...]:
-    """Return every tensor of an update, by its Hugging Face name.
+    """Return the tensors of a full update, named as in Hugging Face.
 
-    Names and shapes are the checkpoint's. So are types, except that tensors of its most common
-    floating type come in the one that the engine computes in: what is served is what was sent,
-    and nothing is rounded on the way in.
+    Names, shapes and dtypes are the checkpoint's, except that tensors of its most common
+    floating-point dtype have the engine's dtype: the engine then serves the sent bits without
+    rounding.
 
     Args:
         directory: the checkpoint that the engine serves.
-        dtype: the type that the engine computes in.
-        tied: True if the output layer is the embedding, so that `lm_head.weight` is not sent.
+        dtype: the dtype that the engine computes in.
+        tied: True if the output layer shares the embedding, so that `lm_head.weight` is not sent.
 
-    Errors: those of `Checkpoint`.
+    Raises:
+        CheckpointDamaged: as in `Checkpoint`.
     """
     with Checkpoint(directory) as checkpoint:
         infos = list(checkpoint.tensors.values())
@@ -301,29 +321,31 @@ def write_tensors(
     *,
     durable: bool,
 ) -> int:
-    """Write tensors of any device to a file, and return its size in bytes.
+    """Write tensors from any device to a file, and return its size in bytes.
 
     Tensors may share memory.
 
     Args:
         path: the file, which is replaced if it exists.
         tensors: the tensors by name.
-        metadata: strings for the header, besides the "format" that transformers looks for.
-        durable: True flushes the file to the disk, where other machines see it and it survives if
-            this one goes down.
+        metadata: strings for the header, in addition to the "format" that transformers requires.
+        durable: True to flush the file to the disk, so that other machines see it and it survives a
+            crash of this one.
 
-    Errors: `OSError`; `ValueError` for a type that safetensors does not store.
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: safetensors cannot store a dtype.
     """
     import safetensors.torch
 
     apart: dict[str, torch.Tensor] = {}
-    taken: set[int] = set()
+    storages: set[int] = set()
     for name, tensor in tensors.items():
         dense = tensor.detach().cpu().contiguous()
         storage = dense.untyped_storage().data_ptr()
-        apart[name] = dense.clone() if dense.numel() and storage in taken else dense
-        taken.add(storage)
-    # Metadata alone is a broken header in safetensors 0.4.
+        apart[name] = dense.clone() if dense.numel() and storage in storages else dense
+        storages.add(storage)
+    # safetensors 0.4 cannot read a header with metadata only.
     header = {"format": "pt", **metadata} if apart else None
     safetensors.torch.save_file(apart, path, header)
     if durable:
@@ -341,14 +363,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_index(folder: Path, files: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Write the index of a folder, complete or not at all: each tensor's file, and metadata."""
+    """Write the index of a folder atomically: each tensor's file, and metadata."""
     partial = folder / f".{INDEX}.partial"
     write_json(partial, {"metadata": dict(metadata), "weight_map": dict(sorted(files.items()))})
     os.replace(partial, folder / INDEX)
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or the names in a directory, to the disk."""
+    """Flush a file, or a directory's entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -356,7 +378,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-#: Weights, in any format: the files of the checkpoint that are not to be copied.
+#: Suffixes of weights in any format, which are not copied.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 

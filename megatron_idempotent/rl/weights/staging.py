@@ -1,4 +1,4 @@
-"""Gathers and checks an update in an engine, next to the weights that are being served."""
+"""Collects and checks an update in an engine, beside the served weights."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Collects the tensors of one update as they arrive: checks and keeps them, without copies.
+    """Collects and checks the tensors of one update as they arrive, without copying them.
 
-    A delta comes as uint8 under the tensor's name and `DELTA`. It is held to the checksums of both
-    versions, and what it changes in the tensor that is served is kept as a `deltas.Patch`.
+    A delta is a uint8 tensor under the tensor's name with the suffix `DELTA`. It is checked with
+    the checksums of both versions, and kept as a `deltas.Patch` of the served tensor.
 
     Example:
         staging = Staging(update, expected=infos)
@@ -49,12 +49,12 @@ class Staging:
     ) -> None:
         """
         Args:
-            update: the update that is staged.
-            expected: every tensor of the engine's model, as the update is to bring them.
-            served: returns a tensor as it is served; None for an engine that takes no deltas.
+            update: the update to stage.
+            expected: every tensor of a full update.
+            served: returns a served tensor by its name; None for an engine that takes no deltas.
         """
         self.decode_s = 0.0
-        """Seconds in which deltas were checked and decoded."""
+        """Seconds that checking and decoding deltas took."""
         self._served = served
         self.update = update
         self._expected = {info.name: info for info in expected}
@@ -62,12 +62,14 @@ class Staging:
         self._buckets = 0
 
     def add(self, bucket: Bucket) -> None:
-        """Check a bucket and keep its tensors; one that fails leaves nothing.
+        """Check a bucket and keep its tensors; after an error, none of them is kept.
 
-        Errors: `UpdateMismatch` for names, shapes and types that are not the model's;
-            `UpdateDamaged` for a bucket out of turn, a tensor that came before, a checksum that is
-            absent or differs; for deltas those of `deltas.verify`, and `UpdateRefused` if the
-            update or the engine has no version that they build on.
+        Raises:
+            UpdateMismatch: names, shapes or dtypes differ from the model's.
+            UpdateDamaged: the bucket is out of order, a tensor arrived twice, or a checksum is
+                missing or differs.
+            UpdateRefused: a delta arrived without a base version to apply it to.
+            WeightsError: as in `deltas.verify`.
         """
         if bucket.index != self._buckets:
             raise UpdateDamaged(
@@ -84,21 +86,22 @@ class Staging:
                 raise UpdateDamaged(
                     f"update {self.update.id}: {name} has no checksum; Bucket.of() makes one"
                 )
-            found = checksum(tensor)
-            if found != bucket.checksums[name]:
+            actual = checksum(tensor)
+            if actual != bucket.checksums[name]:
                 raise UpdateDamaged(
-                    f"update {self.update.id}: {name} arrived with checksum {found:016x}, it was "
+                    f"update {self.update.id}: {name} arrived with checksum {actual:016x}, it was "
                     f"sent with {bucket.checksums[name]:016x}; send the update again"
                 )
         self._tensors |= dict(map(self._decoded, bucket.tensors.items()))
         self._buckets += 1
 
     def complete(self) -> Mapping[str, Any]:
-        """Return all tensors by name; for an update with a base version, those that came.
+        """Return the tensors by name: all, or for an update with a base version the received ones.
 
-        Deltas are a `deltas.Patch` each, or the new tensor where that is smaller.
+        A delta becomes a `deltas.Patch`, or the new tensor if that is smaller.
 
-        Errors: `UpdateDamaged` naming the tensors that are missing.
+        Raises:
+            UpdateDamaged: tensors are missing; the message lists them.
         """
         missing = [name for name in self._expected if name not in self._tensors]
         if missing and self.update.base_version is None:
@@ -109,7 +112,7 @@ class Staging:
         return self._tensors
 
     def _decoded(self, came: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor | Patch]:
-        """Return the tensor's own name, and the tensor or what changes in it."""
+        """Return the tensor's name, and the tensor or its decoded delta."""
         name, tensor = came[0].removesuffix(DELTA), came[1]
         if name == came[0]:
             return came
@@ -131,22 +134,21 @@ class Staging:
 
 
 class SideStream:
-    """Runs copies on a CUDA stream of their own, beside the model's kernels.
+    """Runs copies on a separate CUDA stream, concurrently with the model's kernels.
 
-    Copies neither wait for these kernels nor hold them up. On any other device they run on the
-    current stream.
+    On devices other than CUDA, copies run normally.
 
     Example:
         side = SideStream(weight.device)
         with side.complete():
             copy = weight.clone()
-        # here the copy is complete, whatever the current stream is still computing
+        # the copy is complete here, even if the current stream is busy
     """
 
     def __init__(self, device: torch.device) -> None:
         """
         Args:
-            device: the device that copies are on.
+            device: the device of the copies.
         """
         import torch
 
@@ -158,10 +160,11 @@ class SideStream:
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:
-        """Run the block's kernels on the stream, and wait on the host until they have ended.
+        """Run the block's kernels on the side stream, and block the host until they have ended.
 
-        The block reads nothing that the current stream may still be writing: it does not wait for
-        that. Weights with checksums are complete, since reading a checksum waited for them.
+        The block must not read memory that the current stream may still be writing, because it does
+        not wait for that stream. Weights with checksums are safe: computing the checksum waited for
+        them.
         """
         if self._stream is None:
             yield
@@ -176,10 +179,10 @@ class SideStream:
 
 
 def used_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, and keep its memory until the current stream is done with it.
+    """Return the tensor, after recording its use on the current stream.
 
-    The memory of a tensor that was made on a side stream goes back to that stream, which does not
-    know of kernels of other streams that still read it.
+    Otherwise the allocator may reuse the memory of a tensor from a side stream while kernels of
+    other streams still read it.
     """
     if tensor.is_cuda:
         import torch

@@ -1,4 +1,4 @@
-"""Finds what is secret in a URL of a store, and the place that it names, if it is nothing else."""
+"""Finds secrets in the URL of a store, and parses the URL's location."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ import os
 import re
 import urllib.parse
 
-# A user with a password, which may hold a slash that nobody quoted; a colon before a port or the
-# next URL of a chain begins none. Over HTTP a user alone may be a token; elsewhere it is no secret,
-# as in abfs://container@account.
+# A user with a password, which may contain an unquoted slash. A colon before a port or before the
+# next URL of a chain does not begin a password. Over HTTP a user alone may be a token; elsewhere it
+# is not a secret, as in abfs://container@account.
 _USER = re.compile(
     r"(?is)(?<=://)[^/?:]*:(?:[^/?]*|(?!:|\d{1,5}[/?]).*)@|(?:(?<=http://)|(?<=https://))[^/?]*@"
 )
 
 
 def split_secrets(url: str) -> tuple[str, set[str]]:
-    """Return a URL without its passwords and query, and the texts in these; a path has none."""
+    """Return a URL without passwords and query, and the secrets in these; a path has none."""
     plain, _, query = _USER.sub("", url).partition("?") if "://" in url else (url, "", "")
     secrets = {query, *itertools.chain(*urllib.parse.parse_qs(query).values())}
     for user in _USER.findall(url):
-        # A store that cuts the URL at a slash shows a part of the password.
+        # A store that splits the URL at a slash may show a part of the password.
         secrets.update([user[:-1].partition(":")[2], *re.split("[:/@?]", user)])
     return plain, secrets - {""}
 
 
 SCHEMES = frozenset({"file", "s3", "gs", "az", "abfs", "hf"})
-"""Schemes of stores that are opened; a path is of the first. Others of fsspec may run code."""
+"""Allowed schemes; a path has the scheme file. Other schemes of fsspec may run code."""
 
 
 def place_of(url: str) -> tuple[str, ...]:
-    """Return the scheme of a store's URL, or of a path, and the folders down to its place.
+    """Return the scheme of a store's URL or path, followed by its folders.
 
-    Errors: `ValueError`, which shows no secret, for another scheme, and for a URL that a file
-        system may take for more than a place.
+    Raises:
+        ValueError: the scheme is not allowed, or the URL has parts that a file system may
+            interpret, such as a query. The message shows no secrets.
     """
     scheme, is_url, path = (_USER.sub("", url) if "://" in url else url).partition("://")
     if not is_url:
@@ -44,13 +45,13 @@ def place_of(url: str) -> tuple[str, ...]:
     odd = scheme != "file" and (set("?#%\\").intersection(path) or {"", ".", ".."} & set(parts))
     if scheme not in SCHEMES or odd or "::" in url or not url.isprintable():
         raise ValueError(
-            f"{split_secrets(url)[0]!r} is no place of a store; give a path, or a URL of "
+            f"{split_secrets(url)[0]!r} is not the location of a store; give a path, or a URL of "
             f"{', '.join(sorted(SCHEMES))} without ::, .., a query or a percent sign"
         )
     return scheme, *parts
 
 
-def refuse_secrets(what: str, url: str, remedy: str) -> None:
-    """Raise `ValueError`, which does not show the URL, if there is a secret in it."""
+def refuse_secrets(subject: str, url: str, remedy: str) -> None:
+    """Raise `ValueError`, without showing the URL, if the URL has a secret."""
     if split_secrets(url)[1]:
-        raise ValueError(f"{what} has a password or a query, not shown here; {remedy}")
+        raise ValueError(f"{subject} has a password or a query, not shown here; {remedy}")

@@ -1,4 +1,4 @@
-"""Runs the ranks of a policy in processes of their own, and calls methods on all of them.
+"""Runs the ranks of a policy in separate processes, and calls methods on all of them.
 
     ranks = EmbeddedRanks(WorkerSpec(factory="package.module:make", argument=job), size=2)
     await ranks.start()

@@ -1,4 +1,4 @@
-"""Runs ranks on this machine, forked by a launcher that has torch and Megatron imported."""
+"""Runs ranks on this machine, forked by a launcher that has already imported torch and Megatron."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .protocol import RanksLost, WorkerSpec
 from .ranks import Ranks
 from .served import ENDED, Served, make_worker, serve_pipe
 
-#: The longest life of ranks, which `poll(2)` limits: it takes milliseconds in an int.
+#: The longest lifetime of ranks; `poll(2)` takes milliseconds as an int.
 _LIFE_S = 24 * 24 * 3600.0
-#: Seconds for ranks to end once their pipes are closed, and then once they are killed.
+#: Seconds for ranks to end after their pipes are closed, and then after they are killed.
 _END_S, _KILL_S = 2.0, 10.0
 
 
 class EmbeddedRanks(Ranks):
-    """Implements `RankGroup` with processes on this machine, on the CPU unless told otherwise.
+    """Implements `RankGroup` with processes on this machine, by default on the CPU.
 
-    A launcher pays for the imports with the first `start` (some ten seconds); a later one, after
-    a loss, forks fresh ranks. Ranks and launcher end with this process, however it ends.
+    The first `start` waits some ten seconds for the launcher's imports; a later one, after a loss,
+    only forks new ranks. Ranks and launcher end with this process, however it ends.
 
     Example:
         ranks = EmbeddedRanks(WorkerSpec(factory="package.module:make", argument=job), 2)
@@ -53,22 +53,23 @@ class EmbeddedRanks(Ranks):
     ) -> None:
         """
         Args:
-            spec: the worker that each rank makes.
+            spec: the worker that each rank constructs.
             size: the number of ranks.
-            log_dir: a folder for `rank-N.log`, to which rank N prints; None for this process's
+            log_dir: a folder for the output of rank N in `rank-N.log`; None for this process's
                 output.
-            call_timeout_s: seconds for calls that give no `timeout_s`; None for no limit.
-            start_timeout_s: seconds for all ranks to be there, and again for all workers to be
-                made.
-            pool: a pool whose launcher is used, by one group at a time, and which `close` leaves;
-                None to make one.
-            preload: modules that the launcher of such a pool imports before it forks ranks.
-            device: the device of such a pool; see `RankPool`.
+            call_timeout_s: seconds for calls without a `timeout_s`; None for no limit.
+            start_timeout_s: seconds for all ranks to start, and again for all workers to be
+                constructed.
+            pool: an existing pool to use, by one group at a time; `close` leaves it open. None to
+                make one.
+            preload: modules that the launcher of a new pool imports before it forks ranks.
+            device: the device of a new pool; see `RankPool`.
         """
         super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         if pool is not None and pool.max_world_size < size:
             raise ValueError(
-                f"{size} ranks, and the pool is of up to {pool.max_world_size}; make it larger"
+                f"there are {size} ranks, and the pool has up to {pool.max_world_size}; make it "
+                "larger"
             )
         self._spec, self._log_dir, self._preload = spec, log_dir, preload
         self._pool, self._owns_pool, self._device = pool, pool is None, device
@@ -80,9 +81,9 @@ class EmbeddedRanks(Ranks):
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         pipes = [socket.socketpair() for _ in range(self._size)]
-        links = [PipeLink(ours) for ours, _ in pipes]
+        links = [PipeLink(near_end) for near_end, _ in pipes]
         run = self._run = _Run(
-            self._pool, self._size, (self._spec, self._log_dir), [theirs for _, theirs in pipes]
+            self._pool, self._size, (self._spec, self._log_dir), [far_end for _, far_end in pipes]
         )
         starting = asyncio.gather(*(link.ready() for link in links))
         try:
@@ -91,8 +92,8 @@ class EmbeddedRanks(Ranks):
                 waiting, timeout=self._start_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
             if not starting.done():
-                why = run.how() or f"they were not ready within {self._start_timeout_s:g} s"
-                raise RanksLost(f"the ranks could not be started: {why}")
+                reason = run.end_of() or f"they were not ready within {self._start_timeout_s:g} s"
+                raise RanksLost(f"the ranks could not be started: {reason}")
             run.pids = starting.result()
         except BaseException:
             starting.cancel()
@@ -106,21 +107,21 @@ class EmbeddedRanks(Ranks):
         return links
 
     async def _end(self, rank: int | None) -> str:
-        """Wait for the ranks, whose pipes are closed, to end, and kill those that do not."""
+        """Wait until the ranks end, whose pipes are closed, and kill those that do not."""
         run, self._run = self._run, None
         if run is None:
             return ""
         await asyncio.wait([run.over], timeout=_END_S)
         if not run.over.done() and run.pids:
-            for pid in run.pids:  # such as stopped ones
+            for pid in run.pids:  # a stopped rank does not end by itself
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             await asyncio.wait([run.over], timeout=_KILL_S)
         if not run.over.done() and self._pool is not None:
-            # The launcher itself, which may still be importing; its ranks end with it.
+            # Close the launcher, which may still be importing; its ranks end with it.
             await asyncio.to_thread(self._pool.close)
             await asyncio.wait([run.over], timeout=_KILL_S)
-        return "" if rank is None else run.how(rank)
+        return "" if rank is None else run.end_of(rank)
 
     async def _release(self) -> None:
         if self._owns_pool and self._pool is not None:
@@ -131,8 +132,8 @@ class EmbeddedRanks(Ranks):
 class _Run:
     """Runs `RankPool.run` in a thread, until all ranks have ended.
 
-    The thread is a daemon: a process that ends without `close()` must not wait for its ranks, which
-    wait for it.
+    The thread is a daemon: without `close()`, the process would wait for its ranks at exit, and the
+    ranks for the process.
     """
 
     def __init__(
@@ -144,22 +145,22 @@ class _Run:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.over: asyncio.Future[BaseException | None] = loop.create_future()
-        """A future of the error that `run` raised, or of None."""
+        """A future of the error of `run`, or of None."""
         self.pids: list[int] = []
 
         def wait() -> None:
             error: BaseException | None = None
             try:
                 pool.run(size, _serve, *arguments, timeout_s=_LIFE_S, pipes=pipes)
-            except BaseException as raised:  # noqa: BLE001 (told where the ranks are waited for)
+            except BaseException as raised:  # noqa: BLE001 (reported by `end_of`)
                 error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self.over.set_result, error)
 
         threading.Thread(target=wait, name="ranks", daemon=True).start()
 
-    def how(self, rank: int | None = None) -> str:
-        """Say what the launcher knows of a rank's end, or of all; empty if it knows nothing."""
+    def end_of(self, rank: int | None = None) -> str:
+        """Return how a rank ended, or with None how the run ended; empty if unknown."""
         error = self.over.result() if self.over.done() else None
         if isinstance(error, RankTimeout):
             return "the launcher gave up waiting for it"
@@ -175,10 +176,10 @@ class _Run:
 
 def _serve(pipe: socket.socket, spec: WorkerSpec, log_dir: Path | None) -> None:
     """Serve the worker on a rank, once its process group is up."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # one thread adds up in one order
+    os.environ["OMP_NUM_THREADS"] = "1"  # one thread: sums have a fixed order
     rank = int(os.environ["RANK"])
     if log_dir is not None:
         with (log_dir / f"rank-{rank}.log").open("ab", buffering=0) as log:
-            for descriptor in (1, 2):  # what C++ prints, too
+            for descriptor in (1, 2):  # including output of C++
                 os.dup2(log.fileno(), descriptor)
     serve_pipe(pipe, Served(rank, lambda: make_worker(spec)))

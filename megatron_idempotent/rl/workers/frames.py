@@ -1,6 +1,6 @@
-"""Puts values into frames, which go over a pipe between a rank and its controller, or through Ray.
+"""Serializes values into frames, for a pipe between a rank and its controller, or for Ray.
 
-Large buffers, such as those of tensors, stay beside the pickle and are not copied for it.
+Large buffers, such as those of tensors, are sent separately from the pickle, without a copy.
 Importing this imports neither torch nor Megatron.
 """
 
@@ -23,20 +23,22 @@ if TYPE_CHECKING:
 
 Bytes = bytes | bytearray | memoryview | mmap.mmap
 Frame = tuple[bytes, list[Bytes]]
-"""A kind, one of the bytes below, and parts."""
-#: Buffers below this many bytes stay in the stream: each one beside it costs a header and a read.
+"""The kind, one of the constants below, and the parts."""
+#: Buffers below this many bytes stay in the pickle: a separate buffer costs a header and a read.
 BESIDE = 16 << 10
 
 
 def dump(value: Any) -> list[Bytes]:
-    """Pickle a value: returns the stream, followed by large buffers, which are not copied.
+    """Pickle a value; return the pickle, followed by large buffers, which are not copied.
 
-    Tensors come out dense, without the rest of their storage; two views of one storage come out as
-    two tensors. Reading it does not need Megatron.
+    Tensors are sent dense, without the rest of their storage; two views of one storage become two
+    tensors. `load` does not need Megatron.
 
-    Errors: those of pickling; `ValueError` for a tensor that is not on the CPU.
+    Raises:
+        ValueError: a tensor is not on the CPU.
+        Exception: pickling failed.
     """
-    beside: list[pickle.PickleBuffer] = []
+    buffers: list[pickle.PickleBuffer] = []
 
     def keep_inside(buffer: pickle.PickleBuffer) -> bool:
         try:
@@ -44,17 +46,17 @@ def dump(value: Any) -> list[Bytes]:
         except BufferError:  # not contiguous: pickle copies it into the stream
             large = False
         if large:
-            beside.append(buffer)
+            buffers.append(buffer)
         return not large
 
     out = io.BytesIO()
     _Pickler(out, protocol=5, buffer_callback=keep_inside).dump(value)
-    # Not getbuffer(): its view in a cycle of garbage brings Python down (seen with 3.12.1).
-    return [out.getvalue(), *(buffer.raw() for buffer in beside)]
+    # Not getbuffer(): its view in a garbage cycle crashes Python (seen with 3.12.1).
+    return [out.getvalue(), *(buffer.raw() for buffer in buffers)]
 
 
 def load(parts: Sequence[Bytes]) -> Any:
-    """Return the value that `dump` was given; its tensors and arrays use the buffers' memory."""
+    """Return the value that was dumped; its tensors and arrays share the buffers' memory."""
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
@@ -86,40 +88,49 @@ def _tensor(raw: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -
     import torch
 
     kind = getattr(torch, dtype)
-    if not len(raw):  # torch makes no tensor of an empty buffer
-        made = torch.empty(shape, dtype=kind)
+    if not len(raw):  # torch rejects an empty buffer
+        tensor = torch.empty(shape, dtype=kind)
     else:
-        made = torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
-    return made.requires_grad_() if requires_grad else made
+        tensor = torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
+    return tensor.requires_grad_() if requires_grad else tensor
 
 
-# A rank is ready, with its process id; it makes its worker, and is called until the controller says
-# goodbye. It answers with a result or an error.
+# A rank sends READY with its process id. The controller sends MAKE, then CALLs, then GOODBYE; the
+# rank replies to each MAKE and CALL with RESULT or ERROR.
 READY, MAKE, CALL, GOODBYE, RESULT, ERROR = b"Y", b"M", b"C", b"G", b"R", b"E"
-#: A frame's kind and number of parts; then the length of each.
+#: The header: a frame's kind and number of parts, followed by the length of each part.
 HEAD = struct.Struct("!cI")
 LENGTH = struct.Struct("!Q")
-#: A frame of fewer bytes is sent in one call, and copied for that.
+#: A frame of fewer bytes is copied into one buffer and sent in one call.
 _TOGETHER = 64 << 10
-#: Memory from here on comes from the system, page by page as it is written.
+#: Buffers from this size on are mapped, so that pages are allocated when they are written.
 _MAPPED = 1 << 20
 
 
 def packed(kind: bytes, parts: Sequence[Bytes]) -> list[Bytes]:
-    """Return the buffers to send for a frame, in which large parts are not copied."""
+    """Return the buffers to send for a frame; large parts are not copied."""
     lengths = [len(part) for part in parts]
     head = HEAD.pack(kind, len(parts)) + b"".join(map(LENGTH.pack, lengths))
     return [b"".join((head, *parts))] if sum(lengths) < _TOGETHER else [head, *parts]
 
 
 def send_frame(connection: socket.socket, kind: bytes, parts: Sequence[Bytes]) -> None:
-    """Send a whole frame. Errors: `OSError`."""
+    """Send a frame.
+
+    Raises:
+        OSError: the connection broke.
+    """
     for buffer in packed(kind, parts):
         connection.sendall(buffer)
 
 
 def receive_frame(connection: socket.socket) -> Frame:
-    """Return a frame's kind and parts. Errors: `EOFError`, `OSError`."""
+    """Receive a frame; return its kind and parts.
+
+    Raises:
+        EOFError: the connection was closed.
+        OSError: the connection broke.
+    """
     kind, count = HEAD.unpack(_receive(connection, HEAD.size))
     lengths = LENGTH.iter_unpack(_receive(connection, count * LENGTH.size))
     return kind, [_receive(connection, length) for (length,) in lengths]
@@ -127,17 +138,17 @@ def receive_frame(connection: socket.socket) -> Frame:
 
 def _receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
     got = room(size)
-    view, at = memoryview(got), 0
-    while at < size:
-        count = connection.recv_into(view[at:])
+    view, offset = memoryview(got), 0
+    while offset < size:
+        count = connection.recv_into(view[offset:])
         if not count:
             raise EOFError("the connection was closed")
-        at += count
+        offset += count
     return got
 
 
 def room(size: int) -> bytearray | mmap.mmap:
-    """Return memory to receive into; a large one is not cleared first, which would take time."""
+    """Return a buffer to receive into; a large one is mapped, which avoids clearing it."""
     if size < _MAPPED:
         return bytearray(size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

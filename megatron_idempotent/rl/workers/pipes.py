@@ -1,4 +1,4 @@
-"""Carries frames between a controller and a rank that was forked with a pipe to it."""
+"""Sends frames between a controller and a forked rank, over a pipe."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 from . import frames
 
-#: Seconds for an idle rank to end once it is told to.
+#: Seconds for an idle rank to end after GOODBYE.
 _LEAVE_S = 2.0
 
 
 class PipeLink:
-    """Implements `ranks.Link`; always reads from the pipe, so that the rank's end is noticed.
+    """Implements `ranks.Link`; reads from the pipe continuously, to notice the rank's end.
 
     Example: `kind, parts = await link.ask(frames.CALL, parts)`.
     """
@@ -33,33 +33,37 @@ class PipeLink:
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def ready(self) -> int:
-        """Wait until the rank is ready, and return its process id; for ever if it ends before."""
+        """Wait until the rank is ready; return its process id. Never returns if the rank ends
+        first.
+        """
         _, parts = await self._answers.get()
         return int.from_bytes(parts[0], "big")
 
     async def ask(self, kind: bytes, parts: Sequence[frames.Bytes]) -> frames.Frame:
-        """Send a frame and return the answer: see `ranks.Link.ask`."""
+        """Send a frame and return the reply; see `ranks.Link.ask`."""
         await self._send(kind, parts)
         return await self._answers.get()
 
     async def leave(self) -> None:
-        """Tell an idle rank to end, and wait for a bounded time until it has."""
+        """Tell an idle rank to end, and wait up to `_LEAVE_S` seconds for that."""
         sending = asyncio.ensure_future(self._send(frames.GOODBYE, []))
         await asyncio.wait([sending, self._reading], timeout=_LEAVE_S)
 
     def shut(self) -> None:
-        """Close the pipe for both sides; the rank ends itself."""
+        """Shut the pipe down in both directions; the rank then ends itself."""
         self.on_end = None
         self._end("it was ended")
 
     async def closed(self) -> None:
-        """Wait for the rank to close its end, and close ours."""
+        """Wait until the rank closes its end, and close this end."""
         await asyncio.wait([self._reading])
-        async with self._writing:  # it fails now, and must not find another pipe of that number
+        async with (
+            self._writing
+        ):  # a send fails now, but must not meet a new pipe with the same descriptor
             self._pipe.close()
 
     async def _send(self, kind: bytes, parts: Sequence[frames.Bytes]) -> None:
-        """Send a frame; if the rank ends meanwhile, `on_end` is called and nothing raised."""
+        """Send a frame; if the rank has ended, call `on_end` instead of raising."""
         loop = asyncio.get_running_loop()
         async with self._writing:
             try:
@@ -77,31 +81,31 @@ class PipeLink:
                 for (length,) in frames.LENGTH.iter_unpack(lengths):
                     parts.append(await self._receive(length))
                 self._answers.put_nowait((kind, parts))
-                del parts  # or a large answer would live until the next
+                del parts  # else a large reply stays in memory until the next one
         except EOFError:
             self._end("its pipe was closed")
         except OSError as error:
             self._end(f"its pipe broke: {error}")
         except asyncio.CancelledError:
-            self.shut()  # the loop is being closed: nobody wants to know
+            self.shut()  # the event loop is closing
             raise
 
     async def _receive(self, size: int) -> bytearray | mmap.mmap:
         loop = asyncio.get_running_loop()
         received = frames.room(size)
-        view, at = memoryview(received), 0
-        while at < size:
-            count = await loop.sock_recv_into(self._pipe, view[at:])
+        view, offset = memoryview(received), 0
+        while offset < size:
+            count = await loop.sock_recv_into(self._pipe, view[offset:])
             if not count:
                 raise EOFError
-            at += count
-            if size >= frames.BESIDE:  # from a fast rank it would never wait, nor let others run
+            offset += count
+            if size >= frames.BESIDE:  # a fast rank would never let other tasks run
                 await asyncio.sleep(0)
         return received
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         if not self.ended:
-            self.ended = why
+            self.ended = reason
             with contextlib.suppress(OSError):
                 self._pipe.shutdown(socket.SHUT_RDWR)
             if self.on_end is not None:

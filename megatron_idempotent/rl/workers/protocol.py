@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """Names the worker that every rank makes and then serves.
+    """The worker that every rank constructs and serves.
 
-    `factory` is `package.module:callable`; each rank imports it once its default process group is
-    up, and calls it with `argument`. What it returns is the worker: its methods are called by name.
+    `factory` is `package.module:callable`; each rank imports it after creating its default process
+    group, and calls it with `argument`. The result is the worker, whose methods are called by name.
 
     Example:
         factory = "megatron_idempotent.rl.trainer.async_ranks:PolicyWorker"
@@ -26,10 +26,10 @@ class WorkerSpec:
 
 
 class RankGroup(Protocol):
-    """Drives the ranks of a policy; `tests/rl/workers/contract_ranks.py` holds every kind to this.
+    """Drives the ranks of a policy; `tests/rl/workers/contract_ranks.py` tests implementations.
 
-    A call runs the method of one name on all ranks, in the main thread of each, and returns when
-    all have answered; calls run in the order in which they were made. The event loop stays free.
+    A call runs a method on all ranks, in the main thread of each, and returns when all have
+    finished. Calls run in the order in which they were made, and do not block the event loop.
     """
 
     @property
@@ -37,9 +37,11 @@ class RankGroup(Protocol):
         """The number of ranks."""
 
     async def start(self) -> None:
-        """Start all ranks and make their workers; after a loss, fresh ranks in place of all.
+        """Start all ranks and construct their workers; after a loss, replace all ranks.
 
-        Errors: `RanksLost` if they cannot be started, `RankFailed` if a factory raises.
+        Raises:
+            RanksLost: the ranks cannot be started.
+            RankFailed: a factory raised.
         """
 
     async def call(
@@ -53,23 +55,24 @@ class RankGroup(Protocol):
 
         Args:
             method: the name of the worker's method.
-            args: arguments that are the same for all ranks.
-            per_rank: one more argument for each rank, after those.
-            timeout_s: seconds after which the ranks count as lost; None waits for as long as they
-                live.
+            args: arguments for all ranks.
+            per_rank: one further argument for each rank, after `args`.
+            timeout_s: seconds after which the ranks count as lost; None for no limit.
 
-        Errors: `RankFailed` if the method raised on some rank, once all ranks have answered: the
-            ranks live on. `RanksLost` if a rank died, its connection broke or the time was up: the
-            other ranks are ended, and `start()` is needed.
+        Raises:
+            RankFailed: the method raised on some rank; raised once all ranks have finished. The
+                ranks stay alive.
+            RanksLost: a rank died, its connection broke or the time ran out. All other ranks are
+                ended, and `start()` is needed.
         """
 
     async def close(self) -> None:
-        """End all ranks. Twice: no-op."""
+        """End all ranks. A second call is a no-op."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankTraceback:
-    """Describes the error that one rank raised. Example: `error.exception_type`."""
+    """An error of one rank. Example: `error.exception_type`."""
 
     rank: int
     exception_type: str
@@ -79,11 +82,11 @@ class RankTraceback:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankTraceback:
-        """Put an exception into words, which can be read where its class is not known."""
+        """Describe an exception as text, readable in processes that lack its class."""
         kind = type(error)
         try:
             message = str(error)
-        except Exception as worse:  # noqa: BLE001 (one that cannot be printed is an error too)
+        except Exception as worse:  # noqa: BLE001 (`__str__` of the error may raise)
             message = f"(its message cannot be made: {worse!r})"
         return cls(
             rank=rank,
@@ -94,7 +97,7 @@ class RankTraceback:
 
 
 class RankFailed(RuntimeError):
-    """A method raised on some ranks, which live on; `errors` has the error of each."""
+    """A method raised on some ranks, which stay alive; `errors` has the error of each."""
 
     def __init__(self, method: str, errors: Sequence[RankTraceback]) -> None:
         first = errors[0]
@@ -108,11 +111,11 @@ class RankFailed(RuntimeError):
 
 
 class RanksLost(RuntimeError):
-    """Ranks died or do not answer. All ranks were ended; `start()` makes new ones."""
+    """Ranks died or do not respond. All ranks were ended; `start()` starts new ones."""
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine lives."""
+    """Return whether a process of this machine is alive."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -11,61 +11,61 @@ from .protocol import RankFailed, RanksLost, RankTraceback
 
 
 class Link(Protocol):
-    """Carries frames to one rank and its answers back, and notices its end."""
+    """A connection to one rank: sends frames, receives replies, and notices the rank's end."""
 
     on_end: Callable[[], None] | None
-    """A function that is called once when the rank has ended, unless `shut` came before."""
+    """Called once when the rank has ended, unless `shut` was called before."""
     ended: str
-    """The reason why the link ended; empty while it has not."""
+    """The reason why the link ended; empty while it is open."""
 
     async def ask(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Send a frame, and return the answer; wait for ever if the rank ends before it.
+        """Send a frame and return the reply; never returns if the rank ends before the reply.
 
-        Do not cancel it if another `ask` is to follow.
+        After a cancelled call, the link must not be used again.
         """
 
     async def leave(self) -> None:
-        """Let an idle rank end by itself, for a bounded time."""
+        """Give an idle rank a bounded time to end by itself."""
 
     def shut(self) -> None:
-        """End the link without a call of `on_end`; the rank ends on it. Twice: no-op."""
+        """End the link, and so the rank, without calling `on_end`. A second call is a no-op."""
 
     async def closed(self) -> None:
-        """Wait until nothing of the link is left, after `shut`."""
+        """Wait until all of the link's resources are free, after `shut`."""
 
 
 class _Session:
-    """Keeps the ranks of one start together: if one is lost, all are ended."""
+    """The ranks of one `start`; if one is lost, all are ended."""
 
     def __init__(
         self, links: Sequence[Link], end_ranks: Callable[[int | None], Awaitable[str]]
     ) -> None:
-        """Take links by rank, and what ends all ranks and returns what is known of one's end.
+        """Take the links by rank, and a function that ends all ranks.
 
-        It takes a bounded time.
+        `end_ranks` takes a rank or None, and returns how that rank ended, in bounded time.
         """
         self.links = links
         self.turn = asyncio.Lock()
         self.doing = ""
-        """The method that runs; empty while none does."""
+        """The method that is running; empty if none is."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """A future of the reason, done once all ranks are ended."""
+        """A future of the reason for the loss, done once all ranks have ended."""
         self.ending: asyncio.Task[None] | None = None
         self._end_ranks = end_ranks
         for rank, link in enumerate(links):
-            link.on_end = lambda rank=rank: self._gone(rank)
+            link.on_end = lambda rank=rank: self._on_lost(rank)
             if link.ended:
-                self._gone(rank)
+                self._on_lost(rank)
 
-    def lose(self, why: str, rank: int | None = None) -> None:
-        """End all ranks; the first reason is the one that is told."""
+    def lose(self, reason: str, rank: int | None = None) -> None:
+        """End all ranks; errors report the first reason."""
         if self.ending is None:
             for link in self.links:
                 link.shut()
-            self.ending = asyncio.get_running_loop().create_task(self._end(why, rank))
+            self.ending = asyncio.get_running_loop().create_task(self._end(reason, rank))
 
-    async def why(self) -> RanksLost:
-        """Return the error for a call, once all ranks are ended."""
+    async def loss(self) -> RanksLost:
+        """Wait until all ranks have ended, and return the error for a call."""
         return RanksLost(await asyncio.shield(self.lost))
 
     async def call(
@@ -75,20 +75,20 @@ class _Session:
         per_rank: Sequence[Any] | None,
         timeout_s: float | None,
     ) -> list[Any]:
-        """Call a method, for one who has the turn, and return the results by rank."""
+        """Call a method and return the results by rank; the caller must hold `turn`."""
         if self.ending is not None:
-            raise await self.why()
+            raise await self.loss()
         if per_rank is None and all(type(arg) in _PLAIN for arg in args):
             calls = self._calls((method, args), None)
-        else:  # what the arguments are like shows only when they are pickled
+        else:  # the arguments may be large
             calls = await asyncio.to_thread(self._calls, (method, args), per_rank)
         return await self.exchange(CALL, calls, method, timeout_s)
 
-    def called(self, done: asyncio.Future[list[Any]]) -> None:
-        """Give the turn to the next, and look at an error whose caller may be cancelled."""
+    def called(self, finished_call: asyncio.Future[list[Any]]) -> None:
+        """Release `turn`; retrieve the error, because its caller may be cancelled."""
         self.turn.release()
-        if not done.cancelled():
-            done.exception()
+        if not finished_call.cancelled():
+            finished_call.exception()
 
     async def exchange(
         self,
@@ -97,29 +97,29 @@ class _Session:
         method: str,
         timeout_s: float | None,
     ) -> list[Any]:
-        """Send a frame to each rank, and return what they answer."""
+        """Send a frame to each rank, and return the results."""
         self.doing = method
-        asked = [
+        replies = [
             asyncio.ensure_future(link.ask(kind, parts))
             for link, parts in zip(self.links, calls, strict=True)
         ]
-        answered = asyncio.ensure_future(asyncio.wait(asked))
+        answered = asyncio.ensure_future(asyncio.wait(replies))
         try:
             waiting: set[asyncio.Future[Any]] = {answered, self.lost}
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if answered.done():
-                return await _results(method, [answer.result() for answer in asked])
-            silent = ", ".join(str(rank) for rank, one in enumerate(asked) if not one.done())
+                return await _results(method, [answer.result() for answer in replies])
+            silent = ", ".join(str(rank) for rank, reply in enumerate(replies) if not reply.done())
             self.lose(f"{method}() was not answered in {timeout_s} s by rank {silent}")
-            raise await self.why()
+            raise await self.loss()
         finally:
-            for task in (answered, *asked):
+            for task in (answered, *replies):
                 task.cancel()
-            await asyncio.wait({answered, *asked})
+            await asyncio.wait({answered, *replies})
             self.doing = ""
 
     async def leave(self) -> None:
-        """Let ranks end by themselves if none of them is in a call."""
+        """Let ranks end by themselves, unless a call is running."""
         if self.turn.locked():
             return
         async with self.turn:
@@ -128,26 +128,26 @@ class _Session:
             await asyncio.gather(*(link.leave() for link in self.links))
 
     def _calls(self, common: Any, per_rank: Sequence[Any] | None) -> list[list[Bytes]]:
-        """Make each rank's parts: the number of common parts, the common ones, and its own."""
+        """Return the parts for each rank: the count of common parts, those, and the rank's own."""
         parts = dump(common)
         head = [len(parts).to_bytes(4, "big"), *parts]
         if per_rank is None:
             return [head] * len(self.links)
-        return [[*head, *dump(own)] for own in per_rank]
+        return [[*head, *dump(argument)] for argument in per_rank]
 
-    def _gone(self, rank: int) -> None:
+    def _on_lost(self, rank: int) -> None:
         when = f"in {self.doing}()" if self.doing else "while idle"
         self.lose(f"rank {rank} was lost {when}: {self.links[rank].ended}", rank)
 
-    async def _end(self, why: str, rank: int | None) -> None:
+    async def _end(self, reason: str, rank: int | None) -> None:
         try:
-            known = await self._end_ranks(rank)
-        except Exception as error:  # noqa: BLE001 (a pending call must get an answer)
-            known = f"and they may not have ended: {error!r}"
+            fact = await self._end_ranks(rank)
+        except Exception as error:  # noqa: BLE001 (a pending call must still end)
+            fact = f"and they may not have ended: {error!r}"
         for link in self.links:
             await link.closed()
-        known = f" ({known})" if known else ""
-        self.lost.set_result(f"{why}{known}; all ranks were ended, and start() makes new ones")
+        fact = f" ({fact})" if fact else ""
+        self.lost.set_result(f"{reason}{fact}; all ranks were ended, and start() makes new ones")
 
 
 #: A pickle above this is read in a thread.
@@ -156,7 +156,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class Ranks:
-    """Implements `RankGroup`; subclasses start and end the ranks, and make a link to each."""
+    """Implements `RankGroup`; subclasses start and end ranks, and make a link to each."""
 
     def __init__(self, size: int, *, start_timeout_s: float, call_timeout_s: float | None) -> None:
         if size < 1:
@@ -168,15 +168,19 @@ class Ranks:
     # What differs between kinds of ranks ------------------------------------------------------
 
     async def _launch(self) -> Sequence[Link]:
-        """Start all ranks, and return their links by rank. Errors: `RanksLost`."""
+        """Start all ranks, and return their links by rank.
+
+        Raises:
+            RanksLost: the ranks cannot be started.
+        """
         raise NotImplementedError
 
     async def _end(self, rank: int | None) -> str:
-        """End all ranks in bounded time, and return what is known of this one's end."""
+        """End all ranks in bounded time; return how `rank` ended, or "" if unknown."""
         raise NotImplementedError
 
     async def _release(self) -> None:
-        """Free what `_launch` made, besides the ranks. Twice: no-op."""
+        """Free the other resources of `_launch`. A second call is a no-op."""
         raise NotImplementedError
 
     # What all have in common ------------------------------------------------------------------
@@ -187,9 +191,11 @@ class Ranks:
         return self._size
 
     async def start(self) -> None:
-        """Start all ranks and make their workers; after a loss, fresh ranks in place of all.
+        """Start all ranks and construct their workers; after a loss, replace all ranks.
 
-        Errors: `RanksLost` if they cannot be started, `RankFailed` if a factory raises.
+        Raises:
+            RanksLost: the ranks cannot be started.
+            RankFailed: a factory raised.
         """
         await self._drop("start() was called again")
         session = self._session = _Session(await self._launch(), self._end)
@@ -208,11 +214,11 @@ class Ranks:
         per_rank: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Return the method's results by rank: see `RankGroup.call`.
+        """Call a method on all ranks; return the results by rank. See `RankGroup.call`.
 
-        `timeout_s` counts from when the call has its turn. A call that is cancelled before its turn
-        is never sent. After that it goes on: do not change its arguments, which may be on their
-        way.
+        `timeout_s` counts from the time at which earlier calls have finished. A call that is
+        cancelled before that is never sent. A later cancellation does not stop it: do not change
+        its arguments, which may still be being sent.
         """
         if per_rank is not None and len(per_rank) != self._size:
             raise ValueError(
@@ -230,17 +236,17 @@ class Ranks:
         return await asyncio.shield(calling)
 
     async def close(self) -> None:
-        """End all ranks. Twice: no-op."""
+        """End all ranks. A second call is a no-op."""
         if self._session is not None and not self._session.lost.done():
             await self._session.leave()
         await self._drop("close() was called")
         await self._release()
 
-    async def _drop(self, why: str) -> None:
-        """End the ranks, if there are any; calls that run or wait fail with this reason."""
+    async def _drop(self, reason: str) -> None:
+        """End the ranks, if any; running and waiting calls fail with this reason."""
         session, self._session = self._session, None
         if session is not None:
-            session.lose(why)
+            session.lose(reason)
             await asyncio.shield(session.lost)
 
 
@@ -261,6 +267,6 @@ def _read(rank: int, frame: Frame) -> tuple[Any, RankTraceback | None]:
     kind, parts = frame
     try:
         value = load(parts)
-    except Exception as error:  # noqa: BLE001 (what was sent, a class's own code decides)
+    except Exception as error:  # noqa: BLE001 (unpickling runs code of arbitrary classes)
         return None, RankTraceback.of(rank, error)
     return (None, value) if kind == ERROR else (value, None)

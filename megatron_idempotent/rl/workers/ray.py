@@ -1,7 +1,8 @@
-"""Runs a policy's ranks on a Ray cluster, as actors: Ray places and starts them, and carries calls.
+"""Runs a policy's ranks on a Ray cluster, as actors: Ray places and starts them, and delivers
+calls.
 
-Nothing of ours listens for them. A rank that dies in a call is noticed by Ray, and an idle one by
-the next of the short calls that ask whether it lives.
+No server of this package is involved. Ray reports a rank that dies in a call; an idle rank is
+checked by periodic pings.
 """
 
 from __future__ import annotations
@@ -25,66 +26,67 @@ from .protocol import RanksLost, WorkerSpec
 from .ranks import Ranks
 from .served import Served, make_worker
 
-#: Seconds for killed actors to be gone.
+#: Seconds to wait for killed actors.
 _END_S = 10.0
-#: Seconds that a look for a placement group blocks its thread; a cancelled start waits for it.
+#: Seconds per wait for a placement group, which blocks a thread; a cancelled start waits for it.
 _SLICE_S = 0.5
 _SHORT = 400
-#: Seconds for the meeting of ranks, and for each collective of theirs.
+#: Seconds for the rendezvous of ranks, and for each collective.
 _COLLECTIVE_S = 600.0
-#: Seconds between two calls that ask an idle rank whether it lives.
+#: Seconds between two pings of an idle rank.
 _PING_S = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlacement:
-    """Says where an actor runs. Example: `placement.node`."""
+    """The node and address of an actor. Example: `placement.node`."""
 
     node: str
     """Ray's id of the node."""
     address: str
-    """The node's address, as other nodes reach it."""
+    """The node's address for other nodes."""
     port: int = 0
-    """The port of this actor's store, at which ranks meet if it becomes rank 0."""
+    """The port of this actor's TCPStore, for the rendezvous if it becomes rank 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """Says where ranks meet each other. Example: `meeting.backend`."""
+    """The arguments of the rendezvous of ranks. Example: `meeting.backend`."""
 
-    at: NodePlacement
-    """The place of rank 0."""
+    rank_0: NodePlacement
+    """The placement of rank 0."""
     backend: str
     timeout_s: float
-    """Seconds for the meeting, and for each collective."""
+    """Seconds for the rendezvous, and for each collective."""
 
 
 def places(nodes: Sequence[str], *, shows_own_gpus: bool) -> list[tuple[int, dict[str, str]]]:
-    """Return for each rank the index of its actor, and the variables that torchrun would set.
-
-    Consecutive ranks are on one node, in the order of the nodes.
+    """Assign ranks to actors, such that the ranks of a node are consecutive.
 
     Args:
-        nodes: the nodes of all actors.
-        shows_own_gpus: True if each rank sees its own GPUs only, as Ray has it if actors ask for
-            some. The first GPU that it sees is then its own, so its local rank is 0.
+        nodes: the node of each actor.
+        shows_own_gpus: True if each rank sees only its own GPUs, as in Ray actors that request
+            GPUs. Its local rank is then 0.
+
+    Returns:
+        For each rank the index of its actor, and the variables that torchrun would set.
     """
-    found: list[tuple[int, dict[str, str]]] = []
+    assignments: list[tuple[int, dict[str, str]]] = []
     for node in dict.fromkeys(nodes):
-        actors = [index for index, each in enumerate(nodes) if each == node]
-        for place, actor in enumerate(actors):
+        actors = [index for index, node_of_actor in enumerate(nodes) if node_of_actor == node]
+        for local_rank, actor in enumerate(actors):
             variables = {
-                "RANK": len(found),
+                "RANK": len(assignments),
                 "WORLD_SIZE": len(nodes),
-                "LOCAL_RANK": 0 if shows_own_gpus else place,
+                "LOCAL_RANK": 0 if shows_own_gpus else local_rank,
                 "LOCAL_WORLD_SIZE": len(actors),
             }
-            found.append((actor, {name: str(value) for name, value in variables.items()}))
-    return found
+            assignments.append((actor, {name: str(value) for name, value in variables.items()}))
+    return assignments
 
 
 class RankActor:
-    """Runs a rank in a Ray actor; Ray calls its methods in turn, in the main thread."""
+    """Runs a rank in a Ray actor; Ray calls its methods one at a time, in the main thread."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Set the variables of `environment`, before torch is imported."""
@@ -94,10 +96,10 @@ class RankActor:
         self._address = ""
 
     def placement(self, size: int, timeout_s: float) -> NodePlacement:
-        """Listen where ranks meet if this actor becomes rank 0; return the place where it runs."""
+        """Start a TCPStore, in case this actor becomes rank 0; return this actor's placement."""
         ray = import_ray()
         address = self._address = ray.util.get_node_ip_address()
-        # torch itself would listen at every address.
+        # torch would listen on all addresses.
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family, backlog=128)
         port = listening.getsockname()[1]
@@ -112,27 +114,27 @@ class RankActor:
         factory: str,
         argument: Sequence[Bytes],
     ) -> None:
-        """Take a rank's place. The worker is made when it is asked for."""
+        """Become a rank. A later MAKE frame constructs the worker."""
         os.environ.update(variables)
         rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
 
         def make() -> Any:
             self._join(rank, size, meeting)
-            return make_worker(WorkerSpec(factory=factory, argument=load(_own(argument))))
+            return make_worker(WorkerSpec(factory=factory, argument=load(_copies(argument))))
 
         self._served = Served(rank, make)
 
     def answer(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Answer a frame of the controller's."""
-        kind, result = self._served.answer(kind, _own(parts))
+        """Execute a frame, and return the reply."""
+        kind, result = self._served.answer(kind, _copies(parts))
         return kind, _for_ray(result)
 
     def ping(self) -> None:
-        """Return: the rank lives, and is not in a call."""
+        """Do nothing; a reply shows that the rank is alive and idle."""
 
     def _join(self, rank: int, size: int, meeting: Meeting) -> None:
-        """Make the default process group."""
-        os.environ.update(MASTER_ADDR=meeting.at.address, MASTER_PORT=str(meeting.at.port))
+        """Create the default process group."""
+        os.environ.update(MASTER_ADDR=meeting.rank_0.address, MASTER_PORT=str(meeting.rank_0.port))
         import torch
 
         if not torch.cuda.is_available():
@@ -140,11 +142,11 @@ class RankActor:
 
             cpu.enable()
         name = _interface(self._address)
-        if name is not None:  # else gloo listens where the host's name leads, maybe to 127.0.0.1
+        if name is not None:  # else gloo uses the host name's address, possibly 127.0.0.1
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if rank > 0:
-            at = meeting.at
-            self._store = _store(at.address, at.port, size, meeting.timeout_s, None)
+            rank_0 = meeting.rank_0
+            self._store = _store(rank_0.address, rank_0.port, size, meeting.timeout_s, None)
         torch.distributed.init_process_group(
             meeting.backend,
             store=self._store,
@@ -155,32 +157,32 @@ class RankActor:
 
 
 def _interface(address: str) -> str | None:
-    """Return the network interface that has an IPv4 address; None if that cannot be found."""
+    """Return the network interface with an IPv4 address; None if there is none."""
     if sys.platform != "linux":
         return None
     for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
             try:
-                answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+                answer = fcntl.ioctl(query, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # the interface has no address
                 continue
         if socket.inet_ntoa(answer[20:24]) == address:
             return name
     return None
 
 
-#: Of <linux/sockios.h>: the request for an interface's address.
+#: From <linux/sockios.h>: the request for an interface's address.
 _SIOCGIFADDR = 0x8915
 
 
 def _store(
     address: str, port: int, size: int, timeout_s: float, listening: socket.socket | None
 ) -> Any:
-    """Serve a store at a listening socket, which it takes over; without one, connect to it."""
+    """Serve a TCPStore on a listening socket, taking it over; without one, connect to a store."""
     import torch.distributed as dist
 
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
-    # Not libuv's, which in torch 2.6 takes no socket that is bound already.
+    # Without libuv, which in torch 2.6 cannot take over a bound socket.
     return make(
         address,
         port,
@@ -194,20 +196,20 @@ def _store(
 
 
 def _for_ray(parts: Sequence[Bytes]) -> list[Any]:
-    """Return parts as Ray carries them: large ones beside its own pickle."""
+    """Return parts for Ray: large ones as out-of-band buffers."""
     return [pickle.PickleBuffer(part) if len(part) >= BESIDE else bytes(part) for part in parts]
 
 
-def _own(parts: Sequence[Any]) -> list[Bytes]:
-    """Return copies of parts: what is in Ray's memory is shared, and cannot be written."""
+def _copies(parts: Sequence[Any]) -> list[Bytes]:
+    """Return copies of parts, because Ray's shared memory is read-only."""
     return [bytearray(part) for part in parts]
 
 
 class RayRanks(Ranks):
     """Implements `RankGroup` on a Ray cluster that this process is connected to.
 
-    The package, and the module of the factory, must be importable on every node. Patches do not
-    travel: the factory calls `megatron_idempotent.apply()`.
+    The package and the factory's module must be importable on every node. Ranks do not inherit this
+    process's patches: the factory must call `megatron_idempotent.apply()`.
 
     Example:
         ray.init(address="auto")
@@ -233,23 +235,22 @@ class RayRanks(Ranks):
     ) -> None:
         """
         Args:
-            spec: the worker that every rank makes.
+            spec: the worker that every rank constructs.
             size: the number of ranks.
-            num_cpus: the CPUs of each rank, as Ray counts them.
-            num_gpus: the GPUs of each rank. With 0 a rank runs on the CPU runtime (`cpu.enable()`).
+            num_cpus: the CPUs of each rank, in Ray's units.
+            num_gpus: the GPUs of each rank; with 0, ranks run on the CPU runtime (`cpu.enable()`).
             resources: each rank's custom resources, by their names in the cluster.
             strategy: the placement group's strategy; "PACK" fills nodes one after another.
             backend: the process group's backend; None for "nccl" on GPUs and "gloo" without them.
             environment: variables that each rank sets before it imports torch.
-            runtime_env: Ray's runtime environment, for instance with `py_modules` that nodes lack.
-            call_timeout_s: seconds for calls that give no `timeout_s`; None for no limit.
-            start_timeout_s: seconds for a placement group, for the actors, and for their workers,
-                each.
+            runtime_env: Ray's runtime environment, such as `py_modules` that nodes lack.
+            call_timeout_s: seconds for calls without a `timeout_s`; None for no limit.
+            start_timeout_s: seconds for each of: the placement group, the actors, their workers.
         """
         super().__init__(size, start_timeout_s=start_timeout_s, call_timeout_s=call_timeout_s)
         if ":" not in spec.factory:
-            what = f"RayRanks() got factory={spec.factory!r}"
-            raise ValueError(f"{what}; allowed: package.module:callable")
+            fact = f"RayRanks() got factory={spec.factory!r}"
+            raise ValueError(f"{fact}; allowed: package.module:callable")
         self._spec = spec
         self._bundle = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
         self._bundle = {kind: number for kind, number in self._bundle.items() if number}
@@ -267,9 +268,12 @@ class RayRanks(Ranks):
         self._actors: _Actors | None = None
 
     async def _launch(self) -> list[_ActorLink]:
-        """Place and start the actors; it keeps the placement group of an earlier start.
+        """Place and start the actors, in the placement group of an earlier start if there is one.
 
-        Errors: `RanksLost`; `ModuleNotFoundError` without Ray and `RuntimeError` without a cluster.
+        Raises:
+            RanksLost: the cluster lacks resources, or an actor was lost.
+            ModuleNotFoundError: Ray is not installed.
+            RuntimeError: Ray is not connected to a cluster.
         """
         self._ray = connected_ray("RayRanks")
         if self._place is None:
@@ -282,16 +286,17 @@ class RayRanks(Ranks):
             raise
 
     async def _reserve(self) -> Any:
-        """Reserve a placement group, with the bundle of a rank for each.
+        """Reserve a placement group, with one bundle per rank.
 
-        Errors: `RanksLost` with what was asked for and what there is, if the cluster does not give
-            it in time. The reservation is then taken back.
+        Raises:
+            RanksLost: the cluster did not provide it in time; the message has the requested and the
+                available resources. The reservation is cancelled.
         """
         group = self._ray.util.placement_group([self._bundle] * self._size, strategy=self._strategy)
         clock = asyncio.get_running_loop().time
         ends = clock() + self._start_timeout_s
         try:
-            # Not `await group.ready()`: that runs a task in the group, in a worker started for it.
+            # Not `await group.ready()`, which starts a worker in the group to run a task.
             look_s = min(_SLICE_S, self._start_timeout_s)
             while not await asyncio.to_thread(group.wait, look_s):
                 if clock() >= ends:
@@ -299,7 +304,7 @@ class RayRanks(Ranks):
                         f"{number:g} {kind}" for kind, number in self._bundle.items()
                     )
                     raise RanksLost(
-                        f"the Ray cluster has not given a placement group of {self._size} x "
+                        f"the Ray cluster has not provided a placement group of {self._size} x "
                         f"({bundle}) ({self._strategy}) within {self._start_timeout_s:g} s; it has "
                         f"{await _resources(self._ray)}. Ask for less, free some, or add nodes"
                     )
@@ -309,20 +314,20 @@ class RayRanks(Ranks):
         return group
 
     async def _assign(self, actors: _Actors) -> list[_ActorLink]:
-        """Give every actor its rank, and return a link to each rank."""
+        """Assign a rank to every actor, and return a link to each rank."""
         placements = await actors.placements(self._size, self._start_timeout_s)
         nodes = [placement.node for placement in placements]
         ranks = places(nodes, shows_own_gpus="GPU" in self._bundle)
         meeting = Meeting(
-            at=placements[ranks[0][0]], backend=self._backend, timeout_s=_COLLECTIVE_S
+            rank_0=placements[ranks[0][0]], backend=self._backend, timeout_s=_COLLECTIVE_S
         )
         parts = await asyncio.to_thread(dump, self._spec.argument)
-        # Once: as an argument it would be copied for each rank.
+        # Put once: as a plain argument it would be copied for each rank.
         argument = self._ray.put(_for_ray(parts))
         actors.all = [actors.all[actor] for actor, _ in ranks]
         taking = [
-            _future(actor.take.remote(own, meeting, self._spec.factory, argument))
-            for actor, (_, own) in zip(actors.all, ranks, strict=True)
+            _future(actor.take.remote(variables, meeting, self._spec.factory, argument))
+            for actor, (_, variables) in zip(actors.all, ranks, strict=True)
         ]
         await actors.answers(taking, self._start_timeout_s)
         carrier = _Carrier(self._ray, self._size)
@@ -355,44 +360,57 @@ class RayRanks(Ranks):
         actors, self._actors = self._actors, None
         if actors is not None:
             await actors.end()
-        return ""  # the link has told all that Ray knows
+        return ""  # the link's error has all that Ray knows
 
     async def _release(self) -> None:
-        """Give the placement group back."""
+        """Remove the placement group."""
         if self._place is not None:
-            place, self._place = self._place, None
-            await asyncio.to_thread(_remove, self._ray, place)
+            group, self._place = self._place, None
+            await asyncio.to_thread(_remove, self._ray, group)
 
 
 class _Actors:
-    """Holds the actors of one start; once ranks are given to them, in the order of ranks."""
+    """The actors of one start; in order of rank once ranks are assigned."""
 
     def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
         self._ray = ray
         self.all = list(actors)
 
     async def placements(self, size: int, timeout_s: float) -> list[NodePlacement]:
-        """Return where all actors run. Errors: `RanksLost`, with what the cluster has."""
-        asked = [_future(actor.placement.remote(size, timeout_s)) for actor in self.all]
-        return await self.answers(asked, timeout_s)
+        """Return the placements of all actors.
 
-    async def answers(self, asked: Sequence[asyncio.Future[Any]], timeout_s: float) -> list[Any]:
-        """Return what all actors answer. Errors: `RanksLost`, with what the cluster has."""
-        await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
-        lost = [f"actor {i} was lost: {why}" for i, one in enumerate(asked) if (why := _why(one))]
+        Raises:
+            RanksLost: as in `answers`.
+        """
+        replies = [_future(actor.placement.remote(size, timeout_s)) for actor in self.all]
+        return await self.answers(replies, timeout_s)
+
+    async def answers(self, replies: Sequence[asyncio.Future[Any]], timeout_s: float) -> list[Any]:
+        """Wait for the replies of all actors, and return them.
+
+        Raises:
+            RanksLost: an actor was lost or did not reply in time; the message has the cluster's
+                resources.
+        """
+        await asyncio.wait(replies, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+        lost = [
+            f"actor {i} was lost: {reason}"
+            for i, reply in enumerate(replies)
+            if (reason := _failure_of(reply))
+        ]
         if not lost:
-            silent = [index for index, one in enumerate(asked) if not one.done()]
+            silent = [index for index, reply in enumerate(replies) if not reply.done()]
             lost = [f"actors {silent} did not come within {timeout_s:g} s"] if silent else []
         if lost:
             raise RanksLost(
                 f"the ranks could not be started: {lost[0]}. The cluster has "
                 f"{await _resources(self._ray)}"
             )
-        return [one.result() for one in asked]
+        return [reply.result() for reply in replies]
 
     async def end(self) -> None:
-        """Kill all actors, and wait for a bounded time until Ray says that they are gone."""
-        if not self._ray.is_initialized():  # else Ray would start one
+        """Kill all actors, and wait up to `_END_S` seconds until Ray reports their end."""
+        if not self._ray.is_initialized():  # else Ray would start a cluster
             return
         last = [_future(actor.ping.remote()) for actor in self.all]
         for actor in self.all:
@@ -402,14 +420,14 @@ class _Actors:
 
 
 class _Carrier:
-    """Puts the parts of a call into Ray's memory, once for all ranks that get the same ones."""
+    """Puts the parts of a call into Ray's object store, once for all ranks."""
 
     def __init__(self, ray: Any, size: int) -> None:
         self._ray, self._size = ray, size
         self._last: tuple[Sequence[Bytes], asyncio.Future[Any], list[None]] | None = None
 
     async def carried(self, parts: Sequence[Bytes]) -> Any:
-        """Return parts as an argument of a call."""
+        """Return parts in a form that is an argument of an actor's method."""
         if sum(map(len, parts)) < BESIDE:
             return _for_ray(parts)
         if self._last is None or self._last[0] is not parts:
@@ -418,13 +436,13 @@ class _Carrier:
             self._last = (parts, putting, [])
         _, putting, uses = self._last
         uses.append(None)
-        if len(uses) == self._size:  # or a large argument would live until the next call
+        if len(uses) == self._size:  # else a large argument stays in memory until the next call
             self._last = None
         return await asyncio.shield(putting)
 
 
 class _ActorLink:
-    """Implements `ranks.Link` by calls of an actor."""
+    """Implements `ranks.Link` with calls of an actor's methods."""
 
     def __init__(self, ray: Any, actor: Any, carrier: _Carrier) -> None:
         self.on_end: Callable[[], None] | None = None
@@ -434,7 +452,7 @@ class _ActorLink:
         self._pings = asyncio.get_running_loop().create_task(self._ping())
 
     async def ask(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Call the actor with a frame: see `ranks.Link.ask`."""
+        """Send a frame to the actor; see `ranks.Link.ask`."""
         self._asking += 1
         try:
             carried = await self._carrier.carried(parts)
@@ -442,14 +460,14 @@ class _ActorLink:
         finally:
             self._asking -= 1
         if sum(map(len, result)) < BESIDE:
-            return answered, _own(result)
-        return answered, await asyncio.to_thread(_own, result)
+            return answered, _copies(result)
+        return answered, await asyncio.to_thread(_copies, result)
 
     async def leave(self) -> None:
-        """Return at once: an idle actor loses nothing if it is killed."""
+        """Do nothing: killing an idle actor loses nothing."""
 
     def shut(self) -> None:
-        """End the pings; the actor is killed with those of all ranks."""
+        """End the pings; `_Actors.end` kills the actor."""
         self.on_end = None
         self._end("it was ended")
 
@@ -464,39 +482,43 @@ class _ActorLink:
                 await self._answer(self._actor.ping.remote)
 
     async def _answer(self, call: Callable[[], Any]) -> Any:
-        """Return the actor's answer; wait for ever on one that is lost."""
+        """Return the actor's reply; never returns if the actor is lost."""
         try:
             answer = _future(call())
             await asyncio.wait([answer])
-            why = _why(answer)
+            reason = _failure_of(answer)
         except (self._ray.exceptions.RayError, RuntimeError, ValueError) as error:
-            why = f"{type(error).__name__}: {error}"
-        if not why:
+            reason = f"{type(error).__name__}: {error}"
+        if not reason:
             return answer.result()
-        self._end(why)
+        self._end(reason)
         return await asyncio.get_running_loop().create_future()
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         if not self.ended:
-            self.ended = why
+            self.ended = reason
             self._pings.cancel()
             if self.on_end is not None:
                 self.on_end()
 
 
-def _why(each: asyncio.Future[Any]) -> str:
-    """Return a future's error in one line: start and end of Ray's page-long reports of a death."""
-    error = each.exception() if each.done() else None
+def _failure_of(future: asyncio.Future[Any]) -> str:
+    """Return a future's error in one line, shortened to the start and end of Ray's long reports."""
+    error = future.exception() if future.done() else None
     if error is None:
         return ""
     words = " ".join(str(error).split())
-    if len(words) > 2 * _SHORT:  # the start says who, the end why
+    if len(words) > 2 * _SHORT:  # the start has the actor, the end the reason
         words = f"{words[:_SHORT]} ... {words[-_SHORT:]}"
     return f"{type(error).__name__}: {words}"
 
 
 def import_ray() -> Any:
-    """Return the `ray` module. Errors: `ModuleNotFoundError` that says how to install it."""
+    """Return the `ray` module.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed; the message says how to install it.
+    """
     try:
         return importlib.import_module("ray")
     except ModuleNotFoundError as error:
@@ -509,22 +531,26 @@ def import_ray() -> Any:
         ) from error
 
 
-def connected_ray(who: str) -> Any:
-    """Return the `ray` module, of a process with a cluster; `who` needs it.
+def connected_ray(caller: str) -> Any:
+    """Return the `ray` module if it is connected to a cluster.
 
-    Errors: those of `import_ray`; `RuntimeError` without a cluster.
+    `caller` is the name of the class that needs Ray, for errors.
+
+    Raises:
+        ModuleNotFoundError: Ray is not installed.
+        RuntimeError: Ray is not connected to a cluster.
     """
     ray = import_ray()
     if not ray.is_initialized():
         raise RuntimeError(
-            f"{who} needs a Ray cluster and this process has none; call ray.init() first, with "
+            f"{caller} needs a Ray cluster and this process has none; call ray.init() first, with "
             'address="auto" on a node of a running cluster'
         )
     return ray
 
 
 async def _resources(ray: Any) -> str:
-    """Describe the cluster's resources, free and in all, for an error."""
+    """Describe the cluster's free and total resources, for an error."""
     free, total = await asyncio.gather(
         asyncio.to_thread(ray.available_resources), asyncio.to_thread(ray.cluster_resources)
     )
@@ -535,7 +561,7 @@ async def _resources(ray: Any) -> str:
 
 
 def _remove(ray: Any, group: Any) -> None:
-    """Give a placement group back; do nothing if the cluster is gone."""
+    """Remove a placement group; do nothing if the cluster is gone."""
     if not ray.is_initialized():  # else Ray would start one
         return
     with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
@@ -543,10 +569,10 @@ def _remove(ray: Any, group: Any) -> None:
 
 
 def _future(ref: Any) -> asyncio.Future[Any]:
-    """Return a future for a reference's value, whose error may go unseen.
+    """Return a future for an object reference, which does not warn about an unretrieved error.
 
     Wait for it with `asyncio.wait`, which does not cancel it.
     """
     future: asyncio.Future[Any] = asyncio.wrap_future(ref.future())
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return future

@@ -1,4 +1,4 @@
-"""Serves a worker on a rank: makes it, and calls its methods as the controller asks."""
+"""Serves a worker on a rank: constructs it, and executes the controller's calls."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from .frames import (
 )
 from .protocol import RankTraceback, WorkerSpec
 
-#: Exit code of a rank whose controller is gone, or has ended it.
+#: The exit code of a rank that its controller ended, or whose controller died.
 ENDED = 75
 
 
 class Served:
-    """Answers the frames that a controller sends to one rank.
+    """Executes the frames that a controller sends to one rank.
 
     Example: `kind, parts = Served(0, lambda: make_worker(spec)).answer(MAKE, [])`.
     """
 
     def __init__(self, rank: int, make: Callable[[], Any]) -> None:
-        """Take the rank, and what makes its worker when the controller asks for that."""
+        """Take the rank and its worker's factory, which a MAKE frame calls."""
         self._rank, self._make = rank, make
         self._worker: Any = None
 
     def answer(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Make the worker, or call its method; return the result, or the error in words."""
+        """Construct the worker, or call a method; return the result, or the error as text."""
         try:
             if kind == CALL:
                 return RESULT, self._call(parts)
             self._worker = self._make()
             return RESULT, dump(None)
-        except BaseException as error:  # noqa: BLE001 (told to the controller, who decides)
+        except BaseException as error:  # noqa: BLE001 (the controller raises it)
             return ERROR, dump(RankTraceback.of(self._rank, error))
 
     def _call(self, parts: Sequence[Bytes]) -> list[Bytes]:
-        # The first part says how many of the others are the common argument's; the rest are own.
+        # The first part has the number of common parts; the parts after those are this rank's own.
         count = int.from_bytes(parts[0], "big")
         method, args = load(parts[1 : 1 + count])
-        own = parts[1 + count :]
-        if own:
-            args = (*args, load(own))
+        argument = parts[1 + count :]
+        if argument:
+            args = (*args, load(argument))
         called = None if method.startswith("_") else getattr(self._worker, method, None)
         if not callable(called):
             kind = type(self._worker).__qualname__
@@ -74,7 +74,12 @@ class Served:
 
 
 def make_worker(spec: WorkerSpec) -> Any:
-    """Import the factory, and make the worker."""
+    """Import a worker's factory, and construct the worker.
+
+    Raises:
+        ValueError: `spec.factory` is not `package.module:callable`.
+        Exception: the error of the import or the factory.
+    """
     module, _, name = spec.factory.partition(":")
     if not module or not name:
         raise ValueError(f"factory is {spec.factory!r}; allowed: package.module:callable")
@@ -83,11 +88,10 @@ def make_worker(spec: WorkerSpec) -> Any:
 
 
 def serve_pipe(pipe: socket.socket, served: Served) -> None:
-    """Answer what comes through a rank's pipe until the controller says goodbye.
+    """Execute the frames from a rank's pipe, until GOODBYE.
 
-    A thread reads the pipe all the time and ends the process when it breaks, wherever the main
-    thread is, in a collective too. It touches neither pickles nor torch, so it can wait for
-    neither.
+    A thread reads the pipe continuously, and ends the process if the pipe breaks, even while the
+    main thread is in a collective. The thread uses neither pickle nor torch, which could block it.
     """
     frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
 
@@ -109,7 +113,7 @@ def serve_pipe(pipe: socket.socket, served: Served) -> None:
         if kind == GOODBYE:
             return
         answer = served.answer(kind, parts)
-        del parts  # or a large argument would live until the next call
+        del parts  # else a large argument stays in memory until the next call
         _send(pipe, *answer)
         del answer
 
@@ -121,9 +125,9 @@ def _send(pipe: socket.socket, kind: bytes, parts: Sequence[Bytes]) -> None:
         _end(error)
 
 
-def _end(why: Exception) -> None:
-    """End the process at once: the main thread may never come back from where it is."""
-    said = f"rank {os.environ.get('RANK')}: the controller has ended it, or is gone: {why}\n"
+def _end(reason: Exception) -> None:
+    """End the process at once: the main thread may hang in a collective."""
+    text = f"rank {os.environ.get('RANK')}: the controller has ended it, or is gone: {reason}\n"
     with contextlib.suppress(OSError):
-        os.write(2, said.encode())  # not sys.stderr, which the main thread may hold
+        os.write(2, text.encode())  # not sys.stderr, which the main thread may hold
     os._exit(ENDED)

@@ -247,7 +247,9 @@ async def test_a_commit_that_fails_puts_everything_back(engine, old, new, torn, 
     update = await contract.update(engine, old)
     (call,) = await begun(engine, request(1, max_tokens=30))
     await engine.pause()
-    await torn.commit(engine, update, place, match=r"MemoryError: no room.*before is back")
+    await torn.commit(
+        engine, update, place, match=r"MemoryError: no room.*previous weights are restored"
+    )
     health = await engine.health()
     assert (health.status, health.version) == ("PAUSED", 1)
     if then == "rollback":
@@ -270,7 +272,7 @@ async def test_a_second_commit_that_fails_puts_back_what_the_first_had_torn(
     for place in (7, 9):
         await torn.commit(engine, update, place, 1000)
     if then == "commit":
-        await torn.commit(engine, update, 20, match="before is back")
+        await torn.commit(engine, update, 20, match="previous weights are restored")
     else:
         torn.never()
         await engine.rollback(update.id)
@@ -312,7 +314,7 @@ async def test_weights_of_two_versions_are_never_served(engine, old, new, torn, 
     assert update.id in health.detail
     with pytest.raises(EngineError, match=update.id):
         await engine.resume()
-    with pytest.raises(EngineError, match="take back"):
+    with pytest.raises(EngineError, match="roll back"):
         await engine.rollback(update.id)
     assert (await engine.health()).status == "DIRTY"
     based = WeightUpdate(id="based", version=5, base_version=1)

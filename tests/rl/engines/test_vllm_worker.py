@@ -130,7 +130,9 @@ def test_a_worker_reads_objects_where_its_operator_has_named_a_url(tmp_path: Pat
     assert "a: float32 [1099511627776], the model has float32 [8]" in state["failed"]["message"]
     asyncio.run(worker.sender.close())
     for wrong in ("reference://::data:,{}", "s3://key:secret@weights"):
-        with pytest.raises(ValueError, match=r"is no place of a store|BUCKET has a password"):
+        with pytest.raises(
+            ValueError, match=r"is not the location of a store|BUCKET has a password"
+        ):
             Worker(tmp_path, bucket=wrong)
 
 
@@ -241,7 +243,7 @@ def test_an_update_is_above_what_is_served_and_alone_and_complete(worker: Worker
     assert worker.tell("drop", id="u")["staging"] == ""
     answer = refused(worker.tell("bucket", id="u", announced={}), "stage it again")
     assert answer["error"]["kind"] == "UpdateRefused"
-    refused(worker.tell("sing"), "told 'sing'; allowed")
+    refused(worker.tell("sing"), "command 'sing'; allowed")
 
 
 def test_an_update_that_goes_silent_fails_and_makes_room(worker: Worker) -> None:

@@ -226,7 +226,9 @@ def test_a_bucket_is_a_transport_by_its_url(tmp_path):
     assert isinstance(sender, BucketSender)
     assert sender._objects.address == place
     for wrong in ("reference://::data:,{}", "http://a/b", "s3://a/../b"):
-        with pytest.raises(ConfigError, match=r"sync.directory: .* is no place of a store; give"):
+        with pytest.raises(
+            ConfigError, match=r"sync.directory: .* is not the location of a store; give"
+        ):
             load_config(None, ["sync.transport=bucket", f"sync.directory={wrong}"])
 
 

@@ -38,7 +38,7 @@ def test_the_splits_of_the_shipped_file_hold_every_operation():
         ({**ROW, "prompt": 3}, "bad.jsonl:2: prompt is 3; give a string"),
         ({**ROW, "answer": " "}, "bad.jsonl:2: answer is ' '; give a string that is not empty"),
         ({**ROW, "prompt": "x", "split": "test"}, "split is 'test'; allowed: train or held_out"),
-        ({**ROW, "prompt": "x", "finished": 1}, r"fields \['finished'\], which the trainer gives"),
+        ({**ROW, "prompt": "x", "finished": 1}, r"fields \['finished'\] are reserved"),
         ({**ROW, "messages": []}, "both 'prompt' and 'messages'; keep one"),
         ({**ROW, "prompt": [{"role": "user", "content": "x"}]}, "give one with --model"),
         ({**ROW, "split": "held_out"}, "prompt 'copy a b' is already on line 1"),
@@ -84,7 +84,7 @@ def test_a_row_may_have_messages_and_fields_for_the_verifier(tmp_path, name):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{**ROW, "prompt": []}], "jsonl:1: of the messages there are none"),
+        ([{**ROW, "prompt": []}], "jsonl:1: there are no messages"),
         (
             [{**ROW, "prompt": ["hello"]}],
             "jsonl:1: a message is 'hello'; give an object with 'role'",

@@ -144,7 +144,9 @@ def test_what_lies_at_or_below_the_named_url_is_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["reference://::data:,{}", "ftp://a/b", "s3://a/../b", "s3://"])
 def test_a_sender_refuses_what_no_receiver_would_open(url: str) -> None:
-    with pytest.raises(ValueError, match=r"is no place of a store; give a path, or a URL of abfs"):
+    with pytest.raises(
+        ValueError, match=r"is not the location of a store; give a path, or a URL of abfs"
+    ):
         t.BucketSender(url)
 
 

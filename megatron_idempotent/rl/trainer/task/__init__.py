@@ -1,1 +1,1 @@
-"""Defines the task: prompts with a checkable answer, their tokens, and the verifier."""
+"""The task: prompts with verifiable answers, their tokenizer, and the verifier."""

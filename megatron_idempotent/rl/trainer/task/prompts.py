@@ -1,8 +1,8 @@
-"""Reads prompts from a JSONL file, and chooses those of a rollout.
+"""Reads prompts from a JSONL file, and orders them into rollouts.
 
-A prompt that ships asks for one of three operations on three letters: copy them, reverse them, or
-replace each by its successor among the ten. There are 3 x 10^3 of them, in the order of a hash, so
-that the first ones are a fair sample of all; another hash holds out one in eight.
+A shipped prompt asks for one of three operations on three letters: copy them, reverse them, or
+replace each by its successor among ten letters. There are 3 x 10^3 prompts, in the order of a hash,
+so that the first ones are a random sample; another hash holds out one in eight.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 FIELDS = ("prompt", "answer", "split")
 MESSAGES = "messages"
-"""Another name of `prompt` in rows whose prompts are messages, as data sets of chats have it."""
+"""Another name of `prompt` in rows with chat messages."""
 GIVEN = ("response", "finished")
-"""Arguments of a verifier that no row may have as a field."""
+"""Names of a verifier's arguments, which rows must not have as fields."""
 SHIPPED_FILE = Path(__file__).with_name("letters.jsonl")
 
 
 Messages = tuple[Mapping[str, Any], ...]
-"""The messages of a chat, each with a `role` and a `content`; a chat template makes them a text."""
+"""The messages of a chat, each with a `role` and a `content`, for a chat template."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """Holds one row of a prompt file.
+    """A row of a prompt file.
 
     Example: `Prompt(row=0, text="reverse a b c", answer="c b a", split="train")`.
     """
 
     row: int
-    """Number of the row in the file, from 0; the seeds of the prompt's samples depend on it."""
+    """Index of the row in the file, from 0; the seeds of the prompt's samples depend on it."""
     text: str | Messages
-    """The prompt as it is in the file, or the messages of a chat."""
+    """The prompt's text, or the messages of a chat."""
     answer: str
-    """The right response, as it is in the file."""
+    """The correct response."""
     split: Split
     """`train`, or `held_out` for evaluations."""
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -53,7 +53,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSet:
-    """Holds the prompts of a file. Example: `read_prompts(SHIPPED_FILE).held_out[:256]`."""
+    """The prompts of a file. Example: `read_prompts(SHIPPED_FILE).held_out[:256]`."""
 
     train: tuple[Prompt, ...]
     """The prompts to train on, in the order of the file."""
@@ -69,11 +69,12 @@ class PromptSet:
 def read_prompts(path: Path, *, words: bool = True) -> PromptSet:
     """Read and check a prompt file.
 
-    With `words` prompts and answers are words, as for a tokenizer that has a token for each: blanks
-    between them are single, and there are no messages. Without it both are as in the file.
+    With `words`, for a tokenizer with a token per word, blanks in prompts and answers are
+    normalized to single ones, and messages are rejected. Otherwise both are unchanged.
 
-    Errors: `DataError`, which starts with the path and the line, for a line that is not JSON, a
-    field that is missing, empty or reserved, a prompt that appears twice, and an empty split.
+    Raises:
+        DataError: a line is not JSON, a field is missing, empty or reserved, a prompt appears
+            twice, or a split is empty. The message starts with the path and the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -84,14 +85,14 @@ def read_prompts(path: Path, *, words: bool = True) -> PromptSet:
     prompts: list[Prompt] = []
     first_line: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
+        location = f"{path}:{number}"
         if not line.strip():
-            raise DataError(f"{where}: an empty line; remove it")
-        prompt = _parse_row(line, row=number - 1, where=where, words=words)
+            raise DataError(f"{location}: an empty line; remove it")
+        prompt = _parse_row(line, row=number - 1, location=location, words=words)
         text = prompt.text if isinstance(prompt.text, str) else json.dumps(prompt.text)
         if text in first_line:
             raise DataError(
-                f"{where}: prompt {text!r} is already on line {first_line[text]}; "
+                f"{location}: prompt {text!r} is already on line {first_line[text]}; "
                 "keep one of the two, so that no held-out prompt is trained on"
             )
         first_line[text] = number
@@ -104,10 +105,12 @@ def read_prompts(path: Path, *, words: bool = True) -> PromptSet:
 def check_answers_fit(
     prompts: PromptSet, encode_answer: Callable[[str], Sequence[int]], *, max_response_tokens: int
 ) -> None:
-    """Check that every answer fits into a response, with the end token.
+    """Check that every answer, with the end token, fits into a response.
 
-    `encode_answer` returns the tokens of a whole response.
-    Errors: `ConfigError`, with the value that the setting needs.
+    `encode_answer` returns the tokens of a complete response.
+
+    Raises:
+        ConfigError: an answer does not fit; the message has the required value.
     """
     lengths = {prompt.answer: len(encode_answer(prompt.answer)) for prompt in prompts.all}
     longest = max(lengths, key=lambda answer: lengths[answer])
@@ -119,9 +122,9 @@ def check_answers_fit(
 
 
 class PromptStream:
-    """Implements `controller.Prompts`: repeats the data without end, each time in another order.
+    """Implements `controller.Prompts`: repeats the data endlessly, in a new order in every epoch.
 
-    The prompt at an index depends on the data and the seed alone, so that a resumed run needs only
+    The prompt at an index depends only on the data and the seed, so that a resumed run needs only
     the index. Example: `stream.prompt(0).text`.
     """
 
@@ -131,11 +134,13 @@ class PromptStream:
 
     def prompt(self, index: int) -> Prompt:
         """Return the prompt at an index from 0."""
-        place = index % len(self._prompts)
-        return self._prompts[_epoch_order(len(self._prompts), self.epoch(index), self._seed)[place]]
+        position = index % len(self._prompts)
+        return self._prompts[
+            _epoch_order(len(self._prompts), self.epoch(index), self._seed)[position]
+        ]
 
     def epoch(self, index: int) -> int:
-        """Return how often the data was used up before that index."""
+        """Return the number of complete passes over the data before that index."""
         return index // len(self._prompts)
 
 
@@ -146,28 +151,28 @@ def _epoch_order(count: int, epoch: int, seed: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _parse_row(line: str, *, row: int, where: str, words: bool) -> Prompt:
+def _parse_row(line: str, *, row: int, location: str, words: bool) -> Prompt:
     try:
         fields = parse_json(line)
     except JsonError as error:
-        raise DataError(f"{where}: not JSON: {error}; write one object per line") from error
+        raise DataError(f"{location}: not JSON: {error}; write one object per line") from error
     if not isinstance(fields, dict):
-        raise DataError(f"{where}: a {type(fields).__name__}; write an object with {FIELDS}")
+        raise DataError(f"{location}: a {type(fields).__name__}; write an object with {FIELDS}")
     if MESSAGES in fields:
         if "prompt" in fields:
-            raise DataError(f"{where}: both 'prompt' and {MESSAGES!r}; keep one of them")
+            raise DataError(f"{location}: both 'prompt' and {MESSAGES!r}; keep one of them")
         fields["prompt"] = fields.pop(MESSAGES)
     text = fields.get("prompt")
     if isinstance(text, list):
         if words:
             raise DataError(
-                f"{where}: the prompt is messages, which need the chat template of a checkpoint's "
-                "tokenizer; give one with --model, or write the prompt as a string"
+                f"{location}: the prompt is messages, which need the chat template of a "
+                "checkpoint's tokenizer; give one with --model, or write the prompt as a string"
             )
-        _check_messages(text, where)
-        _check_fields(fields, where, ("answer", "split"))
+        _check_messages(text, location)
+        _check_fields(fields, location, ("answer", "split"))
     else:
-        _check_fields(fields, where, FIELDS)
+        _check_fields(fields, location, FIELDS)
     one_line = (lambda value: " ".join(value.split())) if words else (lambda value: value)
     return Prompt(
         row=row,
@@ -178,30 +183,35 @@ def _parse_row(line: str, *, row: int, where: str, words: bool) -> Prompt:
     )
 
 
-def _check_fields(fields: dict[str, Any], where: str, texts: Sequence[str]) -> None:
+def _check_fields(fields: dict[str, Any], location: str, texts: Sequence[str]) -> None:
     for name in texts:
         if name not in fields:
-            raise DataError(f"{where}: no field {name!r}, found {sorted(fields)}; add it")
+            raise DataError(f"{location}: no field {name!r}, found {sorted(fields)}; add it")
         if not isinstance(fields[name], str) or not fields[name].strip():
-            raise DataError(f"{where}: {name} is {fields[name]!r}; give a string that is not empty")
+            raise DataError(
+                f"{location}: {name} is {fields[name]!r}; give a string that is not empty"
+            )
     if fields["split"] not in SPLITS:
-        raise DataError(f"{where}: split is {fields['split']!r}; allowed: {' or '.join(SPLITS)}")
+        raise DataError(f"{location}: split is {fields['split']!r}; allowed: {' or '.join(SPLITS)}")
     reserved = sorted(set(fields) & set(GIVEN))
     if reserved:
-        raise DataError(f"{where}: fields {reserved}, which the trainer gives verifiers; rename")
+        raise DataError(
+            f"{location}: fields {reserved} are reserved for the verifier's arguments; rename"
+        )
 
 
-def _check_messages(messages: list[Any], where: str) -> None:
-    for each in messages:
-        if not isinstance(each, dict) or not all(
-            isinstance(each.get(name), str) for name in ("role", "content")
+def _check_messages(messages: list[Any], location: str) -> None:
+    for message in messages:
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(name), str) for name in ("role", "content")
         ):
             raise DataError(
-                f"{where}: a message is {each!r}; give an object with 'role' and 'content', strings"
+                f"{location}: a message is {message!r}; give an object with 'role' and 'content', "
+                "strings"
             )
     if not messages or messages[-1]["role"] == "assistant":
-        last = "there are none" if not messages else "the last one is the assistant's"
-        raise DataError(f"{where}: of the messages {last}; end with what it is to answer")
+        fact = "there are no messages" if not messages else "the last message is the assistant's"
+        raise DataError(f"{location}: {fact}; end with a message that the assistant answers")
 
 
 def _split(prompts: Sequence[Prompt], split: Split, path: Path) -> tuple[Prompt, ...]:

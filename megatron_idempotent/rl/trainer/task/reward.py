@@ -1,4 +1,4 @@
-"""Defines the verifier, which says how much of a response is right, and loads others."""
+"""Defines the shipped verifier, which scores a response, and loads others."""
 
 from __future__ import annotations
 
@@ -16,38 +16,44 @@ from .prompts import Prompt, PromptSet
 
 
 class Reward(Protocol):
-    """Scores a response from 0 to 1, by its arguments alone; `position_reward` is one."""
+    """Scores a response from 0 to 1, as a pure function; `position_reward` is one."""
 
     def __call__(self, response: str, answer: str, *, finished: bool, **fields: Any) -> float:
-        """Return the reward; `finished` is true if the response ended with an end token.
+        """Return the reward; `finished` is True if the response ended with an end token.
 
-        `fields` are those of the row's other fields that the function has parameters for.
+        `fields` are the row's other fields for which the function has parameters.
         """
 
 
 class FieldsOf:
-    """Chooses the fields of a row that a verifier takes; with `**name` it takes all of them.
+    """Selects the fields of a row for a verifier's parameters; with `**name`, all fields.
 
     Example: `FieldsOf(reward)(prompt.fields)`.
     """
 
     def __init__(self, reward: Reward) -> None:
         parameters = inspect.signature(reward).parameters.values()
-        self._all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        named = [
-            each
-            for each in list(parameters)[2:]  # after the response and the answer
-            if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
+        self._all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        keywords = [
+            parameter
+            for parameter in list(parameters)[2:]  # after the response and the answer
+            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
-        self._names = frozenset(each.name for each in named)
-        self._needed = {each.name for each in named if each.default is each.empty} - {"finished"}
+        self._names = frozenset(parameter.name for parameter in keywords)
+        self._needed = {
+            parameter.name for parameter in keywords if parameter.default is parameter.empty
+        } - {"finished"}
 
     def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return these fields."""
-        return {name: each for name, each in fields.items() if self._all or name in self._names}
+        """Return the selected fields."""
+        return {name: value for name, value in fields.items() if self._all or name in self._names}
 
     def check(self, prompts: PromptSet) -> None:
-        """Check that each row has what the verifier needs. Errors: `DataError`, with the line."""
+        """Check that every row has the fields that the verifier requires.
+
+        Raises:
+            DataError: a row lacks a field; the message has its line.
+        """
         for prompt in prompts.all:
             missing = sorted(self._needed - prompt.fields.keys())
             if missing:
@@ -58,10 +64,13 @@ class FieldsOf:
 
 
 def check_reward(reward: Reward, prompts: PromptSet) -> None:
-    """Check a verifier's parameters against the rows, and two calls of it: right, and empty.
+    """Check a verifier's parameters against the rows, and call it with a correct and an empty
+    response.
 
-    Errors: `DataError` for a row without a field that it needs; `ConfigError` if it cannot be
-    called as `Reward` says, raises for the first prompt, or does not return a number from 0 to 1.
+    Raises:
+        DataError: a row lacks a field that the verifier requires.
+        ConfigError: the verifier does not have the signature of `Reward`, raises for the first
+            prompt, or does not return a number from 0 to 1.
     """
     fields, prompt = FieldsOf(reward), prompts.all[0]
     fields.check(prompts)
@@ -87,13 +96,17 @@ def check_reward(reward: Reward, prompts: PromptSet) -> None:
 def score(
     reward: Reward, response: str, prompt: Prompt, *, finished: bool, fields: Mapping[str, Any]
 ) -> float:
-    """Return a verifier's reward. Errors: `ConfigError` if it is no number from 0 to 1."""
+    """Call a verifier and return the reward.
+
+    Raises:
+        ConfigError: the reward is not a number from 0 to 1.
+    """
     value = reward(response, prompt.answer, finished=finished, **fields)
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if 0 <= round(number, 9) <= 1:  # a sum of shares may be an ulp above 1
+    if 0 <= round(number, 9) <= 1:  # rounding may make a sum of fractions exceed 1
         return number
     raise ConfigError(
         f"task.reward returned {value!r} for line {prompt.row + 1} of the prompts and the response "
@@ -102,22 +115,22 @@ def score(
 
 
 def position_reward(response: str, answer: str, *, finished: bool) -> float:
-    """Return the share of positions that are right; the response's end counts as a position.
+    """Return the fraction of correct positions, where the response's end counts as a position.
 
     It is `(right words + right end) / (max(words in response, words in answer) + 1)`, from 0 to 1.
-    Only the whole answer, ended after its last word, gets 1.0. A response that is too long or too
-    short has more positions than it can have right, so that guesses after the answer cost reward.
+    Only the exact answer, ended after its last word, gets 1.0. Extra words increase the
+    denominator, so that guessing after the answer lowers the reward.
 
     Example: `position_reward("c b x", "c b a", finished=True)` is 0.75.
     """
-    given, wanted = response.split(), answer.split()
-    right = sum(a == b for a, b in zip(given, wanted, strict=False))
-    ended = finished and len(given) == len(wanted)
-    return (right + ended) / (max(len(given), len(wanted)) + 1)
+    response_words, answer_words = response.split(), answer.split()
+    right = sum(a == b for a, b in zip(response_words, answer_words, strict=False))
+    ended = finished and len(response_words) == len(answer_words)
+    return (right + ended) / (max(len(response_words), len(answer_words)) + 1)
 
 
 def import_from_here() -> None:
-    """Put the current directory on `sys.path`, where a console script does not have it."""
+    """Put the current directory on `sys.path`, which a console script does not do."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
@@ -125,7 +138,8 @@ def import_from_here() -> None:
 def load_reward(path: str) -> Reward:
     """Import the function at `"package.module:name"`, also from the current directory.
 
-    Errors: `ConfigError` if there is no such module, or no such function in it.
+    Raises:
+        ConfigError: there is no such module or function.
     """
     module_name, colon, name = path.partition(":")
     if not colon:

@@ -1,4 +1,4 @@
-"""Turns text into token ids and back: a checkpoint's own tokenizer, or one token per word."""
+"""Converts text to token ids and back, with a checkpoint's tokenizer or a token per word."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECIAL = (PAD, END, ANSWER)
 
 
 class TextTokenizer:
-    """Turns text into token ids and back, and knows which tokens end a response.
+    """Converts text to token ids and back, and has the ids that end a response.
 
     Example: `TextTokenizer.load(Path("checkpoints/Qwen3-0.6B")).encode_prompt("2 + 3 =")`.
     """
@@ -35,7 +35,7 @@ class TextTokenizer:
         vocabulary_size: int,
         checkpoint: Path | None = None,
     ) -> None:
-        """Take a tokenizer; the chat template is looked for in a checkpoint, at the first chat."""
+        """Take a tokenizer; the first chat loads the chat template from `checkpoint`."""
         self._tokenizer = tokenizer
         self._checkpoint = checkpoint
         self.end_ids = end_ids
@@ -44,9 +44,10 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, checkpoint: Path) -> TextTokenizer:
-        """Load a Hugging Face checkpoint's `tokenizer.json`, and the ids in its configuration.
+        """Load a Hugging Face checkpoint's `tokenizer.json`, and special ids of its configuration.
 
-        Errors: `CheckpointError`, which names the file and what it lacks.
+        Raises:
+            CheckpointError: a file is missing or lacks something; the message names both.
         """
         path = checkpoint / TOKENIZER_FILE
         try:
@@ -82,10 +83,11 @@ class TextTokenizer:
     def of_words(cls, prompts: Iterable[Prompt]) -> TextTokenizer:
         """Make a tokenizer with one token per word of the data.
 
-        Ids are in alphabetical order, so that prompts in another order give the same ids. Prompts
-        end in `<answer>`, responses in `<end>`.
+        Ids are in alphabetical order, so that they do not depend on the order of prompts. Prompts
+        end with `<answer>`, responses with `<end>`.
 
-        Errors: `DataError` if a special token is a word of the data.
+        Raises:
+            DataError: a special token is a word of the data.
         """
         words: set[str] = set()
         for prompt in prompts:
@@ -108,15 +110,18 @@ class TextTokenizer:
         )
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer as the JSON file that `tokenizers` and Hugging Face read."""
+        """Write the tokenizer as a JSON file, for `tokenizers` and Hugging Face."""
         self._tokenizer.save(str(path))
 
     def encode_prompt(self, text: str | Messages) -> tuple[int, ...]:
-        """Return the token ids of a prompt, with the special tokens that the tokenizer adds.
+        """Return the token ids of a prompt, including the tokenizer's special tokens.
 
-        Messages go through the checkpoint's chat template, which adds its own, and end where the
-        assistant's answer begins.
-        Errors: `CheckpointError` without a template; `DataError` for messages that it refuses.
+        Messages are formatted with the checkpoint's chat template, which has its own special
+        tokens, up to the beginning of the assistant's answer.
+
+        Raises:
+            CheckpointError: the checkpoint has no chat template.
+            DataError: the template rejects the messages.
         """
         if isinstance(text, str):
             return tuple(self._tokenizer.encode(text).ids)
@@ -124,7 +129,7 @@ class TextTokenizer:
 
         try:
             rendered = self._chat.apply_chat_template(
-                [dict(each) for each in text], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in text], tokenize=False, add_generation_prompt=True
             )
         except jinja2.TemplateError as error:
             raise DataError(
@@ -146,16 +151,16 @@ class TextTokenizer:
         return chat
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a whole response that says `text`, with an end token."""
+        """Return the token ids of a complete response: `text` and an end token."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return (*ids, self.end_ids[0])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of a response up to its first end token.
 
-        Special tokens stay in it: a verifier must see a `<pad>` that the policy produced.
+        Special tokens are kept: a verifier must see a `<pad>` that the policy sampled.
         """
-        ends = [place for place, number in enumerate(ids) if number in self.end_ids]
+        ends = [index for index, number in enumerate(ids) if number in self.end_ids]
         text: str = self._tokenizer.decode(list(ids[: ends[0]] if ends else ids), False)
         return text.strip()
 
@@ -170,9 +175,9 @@ def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
 def sequence_positions(
     prompts: PromptSet, tokenizer: TextTokenizer, *, max_response_tokens: int
 ) -> int:
-    """Return the least length T of training sequences: the longest prompt and response, minus one.
+    """Return the minimum length T of training sequences: longest prompt plus response, minus one.
 
-    Held-out prompts count too, so that evaluation and training have the same rotary table.
+    Held-out prompts are included, so that evaluation and training have the same rotary table.
     """
     longest = max(len(tokenizer.encode_prompt(prompt.text)) for prompt in prompts.all)
     return longest + max_response_tokens - 1
@@ -180,7 +185,7 @@ def sequence_positions(
 
 def _numbers(checkpoint: Path, key: str, value: Any) -> tuple[int, ...]:
     numbers = value if isinstance(value, list) else [value]
-    if not all(type(each) is int and 0 <= each < 2**31 for each in numbers):
+    if not all(type(number) is int and 0 <= number < 2**31 for number in numbers):
         raise CheckpointError(
             f"{checkpoint}: {key} is {str(value)[:80]}, in config.json or generation_config.json; "
             "give a whole number from 0"
@@ -190,7 +195,7 @@ def _numbers(checkpoint: Path, key: str, value: Any) -> tuple[int, ...]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = dict(parse_json(path.read_text(encoding="utf-8")))
+        fields: dict[str, Any] = dict(parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}; give the folder of a checkpoint") from error
-    return found
+    return fields

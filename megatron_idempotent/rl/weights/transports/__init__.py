@@ -1,6 +1,6 @@
-"""Moves buckets from a trainer to an engine's workers, as JSON and raw bytes.
+"""Sends buckets from a trainer to an engine's workers, as JSON and raw bytes.
 
-Both ends may run another Python and another torch: nothing is pickled.
+Nothing is pickled, so the two ends may have different versions of Python and torch.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ def receiver(
     expected: Iterable[TensorInfo] | None = None,
     bucket: str = "",
 ) -> Receiver:
-    """Return a worker's end of the transport whose sender announced an update.
+    """Return the receiver for a sender's announcement.
 
     Args:
-        opened: the announcement, as the sender's `open()` returned it.
-        rank: the number of this worker among the engine's, from 1 on; each has its own.
-        expected: every tensor of the model, which bounds what is received; None for no bound.
-        bucket: the URL at or below which a `BucketSender` may have its objects; nothing else is
-            opened, and empty is nothing.
+        opened: the result of the sender's `open()`.
+        rank: this worker's rank among the engine's workers, from 1.
+        expected: every tensor of the model, to check and bound what is received; None for no check.
+        bucket: the URL below which a `BucketSender` may have its objects; other URLs are rejected,
+            and with an empty one all are.
 
-    Errors: `TransportError` for a kind or a format that this release does not have, and for objects
-        elsewhere; `UpdateDamaged` if the announcement lacks something, or the sender has no such
-        rank.
+    Raises:
+        TransportError: this release lacks the sender's kind or format, or its objects are not below
+            `bucket`.
+        UpdateDamaged: the announcement is malformed, or the sender has no such rank.
     """
     if not isinstance(opened, Mapping) or opened.get("format") != FORMAT:
-        found = opened.get("format") if isinstance(opened, Mapping) else opened
+        sender_format = opened.get("format") if isinstance(opened, Mapping) else opened
         raise TransportError(
-            f"the sender announces in format {reprlib.repr(found)}, this receiver reads {FORMAT}; "
-            "install one release of megatron-idempotent at both ends"
+            f"the sender announces in format {reprlib.repr(sender_format)}, this receiver reads "
+            f"{FORMAT}; install one release of megatron-idempotent at both ends"
         )
     kinds: dict[Any, Callable[[], Receiver]] = {
         DiskSender.kind: lambda: DiskReceiver(opened),
@@ -80,7 +81,7 @@ def receiver(
             f"the sender is of kind {reprlib.repr(kind)}; there are {', '.join(kinds)}: install "
             "one release of megatron-idempotent at both ends"
         )
-    made = kinds[kind]()
+    end = kinds[kind]()
     if expected is not None:
-        made.expected = {info.name: info for info in expected}
-    return made
+        end.expected = {info.name: info for info in expected}
+    return end

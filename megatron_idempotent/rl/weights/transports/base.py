@@ -1,4 +1,4 @@
-"""Defines the two ends of a transport, the part that all senders share, and their errors."""
+"""Defines senders and receivers, the code that all senders share, and errors."""
 
 from __future__ import annotations
 
@@ -21,28 +21,33 @@ from megatron_idempotent.rl.weights.records import (
 from .layout import FORMAT, BucketLayout
 
 Announcement = Mapping[str, Any]
-"""JSON that the engine's controller passes on, so that its workers find the bytes."""
+"""JSON with which workers find the bytes; the engine's client passes it to them."""
 
 
 def opened_field(opened: Announcement, key: str, kind: type | tuple[type, ...]) -> Any:
-    """Return a field of a sender's announcement. Errors: `UpdateDamaged`."""
+    """Return a field of a sender's announcement.
+
+    Raises:
+        UpdateDamaged: the field is missing or malformed.
+    """
     return field(opened, key, kind, "the sender's announcement", "pass on what open() gave")
 
 
 class Receiver:
-    """Receives buckets in a worker. Its methods block: call them in a thread, beside the model."""
+    """Receives buckets in a worker. Its methods block: call them in a separate thread."""
 
     def __init__(self, opened: Announcement) -> None:
         self._update_id = opened_field(opened, "update", str)
         self.expected: Mapping[str, TensorInfo] | None = None
-        """Every tensor of the model, which announced tensors are held to before there is memory for
-        them; None to take any."""
+        """Every tensor of the model, to check announced tensors before memory is allocated; None
+        for no check."""
 
     def receive(self, announced: Announcement) -> Bucket:
-        """Return the bucket, in memory of this process: the CPU's, or its GPU's over CUDA IPC.
+        """Receive a bucket into this process's memory: the host's or, with CUDA IPC, its GPU's.
 
-        Errors: `UpdateDamaged` for a bucket that is incomplete, or did not come in time;
-            `UpdateMismatch` for one that does not fit the model.
+        Raises:
+            UpdateDamaged: the bucket is incomplete, or did not arrive in time.
+            UpdateMismatch: the bucket does not fit the model.
         """
         layout = BucketLayout.from_json(announced, update_id=self._update_id)
         if self.expected is not None:
@@ -53,25 +58,25 @@ class Receiver:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave the update that `open` announced. Twice: no-op."""
+        """Release the update's resources. A second call is a no-op."""
 
 
 class TransportError(RuntimeError):
-    """A transfer cannot be begun or finished; close the sender, then open it again."""
+    """A transfer failed; close the sender, then open it again."""
 
 
 class TransportTimeout(TransportError):
-    """The other end did not come, or did not answer, in time."""
+    """The other end did not connect or respond in time."""
 
 
 _T = TypeVar("_T")
 
 
 class Session:
-    """Sends one update. Its methods block; they are called in turn, on one thread."""
+    """Sends one update. Its methods block; they are called one at a time, in one thread."""
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        """See `Sender.announce`. Return what a receiver needs in addition to the layout."""
+        """See `Sender.announce`. Returns the fields that a receiver needs besides the layout."""
         return {}
 
     def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
@@ -85,18 +90,18 @@ class Session:
 
 
 class Sender:
-    """Sends buckets from the trainer; each engine has a sender of its own.
+    """Sends buckets from the trainer to one engine.
 
         opened = await sender.open(update)            # pass it to the engine's workers
         for bucket in buckets:
             announced = await sender.announce(bucket)
-            # pass it to the workers, and at the same time:
+            # pass it to the workers, and concurrently:
             await sender.transmit(bucket)
         await sender.close()
 
-    Each update has a session, which subclasses begin. The session is called on a thread of its own,
-    so that the event loop goes on meanwhile, and `close` runs even after a call that was cancelled
-    and still runs.
+    Subclasses make a session per update. The session runs in a separate thread, so that the event
+    loop is not blocked, and `close` runs even if an earlier call was cancelled and is still
+    running.
     """
 
     kind: str
@@ -108,13 +113,14 @@ class Sender:
         self._update: WeightUpdate | None = None
 
     def _begin(self, update: WeightUpdate) -> tuple[Session, Mapping[str, Any]]:
-        """Return a session, and what a receiver needs to find it."""
+        """Return a session, and the announcement's fields for a receiver."""
         raise NotImplementedError
 
     async def open(self, update: WeightUpdate) -> Announcement:
-        """Begin an update; return what `receiver()` needs, its "kind" among it.
+        """Begin an update; return the announcement for `receiver()`.
 
-        Errors: `TransportError` while another update is open.
+        Raises:
+            TransportError: another update is open.
         """
         if self._thread is not None:
             open_id = self._update.id if self._update else "?"
@@ -128,7 +134,8 @@ class Sender:
         try:
             session, fields = await asyncio.wrap_future(beginning)
         except BaseException:
-            # Cancelled, it may still begin: what it made is discarded after it, on the same thread.
+            # After a cancellation it may still begin: discard the session afterwards, in its
+            # thread.
             self._thread.submit(_discard, beginning)
             self._thread.shutdown(wait=False)
             self._thread = None
@@ -137,30 +144,30 @@ class Sender:
         return {"format": FORMAT, "kind": self.kind, "update": update.id, **fields}
 
     async def announce(self, bucket: Bucket) -> Announcement:
-        """Return the bucket's metadata, once it is where workers find it or about to come."""
+        """Return the bucket's announcement, once workers can start to receive it."""
         session, layout = self._opened("announce"), self._layout(bucket)
         fields = await self._call(lambda: session.announce(layout, bucket))
         return {**layout.as_json(), **fields}
 
     async def transmit(self, bucket: Bucket) -> None:
-        """Send the bucket's bytes where that takes both ends at once; elsewhere a no-op."""
+        """Send the bytes, if the transport needs both ends at once; otherwise a no-op."""
         session, layout = self._opened("transmit"), self._layout(bucket)
         await self._call(lambda: session.transmit(layout, bucket))
 
     async def release(self, bucket: Bucket) -> None:
-        """Free what the bucket held, once all workers have it."""
+        """Free the bucket's resources; call it once all workers have the bucket."""
         session, index = self._opened("release"), bucket.index
         await self._call(lambda: session.release(index))
 
     async def close(self) -> None:
-        """End the update, complete or not, and leave no bytes. Twice: no-op."""
+        """End the update, complete or not, and remove its bytes. A second call is a no-op."""
         thread, session = self._thread, self._session
         if thread is None or session is None:
             return
         self._thread = self._session = None
         closing = thread.submit(session.close)
         thread.shutdown(wait=False)
-        # Shielded: a close that is cancelled closes all the same.
+        # Shielded: even a cancelled close completes.
         await asyncio.shield(asyncio.wrap_future(closing))
 
     def _opened(self, method: str) -> Session:
@@ -189,23 +196,23 @@ _SEGMENTS = 2
 
 
 class SharedMemory(Protocol):
-    """Gives memory that other processes can open."""
+    """Memory that other processes can open."""
 
     nbytes: int
     flat_N: torch.Tensor
-    """The whole memory as bytes, [nbytes] of uint8."""
+    """The memory as bytes, uint8 [nbytes]."""
 
     def announced(self) -> Mapping[str, Any]:
-        """Return the JSON with which a receiver opens it."""
+        """Return the JSON with which a receiver opens the memory."""
         ...
 
     def unlink(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         ...
 
 
 class TwoSegments(Session):
-    """Keeps each bucket of an update in one of two segments until it is released."""
+    """A session that keeps each bucket in one of two shared segments until it is released."""
 
     def __init__(
         self,
@@ -217,8 +224,8 @@ class TwoSegments(Session):
         """
         Args:
             update_id: the update's id, for errors.
-            make: makes memory of at least the given number of bytes.
-            copying: the context in which a bucket is copied.
+            make: allocates memory of at least that number of bytes.
+            copying: makes the context manager in which a bucket is copied.
         """
         self._update_id, self._make, self._copying = update_id, make, copying
         self._free: list[SharedMemory] = []
@@ -226,7 +233,7 @@ class TwoSegments(Session):
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
         """See `Session.announce`."""
-        self.release(layout.index)  # of a first try
+        self.release(layout.index)  # from an earlier attempt
         segment = self._segment(layout.nbytes)
         self._taken[layout.index] = segment
         with self._copying():
@@ -239,9 +246,9 @@ class TwoSegments(Session):
                 f"update {self._update_id}: buckets {sorted(self._taken)} hold both segments; "
                 "release() one, once its workers have it"
             )
-        for place, segment in enumerate(self._free):
+        for index, segment in enumerate(self._free):
             if segment.nbytes >= nbytes:
-                return self._free.pop(place)
+                return self._free.pop(index)
         if len(self._taken) + len(self._free) == _SEGMENTS:
             self._free.pop().unlink()  # too small
         return self._make(nbytes)

@@ -1,7 +1,7 @@
-"""Sends buckets as objects of a store that fsspec reaches: S3 and its like, or a folder.
+"""Sends buckets as objects in a store that fsspec supports, such as S3 or a folder.
 
-A store gives back what it was given, or something older, or something else. So each object is named
-by the SHA-256 of its bytes, and is held to it whenever it is read.
+A store may return stale or wrong bytes. So the key of each object has the SHA-256 of its bytes,
+which every read checks.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from .layout import REMEDY, BucketLayout
 
 KIND = "bucket"
 VARIABLE = "MEGATRON_IDEMPOTENT_BUCKET"
-"""The variable with the URL at or below which vLLM's workers read objects; unset, they read none.
-"""
-#: The options of file systems whose values errors may show.
+"""The environment variable with the URL below which vLLM's workers may read objects; none if
+unset."""
+#: Options of file systems whose values may appear in errors.
 _PUBLIC = {"endpoint_url", "region_name", "host", "port", "protocol"}
-_LEVEL, _THREADS = 1, 4  # bf16 weights shrink by a fifth, and at higher levels by no more
+_LEVEL, _THREADS = 1, 4  # bf16 weights shrink by a fifth; higher levels do not help
 _FAILS = object()
 _PARTIAL = ".partial"
 
 
 class Objects:
-    """Keeps bytes below a URL by key; its errors show no key, token or password.
+    """Stores bytes by key, below a URL; its errors show no access key, token or password.
 
-    All methods block, and raise `TransportError` if the store does not do as it is told.
+    All methods block, and raise `TransportError` if the store fails.
+
     Example: `objects.get(objects.put("objects/", content))`.
     """
 
@@ -53,15 +54,15 @@ class Objects:
             options: arguments of fsspec's file system, such as `key` and `secret` for S3; None for
                 those of the environment.
 
-        Errors: `ModuleNotFoundError` without fsspec, zstandard or the package of the scheme;
-            `ValueError` for a URL that is no place of a store, and for options that fsspec does not
-            take.
+        Raises:
+            ModuleNotFoundError: fsspec, zstandard or the scheme's package is not installed.
+            ValueError: the URL is not a store's, or fsspec rejects the options.
         """
         with naming_the_remedy("a bucket of objects"):
             import fsspec
-            import zstandard  # noqa: F401 (missing, it is to be said before an update begins)
+            import zstandard  # noqa: F401 (if it is missing, fail before an update begins)
         self.address, self._secrets = split_secrets(url)
-        """The URL, less what is secret in it."""
+        """The URL without secrets."""
         self._secrets |= {*_values(options or {})}
         scheme, *folders = place_of(url)
         if scheme == "file":
@@ -73,28 +74,32 @@ class Objects:
             failure = ModuleNotFoundError(
                 f"{self.address}: {error}; pip install 'megatron-idempotent[bucket]' brings s3fs"
             )
-        except Exception as error:  # noqa: BLE001 (a file system's own, whose text is not shown)
+        except Exception as error:  # noqa: BLE001 (a file system's own error, which may show secrets)
             failure = ValueError(
-                f"{self.address} cannot be opened: {self._told(error)}; give a URL that fsspec "
-                "knows, and options of its file system"
+                f"{self.address} cannot be opened: {self._without_secrets(error)}; give a URL that "
+                "fsspec knows, and options of its file system"
             )
         else:
             self._root = root.rstrip("/")
-            # Those of the environment, and what the file system has read in the URL.
+            # Secrets from the environment, and those that the file system has parsed from the URL.
             self._secrets |= {*_values(self._store.storage_options)}
             return
-        raise failure  # outside of the handler: as its context, the error would be printed too
+        raise failure  # outside of the handler, else the original error would be its context
 
     def put(self, prefix: str, content: bytes) -> str:
-        """Write an object; return its key, which is the prefix and the checksum."""
+        """Write an object; return its key, the prefix followed by the SHA-256."""
         key = prefix + hashlib.sha256(content).hexdigest()
         self.write(key, content)
         return key
 
     def get(self, key: str, nbytes: int | None = None) -> bytes:
-        """Return an object, of which no more than its announced bytes and one are read.
+        """Read an object, and check its SHA-256.
 
-        Errors: `UpdateDamaged` if it is absent, is not what was written, or has other bytes.
+        `nbytes` is the announced size, which is checked and bounds the read.
+
+        Raises:
+            UpdateDamaged: the object is missing, has another size, or has other bytes than were
+                written.
         """
         expected = re.fullmatch(r"(?:\w+/|transfer-\w+-)([0-9a-f]{64})", key)
         if expected is None:
@@ -105,17 +110,17 @@ class Objects:
                 f"{self.address}: object {key} is missing; it was removed, or never written: send "
                 "everything"
             )
-        found = hashlib.sha256(content).hexdigest()
-        if found != expected[1] or nbytes not in (None, len(content)):
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != expected[1] or nbytes not in (None, len(content)):
             raise UpdateDamaged(
-                f"{self.address}: object {key} has {len(content)} bytes with SHA-256 {found}"
+                f"{self.address}: object {key} has {len(content)} bytes with SHA-256 {digest}"
                 f"{'' if nbytes is None else f', and {nbytes} bytes were announced'}: it was cut "
                 "short, damaged or exchanged; send everything"
             )
         return content
 
     def write(self, key: str, content: bytes) -> None:
-        """Write a key, whole or not at all."""
+        """Write a key atomically."""
         path = f"{self._root}/{key}"
         if not getattr(self._store, "local_file", False):
             self._do(f"writing {key}", lambda: self._store.pipe_file(path, content))
@@ -135,16 +140,16 @@ class Objects:
         self._do(f"writing {key}", replace)
 
     def read(self, key: str, nbytes: int | None = None) -> bytes | None:
-        """Return what a key has, no more than so many bytes and one; None if it is absent."""
+        """Return the value of a key, at most `nbytes` + 1 bytes; None if it is missing."""
         path = f"{self._root}/{key}"
         part = {} if nbytes is None else {"start": 0, "end": nbytes + 1}
-        found: bytes | None = self._do(
+        content: bytes | None = self._do(
             f"reading {key}", lambda: self._store.cat_file(path, **part), absent=None
         )
-        return found
+        return content
 
     def keys(self, folder: str) -> set[str]:
-        """Return the keys in a folder, as the store lists them, which may be late."""
+        """List the keys in a folder; a store's listing may be outdated."""
 
         def listed() -> Iterable[str]:
             self._store.invalidate_cache()
@@ -152,63 +157,63 @@ class Objects:
             return names
 
         names = self._do(f"listing {folder}", listed, absent=())
-        found = (pathlib.PurePosixPath(name).name for name in names)
-        return {f"{folder}/{name}" for name in found if not name.endswith(_PARTIAL)}
+        file_names = (pathlib.PurePosixPath(name).name for name in names)
+        return {f"{folder}/{name}" for name in file_names if not name.endswith(_PARTIAL)}
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove keys; those that are absent already: no-op."""
+        """Remove keys; missing keys are ignored."""
         for key in sorted(keys):
             remove = functools.partial(self._store.rm_file, f"{self._root}/{key}")
             self._do(f"removing {key}", remove, absent=None)
 
     def remove_partials(self) -> None:
-        """Remove what writers to a folder left that died within a write; other stores: no-op."""
+        """Remove partial files of dead writers, if the store is a folder; otherwise a no-op."""
         if not getattr(self._store, "local_file", False):
             return
         for folder in ("", "objects", "manifests"):
             unique = "[0-9a-f]" * 8
             for partial in pathlib.Path(self._root, folder).glob(f"*.{unique}{_PARTIAL}"):
-                # One that is being written is locked, as may be all where there are no locks.
+                # A file that is being written is locked. Without locks, none is removed.
                 with contextlib.suppress(OSError), partial.open("r+b") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     partial.unlink()
 
     def _do(self, doing: str, call: Callable[[], Any], *, absent: Any = _FAILS) -> Any:
-        """Return what the call does, or `absent` if there is no such key."""
+        """Return the result of a call, or `absent` if there is no such key."""
         try:
             return call()
-        except Exception as error:  # noqa: BLE001 (a file system's own, whose text is not shown)
+        except Exception as error:  # noqa: BLE001 (a file system's own error, which may show secrets)
             if isinstance(error, FileNotFoundError) and absent is not _FAILS:
                 return absent
-            told = self._told(error)
-        # Outside of the handler: as its context, the store's own error would be printed too.
+            text = self._without_secrets(error)
+        # Outside of the handler, else the store's error would be its context.
         raise TransportError(
-            f"{self.address}: {doing} failed: {told}; check that the store answers, and that its "
+            f"{self.address}: {doing} failed: {text}; check that the store answers, and that its "
             "keys may do that"
         )
 
-    def _told(self, error: Exception) -> str:
-        told = f"{type(error).__name__}: {error}"
+    def _without_secrets(self, error: Exception) -> str:
+        text = f"{type(error).__name__}: {error}"
         for secret in sorted(filter(None, self._secrets), key=len, reverse=True):
             for form in (secret, urllib.parse.quote(secret, ""), urllib.parse.unquote(secret)):
-                told = told.replace(form, "***")
-        return told
+                text = text.replace(form, "***")
+        return text
 
 
 @contextlib.contextmanager
 def _held(partial: pathlib.Path) -> Iterator[None]:
-    """Make a file, and keep it locked, so that `remove_partials` leaves it alone."""
+    """Create a file and keep it locked, so that `remove_partials` does not remove it."""
     while True:
         with partial.open("wb") as file:
-            with contextlib.suppress(OSError):  # without locks nobody removes it, either
+            with contextlib.suppress(OSError):  # without locks, `remove_partials` removes nothing
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if partial.exists():  # else it was removed before it was locked
+            if partial.exists():  # it may have been removed before it was locked
                 yield
                 return
 
 
 def _values(options: Any) -> Iterator[str]:
-    """Yield all texts in options, as far down as they go, except those that anyone may see."""
+    """Yield all strings in nested options, except those of public options."""
     if isinstance(options, str):
         yield options
     elif isinstance(options, Mapping):
@@ -226,7 +231,7 @@ def put_bucket(
     """Write a bucket as one object; return the JSON with which `get_bucket` finds it."""
     import zstandard
 
-    # Zeros: the gaps between tensors are part of the checksum.
+    # Zeros, because the SHA-256 includes the gaps between tensors.
     flat_N = torch.zeros(layout.nbytes, dtype=torch.uint8)
     layout.pack(bucket.tensors, flat_N)
     compressor = zstandard.ZstdCompressor(level=_LEVEL, threads=_THREADS)
@@ -235,39 +240,43 @@ def put_bucket(
 
 
 def get_bucket(objects: Objects, layout: BucketLayout, announced: Mapping[str, Any]) -> Bucket:
-    """Return the bucket that `put_bucket` wrote. Errors: `UpdateDamaged`."""
+    """Read the bucket that `put_bucket` wrote.
+
+    Raises:
+        UpdateDamaged: the object is missing or damaged, or differs from the announcement.
+    """
     import zstandard
 
-    where = f"{objects.address}: a bucket"
-    key: str = field(announced, "object", str, where, REMEDY)
-    size: int = field(announced, "object_bytes", int, where, REMEDY)
-    # More than what zstandard makes of bytes that do not shrink.
+    subject = f"{objects.address}: a bucket"
+    key: str = field(announced, "object", str, subject, REMEDY)
+    size: int = field(announced, "object_bytes", int, subject, REMEDY)
+    # More than zstandard needs for incompressible bytes.
     if size > (most := layout.nbytes + layout.nbytes // 128 + 1024):
         raise UpdateDamaged(
-            f"{where} of {layout.nbytes} bytes is announced with an object of {size}, and at most "
-            f"{most} are needed; {REMEDY}"
+            f"{subject} of {layout.nbytes} bytes is announced with an object of {size}, and at "
+            f"most {most} are needed; {REMEDY}"
         )
     content = objects.get(key, size)
     try:
-        # Before there is memory for it; the sender writes its size into its head.
-        found = zstandard.frame_content_size(content)
-        if found == layout.nbytes:
-            # Never more than that, whatever comes after the head.
+        # Checked before allocating: the frame header has the decompressed size.
+        size_in_object = zstandard.frame_content_size(content)
+        if size_in_object == layout.nbytes:
+            # Decompress no more than that, in case the header is wrong.
             flat_N = torch.empty(layout.nbytes, dtype=torch.uint8)
             memory = memoryview(flat_N.numpy())
             with zstandard.ZstdDecompressor().stream_reader(content) as reader:
-                done = 0
-                while done < len(memory) and (count := reader.readinto(memory[done:])):
-                    done += count
-                found = done + len(reader.read(1))
+                filled = 0
+                while filled < len(memory) and (count := reader.readinto(memory[filled:])):
+                    filled += count
+                size_in_object = filled + len(reader.read(1))
     except zstandard.ZstdError as error:
         raise UpdateDamaged(
             f"{objects.address}: object {key} cannot be decompressed: {error}; send everything"
         ) from error
-    if found != layout.nbytes:
+    if size_in_object != layout.nbytes:
         raise UpdateDamaged(
-            f"{objects.address}: object {key} holds {found} bytes or more, and {layout.nbytes} "
-            "were announced; send everything"
+            f"{objects.address}: object {key} holds {size_in_object} bytes or more, and "
+            f"{layout.nbytes} were announced; send everything"
         )
     return layout.unpack(flat_N)
 
@@ -275,15 +284,21 @@ def get_bucket(objects: Objects, layout: BucketLayout, announced: Mapping[str, A
 class BucketSender(Sender):
     """Writes each bucket of an update as an object, and removes it once all workers have it.
 
-    Credentials are never announced: workers take those of their own environment, in which
-    `MEGATRON_IDEMPOTENT_BUCKET` names the URL, or one above it.
+    Credentials are never announced: workers use those of their own environment, in which
+    `MEGATRON_IDEMPOTENT_BUCKET` must be this URL or a parent of it.
+
     Example: `VllmEngine(url, transport=lambda: BucketSender("s3://weights/run-7"))`.
     """
 
     kind = KIND
 
     def __init__(self, url: str, *, options: Mapping[str, Any] | None = None) -> None:
-        """Take a place and its options. Errors: those of `Objects`."""
+        """Take the URL and options of `Objects`.
+
+        Raises:
+            ValueError: as in `Objects`.
+            ModuleNotFoundError: as in `Objects`.
+        """
         super().__init__()
         self._objects = Objects(url, options)
 
@@ -299,7 +314,7 @@ class _Objects(Session):
         self._keys: dict[int, str] = {}
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        self.release(layout.index)  # of a first try
+        self.release(layout.index)  # from an earlier attempt
         announced = put_bucket(self._objects, self._prefix, layout, bucket)
         self._keys[layout.index] = announced["object"]
         return announced
@@ -313,21 +328,24 @@ class _Objects(Session):
 
 
 class BucketReceiver(Receiver):
-    """Reads what a `BucketSender` writes, with the credentials of its own environment.
+    """Reads the objects of a `BucketSender`, with credentials of its own environment.
 
-    It opens no other URL than what its operator has named, and what is below that.
+    It opens only URLs below the one that its operator has allowed.
     """
 
     def __init__(self, opened: Announcement, allowed: str) -> None:
-        """Take an announcement, and the URL that was named; empty for none.
+        """Take an announcement, and the allowed URL; empty for none.
 
-        Errors: `TransportError` for any other URL; those of `Objects`.
+        Raises:
+            TransportError: the announced URL is not below the allowed one.
+            ModuleNotFoundError: as in `Objects`.
+            ValueError: as in `Objects`.
         """
         super().__init__(opened)
         url: str = opened_field(opened, "url", str)
         try:
-            place, root = place_of(url), place_of(allowed) if allowed else ()
-            foreign = not root or place[: len(root)] != root or bool(split_secrets(url)[1])
+            location, root = place_of(url), place_of(allowed) if allowed else ()
+            foreign = not root or location[: len(root)] != root or bool(split_secrets(url)[1])
         except ValueError as error:
             raise TransportError(f"this receiver opens {allowed or 'no URL'}: {error}") from error
         if foreign:

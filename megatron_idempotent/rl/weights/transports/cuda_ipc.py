@@ -1,4 +1,4 @@
-"""Sends buckets within a GPU's memory, to workers that share the trainer's GPU (CUDA IPC).
+"""Sends buckets through GPU memory, to workers that share the trainer's GPU (CUDA IPC).
 
 Source: CUDA Driver API, "Memory Management" (`cuMemAlloc`, `cuIpcGetMemHandle`, ...).
 """
@@ -21,16 +21,16 @@ from .layout import REMEDY, BucketLayout
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
-#: `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the one flag that there is.
+#: `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only flag.
 _LAZY_PEER_ACCESS = 1
 _Pointer = ctypes.c_uint64
 
 
 class CudaDriver:
-    """Allocates memory on the current device, and opens what other processes have allocated.
+    """Allocates memory on the current device, and opens memory of other processes.
 
-    Each call needs a current device in its thread: torch makes one with `torch.cuda.set_device`
-    and a first tensor. Every method raises `TransportError` with the driver's own words.
+    The calling thread needs a current device: call `torch.cuda.set_device` and make a tensor. Every
+    method raises `TransportError` with the driver's message.
     """
 
     def __init__(self, library: str | None = None) -> None:
@@ -38,7 +38,8 @@ class CudaDriver:
         Args:
             library: the driver's library, by name or path; None for the system's.
 
-        Errors: `TransportError` if it cannot be loaded.
+        Raises:
+            TransportError: the library cannot be loaded.
         """
         try:
             self._library = ctypes.CDLL(library or LIBRARY)
@@ -53,30 +54,30 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, ctypes.c_int
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of fresh memory on the current device."""
+        """Allocate memory on the current device; return its address."""
         pointer = _Pointer()
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), nbytes)
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Give back what `allocate` gave."""
+        """Free memory of `allocate`."""
         self._call("cuMemFree_v2", pointer)
 
     def handle(self, pointer: int) -> bytes:
-        """Return 64 bytes with which another process opens memory that `allocate` gave."""
+        """Return the 64-byte handle with which another process opens memory of `allocate`."""
         handle = self._handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
-        """Return the address, in this process, of another one's memory."""
+        """Map another process's memory; return its address in this process."""
         pointer = _Pointer()
-        given = self._handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), given, _LAZY_PEER_ACCESS)
+        native_handle = self._handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), native_handle, _LAZY_PEER_ACCESS)
         return pointer.value
 
     def close(self, pointer: int) -> None:
-        """Give up an address that `open` gave."""
+        """Unmap memory of `open`."""
         self._call("cuIpcCloseMemHandle", pointer)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -84,19 +85,19 @@ class CudaDriver:
         if status:
             text = ctypes.c_char_p()
             self._library.cuGetErrorString(status, ctypes.byref(text))
-            said = (text.value or b"an error that it has no words for").decode()
-            raise TransportError(f"{name} failed with {status}: {said}")
+            message = (text.value or b"an unknown error").decode()
+            raise TransportError(f"{name} failed with {status}: {message}")
 
 
-# Made when they are needed: a module that holds such types does not travel pickled by value.
+# Made on demand: a module with such types cannot be pickled by value.
 def _handle_type() -> Any:
-    """Make the type `CUipcMemHandle`, which the driver takes by value."""
+    """Make the ctypes structure `CUipcMemHandle`, which the driver takes by value."""
     fields = {"_fields_": (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)}
     return type("CUipcMemHandle", (ctypes.Structure,), fields)
 
 
 def _arguments(handle: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the types of each function's arguments."""
+    """Return the argument types of each function of the driver."""
     return {
         "cuMemAlloc_v2": (ctypes.POINTER(_Pointer), ctypes.c_size_t),
         "cuMemFree_v2": (_Pointer,),
@@ -108,18 +109,18 @@ def _arguments(handle: Any) -> dict[str, tuple[Any, ...]]:
 
 
 KIND = "cuda_ipc"
-#: Segments are a multiple of it in bytes: the driver shares device memory by pages of 2 MiB.
+#: Segment sizes are multiples of this: the driver shares device memory in pages of 2 MiB.
 _GRAIN = 1 << 21
 
 
 class CudaIpcSender(Sender):
-    """Copies each bucket within the GPU's memory, into a segment that workers open and copy from.
+    """Copies each bucket to a segment of GPU memory, which workers open and copy from.
 
-    It does on the GPU what `SharedMemorySender` does on the host, which no byte passes through. Up
-    to two segments are on the GPU while an update is open, and a bucket's segment is taken until
-    `release(bucket)`. Copies run on streams of their own at both ends. Workers are other processes
-    of the same machine that see this GPU under any index, in the same container or with its IPC
-    namespace; those whose own GPU is another one copy from it. It has not been run on a GPU yet.
+    It is the GPU counterpart of `SharedMemorySender`; no byte passes through the host. Up to two
+    segments are allocated while an update is open, and a bucket occupies its segment until
+    `release(bucket)`. Both ends copy on separate streams. Workers are other processes on the same
+    machine that see this GPU under any index, in the same container or IPC namespace; workers on
+    another GPU copy from it. It is untested on real GPUs.
     """
 
     kind = KIND
@@ -127,9 +128,10 @@ class CudaIpcSender(Sender):
     def __init__(self, device: int | None = None) -> None:
         """
         Args:
-            device: the index of the GPU that the weights are on; None for the current one.
+            device: the index of the weights' GPU; None for the current one.
 
-        Errors: `TransportError` without a GPU.
+        Raises:
+            TransportError: there is no such GPU.
         """
         super().__init__()
         self._gpu = Gpu.current() if device is None else Gpu(device)
@@ -144,10 +146,14 @@ class CudaIpcSender(Sender):
 
 
 class _Segment:
-    """Holds memory of this process on a GPU, which torch does not manage."""
+    """GPU memory of this process that torch's allocator does not manage."""
 
     def __init__(self, nbytes: int, gpu: Gpu) -> None:
-        """Allocate at least `nbytes`. Errors: `TransportError` if there is no room."""
+        """Allocate at least `nbytes`.
+
+        Raises:
+            TransportError: there is not enough GPU memory.
+        """
         self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self._gpu = gpu
         self._pointer = gpu.allocate(self.nbytes)
@@ -169,37 +175,37 @@ class _Segment:
 
 
 class CudaIpcReceiver(Receiver):
-    """Copies buckets out of a trainer's segments, into memory of its own on its current GPU.
+    """Copies buckets from a trainer's segments to its current GPU.
 
-    A segment is open no longer than its copy takes, so that the trainer may free it once all
-    workers have answered.
+    A segment is open only while it is copied, so that the trainer may free it once all workers have
+    received the bucket.
     """
 
     def __init__(self, opened: Announcement) -> None:
         super().__init__(opened)
         try:
-            self._gpu = Gpu.of(opened_field(opened, "gpu", str))  # the trainer's
-            self._mine = Gpu.current()
+            self._gpu = Gpu.of(opened_field(opened, "gpu", str))  # the trainer's GPU
+            self._own_gpu = Gpu.current()
         except TransportError as error:
             raise UpdateDamaged(f"update {self._update_id} cannot be received: {error}") from error
         self._side: SideStream | None = None
 
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
-        # Onto the GPU that was current when this was made.
-        where = f"update {self._update_id}: bucket {layout.index}"
-        handle, nbytes = _segment_of(announced, layout, where)
+        # To the GPU that was current in the constructor.
+        subject = f"update {self._update_id}: bucket {layout.index}"
+        handle, nbytes = _segment_of(announced, layout, subject)
         try:
             self._gpu.enter_thread()
             if self._side is None:
-                self._side = SideStream(self._mine.device)
+                self._side = SideStream(self._own_gpu.device)
             with self._opened(handle, nbytes) as flat_N:
-                self._mine.enter_thread()
+                self._own_gpu.enter_thread()
                 with self._side.complete():
-                    return layout.unpack(flat_N, device=self._mine.device)
+                    return layout.unpack(flat_N, device=self._own_gpu.device)
         except (TransportError, RuntimeError) as error:
             raise UpdateDamaged(
-                f"{where} cannot be read from the trainer's GPU: {error}; is this another process "
-                "in the same container, and is the update still open?"
+                f"{subject} cannot be read from the trainer's GPU: {error}; is this another "
+                "process in the same container, and is the update still open?"
             ) from error
 
     @contextlib.contextmanager
@@ -212,38 +218,47 @@ class CudaIpcReceiver(Receiver):
 
 
 class Gpu:
-    """Finds a GPU by its index in this process, and allocates memory on it beside torch's."""
+    """A GPU by its index in this process; allocates memory on it outside of torch's allocator."""
 
     def __init__(self, index: int) -> None:
-        """Load the driver. Errors: `TransportError` without one, or without such a GPU."""
+        """Load the driver.
+
+        Raises:
+            TransportError: there is no driver, or no such GPU.
+        """
         self.driver = self._load()
-        seen = self._seen()
-        if not 0 <= index < len(seen):
-            raise TransportError(f"there is no GPU {index} here: torch sees {len(seen)}")
-        self.index, self.uuid = index, seen[index]
+        uuids = self._seen()
+        if not 0 <= index < len(uuids):
+            raise TransportError(f"there is no GPU {index} here: torch sees {len(uuids)}")
+        self.index, self.uuid = index, uuids[index]
         self.device = torch.device("cuda", index)
 
     @classmethod
     def current(cls) -> Gpu:
-        """Return the calling thread's GPU. Errors: those of `Gpu`."""
+        """Return the calling thread's GPU.
+
+        Raises:
+            TransportError: as in `Gpu`.
+        """
         return cls(cls._current() if cls._seen() else 0)
 
     @classmethod
     def of(cls, uuid: str) -> Gpu:
-        """Return the GPU of this UUID, by which another process names it.
+        """Return the GPU with this UUID, which is the same in all processes.
 
-        Errors: `TransportError` if this process does not see it.
+        Raises:
+            TransportError: this process does not see that GPU.
         """
-        seen = cls._seen()
-        if uuid not in seen:
+        uuids = cls._seen()
+        if uuid not in uuids:
             raise TransportError(
                 f"the trainer's weights are on GPU {uuid}, and this process sees "
-                f"{', '.join(seen) or 'none'}; let it see that one (CUDA_VISIBLE_DEVICES), or use "
+                f"{', '.join(uuids) or 'none'}; let it see that one (CUDA_VISIBLE_DEVICES), or use "
                 "SharedMemorySender or ProcessGroupSender"
             )
-        return cls(seen.index(uuid))
+        return cls(uuids.index(uuid))
 
-    # What a test without a GPU answers in place of torch:
+    # Overridden by tests without a GPU:
 
     @staticmethod
     def _load() -> CudaDriver:
@@ -265,18 +280,22 @@ class Gpu:
     def enter_thread(self) -> None:
         """Make this GPU the calling thread's device, for torch and for the driver."""
         torch.cuda.set_device(self.index)
-        torch.empty(1, device=self.device)  # makes its context, where torch has not yet
+        torch.empty(1, device=self.device)  # creates the context if torch has not yet
 
     def bytes_at(self, pointer: int, nbytes: int) -> torch.Tensor:
-        """Return the memory at an address, uint8 [nbytes]; it stays the caller's to free."""
+        """Return a uint8 tensor [nbytes] over memory at an address; the caller still frees it."""
         return torch.as_tensor(_Array(pointer, nbytes), device=self.device)
 
     def allocate(self, nbytes: int) -> int:
-        """Return the address of `nbytes` new bytes. Errors: `TransportError` without room."""
+        """Allocate `nbytes`; return the address.
+
+        Raises:
+            TransportError: there is not enough GPU memory.
+        """
         try:
             return self.driver.allocate(nbytes)
         except TransportError:
-            torch.cuda.empty_cache()  # what torch keeps for later, as it does for itself
+            torch.cuda.empty_cache()  # torch does the same when it runs out of memory
         try:
             return self.driver.allocate(nbytes)
         except TransportError as error:
@@ -299,16 +318,17 @@ class _Array:
         }
 
 
-def _segment_of(announced: Announcement, layout: BucketLayout, where: str) -> tuple[bytes, int]:
+def _segment_of(announced: Announcement, layout: BucketLayout, subject: str) -> tuple[bytes, int]:
     """Return the handle and size of a bucket's segment.
 
-    Errors: `UpdateDamaged` for malformed ones.
+    Raises:
+        UpdateDamaged: a field is malformed.
     """
-    text = field(announced, "handle", str, where, REMEDY)
-    nbytes: int = field(announced, "segment_bytes", int, where, REMEDY)
+    text = field(announced, "handle", str, subject, REMEDY)
+    nbytes: int = field(announced, "segment_bytes", int, subject, REMEDY)
     if not re.fullmatch(f"[0-9a-f]{{{2 * HANDLE_BYTES}}}", text) or nbytes < layout.nbytes:
         raise UpdateDamaged(
-            f"{where} has the handle {text[:40]!r} (it has to be of {HANDLE_BYTES} bytes) to "
+            f"{subject} has the handle {text[:40]!r} (it has to be of {HANDLE_BYTES} bytes) to "
             f"{nbytes} bytes (it has to be {layout.nbytes} or more); {REMEDY}"
         )
     return bytes.fromhex(text), nbytes

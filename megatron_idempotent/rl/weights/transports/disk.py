@@ -1,4 +1,4 @@
-"""Sends buckets as safetensors files, in a directory that the trainer and the engines share."""
+"""Sends buckets as safetensors files, in a directory that trainer and engines share."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from .base import Announcement, Receiver, Sender, Session, TransportError, opene
 from .layout import REMEDY, BucketLayout, read_tensor
 
 KIND = "disk"
-#: In the folder of an update.
+#: The lock file in the folder of an update.
 LOCK = ".megatron-idempotent.lock"
 
 
 class DiskSender(Sender):
-    """Writes each bucket to a file under a hidden name, and renames the file when it is complete.
+    """Writes each bucket to a file with a hidden name, and renames the file when it is complete.
 
-    Each update has a folder of its own, which `close()` removes. `open()` also removes the folders
-    of trainers that died, in which nobody holds the lock any more.
+    Each update has its own folder, which `close()` removes. `open()` also removes the folders of
+    dead trainers, whose locks are free.
     """
 
     kind = KIND
@@ -42,7 +42,7 @@ class DiskSender(Sender):
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """
         Args:
-            directory: a directory that both ends see under this name; it is made if absent.
+            directory: a directory with the same path for both ends; created if missing.
         """
         super().__init__()
         self._directory = pathlib.Path(directory).absolute()
@@ -55,37 +55,37 @@ class DiskSender(Sender):
         try:
             draft.mkdir(parents=True)
             lock = _lock(draft / LOCK)
-            draft.rename(path)  # so no folder is without its lock
+            draft.rename(path)  # so that every folder has its lock from the start
         except OSError as error:
             raise TransportError(f"cannot make {path} for update {update.id!r}: {error}") from error
         return _Folder(path, lock), {"folder": str(path)}
 
 
 def remove_stale_folders(directory: pathlib.Path) -> None:
-    """Remove the updates in a directory whose sender has died, on whichever machine it was.
+    """Remove the folders of updates whose sender has died, on any machine.
 
-    What a live one holds, and what was not locked by a sender, stays.
+    Folders of live senders, and folders without a lock file, are kept.
     """
     for lock in directory.glob(f"version-*/{LOCK}"):
         try:
             descriptor = os.open(lock, os.O_RDWR)
         except OSError:
-            continue  # somebody else's, or removed meanwhile
+            continue  # another user's, or removed meanwhile
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             continue
         finally:
-            os.close(descriptor)  # before it is removed: NFS keeps what is open
+            os.close(descriptor)  # before the removal: NFS keeps open files
         shutil.rmtree(lock.parent, ignore_errors=True)
 
 
 def _lock(path: pathlib.Path) -> int:
-    """Return a new file's descriptor, which holds its lock until it is closed."""
+    """Create a file and lock it; return its descriptor, whose close releases the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks: what is left there, stays
+    except OSError:  # a file system without locks: leftovers stay
         path.unlink()
     return descriptor
 
@@ -96,7 +96,7 @@ class _Folder(Session):
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
         name = _file_of(layout.index)
-        # They say what the file is without us.
+        # Metadata that describes the file on its own.
         metadata = {
             "update": layout.update_id,
             "bucket": str(layout.index),
@@ -119,7 +119,7 @@ class _Folder(Session):
 
     def close(self) -> None:
         os.close(self._lock)
-        with contextlib.suppress(FileNotFoundError):  # another sender removes it, too
+        with contextlib.suppress(FileNotFoundError):  # another sender may have removed it
             shutil.rmtree(self._path)
 
 
@@ -128,15 +128,15 @@ def _file_of(index: int) -> str:
 
 
 class DiskReceiver(Receiver):
-    """Reads what a `DiskSender` writes; needs no safetensors library."""
+    """Reads the files of a `DiskSender`, without the safetensors library."""
 
     def __init__(self, opened: Announcement) -> None:
         super().__init__(opened)
         self._folder = pathlib.Path(opened_field(opened, "folder", str))
 
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
-        where = f"update {self._update_id}: bucket {layout.index}"
-        path = self._folder / pathlib.Path(field(announced, "file", str, where, REMEDY)).name
+        subject = f"update {self._update_id}: bucket {layout.index}"
+        path = self._folder / pathlib.Path(field(announced, "file", str, subject, REMEDY)).name
         try:
             with open(path, "rb") as file:
                 size, announced_size = os.fstat(file.fileno()).st_size, announced.get("file_bytes")
@@ -160,7 +160,12 @@ class DiskReceiver(Receiver):
 
 
 def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
-    """Return the offset of each tensor in a safetensors file. Errors: `ValueError`, `EOFError`."""
+    """Return the offset of each tensor in a safetensors file.
+
+    Raises:
+        ValueError: the header differs from the announcement.
+        EOFError: the file is too short.
+    """
     length = int.from_bytes(_exactly(descriptor, 8, 0), "little")
     header = parse_json(_exactly(descriptor, length, 8))
     offsets = {}
@@ -175,7 +180,7 @@ def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]
 def _exactly(descriptor: int, count: int, offset: int) -> bytes:
     if count > os.fstat(descriptor).st_size:
         raise EOFError(f"its header claims {count} bytes")
-    found = os.pread(descriptor, count, offset)
-    if len(found) < count:
-        raise EOFError(f"it ends within its header, at byte {offset + len(found)}")
-    return found
+    content = os.pread(descriptor, count, offset)
+    if len(content) < count:
+        raise EOFError(f"it ends within its header, at byte {offset + len(content)}")
+    return content

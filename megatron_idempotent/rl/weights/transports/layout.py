@@ -1,4 +1,4 @@
-"""Describes a bucket as JSON and one run of bytes, which ends with different torch understand."""
+"""Describes a bucket as JSON and contiguous bytes, independently of the torch version."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from megatron_idempotent.rl.weights.records import (
     listed,
 )
 
-#: Version of the announcements. Receivers refuse any other.
+#: The version of announcements. Receivers reject any other.
 FORMAT = 1
-#: Tensors begin at multiples of it, so that views in their type are aligned, for vector loads too.
+#: Tensors begin at multiples of this, so that views in their dtype are aligned, even for vector
+#: loads.
 _ALIGNMENT = 64
 REMEDY = "pass on what announce() gave"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """Describes the place of each tensor in the bytes of a bucket.
+    """The offsets of tensors in the bytes of a bucket.
 
     Example: `BucketLayout.of("run-7/12", bucket).pack(bucket.tensors, flat_N)`.
     """
@@ -41,11 +42,11 @@ class BucketLayout:
     """The offset of each tensor, in bytes."""
     checksums: Mapping[str, int]
     nbytes: int
-    """The number of bytes, gaps between tensors included."""
+    """The number of bytes, including gaps between tensors."""
 
     @classmethod
     def of(cls, update_id: str, bucket: Bucket) -> BucketLayout:
-        """Place the tensors one after the other, in the bucket's order."""
+        """Lay out the tensors consecutively, in the bucket's order."""
         tensors = tuple(TensorInfo.of(name, tensor) for name, tensor in bucket.tensors.items())
         offsets, end = [], 0
         for info in tensors:
@@ -83,65 +84,69 @@ class BucketLayout:
     def from_json(cls, announced: Mapping[str, Any], *, update_id: str) -> BucketLayout:
         """Return the layout that `as_json` described.
 
-        Errors: `UpdateDamaged` if it is another update's, or anything in it is absent, malformed,
-            or outside of the bucket's bytes.
+        Raises:
+            UpdateDamaged: it belongs to another update, or a field is missing, malformed or outside
+                of the bucket's bytes.
         """
-        where = f"update {update_id}: an announced bucket"
-        if (found := field(announced, "update", str, where, REMEDY)) != update_id:
+        subject = f"update {update_id}: an announced bucket"
+        if (update_of_bucket := field(announced, "update", str, subject, REMEDY)) != update_id:
             raise UpdateDamaged(
-                f"{where} is of update {found!r}; open a receiver for that update and pass it there"
+                f"{subject} is of update {update_of_bucket!r}; open a receiver for that update and "
+                "pass it there"
             )
-        entries = field(announced, "tensors", list, where, REMEDY)
-        tensors = tuple(TensorInfo.from_json(entry, where, REMEDY) for entry in entries)
+        entries = field(announced, "tensors", list, subject, REMEDY)
+        tensors = tuple(TensorInfo.from_json(entry, subject, REMEDY) for entry in entries)
         checksums = {
-            entry["name"]: field(entry, "checksum", str, where, REMEDY)
+            entry["name"]: field(entry, "checksum", str, subject, REMEDY)
             for entry in entries
             if "checksum" in entry
         }
         for name, text in checksums.items():
             if not re.fullmatch("[0-9a-f]{16}", text):
-                raise UpdateDamaged(f"{where} has {name} with checksum {text[:40]!r}; {REMEDY}")
+                raise UpdateDamaged(f"{subject} has {name} with checksum {text[:40]!r}; {REMEDY}")
         layout = cls(
             update_id=update_id,
-            index=field(announced, "index", int, where, REMEDY),
+            index=field(announced, "index", int, subject, REMEDY),
             tensors=tensors,
-            offsets=tuple(field(entry, "offset", int, where, REMEDY) for entry in entries),
+            offsets=tuple(field(entry, "offset", int, subject, REMEDY) for entry in entries),
             checksums={name: int(text, 16) for name, text in checksums.items()},
-            nbytes=field(announced, "nbytes", int, where, REMEDY),
+            nbytes=field(announced, "nbytes", int, subject, REMEDY),
         )
-        layout._check(where)
+        layout._check(subject)
         return layout
 
-    def _check(self, where: str) -> None:
+    def _check(self, subject: str) -> None:
         names = [info.name for info in self.tensors]
         if len(set(names)) < len(names):
             raise UpdateDamaged(
-                f"{where} lists a tensor twice, among {listed(sorted(names), ', ')}; {REMEDY}"
+                f"{subject} lists a tensor twice, among {listed(sorted(names), ', ')}; {REMEDY}"
             )
         for info, offset in zip(self.tensors, self.offsets, strict=True):
             if info.name.endswith(DELTA) and (info.dtype, len(info.shape)) != (torch.uint8, 1):
                 raise UpdateDamaged(
-                    f"{where} has {info.name} as {info.describe()}, and a delta is uint8 [bytes]; "
-                    f"{REMEDY}"
+                    f"{subject} has {info.name} as {info.describe()}, and a delta is uint8 "
+                    f"[bytes]; {REMEDY}"
                 )
             if offset + info.nbytes > self.nbytes or offset % _ALIGNMENT:
                 raise UpdateDamaged(
-                    f"{where} has {info.name} at bytes {offset} to {offset + info.nbytes}: not a "
+                    f"{subject} has {info.name} at bytes {offset} to {offset + info.nbytes}: not a "
                     f"multiple of {_ALIGNMENT}, or outside of its {self.nbytes} bytes; {REMEDY}"
                 )
         room = sum(-(-info.nbytes // _ALIGNMENT) * _ALIGNMENT for info in self.tensors)
         if self.nbytes > room:
             raise UpdateDamaged(
-                f"{where} has {self.nbytes} bytes, and its tensors fill {room} at most; {REMEDY}"
+                f"{subject} has {self.nbytes} bytes, and its tensors fill {room} at most; {REMEDY}"
             )
 
     def pack(self, tensors: Mapping[str, torch.Tensor], flat_N: torch.Tensor) -> None:
-        """Copy tensors, of any device and strides, into at least `nbytes` bytes of type uint8."""
+        """Copy tensors, of any device and strides, into a uint8 tensor of at least `nbytes`
+        bytes.
+        """
         for info, offset in zip(self.tensors, self.offsets, strict=True):
             _view(info, offset, flat_N).copy_(tensors[info.name].detach())
 
     def unpack(self, flat_N: torch.Tensor, *, device: torch.device | str = "cpu") -> Bucket:
-        """Return the bucket, copied out of its bytes into tensors on a device."""
+        """Return the bucket, with tensors copied from its bytes to a device."""
         return self.bucket(
             {
                 info.name: _view(info, offset, flat_N).to(device, copy=True)
@@ -150,7 +155,7 @@ class BucketLayout:
         )
 
     def bucket(self, tensors: Mapping[str, torch.Tensor]) -> Bucket:
-        """Return the bucket with these tensors, and the checksums that it was sent with."""
+        """Return a bucket with these tensors and the sender's checksums."""
         return Bucket(index=self.index, tensors=tensors, checksums=self.checksums)
 
 
@@ -159,17 +164,20 @@ def _view(info: TensorInfo, offset: int, flat_N: torch.Tensor) -> torch.Tensor:
 
 
 def read_tensor(descriptor: int, info: TensorInfo, offset: int) -> torch.Tensor:
-    """Return a tensor out of an open file, in memory of its own.
+    """Read a tensor from an open file into new memory.
 
-    It reads the file and does not map it: a mapping of a file that shrinks kills the process that
-    touches it. Errors: `EOFError` if the file ends before the tensor does; `OSError`.
+    It does not map the file, because reading a mapped file that shrinks kills the process.
+
+    Raises:
+        EOFError: the file ends within the tensor.
+        OSError: the file cannot be read.
     """
     tensor = torch.empty(info.shape, dtype=info.dtype)
     memory = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-    done = 0
-    while done < len(memory):
-        count = os.preadv(descriptor, [memory[done:]], offset + done)
+    filled = 0
+    while filled < len(memory):
+        count = os.preadv(descriptor, [memory[filled:]], offset + filled)
         if count == 0:
-            raise EOFError(f"it ends at byte {offset + done}, within {info.name}")
-        done += count
+            raise EOFError(f"it ends at byte {offset + filled}, within {info.name}")
+        filled += count
     return tensor

@@ -1,4 +1,4 @@
-"""Sends buckets over a process group of their own: gloo over TCP, or NCCL between devices."""
+"""Sends buckets over a separate process group: gloo over TCP, or NCCL between devices."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ from .layout import BucketLayout
 
 Backend = Literal["gloo", "nccl"]
 _LONGEST_S = 1e9
-#: Its stubs leave out what is used here.
+#: Untyped, because torch's stubs lack names that are used here.
 dist: Any = torch.distributed
-#: Time between two looks at an NCCL operation, whose own deadline would end the process.
+#: Seconds between two polls of an NCCL operation, whose own timeout would end the process.
 _POLL_S = 0.001
 
 
 def _serve(host: str, port: int, timeout_s: float) -> tuple[Any, int]:
-    """Serve a key-value store at one address of this machine, and at no other; return its port too.
+    """Serve a key-value store on one address of this machine only; return the store and its port.
 
-    Errors: `TransportError` for an address that is not this machine's, or is taken.
+    Raises:
+        TransportError: the address is not this machine's, or the port is in use.
     """
     listening = None
     try:
@@ -60,17 +61,18 @@ def _serve(host: str, port: int, timeout_s: float) -> tuple[Any, int]:
 
 
 def _reach(host: str, port: int, timeout_s: float) -> tuple[Any, str]:
-    """Connect to a trainer's store; return this machine's address on the route to it, too.
+    """Connect to a trainer's store; return the store and this machine's address on that route.
 
-    Errors: `TransportTimeout` if it does not answer.
+    Raises:
+        TransportTimeout: the store does not respond.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with contextlib.closing(socket.socket(family, kind)) as probe:
-            probe.connect(address)  # which sends nothing
-            mine = str(probe.getsockname()[0])
-        return _store(host, port, timeout_s, is_master=False, listening=None), mine
-    except (OSError, RuntimeError, ValueError) as error:  # the last for what is no host's name
+            probe.connect(address)  # UDP: sends nothing
+            own_address = str(probe.getsockname()[0])
+        return _store(host, port, timeout_s, is_master=False, listening=None), own_address
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError for an invalid host name
         raise TransportTimeout(
             f"the trainer does not answer at {host!r}, port {port}, within {timeout_s} s: "
             f"{_first_line(error)}; is the update still open, and can this machine reach that "
@@ -81,16 +83,16 @@ def _reach(host: str, port: int, timeout_s: float) -> tuple[Any, str]:
 def _process_group(
     backend: Backend, store: Any, rank: int, size: int, host: str, timeout_s: float
 ) -> Any:
-    # The classes themselves: `init_process_group` would take the default group, and `new_group`
-    # needs one that has all ranks in it.
+    # The constructors, because `init_process_group` would make the default group, and `new_group`
+    # needs a default group with all ranks.
     if backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
-        # NCCL's watchdog ends the process at its deadline; ours comes first.
+        # NCCL's watchdog ends the process at its timeout; this sender's timeout comes first.
         nccl._timeout = datetime.timedelta(seconds=10 * timeout_s)
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
     gloo = dist.ProcessGroupGloo._Options()
     gloo._timeout = datetime.timedelta(seconds=timeout_s)
-    # By default gloo takes what the host's name resolves to, which others may not reach.
+    # By default gloo uses the host name's address, which other machines may not reach.
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, size, gloo)
 
@@ -98,7 +100,7 @@ def _process_group(
 def _store(
     host: str, port: int, timeout_s: float, *, is_master: bool, listening: int | None
 ) -> Any:
-    # Not libuv's, which in torch 2.6 takes no socket that is bound already.
+    # Without libuv, which in torch 2.6 cannot take over a bound socket.
     return dist.TCPStore(
         host,
         port,
@@ -110,8 +112,8 @@ def _store(
     )
 
 
-def _told(run: Callable[[], None], fact: str, timeout_s: float) -> None:
-    """Call a function, and raise torch's errors as `TransportError`; late ones as
+def _with_transport_errors(run: Callable[[], None], fact: str, timeout_s: float) -> None:
+    """Call a function; convert torch's errors to `TransportError`, and late ones to
     `TransportTimeout`.
     """
     began = time.monotonic()
@@ -122,9 +124,9 @@ def _told(run: Callable[[], None], fact: str, timeout_s: float) -> None:
     except RuntimeError as error:
         took_s = time.monotonic() - began
         kind = TransportTimeout if took_s >= timeout_s else TransportError
-        # Without its traceback, which holds the store, the operation and with it the connections:
-        # an error that somebody keeps would keep the others from seeing that this end is gone.
-        # (So would the frames of a context manager.)
+        # Without the traceback, whose frames refer to the store and the connections: if a caller
+        # keeps the error, the other ends would not see that this end is closed. (Frames of a
+        # context manager would have the same effect.)
         raise kind(f"{fact} after {took_s:.1f} s: {_first_line(error)}") from (
             error.with_traceback(None)
         )
@@ -138,12 +140,12 @@ KIND = "process_group"
 
 
 class ProcessGroupSender(Sender):
-    """Broadcasts each bucket as one message of bytes; the workers receive while it transmits.
+    """Broadcasts each bucket as one message of bytes; workers must receive it concurrently.
 
-    The group is made at the first bucket of an update and ends with it. It is none of the process's
-    other groups, and leaves `torch.distributed`'s state alone. There is no authentication: use an
-    address of a private network. Tested with gloo; with NCCL, which needs a device of its own for
-    every rank, it has not been run.
+    The group is created at the first bucket of an update and closed with the update. It is separate
+    from the process's other groups, and does not touch `torch.distributed`'s state. There is no
+    authentication: use an address of a private network. Tested with gloo; untested with NCCL, which
+    needs a separate device for every rank.
     """
 
     kind = KIND
@@ -159,11 +161,11 @@ class ProcessGroupSender(Sender):
     ) -> None:
         """
         Args:
-            address: the address of this machine that workers reach; it listens at no other.
-            port: the port to meet at; 0 for a free one.
+            address: the address of this machine to listen on, which workers can reach.
+            port: the port to listen on; 0 for a free one.
             ranks: the number of the engine's workers.
-            backend: "gloo", or "nccl", which takes the current CUDA device of each process.
-            timeout_s: longest wait in seconds for all workers to join, and then for each bucket.
+            backend: "gloo", or "nccl", which uses the current CUDA device of each process.
+            timeout_s: the longest wait in seconds for all workers to join, and for each bucket.
         """
         super().__init__()
         if ranks < 1:
@@ -192,10 +194,10 @@ class ProcessGroupSender(Sender):
 
 
 class _Broadcasts(Session):
-    """Sends or receives buckets over a group, which is made at the first one.
+    """Sends or receives buckets over a process group, which the first bucket creates.
 
-    The trainer is rank 0, and workers are 1 on. A failed operation breaks the group for good: it is
-    closed, so that the other ends see it at once.
+    The trainer is rank 0, and workers are ranks 1 and up. A failed operation closes the group, so
+    that the other ends notice at once.
     """
 
     def __init__(
@@ -221,15 +223,17 @@ class _Broadcasts(Session):
         return layout.unpack(self._broadcast(layout, None))
 
     def close(self) -> None:
-        """Leave the group, and the store, whose port is free once its groups are closed too."""
+        """Drop the group and the store; the port is free once all ends have done so."""
         self._group = self._store = self._flat_N = None
 
     def _broadcast(
         self, layout: BucketLayout, tensors: Mapping[str, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Send rank 0's bytes to all ranks; all enter, and return when all have them.
+        """Send rank 0's bytes to all ranks; returns when all have them. A collective.
 
-        Errors: `TransportTimeout`; `TransportError` if another end is gone.
+        Raises:
+            TransportTimeout: another rank did not join or finish in time.
+            TransportError: another rank is gone.
         """
         if self._store is None:
             raise TransportError("the group has failed before, or is closed")
@@ -237,18 +241,27 @@ class _Broadcasts(Session):
             torch.cuda.set_device(self._device)
         try:
             if self._group is None:
-                _told(self._join, "the process group was not made", self._timeout_s)
+                _with_transport_errors(
+                    self._join, "the process group was not made", self._timeout_s
+                )
             flat_N = self._buffer(layout.nbytes)
             if tensors is not None:
                 layout.pack(tensors, flat_N)
-            _told(lambda: self._exchange(flat_N), "the transfer broke off", self._timeout_s)
+            _with_transport_errors(
+                lambda: self._exchange(flat_N), "the transfer broke off", self._timeout_s
+            )
             return flat_N
         except BaseException:
             self.close()
             raise
 
     def _join(self) -> None:
-        """Meet the others. Errors: `TransportTimeout` naming who did not come; `TransportError`."""
+        """Wait for all ranks, and create the group.
+
+        Raises:
+            TransportTimeout: workers did not join in time; the message has their ranks.
+            TransportError: two workers have the same rank.
+        """
         keys = {rank: f"joined/{rank}" for rank in range(1, self._ranks + 1)}
         if self._rank and self._store.add(keys[self._rank], 1) > 1:
             raise TransportError(
@@ -265,19 +278,19 @@ class _Broadcasts(Session):
                 f"workers {absent} of {self._ranks} did not join within {self._timeout_s} s; were "
                 "they given open()'s announcement and a bucket's, and can they reach this address?"
             ) from error
-        place = self._store, self._rank, self._ranks + 1
-        self._group = _process_group(self._backend, *place, self._host, self._timeout_s)
+        group_arguments = self._store, self._rank, self._ranks + 1
+        self._group = _process_group(self._backend, *group_arguments, self._host, self._timeout_s)
 
     def _exchange(self, flat_N: torch.Tensor) -> None:
         until = time.monotonic() + self._timeout_s
         self._finish(self._group.broadcast([flat_N]), until)
-        # Workers pass the bytes on to others; this tells rank 0 that the last one has them.
+        # Workers forward the bytes; the all-reduce tells rank 0 that all workers have them.
         everyone = torch.zeros(1, device=flat_N.device)
         self._finish(self._group.allreduce([everyone]), until)
 
     def _finish(self, work: Any, until: float) -> None:
         if self._backend == "gloo":
-            work.wait()  # up to the timeout that the group was made with
+            work.wait()  # up to the group's timeout
             return
         while not work.is_completed():
             if time.monotonic() > until:
@@ -287,7 +300,7 @@ class _Broadcasts(Session):
         work.wait()
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Return `nbytes` of memory, the same memory for every bucket."""
+        """Return a buffer of `nbytes`, reused for all buckets."""
         if self._flat_N is None or len(self._flat_N) < nbytes:
             self._flat_N = None
             device = "cuda" if self._backend == "nccl" else "cpu"
@@ -296,7 +309,7 @@ class _Broadcasts(Session):
 
 
 class ProcessGroupReceiver(Receiver):
-    """Receives buckets in a worker, which joins at the first one; a failure needs a new `open`."""
+    """Receives buckets in a worker, which joins at the first one; after a failure, open again."""
 
     def __init__(self, opened: Announcement, *, rank: int) -> None:
         super().__init__(opened)
@@ -325,9 +338,9 @@ class ProcessGroupReceiver(Receiver):
                 raise TransportError("this receiver is closed")
             if self._end is None:
                 address = str(opened["host"]), int(opened["port"])
-                store, mine = _reach(*address, float(opened["timeout_s"]))
-                place = store, mine, opened
-                self._end = _Broadcasts(*place, rank=self._rank, device=self._device)
+                store, own_address = _reach(*address, float(opened["timeout_s"]))
+                broadcast_arguments = store, own_address, opened
+                self._end = _Broadcasts(*broadcast_arguments, rank=self._rank, device=self._device)
             return self._end.receive(layout)
         except TransportError as error:
             raise UpdateDamaged(
@@ -343,9 +356,9 @@ class ProcessGroupReceiver(Receiver):
 
 
 def _device(backend: Backend) -> int | None:
-    """Return the caller's CUDA device.
+    """Return the caller's current CUDA device; None for gloo.
 
-    The thread that transfers has a current device of its own.
+    The transferring thread has another current device.
     """
     if backend != "nccl":
         return None

@@ -1,4 +1,4 @@
-"""Makes one bucket of the parts that several senders send side by side."""
+"""Combines the parts of a bucket that several senders send concurrently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIND = "several"
 
 
 def opened_together(announcements: Sequence[Announcement]) -> Announcement:
-    """Return one announcement of an update that senders have opened; of one sender its own."""
+    """Combine several senders' announcements of an update; a single one is returned unchanged."""
     if len(announcements) == 1:
         return announcements[0]
     update = announcements[0]["update"]
@@ -26,18 +26,18 @@ def opened_together(announcements: Sequence[Announcement]) -> Announcement:
 
 
 def announced_together(parts: Sequence[Announcement]) -> Announcement:
-    """Return one announcement of a bucket whose parts the senders announced, in their order."""
+    """Combine the announcements of a bucket's parts, in the senders' order."""
     return parts[0] if len(parts) == 1 else {"parts": list(parts)}
 
 
 class SeveralReceiver(Receiver):
-    """Receives the parts of a bucket in a thread for each sender."""
+    """Receives the parts of a bucket, with a thread per sender."""
 
     def __init__(self, opened: Announcement, make: Callable[[Announcement], Receiver]) -> None:
         """
         Args:
-            opened: the announcement of `opened_together`.
-            make: makes the receiver for one sender.
+            opened: the result of `opened_together`.
+            make: makes the receiver of one sender.
         """
         super().__init__(opened)
         senders = opened_field(opened, "senders", list)
@@ -56,11 +56,11 @@ class SeveralReceiver(Receiver):
 
     def receive(self, announced: Announcement) -> Bucket:
         """See `Receiver.receive`. If parts fail, the first error is raised once all have ended."""
-        where = f"update {self._update_id}: an announced bucket"
-        announced_parts: list[Any] = field(announced, "parts", list, where, REMEDY)
+        subject = f"update {self._update_id}: an announced bucket"
+        announced_parts: list[Any] = field(announced, "parts", list, subject, REMEDY)
         if len(announced_parts) != len(self._receivers):
             raise UpdateDamaged(
-                f"{where} has {len(announced_parts)} parts, and {len(self._receivers)} senders "
+                f"{subject} has {len(announced_parts)} parts, and {len(self._receivers)} senders "
                 f"were opened; {REMEDY}"
             )
         receiving = [
@@ -73,12 +73,12 @@ class SeveralReceiver(Receiver):
         buckets = [part.result() for part in receiving]
         if len({bucket.index for bucket in buckets}) > 1:
             indices = ", ".join(str(bucket.index) for bucket in buckets)
-            raise UpdateDamaged(f"{where} has parts of buckets {indices}; {REMEDY}")
+            raise UpdateDamaged(f"{subject} has parts of buckets {indices}; {REMEDY}")
         tensors: dict[str, torch.Tensor] = {}
         checksums: dict[str, int] = {}
         for bucket in buckets:
             if repeated := sorted(tensors.keys() & bucket.tensors.keys()):
-                raise UpdateDamaged(f"{where} has {repeated[0]} of several senders; {REMEDY}")
+                raise UpdateDamaged(f"{subject} has {repeated[0]} of several senders; {REMEDY}")
             tensors.update(bucket.tensors)
             checksums.update(bucket.checksums)
         return Bucket(index=buckets[0].index, tensors=tensors, checksums=checksums)

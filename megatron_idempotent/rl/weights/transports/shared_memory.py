@@ -17,27 +17,32 @@ from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, Weight
 from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
 from .layout import REMEDY, BucketLayout, read_tensor
 
-#: Where Linux shows POSIX shared memory as files.
+#: Where Linux exposes POSIX shared memory as files.
 DIRECTORY = pathlib.Path("/dev/shm")
 PREFIX = "megatron-idempotent"
-#: Segments are a multiple of it in bytes, so that buckets of nearly one size fit the same.
+#: Segment sizes are multiples of this, so that buckets of similar size fit the same segment.
 _GRAIN = 1 << 21
 
 
 class Segment:
-    """Holds shared memory of this process, under a name that says whose it is."""
+    """A shared-memory segment of this process, whose name identifies the process."""
 
     def __init__(self, nbytes: int) -> None:
-        """Allocate at least `nbytes`. Errors: `TransportError` if there is no room."""
+        """Allocate at least `nbytes`.
+
+        Raises:
+            TransportError: there is not enough shared memory.
+        """
         self.nbytes = max(1, -(-nbytes // _GRAIN)) * _GRAIN
         self.name = f"{PREFIX}.{_namespace()}.{os.getpid()}.{_started(os.getpid())}"
         self.name += f".{secrets.token_hex(4)}"
-        # The standard library's tracker unlinks it if this process is killed. Its `SharedMemory`
-        # has that forget a name that it never knew, where there is no room.
+        # The standard library's tracker unlinks the segment if this process is killed. Registered
+        # by hand, because `SharedMemory` unregisters a name that was never registered if allocation
+        # fails.
         resource_tracker.register(f"/{self.name}", "shared_memory")
         try:
             with open(DIRECTORY / self.name, "xb", opener=_private) as file:
-                # Without it, writing where /dev/shm is full kills the process (SIGBUS).
+                # Without this, a write while /dev/shm is full kills the process (SIGBUS).
                 os.posix_fallocate(file.fileno(), 0, self.nbytes)
             self.flat_N = torch.from_file(
                 str(DIRECTORY / self.name), shared=True, size=self.nbytes, dtype=torch.uint8
@@ -54,16 +59,16 @@ class Segment:
             ) from error
 
     def announced(self) -> Mapping[str, Any]:
-        """Return the name and size by which a receiver opens it."""
+        """Return the name and size with which a receiver opens the segment."""
         return {"segment": self.name, "segment_bytes": self.nbytes}
 
     def unlink(self) -> None:
-        """Give the name back; the memory goes when no process reads it any more."""
+        """Unlink the name; the memory is freed when the last process closes it."""
         del self.flat_N
         self._forget()
 
     def _forget(self) -> None:
-        # Absent where it was never made, or removed by an administrator.
+        # Missing if creating it failed, or if an administrator removed it.
         (DIRECTORY / self.name).unlink(missing_ok=True)
         resource_tracker.unregister(f"/{self.name}", "shared_memory")
 
@@ -73,10 +78,10 @@ def _private(path: str, flags: int) -> int:
 
 
 def remove_stale_segments() -> tuple[str, ...]:
-    """Unlink the segments whose owner has died; returns their names.
+    """Unlink the segments of processes that have died; return their names.
 
-    Owners in another PID namespace (another container over the same /dev/shm) cannot be seen from
-    here, so theirs are left.
+    Segments of other PID namespaces (containers that share /dev/shm) are kept, because their
+    processes are not visible.
     """
     removed = []
     for path in sorted(DIRECTORY.glob(f"{PREFIX}.*")):
@@ -85,7 +90,7 @@ def remove_stale_segments() -> tuple[str, ...]:
         try:
             path.unlink()
         except (FileNotFoundError, PermissionError):
-            continue  # somebody else's, or removed meanwhile
+            continue  # another user's, or removed meanwhile
         removed.append(path.name)
     return tuple(removed)
 
@@ -99,17 +104,17 @@ def _is_stale(name: str) -> bool:
 
 
 def _namespace() -> int:
-    """Return the PID namespace in which this process's PID means something."""
+    """Return the id of this process's PID namespace."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since boot; None if it is gone or a zombie.
+    """Return a process's start time in clock ticks since boot; None if it is dead or a zombie.
 
-    A segment's name has it beside the PID, because PIDs are given out again.
+    A segment's name has the start time in addition to the PID, because PIDs are reused.
     """
     try:
-        # The second field is the program's name in brackets, and may hold spaces and brackets.
+        # The second field, the program's name in brackets, may contain spaces and brackets.
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -120,10 +125,10 @@ KIND = "shared_memory"
 
 
 class SharedMemorySender(Sender):
-    """Writes each bucket into a segment that all workers read; two segments are used in turn.
+    """Writes each bucket to a segment that all workers read; two segments alternate.
 
-    A bucket's segment is taken until `release(bucket)`, so at most two buckets are on their way.
-    `open()` also removes the segments of trainers that died.
+    A bucket occupies its segment until `release(bucket)`, so at most two buckets are in transit.
+    `open()` also removes the segments of dead trainers.
     """
 
     kind = KIND
@@ -139,17 +144,17 @@ class SharedMemorySender(Sender):
 
 
 class SharedMemoryReceiver(Receiver):
-    """Copies buckets out of a trainer's segments.
+    """Copies buckets from a trainer's segments.
 
-    It opens them as the files that they are on Linux. `multiprocessing.shared_memory` would also
-    hand them to this process's resource tracker, which before Python 3.13 unlinks them when this
-    process ends, under the trainer's feet.
+    It opens segments as files. `multiprocessing.shared_memory` would register them with this
+    process's resource tracker, which before Python 3.13 unlinks the trainer's segments when this
+    process ends.
     """
 
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
-        where = f"update {self._update_id}: bucket {layout.index}"
-        name: str = field(announced, "segment", str, where, REMEDY)
-        expected: int = field(announced, "segment_bytes", int, where, REMEDY)
+        subject = f"update {self._update_id}: bucket {layout.index}"
+        name: str = field(announced, "segment", str, subject, REMEDY)
+        expected: int = field(announced, "segment_bytes", int, subject, REMEDY)
         if not name.startswith(f"{PREFIX}.") or {"/", "\0"} & set(name):
             raise UpdateDamaged(f"update {self._update_id}: {name!r} is not a trainer's segment")
         try:
