@@ -2,7 +2,7 @@
 
 `Controller` is the loop, and `controller.protocol` defines the parts that it is made of. `Fleet`
 makes a generator of engines, and samplers bound how old weights may be. Nothing is imported before
-it is used: the simulator runs all of this without a model.
+it is used: all of this runs without a model.
 """
 
 from megatron_idempotent.lazy import attributes

@@ -156,7 +156,7 @@ async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> M
 
 def _export_thread() -> ThreadPoolExecutor:
     """Make a thread for the export, on the caller's device: each thread has a current one."""
-    torch = sys.modules.get("torch")  # a simulation has none
+    torch = sys.modules.get("torch")  # weights without tensors need none
     if torch is None or not torch.cuda.is_available():
         return ThreadPoolExecutor(1, "weight-export")
     return ThreadPoolExecutor(

@@ -146,7 +146,7 @@ def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
     [W], others torch's int64 [W]. If the last word has fewer bytes, it comes by itself, on the
     host, with zeros after them.
     """
-    import numpy as np  # here: who sends no tensor, such as a simulation, needs neither
+    import numpy as np  # here: who sends no tensor needs neither
     import torch
 
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
