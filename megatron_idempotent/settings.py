@@ -193,7 +193,7 @@ _TYPES = {"integer": "a whole number", "number": "a number", "string": "text"}
 def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[Place, str]]:
     """Yield the place of each fault that pydantic found, and a sentence about it."""
     for each in found.errors(include_url=False):
-        place: Place = each["loc"]
+        place = tuple(map(str, each["loc"]))
         field = _at(kind, place)
         name, value, what = prefix + ".".join(place), _shown(each["input"]), each["type"]
         if what == "value_error":  # a record's own check names what is wrong in it

@@ -39,7 +39,7 @@ from megatron_idempotent.rl.workers import RanksLost
 #: What may end a run; a fresh controller, or the same one, then goes on.
 ENDS = (StepFailed, PublishFailed, Stalled, RanksLost)
 MOST_LEGS = 25
-ENGINE_FAULTS = ("dies", "hangs", "slow")
+ENGINE_FAULTS = ("dies", "starts again", "hangs", "slow")
 METHODS = ("stage", "pause", "commit", "rollback", "resume")
 SETTINGS = {
     "group_timeout_s": 60.0,
@@ -504,6 +504,8 @@ class Teller:
             engine.faults.setdefault(method, []).extend([fault.kind] * fault.times)
         elif fault.kind == "dies":
             engine.dead = True
+        elif fault.kind == "starts again":
+            engine.start()
         else:
             engine.token_s *= 1e5 if fault.kind == "hangs" else 5
         await asyncio.sleep(fault.for_s)

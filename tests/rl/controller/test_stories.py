@@ -43,6 +43,11 @@ ENDURED: list[tuple[list[Fault], dict[str, Any], dict[str, Any]]] = [
         for method in ("", "stage", "commit")
         for sampler in ("windowed", "in_order")
     ),
+    (
+        [engine("starts again", number=number, at_s=20.0 + number) for number in range(2)],
+        {"group_size": 2, "sampler": "first_ready"},
+        {"filtered": 0, "quarantined": {}, "back": True},
+    ),
     ([engine("hangs", for_s=100.0)], LONGER, {"filtered": 0}),
     ([engine("slow")], LONGER, {"filtered": 0}),
     (ALL_FOR_A_WHILE, LONGER, {"filtered": 0, "over 60 s": True}),
