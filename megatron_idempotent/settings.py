@@ -12,8 +12,7 @@ import functools
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -37,9 +36,8 @@ else:
 __all__ = ["Field", "SettingsReader", "allowed", "schema", "settings"]
 
 Record = TypeVar("Record")
-Place = tuple[Any, ...]
-"""A path to a value: keys from the outermost table on, and indices in lists, such as
-`("faults", 0, "kind")`."""
+Place = tuple[str, ...]
+"""A path to a value: keys from the outermost table on, such as `("optimizer", "lr")`."""
 
 _CHECKED = ConfigDict(
     extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -129,7 +127,7 @@ class SettingsReader(Generic[Record]):
                         f"--set {_shown(text)}: {part} is {_shown(table)}, and no section; "
                         f"write {part}=value"
                     )
-            table[place[-1]] = _value(raw.strip(), _at(self._kind, place)[1])
+            table[place[-1]] = _value(raw.strip(), _at(self._kind, place))
             self._set.add(place)
         return self
 
@@ -144,7 +142,7 @@ class SettingsReader(Generic[Record]):
             if isinstance(given, dict):
                 table = {**table, section: {**values, **given}}
         try:
-            # As JSON: a table may then be a record, a list a tuple, and no other type is converted.
+            # As JSON: a table may then be a record, and no other type is converted.
             record = _adapter(self._kind).validate_json(json.dumps(table, default=str))
         except ValidationError as found:
             told = [self._where(place) + text for place, text in _problems(found, self._kind, "")]
@@ -189,29 +187,25 @@ def allowed(field: Mapping[str, Any]) -> str:
     return ", ".join(bounds) or "any"
 
 
-_TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "array": "a list"}
+_TYPES = {"integer": "a whole number", "number": "a number", "string": "text"}
 
 
 def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[Place, str]]:
     """Yield the place of each fault that pydantic found, and a sentence about it."""
     for each in found.errors(include_url=False):
-        place, field = _at(kind, each["loc"])
-        name, value, what = prefix + _dotted(place), _shown(each["input"]), each["type"]
+        place = tuple(map(str, each["loc"]))
+        field = _at(kind, place)
+        name, value, what = prefix + ".".join(place), _shown(each["input"]), each["type"]
         if what == "value_error":  # a record's own check names what is wrong in it
             text = str(each["ctx"]["error"])
             yield place, text if text.startswith(name) else f"{name}: {text}"
         elif what == "unexpected_keyword_argument":
-            siblings = _at(kind, each["loc"][:-1])[1].get("properties", {})
+            siblings = _at(kind, place[:-1]).get("properties", {})
             yield place, _unknown(kind, place, prefix, each["input"], siblings)
         elif what == "missing":
             yield place, f"{name} is missing; give {_TYPES.get(field.get('type', ''), 'it')}"
-        elif what.startswith("union_tag"):
-            tags = ", ".join(field["discriminator"]["mapping"])
-            yield place, f"{name} is {value}; allowed: a table with kind = one of {tags}"
         elif field.get("type") == "object":
             yield place, f"{name} is {value}; write it as a table, [{name}]"
-        elif field.get("type") == "array":
-            yield place, f"{name} is {value}; write a list, or each as a table, [[{name}]]"
         elif what.endswith("_type") and field.get("type") in _TYPES:
             also = "" if allowed(field) == "any" else f", {allowed(field)}"
             yield place, f"{name} is {value}; give {_TYPES[field['type']]}{also}"
@@ -226,44 +220,32 @@ def _shown(value: object) -> str:
 
 def _unknown(kind: Any, place: Place, prefix: str, value: object, siblings: Iterable[str]) -> str:
     *section, key = place
+    name = prefix + ".".join(place)
     near = difflib.get_close_matches(key, siblings, n=1)
-    hints = [_dotted((*section, each)) for each in near]
-    hints += [_dotted(each) for each in _keys(kind) if each[-1] == key]
+    hints = [".".join((*section, each)) for each in near]
+    hints += [".".join(each) for each in _keys(kind) if each[-1] == key]
     hint = f"did you mean {prefix}{hints[0]}?" if hints else f"known: {', '.join(siblings)}"
     if isinstance(value, dict):
-        return f"unknown section {prefix}{_dotted(place)}; {hint}"
-    return f"unknown key {prefix}{_dotted(place)} (value {_shown(value)}); {hint}"
+        return f"unknown section {name}; {hint}"
+    return f"unknown key {name} (value {_shown(value)}); {hint}"
 
 
 def _keys(kind: Any) -> Iterator[Place]:
     """Yield the keys of a record and of its sections, as places."""
     for key in schema(kind)["properties"]:
         yield (key,)
-        yield from ((key, each) for each in _at(kind, (key,))[1].get("properties", {}))
+        yield from ((key, each) for each in _at(kind, (key,)).get("properties", {}))
 
 
-def _at(kind: Any, where: Sequence[str | int]) -> tuple[Place, Mapping[str, Any]]:
-    """Return a place without pydantic's tags of unions, and the JSON schema of its value."""
+def _at(kind: Any, place: Place) -> Mapping[str, Any]:
+    """Return the JSON schema of the value at a place; empty for one that no record has."""
     root = schema(kind)
-    place: list[str | int] = []
     field = root
-    for part in where:
-        if "discriminator" in field:
-            field = {"$ref": field["discriminator"]["mapping"].get(part, "#")}
-        else:
-            place.append(part)
-            field = (
-                field.get("items", {})
-                if isinstance(part, int)
-                else field.get("properties", {}).get(part, {})
-            )
+    for key in place:
+        field = field.get("properties", {}).get(key, {})
         while "$ref" in field:
             field = root["$defs"].get(field["$ref"].rpartition("/")[2], {})
-    return tuple(place), field
-
-
-def _dotted(place: Sequence[str | int]) -> str:
-    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).removeprefix(".")
+    return field
 
 
 def _value(raw: str, field: Mapping[str, Any]) -> Any:
@@ -278,13 +260,9 @@ def _value(raw: str, field: Mapping[str, Any]) -> Any:
 def _lines(text: str) -> Iterator[tuple[Place, int]]:
     """Yield the place of each key and table in a TOML file, with its line, from 1."""
     table: Place = ()
-    lists: Counter[str] = Counter()
     for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
-            table = tuple(header[2].split("."))
-            if header[1] == "[[":
-                table = (*table, lists[header[2]])
-                lists[header[2]] += 1
+        if header := re.match(r"\s*\[\[?\s*([\w.-]+)\s*\]", line):
+            table = tuple(header[1].split("."))
             yield table, number
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
             yield (*table, *key[1].split(".")), number

@@ -23,7 +23,6 @@ _NAMED = {
     "ID": "patching.catalog:hazards",
     "CHECK": "proof.certify.state_checks:EVERY",
     "LAYOUT": "proof.certify.layouts:LAYOUTS",
-    "SCENARIO": "rl.simulator.__main__:shipped",
 }
 
 SHELLS = {

@@ -33,7 +33,6 @@ _OWN_PARSERS = {
     "hook": ("megatron_idempotent.cli.doors", "hook", "hook_parser"),
     "run": ("megatron_idempotent.cli.doors", "run", "run_parser"),
     "train": ("megatron_idempotent.rl.trainer.main", "main", "parser"),
-    "simulate": ("megatron_idempotent.rl.simulator.__main__", "main", "parser"),
 }
 """The module of each command with a parser of its own, what runs it and what makes the parser."""
 
@@ -232,7 +231,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
     commands.add_parser("hook", help="patches wherever a variable is on: install, status, remove")
     commands.add_parser("run", help="run a command with the patches in all processes below it")
     commands.add_parser("train", help="the reference RL trainer")
-    commands.add_parser("simulate", help="an asynchronous run on a virtual clock")
     return parser, commands
 
 

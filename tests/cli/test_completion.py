@@ -31,7 +31,6 @@ ask megatron-idempotent hook --
 ask megatron-idempotent certify --check split
 ask megatron-idempotent train --set run.ro
 ask megatron-idempotent train --engine ''
-ask megatron-idempotent simulate bal
 ask megatron-idempotent train --seed ''
 ask megatron-idempotent drift 'a f'
 """
@@ -66,7 +65,6 @@ def test_bash_completes_commands_options_ids_and_files_and_starts_nothing(tmp_pa
         "split-step",
         "run.rollouts=",
         "transformers vllm",
-        "balanced",
         "",
         "a file",
     ]
@@ -95,14 +93,14 @@ def test_a_tab_completes_an_id(shell, options, tmp_path, capsys):
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
 def test_fish_completes_ids_values_and_options(tmp_path, capsys):
     (tmp_path / "script").write_text(script("fish", capsys))
-    asked = ("explain grad-", "prove --device c", "doctor --", "train --set run.ro", "simulate b")
+    asked = ("explain grad-", "prove --device c", "doctor --", "train --set run.ro")
     lines = "".join(f"; complete -C 'megatron-idempotent {each}'" for each in asked)
     command = ["fish", "-N", "-c", f"source {tmp_path}/script{lines}"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     words = [line.partition("\t")[0] for line in said.stdout.splitlines()]
     assert {*words} == {
         *(each for each in hazards() if each.startswith("grad-")),
-        *("cpu", "cuda", "checked", "--help", "--json", "--beside", "run.rollouts=", "balanced"),
+        *("cpu", "cuda", "checked", "--help", "--json", "--beside", "run.rollouts="),
     }
 
 
@@ -130,7 +128,7 @@ def test_a_command_whose_packages_are_missing_is_completed_by_its_name(mocker, c
     for name in ("rl.trainer.config", "settings"):
         sys.modules.pop(f"megatron_idempotent.{name}", None)
     said = script("bash", capsys)
-    assert re.search(r"^_shtab_megatron_idempotent_subparsers=\(.* train simulate\)$", said, re.M)
+    assert re.search(r"^_shtab_megatron_idempotent_subparsers=\(.* train\)$", said, re.M)
     assert "megatron_idempotent_train_option_strings=(-h --help)" in said
 
 
@@ -161,7 +159,6 @@ def test_help_fits_80_columns_and_says_the_exit_codes(command, monkeypatch, caps
         (["drift", "--accept", "grad-scale"], "'grad-scale-func'"),
         (["certify", "--check", "split-stp", "a:B"], "split-step"),
         (["certify", "--layout", "dp2-distop", "a:B"], "distopt"),
-        (["simulate", "balancd"], "balanced"),
         (["docter"], "doctor"),
     ],
 )

@@ -188,5 +188,4 @@ def streamed() -> list[str]:
     controller = toy.controller
     with traced() as found:
         run_virtually(controller.run(until=2))
-    found -= {name for name in found if name.startswith("rl/simulator/")}
     return sorted(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 ENGINES = ("megatron", "fsdp")
@@ -68,8 +69,11 @@ def all_by_value() -> tuple[bytes, bytes, bytes]:
             "token_logprobs": megatron_idempotent.token_logprobs,
             "poison": poison,
             "is_poisoned": is_poisoned,
-            "simulate": everything["megatron_idempotent.rl.simulator.run.simulate"],
-            "Scenario": everything["megatron_idempotent.rl.simulator.scenario.Scenario"],
+            "Config": everything["megatron_idempotent.rl.trainer.config.Config"],
+            "Controller": everything["megatron_idempotent.rl.controller.controller.Controller"],
+            "ControllerSettings": everything[
+                "megatron_idempotent.rl.controller.state.ControllerSettings"
+            ],
         }
     )
     return names_alone, every, code
@@ -141,8 +145,14 @@ def used(engine: str, names: bytes, code: bytes) -> None:
     got = arrived["token_logprobs"](logits=logits_TV, targets=targets_T).logprob
     want = megatron_idempotent.token_logprobs(logits=logits_TV, targets=targets_T).logprob
     assert torch.equal(got, want)
-    # The controller, with stand-ins for engines and ranks.
-    assert arrived["simulate"](arrived["Scenario"](engines=2, steps=2)).steps == 2
+    # Settings, one record of which has others for fields, and the controller with toys around it.
+    assert arrived["Config"]().run.ranks == 2
+    sys.path.append(str(Path(__file__).parents[1] / "rl" / "controller"))
+    import toy
+
+    for name in ("Controller", "ControllerSettings"):
+        setattr(toy, name, arrived[name])
+    assert toy.Toy().run(2).status.trainer_version == 2
     arrived["poison"]("a reason")
     assert agreement.is_poisoned()
     agreement.forget()

@@ -159,7 +159,7 @@ async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> M
 
 def _export_thread() -> ThreadPoolExecutor:
     """Make a thread for the export with the caller's current CUDA device, which is per thread."""
-    torch = sys.modules.get("torch")  # a simulation does not import torch
+    torch = sys.modules.get("torch")  # weights without tensors need none
     if torch is None or not torch.cuda.is_available():
         return ThreadPoolExecutor(1, "weight-export")
     return ThreadPoolExecutor(

@@ -158,7 +158,7 @@ def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
     [W], on a device torch's int64 [W]. An incomplete last word is a block of its own, on the host
     and padded with zeros.
     """
-    import numpy as np  # here, because simulations need neither NumPy nor torch
+    import numpy as np  # here, because an update without tensors needs neither NumPy nor torch
     import torch
 
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)

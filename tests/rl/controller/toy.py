@@ -6,6 +6,7 @@
 import asyncio
 import random
 
+from benchmarks._virtual_clock import run as run_virtually
 from megatron_idempotent.rl.controller import (
     Controller,
     ControllerSettings,
@@ -14,7 +15,6 @@ from megatron_idempotent.rl.controller import (
     WindowedSampler,
 )
 from megatron_idempotent.rl.engines.protocol import Sample
-from megatron_idempotent.rl.simulator.clock import run as run_virtually
 
 
 class ToyPrompts:

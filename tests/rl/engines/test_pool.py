@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks._virtual_clock import run
 from megatron_idempotent.rl.engines import (
     EngineDead,
     EngineError,
@@ -19,7 +20,6 @@ from megatron_idempotent.rl.engines import (
     Sample,
     generate_whole,
 )
-from megatron_idempotent.rl.simulator.clock import run
 
 REQUEST = Request(
     id="r", prompt=(1, 2), max_tokens=6, stop_tokens=(9,), seed=3, temperature=0.5, continued=1

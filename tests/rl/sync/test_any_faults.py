@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_engine import FAULTS, MemoryEngine, Source, limits
 
+from benchmarks._virtual_clock import run as run_virtually
 from megatron_idempotent.rl.engines import Request
-from megatron_idempotent.rl.simulator.clock import run as run_virtually
 from megatron_idempotent.rl.sync import SyncFailed, SyncReport, WeightSync
 
 QUICK = limits(0.005)
@@ -57,5 +57,6 @@ async def check(
             continue
         assert engine.name not in sync.quarantined
         request = Request(id="r", prompt=(1,), max_tokens=1)
-        assert (await engine.generate(request)).versions == (found.version,)
+        sample = await engine.generate(request)
+        assert sample.versions == sample.logprobs == (found.version,)
         assert (found.outcome == "committed") == (found.version == version)

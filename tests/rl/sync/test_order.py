@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 
 from memory_engine import NAMES, QUICK, SIZE, MemoryEngine, Source, serves, sync, three, update
 
+from benchmarks._virtual_clock import run
 from megatron_idempotent.rl.engines import EngineHealth, EngineTimeout
-from megatron_idempotent.rl.simulator.clock import run
 from megatron_idempotent.rl.sync import SyncError, SyncFailed, SyncReport, SyncSettings, WeightSync
 from megatron_idempotent.rl.sync.weight_sync import bounded
 

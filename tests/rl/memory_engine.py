@@ -7,12 +7,14 @@ commit that ends half-way leaves a mixture, and serving one is noticed.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from benchmarks._virtual_clock import run as run_virtually
 from megatron_idempotent.rl.engines import (
     EngineDead,
     EngineError,
@@ -22,7 +24,6 @@ from megatron_idempotent.rl.engines import (
     Sample,
 )
 from megatron_idempotent.rl.engines.protocol import refuse_kv_scales
-from megatron_idempotent.rl.simulator.clock import run as run_virtually
 from megatron_idempotent.rl.sync import SyncReport, SyncSettings, WeightSync
 from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, UpdateRefused, WeightUpdate
 from megatron_idempotent.rl.weights.deltas import Patch
@@ -47,7 +48,9 @@ QUICK = limits(0.2)
 def serves(engine: MemoryEngine) -> int:
     """The version of what it serves, which is of one version only."""
     request = Request(id="r", prompt=(1,), max_tokens=1)
-    return run_virtually(engine.generate(request)).versions[0]
+    sample = run_virtually(engine.generate(request))
+    assert sample.versions == sample.logprobs, "serves a mixture, or another version than it says"
+    return sample.versions[0]
 
 
 def three(**faults: list[str]) -> list[MemoryEngine]:
@@ -115,28 +118,50 @@ class Source:
 class MemoryEngine:
     """`faults` maps a method to what goes wrong there, once for each entry of the list.
 
+    A response has `length(request)` tokens and takes `token_s` seconds for each. The log-prob of a
+    token is the number that the weights have, so that versions can be held to the weights.
+
     Example: `MemoryEngine("a", faults={"commit": ["raises in the middle", "dies"]})`.
     """
 
-    def __init__(self, name: str, faults: dict[str, list[str]] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        faults: dict[str, list[str]] | None = None,
+        *,
+        token_s: float = 0.0,
+        bucket_s: float = 0.0,
+        length: Callable[[Request], float] = lambda request: 1,
+    ) -> None:
         self.name = name
         self.faults = faults or {}
+        self.token_s, self.bucket_s, self.length = token_s, bucket_s, length
         self.calls: list[str] = []
-        self.weights = tensors_of(0)
-        self.version: int | None = 0
-        self.paused = self.dirty = self.dead = False
-        self.served: list[int] = []
         self.fp8_cache = False
         self.kv_scales: dict[str, float] = {}
         self.decode_s = 0.0
+        self.drawn = 0
+        self.starts = self._aborts = self._running = 0
+        self.dead = False
+        self.start()
+
+    def start(self) -> None:
+        """Serve the weights of version 0; what was called before this fails."""
+        self.starts += 1
+        self.weights = tensors_of(0)
+        self.version: int | None = 0
+        self.paused = self.dirty = self.dead = self._draining = False
         self._committed_id = ""
         self._staged: tuple[WeightUpdate, dict[str, torch.Tensor]] | None = None
         self._before: tuple[int | None, dict[str, torch.Tensor]] | None = None
 
-    async def _call(self, method: str, when: str) -> None:
-        """Return the fault at this point of a call, if there is one."""
-        if self.dead:
+    def _live(self, start: int | None = None) -> None:
+        if self.dead or start not in (None, self.starts):
             raise EngineDead(f"engine {self.name} does not answer")
+
+    async def _call(self, method: str, when: str) -> None:
+        """Bring about the fault at this point of a call, if there is one."""
+        self._live()
         due = self.faults.get(method, [])
         fault = due[0] if due else ""
         points = {
@@ -155,22 +180,52 @@ class MemoryEngine:
         raise EngineError(f"engine {self.name}: {method} {fault}")
 
     async def generate(self, request: Request) -> Sample:
-        assert (self.paused, self.dirty, self.dead) == (False, False, False)
-        values = {float(self.weights[name][0]) - NAMES.index(name) for name in NAMES[1:]}
-        assert len(values) == 1, f"serves a mixture: {values}"
-        assert values == {float(self.version or 0)}, "serves another version than it says"
+        self._live()
+        whole, start, aborts = self.length(request), self.starts, self._aborts
+        most = min(max(whole - request.continued, 1), request.max_tokens)
+        versions: list[int] = []
+        numbers: list[float] = []
+        while self.paused or self._draining:
+            await asyncio.sleep(0.05)
+            self._live(start)
+        self._running += 1
+        try:
+            while len(versions) < most and aborts == self._aborts:
+                if self.token_s:
+                    await asyncio.sleep(self.token_s)
+                while self.paused and aborts == self._aborts:
+                    await asyncio.sleep(0.05)
+                self._live(start)
+                if aborts == self._aborts:
+                    numbers.append(self._number())
+                    versions.append(self.version or 0)
+                    self.drawn += 1
+        finally:
+            self._running -= 1
+        ends = request.continued + len(versions) >= whole
         return Sample(
             request_id=request.id,
-            tokens=(1,),
-            logprobs=(0.0,),
-            versions=(int(values.pop()),),
-            finish_reason="length",
+            tokens=(1,) * len(versions),
+            logprobs=tuple(numbers),
+            versions=tuple(versions),
+            finish_reason="abort" if len(versions) < most else "stop" if ends else "length",
         )
+
+    def _number(self) -> float:
+        """Return the number that all weights have; NaN if they are of two versions."""
+        numbers = {float(self.weights[name][0]) - NAMES.index(name) for name in NAMES[1:]}
+        return numbers.pop() if len(numbers) == 1 and not self.dirty else math.nan
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         self.calls.append("pause")
         await self._call("pause", "before")
-        self.paused = True
+        if mode == "wait":
+            self._draining = True
+            while self._running and self._draining:
+                await asyncio.sleep(0.05)
+                self._live()
+        self._aborts += mode == "abort"
+        self.paused, self._draining = True, False
         await self._call("pause", "behind")
 
     async def resume(self) -> None:
@@ -178,7 +233,7 @@ class MemoryEngine:
         await self._call("resume", "before")
         if self.dirty:
             raise EngineError(f"engine {self.name} is DIRTY")
-        self.paused = False
+        self.paused = self._draining = False
         await self._call("resume", "behind")
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
@@ -193,8 +248,11 @@ class MemoryEngine:
             raise UpdateRefused(f"engine {self.name} has version {self.version}")
         if update.base_version not in (None, self.version):
             raise UpdateRefused(f"engine {self.name} has version {self.version}")
+        start = self.starts
         staging = Staging(update, expected=INFOS, served=self.weights.__getitem__)
         async for bucket in buckets:
+            await asyncio.sleep(self.bucket_s)
+            self._live(start)
             staging.add(bucket)
             await self._call("stage", "middle")
         self._staged = update, dict(staging.complete())

@@ -20,29 +20,16 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeVar
 
-#: Tasks that stand at one line are one entry, and more entries than this are counted only.
-_SHOWN = 20
-
 _ASYNCIO = Path(asyncio.__file__).parent
 
 
 def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
-    """Return one line per place at which tasks stand, the most tasks first.
+    """Return a line for each place at which tasks stand, the most tasks first.
 
-    Example: `  3 tasks, such as Task-7, in Engine.generate (engine.py:80): await slot`.
+    Example: `  3 tasks in Engine.generate (engine.py:80): await slot`.
     """
-    named: dict[str, list[str]] = {}
-    for task in sorted(tasks, key=lambda each: each.get_name()):
-        named.setdefault(_stands_at(task), []).append(task.get_name())
-    counted = Counter({place: len(names) for place, names in named.items()})
-    lines = [
-        f"  {named[place][0]} in {place}"
-        if count == 1
-        else f"  {count} tasks, such as {named[place][0]}, in {place}"
-        for place, count in counted.most_common(_SHOWN)
-    ]
-    more = len(counted) - _SHOWN
-    return "\n".join([*lines, *([f"  and at {more} more places"] if more > 0 else [])]) or "  none"
+    places = Counter(map(_stands_at, tasks)).most_common(20)
+    return "\n".join(f"  {count} tasks in {place}" for place, count in places) or "  none"
 
 
 def _stands_at(task: asyncio.Task[Any]) -> str:
@@ -50,9 +37,9 @@ def _stands_at(task: asyncio.Task[Any]) -> str:
     inner: Any = task.get_coro()
     name, frame = getattr(inner, "__qualname__", repr(inner)), getattr(inner, "cr_frame", None)
     while (inner := getattr(inner, "cr_await", None)) is not None:
-        found = getattr(inner, "cr_frame", None)
-        if found is not None and Path(found.f_code.co_filename).parent != _ASYNCIO:
-            name, frame = inner.__qualname__, found
+        within = getattr(inner, "cr_frame", None)
+        if within is not None and Path(within.f_code.co_filename).parent != _ASYNCIO:
+            name, frame = inner.__qualname__, within
     if frame is None:
         return str(name)
     file, line = frame.f_code.co_filename, frame.f_lineno
@@ -96,10 +83,10 @@ class _Jumping(selectors.DefaultSelector):
         if timeout is not None and timeout <= 0:
             return []
         # The loop's own pipe, which signals are written to.
-        found = super().select(0)
-        if not found:
+        events = super().select(0)
+        if not events:
             self._jump(timeout)
-        return found
+        return events
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -160,8 +147,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def _timers(self) -> list[asyncio.TimerHandle]:
-        found: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        return found
+        return self._scheduled  # type: ignore[attr-defined, no-any-return]
 
     def _jump(self, timeout: float | None) -> None:
         if timeout is None:
@@ -205,8 +191,9 @@ def run(main: Coroutine[Any, Any, Result], *, limit_s: float = math.inf) -> Resu
                 loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
             for task in left:
                 if not task.cancelled() and (error := task.exception()) is not None:
-                    told = {"message": "unhandled exception while the loop was ended"}
-                    loop.call_exception_handler({**told, "exception": error, "task": task})
+                    message = "unhandled exception while the loop was ended"
+                    context = {"message": message, "exception": error, "task": task}
+                    loop.call_exception_handler(context)
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             asyncio.set_event_loop(None)
