@@ -124,6 +124,9 @@ class FSDPBackend:
     def writes(self) -> Writes:
         return self.shards.writes()
 
+    def gradient_bits(self) -> None:
+        """Return None: nobody puts gradients back that are not sharded yet."""
+
     def accept_loss(self, loss: StepLoss) -> None:
         """Accept any loss, because models here add none of their own that it had to weigh."""
 

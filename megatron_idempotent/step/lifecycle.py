@@ -183,6 +183,12 @@ class Backend(Protocol):
         Only trained parameters and their gradients count.
         """
 
+    def gradient_bits(self) -> Any:
+        """Return a sum of the gradients' bits, by which those that were put back are known.
+
+        It may be on the device, and nothing waits. None if gradients may not be written at all.
+        """
+
     def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
         """Raise `ValueError` if microbatches, a list for each call, cannot run; change nothing."""
 

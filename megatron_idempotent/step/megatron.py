@@ -17,7 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.megatron import gather, moe
-from megatron_idempotent.megatron.ddp import bucket_groups, start_held, trained, versions
+from megatron_idempotent.megatron.ddp import bits, bucket_groups, start_held, trained, versions
 from megatron_idempotent.megatron.expert_replay import (
     ROUTED_EXPERTS,
     ExpertReplay,
@@ -283,6 +283,10 @@ class MegatronBackend:
     def writes(self) -> Writes:
         trained_here = (each for chunk in self.chunks for each in chunk.param_to_bucket_group)
         return Writes(self.gradient_writes(), tuple(each._version for each in trained_here))
+
+    def gradient_bits(self) -> Any:
+        # Exact sums take what a backward adds out of these gradients.
+        return None if self._sums is not None else sum(map(bits, self.chunks))
 
     def gradient_writes(self) -> tuple[int, ...]:
         """Return the counters of `writes` for gradients alone."""

@@ -275,7 +275,7 @@ class OpenStep:
         # Learning rate and weight decay of the step, on all ranks alike.
         self._rates = 0.0, 0.0
         # Counters of writes, and the first sign that somebody else has written.
-        self._writes = backend.writes()
+        self._writes, self._bits = backend.writes(), backend.gradient_bits()
         self._disturbed: str | None = None
         # What this rank has done, and what all ranks have said of that.
         self._done: tuple[Totals, Update | str] | None = None
@@ -346,7 +346,7 @@ class OpenStep:
             self._groups += share.groups
             self._sequences += share.sequences
             self._microbatches += number
-            self._writes = self._backend.writes()
+            self._writes, self._bits = self._backend.writes(), self._backend.gradient_bits()
             self.last = last
             receipt = Receipt(
                 microbatch_id=f"#{self._batches}" if microbatch_id is None else microbatch_id,
@@ -390,6 +390,9 @@ class OpenStep:
                 "step was open, so that its gradients are of two models"
             )
         elif self._disturbed is None and gradients:
+            bits = self._backend.gradient_bits()
+            if bits is not None and int(bits) == int(self._bits):
+                return  # such as after an offload that keeps them
             self._disturbed = (
                 "gradients were written between two calls of the step, by zero_grad_buffer() or "
                 "by a backward or a reduction of your own, so that they are no sum over its "

@@ -119,6 +119,7 @@ IN_FINISH: Table = {
 HARMLESS: dict[str, Disturbance] = {
     "`optimizer.zero_grad()`": lambda bench, _: bench.optimizer.zero_grad(),
     "`step()` of the torch optimizer inside of Megatron's": lambda bench, _: _inner_step(bench),
+    "gradients copied away and back, Megatron": lambda bench, _: _gradients_away_and_back(bench),
     "`model.eval()`": lambda bench, _: bench.module.eval(),
     "parameters moved to other memory, FSDP2": lambda bench, _: bench.module._apply(torch.clone),
     "`reading()`": lambda bench, _: _read(bench),
@@ -140,6 +141,14 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str | None]] = {
     ),
     "SystemExit from the loss": (lambda *_: sys.exit(3), "the loss raised SystemExit: 3, which"),
 }
+
+
+def _gradients_away_and_back(bench: Bench) -> None:
+    for chunk in bench.model.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            kept = buffer.grad_data.clone()
+            buffer.grad_data.zero_()
+            buffer.grad_data.copy_(kept)
 
 
 def _inner_step(bench: Bench) -> None:

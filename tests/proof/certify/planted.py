@@ -281,8 +281,9 @@ class DropsGradientsOffloaded(SplitStep):
 
     def offload(self) -> None:
         for chunk in self.subject.chunks:
-            chunk.zero_grad_buffer()
-        super().offload()
+            for buffer in buffers(chunk):
+                buffer.grad_data.data.zero_()  # neither a `TrainStep` nor a patch sees this
+        super().offload(only="weights")
 
 
 class FinishZeroesAll(SplitStep):
