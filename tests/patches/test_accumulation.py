@@ -213,7 +213,7 @@ WRONG = {
     "empty": (_with([]), r"^RuntimeError: .* ends after 0 of its microbatches"),
     "no chunk": (_with([3], chunks=[]), r"^ValueError: .* no model chunk"),
     "no number": (_with([0]), r"^ValueError: .* takes a positive int as total_microbatches, got 0"),
-    "nested": (_nested, r"^RuntimeError: .* is open for these chunks already"),
+    "nested": (_nested, r"^RuntimeError: .* is already open for these chunks"),
     "retried": (_retried, r"^RuntimeError: an earlier schedule call .* raised, so the gradient"),
 }
 
