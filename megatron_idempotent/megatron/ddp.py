@@ -11,7 +11,7 @@ A window's gradients are local until `finish_grad_sync` and reduced afterwards, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ContextDecorator
 from functools import partial
 from typing import Any
@@ -337,3 +337,44 @@ def bits(chunk: Any) -> Any:
 def versions(chunk: Any) -> tuple[int, ...]:
     """Return torch's counters of writes in place into the gradients, reductions included."""
     return tuple(tensor._version for tensor in gradients(chunk))
+
+
+def checked_chunks(
+    caller: str,
+    model_chunks: Any,
+    optimizer: Any,
+    *,
+    or_in: Callable[[Any], bool] = lambda chunk: False,
+) -> list[Any]:
+    """Return the chunks as a list, after checking that they and the optimizer are Megatron's.
+
+    Chunks are in Megatron's DDP, or in a wrapper for which `or_in` is true. `caller` is the
+    function that error messages name. Call it before you change anything: a model that is half
+    aborted is worse than one that is not aborted.
+
+    Raises:
+        ValueError: there is no chunk, a chunk has no such wrapper, or the optimizer is not
+            Megatron's.
+    """
+    if hasattr(model_chunks, "named_modules") or not isinstance(model_chunks, Iterable):
+        raise ValueError(
+            f"{caller} got a {type(model_chunks).__name__}: pass the list of this rank's "
+            "chunks, even if there is only one"
+        )
+    chunks = list(model_chunks)
+    if not chunks:
+        raise ValueError(f"{caller} got no model chunk: pass the list that DDP wrapped")
+    for chunk in chunks:
+        in_ddp = hasattr(chunk, "bucket_groups") and hasattr(chunk, "zero_grad_buffer")
+        if not in_ddp and not or_in(chunk):
+            raise ValueError(
+                f"{caller} got a {type(chunk).__name__}, which has no bucket groups: pass "
+                "the chunks wrapped in megatron.core.distributed.DistributedDataParallel, not what "
+                "is inside of them"
+            )
+    if optimizer is not None and not hasattr(optimizer, "step_with_ready_grads"):
+        raise ValueError(
+            f"{caller} got a {type(optimizer).__name__} as optimizer, which has no "
+            "step_with_ready_grads: pass what get_megatron_optimizer() returned, or None"
+        )
+    return chunks

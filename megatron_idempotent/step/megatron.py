@@ -17,7 +17,14 @@ from megatron.core.utils import get_model_config
 
 from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.megatron import gather, moe
-from megatron_idempotent.megatron.ddp import bits, bucket_groups, start_held, trained, versions
+from megatron_idempotent.megatron.ddp import (
+    bits,
+    bucket_groups,
+    checked_chunks,
+    start_held,
+    trained,
+    versions,
+)
 from megatron_idempotent.megatron.expert_replay import (
     ROUTED_EXPERTS,
     ExpertReplay,
@@ -33,7 +40,7 @@ from megatron_idempotent.megatron.schedules import (
 )
 from megatron_idempotent.patching.needs import Need, check_applied
 from megatron_idempotent.patching.settings import looks
-from megatron_idempotent.window.abort import abort_window, checked, drop_collectives
+from megatron_idempotent.window.abort import abort_window, drop_collectives
 from megatron_idempotent.window.accumulation import configs_of
 from megatron_idempotent.window.agreement import (
     DEADLINE_S,
@@ -164,7 +171,7 @@ class MegatronBackend:
     """Implements `Backend` on this rank's model chunks, Megatron optimizer and scheduler."""
 
     def __init__(self, chunks: Any, optimizer: Any, scheduler: Any, options: Options) -> None:
-        self.chunks = checked("TrainStep()", chunks, optimizer)
+        self.chunks = checked_chunks("TrainStep()", chunks, optimizer)
         refuse_chunks(self.chunks, order_stable=options.order_stable)
         refuse_strangers(self.chunks, optimizer)
         refuse_scheduler(scheduler)

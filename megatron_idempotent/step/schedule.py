@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_idempotent.window.abort import checked
+from megatron_idempotent.megatron.ddp import checked_chunks
 
 from .loss import Kind, Normalizer, StepCounts, StepResult
 from .megatron import TrainStep
@@ -62,7 +62,7 @@ class StepSchedule:
         auxiliary_weight: Callable[[Any], float] | None = None,
         **options: Any,
     ) -> None:
-        self._chunks = checked("StepSchedule()", model_chunks, optimizer)
+        self._chunks = checked_chunks("StepSchedule()", model_chunks, optimizer)
         self._auxiliary_weight = auxiliary_weight
         self.step = TrainStep(
             self._chunks,

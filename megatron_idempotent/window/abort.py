@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_model_config
 
 from megatron_idempotent.megatron import fsdp, gather, moe
-from megatron_idempotent.megatron.ddp import bucket_groups, drain, forget_first_window
+from megatron_idempotent.megatron.ddp import (
+    bucket_groups,
+    checked_chunks,
+    drain,
+    forget_first_window,
+)
 from megatron_idempotent.megatron.moe import forget_tokens, reset_shared_experts
 from megatron_idempotent.megatron.training import abandon, live_machine
 
@@ -82,7 +86,7 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
         except BadSample:
             abort_window(chunks, optimizer)
     """
-    chunks = checked("abort_window()", model_chunks, optimizer, or_in=fsdp.is_wrapped)
+    chunks = checked_chunks("abort_window()", model_chunks, optimizer, or_in=fsdp.is_wrapped)
     close_contexts(sys.exc_info()[1])
     leave_no_sync(chunks)
     drop_coalescing(chunks)
@@ -121,47 +125,6 @@ def drop_collectives(chunks: Sequence[Any]) -> None:
             group.grad_reduce_handle = None
             group.param_gather_handle = None
             group.param_gather_dispatched = False
-
-
-def checked(
-    caller: str,
-    model_chunks: Any,
-    optimizer: Any,
-    *,
-    or_in: Callable[[Any], bool] = lambda chunk: False,
-) -> list[Any]:
-    """Return the chunks as a list, after checking that they and the optimizer are Megatron's.
-
-    Chunks are in Megatron's DDP, or in a wrapper for which `or_in` is true. `caller` is the
-    function that error messages name. Call it before you change anything: a model that is half
-    aborted is worse than one that is not aborted.
-
-    Raises:
-        ValueError: there is no chunk, a chunk has no such wrapper, or the optimizer is not
-            Megatron's.
-    """
-    if isinstance(model_chunks, torch.nn.Module) or not isinstance(model_chunks, Iterable):
-        raise ValueError(
-            f"{caller} got a {type(model_chunks).__name__}: pass the list of this rank's "
-            "chunks, even if there is only one"
-        )
-    chunks = list(model_chunks)
-    if not chunks:
-        raise ValueError(f"{caller} got no model chunk: pass the list that DDP wrapped")
-    for chunk in chunks:
-        in_ddp = hasattr(chunk, "bucket_groups") and hasattr(chunk, "zero_grad_buffer")
-        if not in_ddp and not or_in(chunk):
-            raise ValueError(
-                f"{caller} got a {type(chunk).__name__}, which has no bucket groups: pass "
-                "the chunks wrapped in megatron.core.distributed.DistributedDataParallel, not what "
-                "is inside of them"
-            )
-    if optimizer is not None and not hasattr(optimizer, "step_with_ready_grads"):
-        raise ValueError(
-            f"{caller} got a {type(optimizer).__name__} as optimizer, which has no "
-            "step_with_ready_grads: pass what get_megatron_optimizer() returned, or None"
-        )
-    return chunks
 
 
 def _forget_activations(chunk: Any) -> None:

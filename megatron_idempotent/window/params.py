@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_idempotent.megatron import gather, optimizers
-from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.ddp import bucket_groups, checked_chunks
 from megatron_idempotent.patching.needs import is_provided
-
-from .abort import checked
 
 
 def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
@@ -46,7 +44,7 @@ def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
         weights = {name: p.detach().cpu() for name, p in model_chunks[0].module.named_parameters()}
     """
     # Check all chunks first: if some ranks gathered only half of them, the others would hang.
-    chunks = checked("ensure_params_synced()", model_chunks, None)
+    chunks = checked_chunks("ensure_params_synced()", model_chunks, None)
     return sum(map(_sync, chunks))
 
 

@@ -20,11 +20,11 @@ from megatron.core import (
 )
 from megatron.core.tensor_parallel import random as megatron_random
 
+from megatron_idempotent.megatron.ddp import checked_chunks
 from megatron_idempotent.megatron.optimizers import LossScale
 from megatron_idempotent.megatron.training import STAGE_OFFSET
 from megatron_idempotent.patching.base import PerProcessDict
 
-from .abort import checked
 from .accumulation import configs_of
 
 #: Name of a global → its holder and the arguments with which this module initialised it.
@@ -210,7 +210,7 @@ def wire_train_config(
     Raises:
         ValueError: it got no list of chunks, an empty one, or a chunk is not wrapped in DDP.
     """
-    chunks = checked(
+    chunks = checked_chunks(
         "wire_train_config()", model_chunks, None, or_in=lambda chunk: hasattr(chunk, "ddp_config")
     )
     ddp = chunks[0].ddp_config

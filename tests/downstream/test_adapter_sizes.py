@@ -4,6 +4,6 @@ import pytest
 from adapters import EXAMPLES
 
 
-@pytest.mark.parametrize("name", ["nemo_rl", "skyrl", "verl"])
+@pytest.mark.parametrize("name", ["nemo_rl_step", "skyrl_step", "verl_step"])
 def test_an_adapter_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 64

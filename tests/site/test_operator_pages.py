@@ -51,7 +51,7 @@ def test_the_page_has_the_defaults():
 
 def test_a_user_learns_what_to_do_about_each_status_and_each_error():
     page = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
-    source = (ROOT / "megatron_idempotent" / "patching" / "report.py").read_text("utf-8")
+    source = (ROOT / "megatron_idempotent" / "patching" / "rows.py").read_text("utf-8")
     statuses = re.findall(r'"(\w+)"', source.partition("Status = Literal[")[2].partition("]")[0])
     assert len(statuses) == 11
     bases = {

@@ -43,7 +43,7 @@ from .protocol import KEEPS, MICRO_BATCH, RUN, Finished, Subject
 STEPS = 3
 """Steps of a run."""
 _SKIPPED = 10
-"""How many steps the optimizer counts that nobody else does, from the first step on."""
+"""Steps that the optimizer alone counts, from the first step on."""
 _RATE = 1e-2
 _BUFFERS = {"expert_bias": "expert bias", "local_tokens_per_expert": "token counts"}
 
@@ -63,7 +63,7 @@ class States(Bench):
         self.course: list[tuple[Finished, Held]] = []
         """The result and the state of each step, in a run of nothing but steps."""
         self.lost: dict[str, str] = {}
-        """How each kind differed after a load, of those that the adapter's checkpoints keep."""
+        """Differences after a load, by kind of state that the adapter's checkpoints keep."""
 
     @property
     def kept(self) -> list[str]:
