@@ -195,12 +195,19 @@ class CallsCountAlike(Counting):
         super().microbatch(rows, fail=fail)
 
 
+def zero_unseen(subject: Any) -> None:
+    """Zero gradients so that neither a `TrainStep` nor a patch sees it, and only a check can."""
+    for chunk in subject.chunks:
+        for buffer in buffers(chunk):
+            if buffer.grad_data.untyped_storage().size():  # not while it is offloaded
+                buffer.grad_data.data.zero_()
+
+
 class LogprobsZeroGradients(SplitStep):
     """Begins an evaluation as a step begins."""
 
     def logprobs(self, rows: Any) -> Any:
-        for chunk in self.subject.chunks:
-            chunk.zero_grad_buffer()
+        zero_unseen(self.subject)
         return super().logprobs(rows)
 
 
@@ -280,9 +287,7 @@ class DropsGradientsOffloaded(SplitStep):
     """Zeroes what an open step has added up."""
 
     def offload(self) -> None:
-        for chunk in self.subject.chunks:
-            for buffer in buffers(chunk):
-                buffer.grad_data.data.zero_()  # neither a `TrainStep` nor a patch sees this
+        zero_unseen(self.subject)
         super().offload(only="weights")
 
 
@@ -298,8 +303,7 @@ class FinishZeroesAll(SplitStep):
     def finish(self) -> Finished:
         found = super().finish()
         for subject in self.built:
-            for chunk in subject.chunks:
-                chunk.zero_grad_buffer()
+            zero_unseen(subject)
         return found
 
 
