@@ -1,4 +1,4 @@
-"""Which staleness, how many engines: the controller on a virtual clock, with 8 to 1,024 engines.
+"""Measures which staleness suits how many engines: the controller runs 8 to 1,024 in virtual time.
 
     python -m benchmarks.async_staleness [--engines 8,32,128,1024] [--staleness 0,1,2,4,8]
                                          [--steps 20] [--json]
@@ -18,7 +18,7 @@ groups ÷ those of all groups that were trained or evicted, and the mean stalene
 the last are of the steps after the window is full.
 
 Staleness is held to its closed form, to the group. The controller keeps the groups of window + 1
-steps under way, so each step leaves those of `window` steps behind, which get a version older. All
+steps under way, so those of `window` steps are left after each step, and get a version older. All
 versions that groups wait add up to that (Little's law), and the trained groups' staleness is
 
     window x trained groups
@@ -162,7 +162,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.oldest: list[dict[int, int]] = []
-        """For each step the oldest weights of its groups, by id."""
+        """The oldest weights of the groups of each step, by id."""
         self.ends_s: list[float] = []
         self._open: dict[int, int] = {}
 
@@ -228,7 +228,7 @@ class WatchedFleet(Fleet):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What a run found; all but the two sums are of the steps after the window was full."""
+    """Holds a run's results; all but the two sums are of the steps after the window was full."""
 
     busy: float
     """The trainer's own seconds ÷ all seconds."""
