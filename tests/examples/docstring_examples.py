@@ -36,7 +36,7 @@ _EXAMPLE = re.compile(
     r"(?:,? and(?: then)? `(?P<more>[^`]+)`)?)?"
 )
 #: What is no Python, by how it begins, and what it is.
-OTHER = {"tensorboard --logdir": "a command", "  3 tasks, such as": "what the function returns"}
+OTHER = {"tensorboard --logdir": "a command"}
 #: What is bound, and not evaluated, by how it begins, and why.
 NOT_MADE = {
     "TextTokenizer.load(": "it would need a checkpoint",

@@ -28,7 +28,7 @@ _EACH_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "scale", "sha
 def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
     """Describe a microbatch that `TrainStep` or `pack_batches` has packed as `Subject` takes it.
 
-    Example: `subject.loss(subject.forward(chunk, described(microbatch)), described(microbatch))`.
+    Example: `subject.forward(chunk, described(microbatch))`.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 

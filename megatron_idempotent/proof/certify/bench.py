@@ -64,9 +64,9 @@ _ROUNDINGS = 4e5 * _FLOAT32
 #: float16 are an eighth of them.
 OF_BFLOAT16 = {
     ("token", False): 0.06,
-    ("sequence", False): 0.065,
-    ("token", True): 0.075,
-    ("sequence", True): 0.085,
+    ("sequence", False): 0.07,
+    ("token", True): 0.08,
+    ("sequence", True): 0.095,
 }
 _HALF_LOGPROBS = 0.014
 _FINER = {"bf16": 1.0, "fp16": 8.0}
