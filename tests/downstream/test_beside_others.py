@@ -201,8 +201,7 @@ NEIGHBOURS = {
 
 
 def standing() -> dict[str, int]:
-    from megatron_idempotent.patching.live import find_owner
-    from megatron_idempotent.patching.patch_points import namespace
+    from megatron_idempotent.patching.patch_points import find_owner, namespace
 
     found = {}
     for patch in patches().values():
