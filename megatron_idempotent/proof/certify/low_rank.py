@@ -203,8 +203,11 @@ class _Factor(nn.Module):
         self, shape: tuple[int, int], base: Any, dimension: int | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        zeros = base.weight.new_zeros(shape, dtype=dtype)
-        self.weight = mark(nn.Parameter(zeros), base, dimension)
+        # Of zeros both factors' gradients are zero, so that a run would never move them. The values
+        # are the same on all replicas, without a draw.
+        number = torch.arange(shape[0] * shape[1], device=base.weight.device, dtype=torch.float32)
+        values = (0.02 * (number + 1).sin()).reshape(shape).to(dtype)
+        self.weight = mark(nn.Parameter(values), base, dimension)
 
 
 class Adapted(nn.Module):

@@ -455,9 +455,11 @@ def _failed_load(bench: States, what: str, spoilt: Callable[..., Any], kinds: in
         state = _saved(bench, save)
         bench.advance(5)
         _fail_to_load(bench, state, f"{what}; saved by {save}()", spoilt, kinds)
-        then = f"a load that failed ({what}; saved by {save}()), and one that did not"
-        _load(bench, state, what=then)
-        bench.follow(2, then)
+        told = f"a load that failed ({what}; saved by {save}())"
+        _load(bench, state, what=f"{told}, and one that did not")
+        # From a state whose next step is known, with nothing loaded in between.
+        _fail_to_load(bench, state, f"{what}; saved by {save}()", spoilt)
+        bench.follow(2, told)
 
 
 def _fail_to_load(

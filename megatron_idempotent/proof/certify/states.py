@@ -89,6 +89,10 @@ class States(Bench):
         scale = {"initial_loss_scale": 2.0**6, "loss_scale_window": 3, "min_loss_scale": 1.0}
         optimizer = {
             "lr": _RATE,
+            # Others than torch's, which groups have that nobody has loaded.
+            "adam_beta1": 0.85,
+            "adam_beta2": 0.97,
+            "adam_eps": 1e-7,
             "min_lr": 0.0,
             "weight_decay": 0.1,
             "clip_grad": 1.0,

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe import moe_utils
 
 from megatron_idempotent.megatron.optimizers import grad_scalers, stepping, unchained
 from megatron_idempotent.proof.certify.adapters import SplitStep, parameters_of
-from megatron_idempotent.proof.certify.checkpoints import FullyReshardable
+from megatron_idempotent.proof.certify.checkpoints import FullyReshardable, LowRank
 from megatron_idempotent.proof.certify.protocol import KEEPS
 from megatron_idempotent.step.snapshot import logged
 from megatron_idempotent.window.params import ensure_params_synced
@@ -649,3 +649,42 @@ class LosesBiasesOnOtherPP(LosesMomentsOnOtherPP):
             for name, each in chunk.module.named_buffers():
                 if name.endswith("expert_bias"):
                     each.zero_()
+
+
+class ForgetsBetas(Everything):
+    """Gives parameter groups torch's betas with a load."""
+
+    def put(self, state: Any) -> None:
+        super().put(state)
+        for inner, _ in self.stepped():
+            for group in inner.param_groups:
+                group["betas"] = (0.9, 0.999)
+
+
+class FailedLoadArmsStep(Everything):
+    """Halves the rate of the step after a load that has not come to its end."""
+
+    loading = False
+
+    def load(self, path: str) -> None:
+        self.loading = True
+        super().load(path)
+        self.loading = False
+
+    def finish(self, **how: Any) -> Any:
+        if self.loading:
+            for group in self.subject.optimizer.param_groups:
+                group["lr"] *= 0.5
+        self.loading = False
+        return super().finish(**how)
+
+
+class EmptiesFactors(LowRank):
+    """Puts zeros in place of the low-rank factors with a load."""
+
+    def load(self, state: Any) -> None:
+        super().load(state)
+        with torch.no_grad():
+            for parameter in parameters_of(self.subject):
+                if parameter.requires_grad:
+                    parameter.zero_()

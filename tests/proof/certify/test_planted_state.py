@@ -67,6 +67,9 @@ MORE = [
         "save_async() where rank 0 could not write raises nothing",
     ),
     ("FailsForGood", "failed-save", ALONE, "RuntimeError in tests/proof/certify/planted_state.py"),
+    ("ForgetsBetas", "keeps-scheduler", ALONE, "has other scheduler"),
+    ("FailedLoadArmsStep", "failed-load-file-missing", ALONE, "after a load that failed"),
+    ("EmptiesFactors", "load-into-new-model", ALONE, "has other "),
     ("RestMayMiss", "failed-load-file-missing", ALONE, "although 2-1.rest.0 is missing rank 0 has"),
     ("PutsByHalves", "failed-load-file-missing", ALONE, "a load that failed (a file is missing; "),
     (
