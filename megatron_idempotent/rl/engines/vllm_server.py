@@ -363,6 +363,9 @@ class VllmServer:
         self._alias = f"megatron-idempotent-{secrets.token_hex(16)}"
         command += ["--served-model-name", self.checkpoint, self._alias, *self._arguments]
         variables = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if self._python != sys.executable:  # whose modules are of another Python
+            for name in ("PYTHONPATH", "PYTHONHOME"):
+                variables.pop(name, None)
         if Path(self.checkpoint).is_dir():
             variables["HF_HUB_OFFLINE"] = "1"
         try:
