@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ from megatron_idempotent.rl.workers import RankFailed, RankGroup, RanksLost
 _MARGIN_S = 60.0
 #: Buckets to keep: one is being sent while the next one is made.
 _BUCKETS = 2
+
+_T = TypeVar("_T")
 
 MakeSender = Callable[[], Sender]
 """A function that is pickled and called on ranks, such as `functools.partial(DiskSender,
@@ -295,24 +297,32 @@ class RemoteWeights:
         Raises:
             Exception: as in `tensors` and `call`.
         """
+        return self.wait_for(self.call(method, *args), f"{method}()")
+
+    def wait_for(self, calling: Coroutine[Any, Any, _T], doing: str) -> _T:
+        """Run a coroutine of the ranks' loop from another thread; return its result.
+
+        Raises:
+            Exception: as in `tensors` and `call`.
+        """
         try:
             running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
             running = None
         if running is self._loop:
+            calling.close()
             raise RuntimeError(
-                f"{method}() would block the event loop that it waits for; call it in a thread"
+                f"{doing} would block the event loop that it waits for; call it in a thread"
             )
-        calling = self.call(method, *args)
         try:
             future = asyncio.run_coroutine_threadsafe(calling, self._loop)
         except RuntimeError as closed:
             calling.close()
-            raise RanksLost(f"{method}(): the controller's event loop is closed") from closed
+            raise RanksLost(f"{doing}: the controller's event loop is closed") from closed
         wait([future], 2 * self._timeout_s + _MARGIN_S)
         if future.cancelled() or not future.done():
             future.cancel()
-            raise RanksLost(f"{method}(): the controller's event loop ended, or does not answer")
+            raise RanksLost(f"{doing}: the controller's event loop ended, or does not answer")
         return future.result()
 
     async def call(self, method: str, *args: Any) -> list[Any]:
@@ -374,28 +384,22 @@ class _Inbound:
     """Receives the ranks' buckets in this process, in the thread of the export."""
 
     def __init__(self, weights: RemoteWeights, make: MakeSender) -> None:
-        self._weights, self._make = weights, make
-        self._key = uuid.uuid4().hex
+        self._weights, self._sender = weights, weights.sender(make)
         self._receiver: Receiver | None = None
-        self._senders: Sequence[int] = ()
 
     def receive(self, bucket: Bucket) -> Bucket:
         """Return the bucket with its data."""
-        call_ranks = self._weights.ask
+        sender, wait_for = self._sender, self._weights.wait_for
         if self._receiver is None:
-            update = WeightUpdate(id=f"export/{self._key}", version=0)
-            self._senders, opened = _opened(
-                call_ranks("sender_open", self._key, self._make, update)
-            )
-            self._receiver = receiver(opened)
-        parts = call_ranks("sender_step", self._key, "announce", bucket.index)
-        announced = announced_together([parts[rank] for rank in self._senders])
+            update = WeightUpdate(id=f"export/{uuid.uuid4().hex}", version=0)
+            self._receiver = receiver(wait_for(sender.open(update), "opening a sender"))
+        announced = wait_for(sender.announce(bucket), "announcing a bucket")
         # Send and receive concurrently, which some transports need.
         with ThreadPoolExecutor(1, "weight-transmit") as thread:
-            sending = thread.submit(call_ranks, "sender_step", self._key, "transmit", bucket.index)
+            sending = thread.submit(wait_for, sender.transmit(bucket), "sending a bucket")
             received = self._receiver.receive(announced)
             sending.result()
-        call_ranks("sender_step", self._key, "release", bucket.index)
+        wait_for(sender.release(bucket), "releasing a bucket")
         return received
 
     def close(self) -> None:
@@ -406,7 +410,7 @@ class _Inbound:
         """
         if self._receiver is not None:
             self._receiver.close()
-        self._weights.ask("sender_close", self._key)
+        self._weights.wait_for(self._sender.close(), "closing a sender")
 
 
 class _RankSender(Sender):
