@@ -32,7 +32,7 @@ from megatron_idempotent.rl.sync import RemoteWeights
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
-from megatron_idempotent.rl.weights.transports import Sender, SharedMemorySender
+from megatron_idempotent.rl.weights.transports import Sender
 from megatron_idempotent.rl.workers import RankGroup
 from megatron_idempotent.rl.workers.ray import import_ray
 
@@ -40,7 +40,7 @@ from . import ConfigError
 from .async_ranks import RankPolicy, make_ranks
 from .checkpoint import CheckpointStore
 from .config import Config
-from .engines import files_sender, has_room, make_async_engines, sync_settings
+from .engines import local_sender, make_async_engines, sync_settings
 from .output import INITIAL, SYNC, TRAINED, Job
 from .policy import training_positions
 from .report import make_loggers
@@ -261,7 +261,7 @@ def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
     """Return the transport to engines in this process; None if all are elsewhere."""
     if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
         return None
-    return SharedMemorySender if has_room(config) else files_sender(out)
+    return local_sender(config, out)
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

@@ -333,17 +333,23 @@ def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> Rollout
         arguments=arguments,
         environment=None if gpus else CPU_ENVIRONMENT,
     )
-    transport = SharedMemorySender if has_room(config) else files_sender(out)
-    return ServedVllm(server, name=name, transport=transport, routing_layers=routing)
+    return ServedVllm(
+        server, name=name, transport=local_sender(config, out), routing_layers=routing
+    )
 
 
-def has_room(config: Config) -> bool:
-    """Return whether this machine's shared memory has room for the two buckets of an update."""
+def local_sender(config: Config, out: Path) -> Callable[[], Sender]:
+    """Return what makes a sender for receivers on this machine.
+
+    It sends through shared memory if that has room for the two buckets of an update, else files.
+    """
+    files = files_sender(out)
     if not DIRECTORY.is_dir():  # as on macOS
-        return False
+        return files
     free = os.statvfs(DIRECTORY)
     # By default a container has 64 MB, too little for two buckets of most models.
-    return free.f_bavail * free.f_frsize >= 2 * (config.sync.bucket_mb << 20)
+    has_room = free.f_bavail * free.f_frsize >= 2 * (config.sync.bucket_mb << 20)
+    return SharedMemorySender if has_room else files
 
 
 def _ray_engines(
