@@ -77,7 +77,7 @@ def nearest(text: str) -> list[str]:
         shared = weights.keys() & words
         score = sum(weights[word] for word in shared) * (len(shared) > 1)
         hazard = hazards()[name]
-        quotes = (phrase in texts[name], phrase in hazard.summary.lower(), _raises(hazard, text))
+        quotes = (phrase in texts[name], phrase in hazard.summary.lower(), hazard.raises(text))
         score += sum(quotes) * (1 + sum(weights.values()))  # more than any words can weigh
         if score:
             scores[name] = score
@@ -91,10 +91,3 @@ def _spoken(hazard: Hazard) -> str:
     sections = hazard.case_file
     spoken = f"{hazard.id} {hazard.summary} {sections['']} {sections['Symptom']}"
     return " ".join(spoken.lower().split())
-
-
-def _raises(hazard: Hazard, text: str) -> bool:
-    """Tell if the text has the error of the hazard's reproduction, which says more than a type."""
-    pattern = hazard.stock_error
-    names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
-    return not names_a_type_alone and re.search(pattern, text) is not None

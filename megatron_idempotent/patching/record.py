@@ -310,6 +310,12 @@ class Hazard(Record):
         """
         return getattr(sys.modules[self.module], "neighbour", None)
 
+    def raises(self, text: str) -> bool:
+        """Tell if a text has the error of `reproduce`, where that says more than a type."""
+        pattern = self.stock_error
+        names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
+        return bool(pattern) and not names_a_type_alone and re.search(pattern, text) is not None
+
     @property
     def versions(self) -> str:
         """The range of affected releases as a version specifier."""

@@ -191,7 +191,7 @@ def suspects(result: Result) -> list[str]:
             and (name not in _ONLY or words & _ONLY[name])
         ]
     told = f"{raised['kind']}: {raised['said']}"
-    matching = [name for name, each in found.items() if _says(each, told)]
+    matching = [name for name, each in found.items() if each.raises(told)]
     # A framework's own loop has Megatron's text; its own hazard is the nearer one.
     path = f"/{raised['file']}"
     theirs = {name: _package(found[name]) for name in matching}
@@ -207,12 +207,6 @@ _MEGATRON = "megatron"
 _PACKAGES = {"megatron_core": _MEGATRON, "megatron_bridge": "megatron/bridge", "ms_swift": "swift"}
 #: Hazards that are none in other layouts than those with one of these words.
 _ONLY = {"grad-scale-func": frozenset({"fp16", "moe", "mtp"})}
-
-
-def _says(hazard: Hazard, told: str) -> bool:
-    pattern = hazard.stock_error
-    only_a_type = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
-    return bool(pattern) and not only_a_type and re.search(pattern, told) is not None
 
 
 def _package(hazard: Hazard) -> str:
