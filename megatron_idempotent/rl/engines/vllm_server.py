@@ -333,9 +333,7 @@ class VllmServer:
     @property
     def pid(self) -> int:
         """The id of the server's process group leader; all of vLLM's processes are in the group."""
-        if self._process is None:
-            raise RuntimeError("the server is not running; enter it first")
-        return self._process.pid
+        return self._started.pid
 
     def __enter__(self) -> VllmServer:
         """Start the server, and wait until it responds.
@@ -408,9 +406,13 @@ class VllmServer:
 
     def wait(self) -> int:
         """Block until the server has ended; return its exit code."""
+        return self._started.wait()
+
+    @property
+    def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise RuntimeError("the server is not running; enter it first")
-        return self._process.wait()
+        return self._process
 
     def stop(self) -> None:
         """End the server and all of its child processes. If it is not running: no-op."""

@@ -496,17 +496,14 @@ class MegatronWeights:
         self._outputs = [_outputs(info, fp8) for info in infos]
         device = placed[0].parameter.device if placed else torch.device("cpu")
         self._fetch = Shipping(plan, infos, device, group, senders=senders)
+        self.keeps = self._fetch.rank in (0, *self._fetch.keepers)
+        """True on ranks whose buckets have tensors."""
         self._group, self._device = group, device
         self._changes = Changes(self._fetch, plan, infos) if deltas and fp8 is None else None
 
     def tensors(self) -> tuple[TensorInfo, ...]:
         """Return all tensors in the order of sending, without communication."""
         return tuple(info for infos in self._outputs for info in infos)
-
-    @property
-    def keeps(self) -> bool:
-        """True on ranks whose buckets have tensors."""
-        return self._fetch.rank in (0, *self._fetch.keepers)
 
     @property
     def finds_changes(self) -> bool:
