@@ -590,8 +590,7 @@ class Bench:
         self.stop_at(fault and f"export() gives other weights than the model has: {fault}")
 
     def _same(self, found: Mapping[str, Tensor], what: str) -> None:
-        moved = [name for name, value in found.items() if not torch.equal(value, self.known[name])]
-        if moved:
+        if moved := names_moved(found, self.known):
             raise Wrong(f"{what} has changed {len(moved)} parameters, the first is {moved[0]}")
 
     def _compare_parameters(
@@ -778,6 +777,11 @@ class Bench:
         everybody: list[Any] = [None] * self.ranks
         dist.all_gather_object(everybody, mine.getvalue(), group=self._group)
         return [pickle.loads(each) for each in everybody]
+
+
+def names_moved(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the parameters that have other values than before."""
+    return [name for name, value in after.items() if not torch.equal(value, before[name])]
 
 
 def in_words(value: Any) -> str:

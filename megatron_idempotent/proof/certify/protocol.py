@@ -149,8 +149,9 @@ class Adapter(Protocol):
     An adapter may also have `logprobs(rows)`, the log-probability [B, T] of the token after each
     position on ranks of the last stage, and None on others; `export()`, which returns the
     parameters, or sets them as `exported`, and changes nothing that the step depends on; `save()`,
-    which returns all that a later process needs, and `load(state)`, called right after `build`, and
-    by the checks of state on a subject that has stepped too; `offload()`, which moves parameters,
+    which returns all that a later process needs, as copies that later steps do not write to, and
+    `load(state)`, called right after `build`, and by the checks of state on a subject that has
+    stepped too; `offload()`, which moves parameters,
     gradient buffers and optimizer state to the host or frees them, as colocated frameworks do while
     engines sample, and `onload(training=True)`, which brings all of it back, or with
     `training=False` at least what log-probs read; an open step may keep its

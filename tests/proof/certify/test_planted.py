@@ -158,7 +158,11 @@ MORE = {
 #: Bugs of `planted_steps.py`, by the check that catches each, the layout, and what is said of it.
 STEPS = {
     ("rows-left-over", "dp1", "the gradient is off by "): "RestWeighsAsMuch PadsTheRest",
-    ("logprobs-in-mid-step", "dp1", "log-probs differ "): "LogprobsStaySorted LogprobsOfEight",
+    ("logprobs-in-mid-step", "dp1", "log-probs differ "): (
+        "LogprobsStaySorted LogprobsOfEight LogprobsOfContent LogprobsOfATensor"
+    ),
+    ("resume", "dp1", "tensors that the next step has written to"): "SavesLive",
+    ("unwatched-steps", "dp1", "finish() says that it has not updated"): "SkipsSpikes",
     ("drawn-sizes", "dp1", " times the right one"): "ClipsItsOwn ClipsAtHundred",
     ("counts", "dp1", "the gradient is 0.1 times the right one"): "CountsTenAtLeast",
     ("nan", "dp1", ", and the step updated all the same"): (
@@ -194,6 +198,10 @@ SAMPLE = {
         "FinishesLater",
         "LogprobsTurned",
         "LosesASecondCall",
+        "LogprobsOfContent",
+        "LogprobsOfATensor",
+        "SavesLive",
+        "SkipsSpikes",
     ),
 }
 
