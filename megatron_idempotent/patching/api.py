@@ -63,13 +63,13 @@ def apply(
     with install.lock:
         import_hooks.forget()
         releases.forget()
-        before = dict(state.rows)
+        earlier_rows = dict(state.rows)
         rows = [_plan(patch, selection, full=dry_run) for patch in outlines().values()]
         _raise_for(rows, selection)
         if dry_run:
             install.forget_sources()
             return Report(rows)
-        earlier, settled, named = dict(state.wanted), state.selection, state.named
+        earlier, settled, earlier_names = dict(state.wanted), state.selection, state.named
         added = {row.id for row in rows if row.status == "pending_import"} - set(earlier)
         state.selection = selection
         state.named |= selection.only or frozenset()
@@ -81,10 +81,10 @@ def apply(
         except PatchError:
             install.drop(added & set(state.wanted))
             lost = {name: state.rows[name] for name in set(earlier) - set(state.wanted)}
-            state.selection, state.named, state.rows = settled, named, before | lost
+            state.selection, state.named, state.rows = settled, earlier_names, earlier_rows | lost
             raise
         install.forget_sources()
-        changed = _changed(before)
+        changed = _changed(earlier_rows)
         write_report()
         waiting = {m for patch in state.wanted.values() for m in install.missing(patch)}
     # Outside of the lock: another thread may be importing, and wait for it with import locks held.
@@ -127,8 +127,8 @@ def report() -> Report:
         if state.selection is None and import_hooks.door_waits():
             selection = _select(None, (), None)
             return Report(_plan(patch, selection, full=False) for patch in outlines().values())
-        around = install.detours()
-        rows = [install.current(patch, around) for patch in outlines().values()]
+        detours = install.detours()
+        rows = [install.current(patch, detours) for patch in outlines().values()]
         if state.selection is not None and state.selection.strict:
             _raise_for(rows, state.selection)
         return Report(rows)
@@ -137,11 +137,11 @@ def report() -> Report:
 def _select(
     only: Iterable[str] | None, exclude: Iterable[str], strict: bool | None
 ) -> decide.Selection:
-    known = outlines()
-    environment = settings.read(known)
+    all_outlines = outlines()
+    environment = settings.read(all_outlines)
     selection = decide.Selection(
-        only=None if only is None else settings.check_ids(only, "only=", known),
-        exclude=settings.check_ids(exclude, "exclude=", known),
+        only=None if only is None else settings.check_ids(only, "only=", all_outlines),
+        exclude=settings.check_ids(exclude, "exclude=", all_outlines),
         settings=environment,
         strict=environment.strict if strict is None else strict,
     )
@@ -180,9 +180,9 @@ def _plan(patch: Outline, selection: decide.Selection, *, full: bool) -> Row:
     if verdict.status is None:
         # Reading files takes tens of milliseconds, so it waits for the import unless the caller
         # wants the answer now.
-        named = selection.named(patch.id)
-        if decided := full or named or selection.strict:
-            verdict, _, refusal = install.judge(patch, named=named)
+        by_name = selection.named(patch.id)
+        if decided := full or by_name or selection.strict:
+            verdict, _, refusal = install.judge(patch, named=by_name)
             if refusal is not None:
                 return refusal
         else:
@@ -201,10 +201,10 @@ def _plan(patch: Outline, selection: decide.Selection, *, full: bool) -> Row:
 def _on_import() -> None:
     with install.lock:
         import_hooks.forget()
-        before = dict(state.rows)
+        earlier_rows = dict(state.rows)
         install.settle()
         importing = install.forget_sources()
-        changed = _changed(before)
+        changed = _changed(earlier_rows)
         if changed:
             write_report()
     _log(changed)
@@ -216,8 +216,8 @@ def _forget_sources() -> None:
         install.forget_sources()
 
 
-def _changed(before: dict[str, Row]) -> list[Row]:
-    return [row for row in state.rows.values() if before.get(row.id) != row]
+def _changed(earlier_rows: dict[str, Row]) -> list[Row]:
+    return [row for row in state.rows.values() if earlier_rows.get(row.id) != row]
 
 
 def _log(changed: list[Row]) -> None:
@@ -292,10 +292,10 @@ def _raise_for(rows: Iterable[Row], selection: decide.Selection) -> None:
     if nothing is not None and selection.strict:
         raise PatchError(nothing)
     for row in rows:
-        named = selection.named(row.id) and row.status not in COVERED
-        if named and row.status == "disabled":
+        by_name = selection.named(row.id) and row.status not in COVERED
+        if by_name and row.status == "disabled":
             continue  # the operator switched it off, which is no failure of the program
-        if named or (selection.strict and row.status in PROBLEMS):
+        if by_name or (selection.strict and row.status in PROBLEMS):
             bad.append(f"{row.id}: {row.status}: {row.reason}")
     if bad:
         remedy = "drop it from only=" if selection.only is not None else "exclude= it"

@@ -156,11 +156,11 @@ def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
     """Return the ids of all hazards, and the outlines of patches by id, both in order of id."""
     ids, outlines = [], {}
     for line in lines[1:]:
-        name, switch, *rest = line.split(" ")
+        name, switch, *fields = line.split(" ")
         ids.append(name)
         if switch == NO_PATCH:
             continue
-        distribution, since, before, provides, *addresses = rest
+        distribution, since, before, provides, *addresses = fields
         outlines[name] = Outline(
             id=name,
             distribution=distribution,
@@ -271,8 +271,8 @@ class PerProcessLock(PerProcess):
 
     def acquire(self, *, timeout: float = -1) -> bool:
         """Take the lock within `timeout` seconds, -1 for ever; return whether that was possible."""
-        taken: bool = self._lock.acquire(timeout=timeout)
-        return taken
+        acquired: bool = self._lock.acquire(timeout=timeout)
+        return acquired
 
     def release(self) -> None:
         """Give the lock back."""

@@ -68,13 +68,13 @@ def outlines() -> dict[str, Outline]:
     was made.
     """
     if not _outlines:
-        ids, found = read_index(generated(INDEX))
+        ids, by_id = read_index(generated(INDEX))
         files = _files()
         if files is not None and sorted(files) != sorted(name.replace("-", "_") for name in ids):
-            indexed = found
-            _, found = read_index(index_of(hazards().values()))
-            _lost.update((name, each) for name, each in indexed.items() if name not in found)
-        _outlines.update(found)
+            indexed = by_id
+            _, by_id = read_index(index_of(hazards().values()))
+            _lost.update((name, outline) for name, outline in indexed.items() if name not in by_id)
+        _outlines.update(by_id)
     return _outlines
 
 
@@ -103,14 +103,14 @@ def load(patch_id: str) -> Patch:
     Raises:
         RuntimeError: the case file no longer says what the index says.
     """
-    known = _patches.get(patch_id) or _loaded.get(patch_id)
-    if known is not None:
-        return known
+    patch_known = _patches.get(patch_id) or _loaded.get(patch_id)
+    if patch_known is not None:
+        return patch_known
     outline = outlines()[patch_id]
     package = PACKAGE if outline.distribution == MEGATRON else f"{PACKAGE}.{FRAMEWORKS}"
     hazard = _declared(patch_id.replace("-", "_"), package)
-    _, found = read_index(index_of([hazard]))
-    if found.get(patch_id) != outline:
+    _, declared = read_index(index_of([hazard]))
+    if declared.get(patch_id) != outline:
         raise RuntimeError(
             f"the index does not say what the case file of {patch_id} says: run "
             "`python -m megatron_idempotent.cli.casebook` in the repository"
@@ -137,8 +137,8 @@ def hazards() -> dict[str, Hazard]:
                 for entry in pkgutil.iter_modules([folder])
                 if not entry.ispkg and not entry.name.startswith("_")
             }
-        found = [_declared(name, package) for name, package in files.items()]
-        _hazards.update((hazard.id, hazard) for hazard in sorted(found, key=lambda h: h.id))
+        declared = [_declared(name, package) for name, package in files.items()]
+        _hazards.update((hazard.id, hazard) for hazard in sorted(declared, key=lambda h: h.id))
     return _hazards
 
 

@@ -100,10 +100,10 @@ def _reads(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> Iterator[s
         if isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Name):
             name = above.targets[0].id
             uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == name]
-            found = [parents[use] for use in uses if isinstance(use.ctx, ast.Load)]
+            parents_of_uses = [parents[use] for use in uses if isinstance(use.ctx, ast.Load)]
         else:
-            found = [above]
-        for use in found:
+            parents_of_uses = [above]
+        for use in parents_of_uses:
             key = use.slice if isinstance(use, ast.Subscript) else None
             if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
                 raise ValueError(f"{tree.name} reads arguments otherwise than by a constant name")
@@ -162,29 +162,29 @@ def _last_name(target: ast.expr) -> str:
 
 
 def _unmet(contract: Contract, body: Body) -> Iterator[str]:
-    tree, own = body.tree, body.own_nodes
+    tree, own_nodes = body.tree, body.own_nodes
     if isinstance(tree, ast.AsyncFunctionDef):
         yield "is async, and its wrapper calls a plain function"
-    if _yields(own) and not contract.yields:
+    if _yields(own_nodes) and not contract.yields:
         yield "is a generator, and its wrapper calls a plain function"
-    if contract.yields and not _yields(own):
+    if contract.yields and not _yields(own_nodes):
         yield "is no generator, and its wrapper yields what one does"
     for decorator in tree.decorator_list:
         if not watches(decorator):
             yield f"has the decorator `@{ast.unparse(decorator)}`, which nobody reviewed"
     arguments = tree.args
     positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-    named = {*positional, *(a.arg for a in arguments.kwonlyargs)}
+    parameters = {*positional, *(a.arg for a in arguments.kwonlyargs)}
     for name in contract.reads:
-        if name not in named:
+        if name not in parameters:
             yield f"has no parameter `{name}`, which its wrapper reads"
     for name in contract.keywords:
-        if name not in named and arguments.kwarg is None:
+        if name not in parameters and arguments.kwarg is None:
             yield f"has no parameter `{name}`, which its wrapper passes"
     for index, name in enumerate(contract.leading):
         if index >= len(positional) or positional[index] != name:
             yield f"does not take `{name}` as its parameter {index + 1}, as its wrapper passes it"
-    if not contract.takes_all and (len(named) > len(contract.leading) or arguments.vararg):
+    if not contract.takes_all and (len(parameters) > len(contract.leading) or arguments.vararg):
         yield "has parameters that its wrapper does not know"
     if contract.items is not None:
         yield from _unmet_items(contract.items, contract.or_more, _returning(body))
@@ -197,7 +197,7 @@ def _returning(body: Body) -> list[Body]:
         for node in function.own_nodes:
             name = _called(node.value) if isinstance(node, ast.Return) and node.value else ""
             returned = parse_body(body.module, name) if name else None
-            if returned is not None and name not in [known.tree.name for known in bodies]:
+            if returned is not None and name not in [listed.tree.name for listed in bodies]:
                 bodies.append(returned)
     return bodies
 
@@ -212,25 +212,27 @@ def _unmet_items(
     A name has to stand in its place at least once, and no other name there: `None`, a call or
     another value may stand for it, as where nothing is to be returned.
     """
-    wanted = f"`{', '.join(items)}{', ...' if or_more else ''}`"
-    known = {function.tree.name for function in functions}
-    named: set[str] = {"_"}
+    items_text = f"`{', '.join(items)}{', ...' if or_more else ''}`"
+    function_names = {function.tree.name for function in functions}
+    returned_names: set[str] = {"_"}
     for function in functions:
         if not _leaves(function.tree.body):
-            yield f"does not end with a return of {wanted}, which its wrapper takes from it"
+            yield f"does not end with a return of {items_text}, which its wrapper takes from it"
         for node in function.own_nodes:
-            if not isinstance(node, ast.Return) or (node.value and _called(node.value) in known):
+            if not isinstance(node, ast.Return) or (
+                node.value and _called(node.value) in function_names
+            ):
                 continue
-            given = node.value.elts if isinstance(node.value, ast.Tuple) else []
-            fits = len(given) >= len(items) if or_more else len(given) == len(items)
-            names = [each.id if isinstance(each, ast.Name) else None for each in given]
-            named.update(filter(None, names))
+            elements = node.value.elts if isinstance(node.value, ast.Tuple) else []
+            fits = len(elements) >= len(items) if or_more else len(elements) == len(items)
+            names = [element.id if isinstance(element, ast.Name) else None for element in elements]
+            returned_names.update(filter(None, names))
             both = zip(items, names, strict=False)
             if not fits or any(name not in (None, item) for item, name in both if item != "_"):
-                said = ast.unparse(node)
-                yield f"has `{said[:80]}`, where its wrapper takes {wanted} from it"
+                statement = ast.unparse(node)
+                yield f"has `{statement[:80]}`, where its wrapper takes {items_text} from it"
     for item in items:
-        if item not in named:
+        if item not in returned_names:
             yield f"returns no `{item}`, which its wrapper takes from it"
 
 
@@ -244,8 +246,8 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
     return isinstance(last, (ast.Return, ast.Raise))
 
 
-def _yields(own: Iterable[ast.AST]) -> bool:
-    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in own)
+def _yields(nodes: Iterable[ast.AST]) -> bool:
+    return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes)
 
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -288,34 +290,34 @@ class BodyPart:
     @computed
     def _lines(self) -> list[tuple[_Step, ...]]:
         tree = self._body.tree
-        things = _Things(self._fragments, self._body.bound)
+        terms = _Terms(self._fragments, self._body.bound)
         declared = _declarations(tree.args)
         parameters = [
             ((f"parameter {name}", declared[name]),)
             for name in self._parameters
             if name in declared
         ]
-        return [*parameters, *_touching(things, tree.body, (), own=True)]
+        return [*parameters, *_touching(terms, tree.body, (), of_function=True)]
 
 
 def _touching(
-    things: _Things, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, own: bool
+    terms: _Terms, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, of_function: bool
 ) -> Iterator[tuple[_Step, ...]]:
-    """Yield a line for each of these statements that touches one of the things.
+    """Yield a line for each of these statements that touches one of the terms.
 
-    `own` is True for statements of the function itself, not of a function inside of it.
+    `of_function` is True for statements of the function itself, not of a function inside of it.
     """
     for statement in statements:
         if isinstance(statement, SCOPES):
             step = (f"def {statement.name}", ())
-            yield from _touching(things, statement.body, (*above, step), own=False)
+            yield from _touching(terms, statement.body, (*above, step), of_function=False)
             continue
         arms = list(_arms(statement))
         decides = _head(statement) if arms else _plain(statement)
-        if things.touched_by(decides[1], own=own):
+        if terms.touched_by(decides[1], of_function=of_function):
             yield (*above, decides)
         for arm, block in arms:
-            yield from _touching(things, block, (*above, decides, arm), own=own)
+            yield from _touching(terms, block, (*above, decides, arm), of_function=of_function)
 
 
 def _arms(statement: ast.stmt) -> Iterator[tuple[_Step, Sequence[ast.stmt]]]:
@@ -355,7 +357,7 @@ def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
     return {a.arg: () if default is None else (default,) for a, default in both}
 
 
-class _Things:
+class _Terms:
     """Collects the attributes, texts and names in fragments, and tells whether code touches one.
 
     Attributes count by their name, whatever object they belong to; so do texts, and returns if a
@@ -399,8 +401,8 @@ class _Things:
             elif isinstance(node, ast.Return):
                 self._returns = True
 
-    def touched_by(self, code: Sequence[ast.AST], *, own: bool) -> bool:
-        if self._returns and own and any(isinstance(node, ast.Return) for node in code):
+    def touched_by(self, code: Sequence[ast.AST], *, of_function: bool) -> bool:
+        if self._returns and of_function and any(isinstance(node, ast.Return) for node in code):
             return True
         return any(self._is_one(node) for root in code for node in nodes_of(root))
 

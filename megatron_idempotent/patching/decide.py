@@ -73,8 +73,8 @@ class Selection(Record):
     def gate(self, patch: Outline) -> Verdict:
         """Decide step 1: whether arguments and environment leave the patch on."""
         settings, patch_id = self.settings, patch.id
-        asked = self.named(patch_id) or patch_id in (settings.only or ())
-        on = patch.default or asked or (patch.debug and settings.debug)
+        asked_for = self.named(patch_id) or patch_id in (settings.only or ())
+        on = patch.default or asked_for or (patch.debug and settings.debug)
         for off, reason in (
             (not settings.enabled, f"{SWITCH}=0"),
             (patch_id in settings.disable, f"named in {SWITCH}_DISABLE"),
@@ -116,8 +116,8 @@ def exact_release(distribution: str) -> Installed | None:
     if distribution == MEGATRON:
         if is_older_than_all(version):
             return version
-        known = release_on_path()
-        return None if known is None else release_named(known.version)
+        release_there = release_on_path()
+        return None if release_there is None else release_named(release_there.version)
     return version if is_plain(version) and from_index(distribution) else None
 
 
@@ -186,11 +186,11 @@ def check_bodies(patch: Outline, *, named: bool, sources: Sources | None = None)
     outside = check_range(patch, release)
     if outside.status is not None:
         return outside
-    known = release_on_path() if patch.distribution == MEGATRON else None
-    standing = UNKNOWN_STANDING if known is None else known.standings.get(patch.id)
-    if known is not None and standing == LANDS:
-        reason = f"its files are those of {known.version}"
-        return Verdict(status=None, reason=reason, release=known.version)
+    release_there = release_on_path() if patch.distribution == MEGATRON else None
+    standing = UNKNOWN_STANDING if release_there is None else release_there.standings.get(patch.id)
+    if release_there is not None and standing == LANDS:
+        reason = f"its files are those of {release_there.version}"
+        return Verdict(status=None, reason=reason, release=release_there.version)
     if standing == FIXED:
         return Verdict(status="fixed_upstream", reason=_FIXED)
     return _check_read(load(patch.id), release, sources, named=named)
@@ -215,7 +215,7 @@ def _check_read(
 
 def judge(
     patch: Patch,
-    found: Mapping[str, Body | None],
+    found_bodies: Mapping[str, Body | None],
     sources: Sources | None,
     release: Installed | None,
     *,
@@ -225,7 +225,7 @@ def judge(
 
     Args:
         patch: the patch.
-        found: the bodies.
+        found_bodies: the bodies.
         sources: what the bodies are from, for all that wrappers read beside them; None to leave
             that out.
         release: the release that these sources are; None for a commit.
@@ -239,24 +239,26 @@ def judge(
         return outside
     bodies, homes, moved = Bodies(sources=sources), dict[str, str](), list[str]()
     for target in patch.targets:
-        body = found[target.address]
+        body = found_bodies[target.address]
         if body is None:
             home = None if sources is None else _moved(target, sources)
             if home is None:
                 reason = f"{target.module} defines no {target.qualname}"
                 return Verdict(status="missing_target", reason=reason)
-            place, body = home
-            if place.address != target.address:
-                homes[target.address] = place.address
-                moved.append(f"{target.address} has moved to {place.address}")
+            new_place, body = home
+            if new_place.address != target.address:
+                homes[target.address] = new_place.address
+                moved.append(f"{target.address} has moved to {new_place.address}")
         bodies[target.address] = body
     of_commit = False
     if release is None:
         labels = {t.qualname: t.label(bodies[t.address].hash) for t in patch.targets}
         of_commit = not all(numbers(label.partition(" ")[0]) for label in labels.values())
         if all(_older(label, patch.since) for label in labels.values()):
-            said = ", ".join(f"{qualname} is that of {label}" for qualname, label in labels.items())
-            reason = f"{said}, and the hazard came with {patch.since}"
+            bodies_text = ", ".join(
+                f"{qualname} is that of {label}" for qualname, label in labels.items()
+            )
+            reason = f"{bodies_text}, and the hazard came with {patch.since}"
             return Verdict(status="unsupported_version", reason=reason)
         came = _lacks_origin(patch, sources)
         if came is not None:
@@ -265,12 +267,12 @@ def judge(
     if mended or (sources is not None and _mended_beside(patch, sources)):
         return Verdict(status="fixed_upstream", reason=_FIXED)
     reviews = [review(target, bodies[target.address]) for target in patch.targets]
-    why = None if sources is None else unmet(patch, release, sources, of_commit=of_commit)
-    if why is not None:
-        reviews.append((False, f"{why}: name the patch in only= to accept it"))
-    drifted = not all(known for known, _ in reviews)
+    lacking = None if sources is None else unmet(patch, release, sources, of_commit=of_commit)
+    if lacking is not None:
+        reviews.append((False, f"{lacking}: name the patch in only= to accept it"))
+    drifted = not all(accepted for accepted, _ in reviews)
     # Of a patch that is refused, what speaks against it.
-    reasons = [*moved, *(reason for known, reason in reviews if known != drifted)]
+    reasons = [*moved, *(reason for accepted, reason in reviews if accepted != drifted)]
     reason = "; ".join(dict.fromkeys(reasons))
     if drifted and named:
         reason, drifted = f"{reason}; accepted by name", False
@@ -287,13 +289,13 @@ def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
     """
     from .moved import definition
 
-    found = definition(target.module, target.qualname, sources, inherited=False)
-    if found is not None:
-        return found
-    found = definition(target.module, target.qualname, sources)
-    if found is None or not review(target, found[1])[0]:
+    place_and_body = definition(target.module, target.qualname, sources, inherited=False)
+    if place_and_body is not None:
+        return place_and_body
+    place_and_body = definition(target.module, target.qualname, sources)
+    if place_and_body is None or not review(target, place_and_body[1])[0]:
         return None
-    return target, found[1]
+    return target, place_and_body[1]
 
 
 def _mended_beside(patch: Patch, sources: Sources) -> bool:
@@ -301,9 +303,9 @@ def _mended_beside(patch: Patch, sources: Sources) -> bool:
     from .moved import definition
 
     for address, fragment in patch.fixed_by:
-        place = Place(address=address)
-        found = definition(place.module, place.qualname, sources)
-        if found is not None and found[1].contains(fragment):
+        repair = Place(address=address)
+        place_and_body = definition(repair.module, repair.qualname, sources)
+        if place_and_body is not None and place_and_body[1].contains(fragment):
             return True
     return False
 
@@ -316,14 +318,14 @@ def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
     if patch.came_with is None or sources is None:
         return None
     address, fragment = patch.came_with
-    place = Place(address=address)
-    if not place.qualname:
-        is_there = sources.text(place.module) is not None
-        return None if is_there else f"the hazard came with {place.module}, which is not there"
-    found = definition(place.module, place.qualname, sources)
-    if found is None:
+    origin = Place(address=address)
+    if not origin.qualname:
+        is_there = sources.text(origin.module) is not None
+        return None if is_there else f"the hazard came with {origin.module}, which is not there"
+    place_and_body = definition(origin.module, origin.qualname, sources)
+    if place_and_body is None:
         return f"the hazard came with {address}, which is not there"
-    if fragment and Bodies({address: found[1]}, sources).lack(fragment):
+    if fragment and Bodies({address: place_and_body[1]}, sources).lack(fragment):
         return f"the hazard came with `{fragment}` in {address}, which lacks it"
     return None
 
@@ -343,10 +345,10 @@ def review(target: Target, body: Body) -> tuple[bool, str]:
             f"{target.qualname} has body {body.hash}, reviewed are "
             f"{', '.join(target.reviewed) or 'none'}: name the patch in only= to accept it"
         )
-    why = _drifted(target, body)
-    if why is not None:
+    reason = _drifted(target, body)
+    if reason is not None:
         accept = "name the patch in only= to accept it"
-        return False, f"{target.qualname} (body {body.hash}) {why}: {accept}"
+        return False, f"{target.qualname} (body {body.hash}) {reason}: {accept}"
     return True, f"body {body.hash} not reviewed, but holds what the patch relies on"
 
 
@@ -357,9 +359,9 @@ def _drifted(target: Target, body: Body) -> str | None:
     missing = [fragment for fragment in target.relies_on if not body.contains(fragment)]
     if missing:
         return f"no longer contains `{missing[0]}`, which the patch relies on"
-    why = unmet(target.wrapper, body)
-    if why is not None or not target.parts:
-        return why
+    reason = unmet(target.wrapper, body)
+    if reason is not None or not target.parts:
+        return reason
     part = part_of(target, body)
     if part.hash in target.parts:
         return None

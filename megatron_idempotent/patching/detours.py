@@ -68,23 +68,23 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
         sites: all sites of this process: those without patches hold functions, too.
     """
     family = list({id(member): member for site in sites for member in site.family()}.values())
-    ours = {id(value) for site in family for value in (site.installed, site.function)}
+    our_ids = {id(value) for site in family for value in (site.installed, site.function)}
     installed = [site for site in sites if site.is_installed]
-    clauses = {site.target.address: list(_overriding(site, ours)) for site in installed}
-    originals = _originals(installed, ours)
-    own = collections.Counter(id(value) for site in family for value in site.held())
+    clauses = {site.target.address: list(_overriding(site, our_ids)) for site in installed}
+    originals = _originals(installed, our_ids)
+    own_references = collections.Counter(id(value) for site in family for value in site.held())
     for original in originals:
-        original.look(own[original.id])
-    held = [original for original in originals if original.is_held_by_others]
-    if held:
-        _search(held, {id(value) for site in family for value in site.containers()})
+        original.look(own_references[original.id])
+    originals_elsewhere = [original for original in originals if original.is_held_by_others]
+    if originals_elsewhere:
+        _search(originals_elsewhere, {id(value) for site in family for value in site.containers()})
     for original in originals:
         for site in original.sites:
             clauses[site.target.address] += original.clauses
-    return {address: said for address, said in clauses.items() if said}
+    return {address: texts for address, texts in clauses.items() if texts}
 
 
-def _overriding(site: PatchPoint, ours: Collection[int]) -> Iterator[str]:
+def _overriding(site: PatchPoint, our_ids: Collection[int]) -> Iterator[str]:
     """Yield a clause for each class whose method objects get in place of ours."""
     overriding: set[type] = set()
     for heir in _heirs(site.owner):
@@ -92,26 +92,26 @@ def _overriding(site: PatchPoint, ours: Collection[int]) -> Iterator[str]:
         for cls in classes:
             raw = namespace(cls).get(site.name, ABSENT)
             method = unbound(raw)
-            if cls is site.owner or id(method) in ours:
+            if cls is site.owner or id(method) in our_ids:
                 break
             if raw is ABSENT or _asks(method, site.name):
                 continue
             # A second name of upstream's own function is a reference to it, and told as such.
             if method is not site.original and cls not in overriding:
                 overriding.add(cls)
-                before = "" if cls is heir else f", which comes before it in {path_of(heir)},"
-                yield f"{path_of(cls)}{before} overrides it"
+                order = "" if cls is heir else f", which comes before it in {path_of(heir)},"
+                yield f"{path_of(cls)}{order} overrides it"
             break
 
 
 def _heirs(owner: Any) -> Iterator[type]:
     """Yield the classes below a class, each once; nothing for a module."""
     classes: list[type] = [owner] if isinstance(owner, type) else []
-    known = set(map(id, classes))
+    yielded_ids = set(map(id, classes))
     for cls in classes:  # it grows while it is read
         heirs: list[type] = type.__subclasses__(cls)
-        below = [heir for heir in heirs if id(heir) not in known]
-        known.update(map(id, below))
+        below = [heir for heir in heirs if id(heir) not in yielded_ids]
+        yielded_ids.update(map(id, below))
         classes += below
         yield from below
 
@@ -158,8 +158,8 @@ class _Original:
     def clauses(self) -> list[str]:
         """Clauses about the places that hold it, for people."""
         more = len(self.labels) - _LISTED
-        said = [f"{label} holds upstream's" for label in sorted(self.labels)[:_LISTED]]
-        return [*said, *([f"{more} other places hold upstream's"] if more > 0 else ())]
+        texts = [f"{label} holds upstream's" for label in sorted(self.labels)[:_LISTED]]
+        return [*texts, *([f"{more} other places hold upstream's"] if more > 0 else ())]
 
     @property
     def is_held_by_others(self) -> bool:
@@ -170,14 +170,14 @@ class _Original:
         """Return the number of references to the function."""
         return sys.getrefcount(getattr(self.sites[0], self._attribute)) - _TEMPORARY
 
-    def look(self, own: int) -> None:
+    def look(self, own_references: int) -> None:
         """Count the references, then look which of the remembered places still have one.
 
         Args:
-            own: the number of references that sites have.
+            own_references: the number of references that sites have.
         """
         # In this order: a place that lets go in between is missed, and what took it is looked for.
-        self._total, self._own = self.count(), own
+        self._total, self._own = self.count(), own_references
         for site in self.sites:
             for holder in _entitled(site, self._attribute):
                 self._entitled |= self._at(holder)
@@ -189,8 +189,8 @@ class _Original:
 
     @property
     def _remembered(self) -> list[Holder]:
-        known: list[Holder] = self.sites[0].holders.setdefault(self._attribute, [])
-        return known
+        holders: list[Holder] = self.sites[0].holders.setdefault(self._attribute, [])
+        return holders
 
     def add(self, holder: Holder, counts: References) -> bool:
         """Account for the references that a place has, and tell it; return False if it has none.
@@ -199,8 +199,8 @@ class _Original:
         told only for references that no other place has. A `__wrapped__` tells nothing: what takes
         the place of a function wears it, and calls nothing below.
         """
-        known = self._entitled if holder.name else self._known
-        has_more = not counts.keys() <= known.keys()
+        accounted = self._entitled if holder.name else self._known
+        has_more = not counts.keys() <= accounted.keys()
         self._known |= counts
         calls = has_more and any(name != WORN for _, name in counts)
         if calls and holder.label not in self.labels and not self._is_neighbour(holder):
@@ -217,8 +217,10 @@ class _Original:
     def remember(self, holder: Holder) -> None:
         """Look at this place first, the next time."""
         if holder.lasts:
-            known = [other for other in self._remembered if not holder.is_at(other)]
-            self._remembered[:] = [*known, holder]
+            other_holders = [
+                remembered for remembered in self._remembered if not holder.is_at(remembered)
+            ]
+            self._remembered[:] = [*other_holders, holder]
 
 
 class _Alone:
@@ -233,7 +235,7 @@ _TEMPORARY = 0
 _TEMPORARY = _Original(_Alone(), "original").count() - 1  # type: ignore[arg-type]
 
 
-def _originals(sites: Iterable[PatchPoint], ours: Collection[int]) -> list[_Original]:
+def _originals(sites: Iterable[PatchPoint], our_ids: Collection[int]) -> list[_Original]:
     """Return the functions that these sites have replaced, each once."""
     originals: dict[int, _Original] = {}
     for site in sites:
@@ -244,7 +246,7 @@ def _originals(sites: Iterable[PatchPoint], ours: Collection[int]) -> list[_Orig
                 continue
             if key in originals:
                 originals[key].sites.append(site)
-            elif key not in ours:  # else it is another site's, which stands around upstream's
+            elif key not in our_ids:  # else it is another site's, which stands around upstream's
                 originals[key] = _Original(site, attribute)
     return list(originals.values())
 
@@ -259,21 +261,21 @@ def _entitled(site: PatchPoint, attribute: str) -> Iterator[Holder]:
         yield of_module(*name.rpartition(".")[::2])
 
 
-def _search(originals: Sequence[_Original], ours: set[int]) -> None:
+def _search(originals: Sequence[_Original], container_ids: set[int]) -> None:
     """Look who holds these functions, and remember that.
 
     Args:
         originals: functions that others hold.
         ours: ids of the containers of ours that do.
     """
-    climb = Climb([original.value for original in originals], ours)
+    climb = Climb([original.value for original in originals], container_ids)
     _add(originals, climb.places(), climb.passed, MOST)
-    left = [original for original in originals if original.is_held_by_others]
-    _add(left, climb.nameless(), climb.passed, MOST)
+    unexplained = [original for original in originals if original.is_held_by_others]
+    _add(unexplained, climb.nameless(), climb.passed, MOST)
     if gc.get_freeze_count() > _FROZEN:
-        left = [original for original in left if original.is_held_by_others]
-        if left:
-            _add(left, everywhere({original.id for original in left}), None, _FEW)
+        unexplained = [original for original in unexplained if original.is_held_by_others]
+        if unexplained:
+            _add(unexplained, everywhere({original.id for original in unexplained}), None, _FEW)
 
 
 def _add(
@@ -285,6 +287,6 @@ def _add(
     by_id = {original.id: original for original in originals}
     for holder in holders:
         for key, counts in references(holder, by_id.keys(), within, most).items():
-            place = with_attribute(holder, key)
-            if by_id[key].add(place, counts):
-                by_id[key].remember(place)
+            labelled = with_attribute(holder, key)
+            if by_id[key].add(labelled, counts):
+                by_id[key].remember(labelled)

@@ -95,7 +95,11 @@ def _parts(text: str, worth: Callable[[str], bool]) -> Iterator[ast.Module]:
     """Yield a module's definitions and what stands between them, parsed, as far as worth it."""
     if not worth(text):
         return
-    starts = [0, *(each.start() for each in _DEFINITION.finditer(text)), len(text)]
+    starts = [
+        0,
+        *(definition_start.start() for definition_start in _DEFINITION.finditer(text)),
+        len(text),
+    ]
     parts = [text[start:end] for start, end in itertools.pairwise(starts)]
     try:
         parsed = [ast.parse(part) for part in parts if worth(part)]

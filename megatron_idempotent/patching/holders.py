@@ -91,7 +91,7 @@ def of_class(cls: type, name: str) -> Holder:
 
 def references(
     holder: Holder,
-    wanted: Set[int],
+    function_ids: Set[int],
     within: Collection[int] | None = None,
     most: int = MOST,
 ) -> dict[int, References]:
@@ -99,16 +99,18 @@ def references(
 
     Args:
         holder: the place.
-        wanted: the ids of the functions.
+        function_ids: the ids of the functions.
         within: ids of the objects that may lie in between; None for all.
         most: the number of containers that are opened.
     """
     owner = holder.owner()
     value = namespace(owner).get(holder.name) if holder.name else owner
-    if id(value) in wanted:
+    if id(value) in function_ids:
         # By the module's namespace, because a module may have two names.
-        of = namespace(owner) if issubclass(type(owner), types.ModuleType) else owner
-        return {id(value): {(id(of), holder.name): 1}}
+        namespace_or_owner = (
+            namespace(owner) if issubclass(type(owner), types.ModuleType) else owner
+        )
+        return {id(value): {(id(namespace_or_owner), holder.name): 1}}
     counts: dict[int, References] = {}
     opened = {id(value)}
     waiting = [value] if _may_hold(value) else []
@@ -116,7 +118,7 @@ def references(
         within = {*within, id(namespace(value))}  # which Python may have made since
     for container in waiting:  # it grows while it is read
         items = _contents(container)
-        for key in () if wanted.isdisjoint(map(id, items)) else wanted:
+        for key in () if function_ids.isdisjoint(map(id, items)) else function_ids:
             for name, count in _kinds(container, [i for i in items if id(i) == key]):
                 counts.setdefault(key, {})[id(container), name] = count
         for item in items if len(opened) < most else ():
@@ -198,13 +200,13 @@ class Climb:
         ours: ids of objects that are left out.
     """
 
-    def __init__(self, values: Sequence[Any], ours: set[int]) -> None:
+    def __init__(self, values: Sequence[Any], container_ids: set[int]) -> None:
         self._modules = {id(namespace(module)): name for name, module in modules(everywhere=True)}
         self._functions: dict[str, Holder] = {}
         self._owners: dict[int, tuple[Any, str]] = {}
         """Classes, and namespaces of modules, by id, with the name of the module."""
         self._between: dict[int, Any] = {}
-        self._ours = ours
+        self._ours = container_ids
         self._ends = set(map(id, values))
         objects: list[Any] = list(values)
         for _ in range(_DEPTH):
@@ -218,7 +220,7 @@ class Climb:
     def _above(self, objects: list[Any], values: Sequence[Any]) -> list[Any]:
         referrers = gc.get_referrers(*objects)
         lists = {id(objects), id(values), id(self._between), id(referrers)}
-        known = self._ours | self._between.keys() | self._ends | lists
+        passed_ids = self._ours | self._between.keys() | self._ends | lists
         climbs = {id(value) for value in objects if issubclass(type(value), _CONTAINERS)}
         above: list[Any] = []
         for holder in referrers:
@@ -226,7 +228,7 @@ class Climb:
             if key in self._modules or issubclass(kind, type):
                 self._owners[key] = holder, self._modules.get(key, "")
                 continue
-            leads = key not in known and kind is not types.FrameType and _may_hold(holder)
+            leads = key not in passed_ids and kind is not types.FrameType and _may_hold(holder)
             # What holds an object that is no container holds much besides.
             if leads and not climbs.isdisjoint(map(id, _contents(holder))):
                 self._between[key] = holder
@@ -266,18 +268,20 @@ class Climb:
                 yield _of_object(value, f"an object of {path_of(kind)}")
 
 
-def with_attribute(holder: Holder, wanted: int) -> Holder:
+def with_attribute(holder: Holder, function_id: int) -> Holder:
     """Return a place that is an object with the attribute in its label that leads to a function.
 
     Args:
         holder: any place; others are returned as they are.
-        wanted: the function's id.
+        function_id: the function's id.
     """
     owner = holder.owner()
     if holder.name or issubclass(type(owner), _CONTAINERS):
         return holder
     for name, value in list(namespace(owner).items()):
-        if id(value) == wanted or wanted in references(Holder("", _constant(value)), {wanted}):
+        if id(value) == function_id or function_id in references(
+            Holder("", _constant(value)), {function_id}
+        ):
             return holder._replace(label=f"attribute `{name}` of {holder.label}")
     return holder
 
@@ -311,34 +315,36 @@ def _of_object(value: Any, label: str) -> Holder:
         return Holder(label, lambda: value, lasts=False)
 
 
-def everywhere(wanted: Set[int]) -> Iterator[Holder]:
+def everywhere(function_ids: Set[int]) -> Iterator[Holder]:
     """Yield names of modules and classes that may lead to a function; of one object one name.
 
     Args:
-        wanted: ids of functions, of which all names are yielded.
+        function_ids: ids of functions, of which all names are yielded.
     """
-    known: set[int] = set()
-    for module, held in modules():
-        owners: list[tuple[Any, str]] = [] if id(namespace(held)) in known else [(held, module)]
-        known.add(id(namespace(held)))
-        for owner, of in owners:  # it grows while it is read
+    looked_at: set[int] = set()
+    for module, module_object in modules():
+        owners: list[tuple[Any, str]] = (
+            [] if id(namespace(module_object)) in looked_at else [(module_object, module)]
+        )
+        looked_at.add(id(namespace(module_object)))
+        for owner, module_name in owners:  # it grows while it is read
             for name, value in list(namespace(owner).items()):
                 key = id(value)
-                if key not in wanted and (key in known or not _may_lead_on(value)):
+                if key not in function_ids and (key in looked_at or not _may_lead_on(value)):
                     continue
-                known.add(key)
+                looked_at.add(key)
                 if issubclass(type(value), type):
                     owners.append((value, ""))
                 else:
-                    yield of_module(of, name) if of else of_class(owner, name)
+                    yield of_module(module_name, name) if module_name else of_class(owner, name)
 
 
 def _may_lead_on(value: Any) -> bool:
     """Tell if a value is a class, a table, or a function with more than its code."""
     kind, function = type(value), unbound(value)
     if type(function) is types.FunctionType:
-        held = function.__closure__ or function.__defaults__ or function.__kwdefaults__
-        return bool(held) or hasattr(function, "__wrapped__")
+        extras = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+        return bool(extras) or hasattr(function, "__wrapped__")
     for table in _TABLES:
         if issubclass(kind, table):
             return bool(table.__len__(value) <= _LARGE)

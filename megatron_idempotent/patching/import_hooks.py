@@ -28,10 +28,10 @@ _package_paths: dict[str, list[str] | None] = {}
 def namespace(module: object) -> dict[str, Any]:
     """Return the module's `__dict__` without loading a lazy module, as `vars()` would."""
     try:
-        found: dict[str, Any] = object.__getattribute__(module, "__dict__")
+        namespace_dict: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:
         return {}  # somebody put an object that is no module into sys.modules
-    return found
+    return namespace_dict
 
 
 def forget() -> None:

@@ -119,8 +119,8 @@ def _land(
     outline: Outline, sources: Sources, names: StaleReferences, accepted: dict[str, str]
 ) -> Row | None:
     # Puts the reason into `accepted`, or returns why not.
-    named = outline.id in state.named
-    verdict, prepared, refusal = judge(outline, named=named, sources=sources, lands=True)
+    by_name = outline.id in state.named
+    verdict, prepared, refusal = judge(outline, named=by_name, sources=sources, lands=True)
     if refusal is not None:
         return refusal
     # Everything is validated; from here on only plain assignments happen.
@@ -129,9 +129,9 @@ def _land(
             state.sites[site.target.address] = site
             site.body = verdict.release or verdict.bodies[target.address].hash
             # What a package binds of its own functions, it calls as its own.
-            own, told = target.module.partition(".")[0], state.selection
-            rebound = told.settings.rebind if told else ()
-            site.install({"megatron", own, *rebound}, names)
+            package, selection = target.module.partition(".")[0], state.selection
+            rebound = selection.settings.rebind if selection else ()
+            site.install({"megatron", package, *rebound}, names)
         site.add(outline.id, target.wrapper)
     accepted[outline.id] = verdict.reason
     return None
@@ -175,12 +175,12 @@ def judge(
 def _accepted(patch: Outline, reason: str) -> Row:
     reasons = [reason]
     sites = [site for target in patch.targets if (site := site_of(target)) is not None]
-    left = [name for site in sites for name in site.bound_before]
+    stale_names = [name for site in sites for name in site.bound_before]
     users = [name for target in load(patch.id).targets for name in target.early_users]
-    left += [name for name in users if import_hooks.is_complete(name)]
-    if left:
-        reasons.append(f"{LEFT}: {', '.join(left)}")
-    inside = dict.fromkeys(who for site in sites for who in site.inside)
+    stale_names += [name for name in users if import_hooks.is_complete(name)]
+    if stale_names:
+        reasons.append(f"{LEFT}: {', '.join(stale_names)}")
+    inside = dict.fromkeys(packages for site in sites for packages in site.inside)
     if inside:
         reasons.append(f"wrapped by {', '.join(inside)} before us: {INSIDE}")
     waits = missing(patch)
@@ -199,9 +199,9 @@ def check(patch: Patch, verdict: decide.Verdict) -> None:
     from .patch_points import check_patch_point
 
     for target in patch.targets:
-        here, site = target.at(verdict.homes), site_of(target)
-        if import_hooks.is_complete(here.module) and (site is None or not site.in_place):
-            check_patch_point(here, verdict.bodies.get(target.address))
+        target_here, site = target.at(verdict.homes), site_of(target)
+        if import_hooks.is_complete(target_here.module) and (site is None or not site.in_place):
+            check_patch_point(target_here, verdict.bodies.get(target.address))
 
 
 def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPoint]]:
@@ -217,11 +217,11 @@ def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPo
 
     try:
         for target in patch.targets:
-            here, site = target.at(verdict.homes), site_of(target)
-            if not import_hooks.is_complete(here.module):
+            target_here, site = target.at(verdict.homes), site_of(target)
+            if not import_hooks.is_complete(target_here.module):
                 continue
             if site is None or not site.in_place:
-                fresh = open_patch_point(here, verdict.bodies.get(target.address))
+                fresh = open_patch_point(target_here, verdict.bodies.get(target.address))
                 opened.append(fresh)
                 if site is None or not site.same_place(fresh):
                     # Names that were bound early still lead to the function of the old site.
@@ -232,9 +232,9 @@ def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPo
         prepared.clear()
         raise
     finally:
-        kept = {id(site) for _, site in prepared}
+        prepared_ids = {id(site) for _, site in prepared}
         for site in opened:
-            if id(site) not in kept:
+            if id(site) not in prepared_ids:
                 site.discard()
     return prepared
 
@@ -247,18 +247,18 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
     """
     from .patch_points import StaleReferences
 
-    told = StaleReferences() if names is None else names
+    stale_names = StaleReferences() if names is None else names
     rows = {name: row(outlines()[name], "disabled", REVERTED) for name in sorted(ids)}
     for address, site in reversed(list(state.sites.items())):
-        ours = ids & set(site.layers)
-        for patch_id in ours:
+        ids_here = ids & set(site.layers)
+        for patch_id in ids_here:
             site.remove(patch_id)
-        if not site.layers and not site.uninstall(told):
-            who = ", ".join(site.outside)
-            reason = f"{who} wrapped {address} after us: our layer stays below, doing nothing"
-            rows |= {name: row(outlines()[name], "conflict", reason) for name in ours}
+        if not site.layers and not site.uninstall(stale_names):
+            packages = ", ".join(site.outside)
+            reason = f"{packages} wrapped {address} after us: our layer stays below, doing nothing"
+            rows |= {name: row(outlines()[name], "conflict", reason) for name in ids_here}
     if names is None:
-        told.rebind()
+        stale_names.rebind()
     for patch_id in ids:
         state.wanted.pop(patch_id, None)
     state.named -= ids
@@ -288,39 +288,41 @@ def detours() -> dict[str, list[str]]:
     return detours(state.sites.values())
 
 
-def current(patch: Outline, around: Mapping[str, list[str]] = NOTHING) -> Row:
+def current(patch: Outline, detours_of: Mapping[str, list[str]] = NOTHING) -> Row:
     """Return the patch's outcome as it stands now.
 
     Args:
         patch: the patch.
-        around: `detours()`.
+        detours_of: `detours()`.
     """
-    known = state.rows.get(patch.id)
-    if known is None:
+    landed_row = state.rows.get(patch.id)
+    if landed_row is None:
         return row(patch, "disabled", "apply() was not called")
     sites = [site for target in patch.targets if (site := site_of(target)) is not None]
-    if known.status in ("applied", "already_applied"):
+    if landed_row.status in ("applied", "already_applied"):
         lost = [site for site in sites if not site.in_place]
         if lost or not landed(patch):
-            by = ", ".join(f"{site.target.address} by {site.replaced_by}" for site in lost)
-            reason = f"its function was replaced after the patch landed: {by}"
+            replacements = ", ".join(
+                f"{site.target.address} by {site.replaced_by}" for site in lost
+            )
+            reason = f"its function was replaced after the patch landed: {replacements}"
             return row(patch, "conflict", reason)
-        reasons = [known.reason]
-        outside = dict.fromkeys(who for site in sites for who in site.outside)
+        reasons = [landed_row.reason]
+        outside = dict.fromkeys(package for site in sites for package in site.outside)
         if outside:
             reasons.append(f"wrapped by {', '.join(outside)}: {OUTSIDE}")
         past = [
-            f"{target.qualname}: {each}"
+            f"{target.qualname}: {clause}"
             for target in patch.targets
-            for each in around.get(state.homes.get(target.address, target.address), ())
+            for clause in detours_of.get(state.homes.get(target.address, target.address), ())
         ]
         if past:
             reasons.append(f"{PAST}: {', '.join(past)}")
-        return row(patch, known.status, "; ".join(reasons))
-    if known.reason == REVERTED:
-        left = [said for site in sites if (said := site.leftover) is not None]
-        return row(patch, known.status, "; ".join([REVERTED, *left]))
-    return known
+        return row(patch, landed_row.status, "; ".join(reasons))
+    if landed_row.reason == REVERTED:
+        leftovers = [leftover for site in sites if (leftover := site.leftover) is not None]
+        return row(patch, landed_row.status, "; ".join([REVERTED, *leftovers]))
+    return landed_row
 
 
 def row(patch: Outline, status: Status, reason: str) -> Row:

@@ -44,15 +44,15 @@ def definition(
     body = parse_body(text, qualname)
     if body is not None:
         return Place(address=f"{module}:{qualname}"), body
-    first, dot, rest = qualname.partition(".")
+    first, dot, inner_name = qualname.partition(".")
     candidates = []
-    for other, name in _origins(text, module, first, sources):
-        if dot and sources.text(f"{other}.{name}") is not None:
-            candidates.append((f"{other}.{name}", rest))
+    for origin_module, name in _origins(text, module, first, sources):
+        if dot and sources.text(f"{origin_module}.{name}") is not None:
+            candidates.append((f"{origin_module}.{name}", inner_name))
         else:
-            candidates.append((other, f"{name}{dot}{rest}"))
+            candidates.append((origin_module, f"{name}{dot}{inner_name}"))
     if inherited and dot:
-        candidates += [(module, f"{base}.{rest}") for base in bases_of(text, first)]
+        candidates += [(module, f"{base}.{inner_name}") for base in bases_of(text, first)]
     for candidate in candidates:
         resolved = definition(*candidate, sources, inherited=inherited, depth=depth - 1)
         if resolved is not None:
@@ -74,26 +74,28 @@ def called(
         worth: told a module's source; functions are looked up where it is true, and in packages,
             which may import them from elsewhere.
     """
-    seen: set[str] = set()
+    yielded_addresses: set[str] = set()
     waiting = [(body, module, _CALLS)]
     while waiting:
-        caller, home, left = waiting.pop()
+        caller, home, calls_left = waiting.pop()
         text = sources.text(home)
-        if text is None or not left:
+        if text is None or not calls_left:
             continue
         for name in sorted(_called_names(caller)):
             first, dot, _ = name.partition(".")
             origins = [] if home == module else [home]
-            for other, original in _origins(text, home, first, sources):
-                origins += [other, f"{other}.{original}"] if dot else [other]
+            for origin_module, original in _origins(text, home, first, sources):
+                origins += (
+                    [origin_module, f"{origin_module}.{original}"] if dot else [origin_module]
+                )
             if not any(_is_worth(origin, sources, worth) for origin in origins):
                 continue
-            place, callee = definition(home, name, sources) or (None, None)
-            if place is None or callee is None or place.address in seen:
+            callee_place, callee = definition(home, name, sources) or (None, None)
+            if callee_place is None or callee is None or callee_place.address in yielded_addresses:
                 continue
-            seen.add(place.address)
-            yield place.module, callee
-            waiting.append((callee, place.module, left - 1))
+            yielded_addresses.add(callee_place.address)
+            yield callee_place.module, callee
+            waiting.append((callee, callee_place.module, calls_left - 1))
 
 
 def _is_worth(module: str, sources: Sources, worth: Callable[[str], bool]) -> bool:

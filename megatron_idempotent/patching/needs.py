@@ -54,16 +54,16 @@ def absent(name: str, *, a_door: bool) -> list[str]:
         deleted, while the index still lists it, that and the file's path. Empty where nobody lacks
         it.
     """
-    found = []
+    absences = []
     for patch in providers(name):
         row = current(patch)
         if a_door or row.status not in _NOT_THERE:
-            found.append(f"{patch.id} ({row.status}: {row.reason})")
+            absences.append(f"{patch.id} ({row.status}: {row.reason})")
     for patch in lost().values():
         status = decide.check_installed(patch).status
         if name in patch.provides and (a_door or status not in _NOT_THERE):
-            found.append(f"{patch.id} (its case file {without_case_file(patch.id)})")
-    return found
+            absences.append(f"{patch.id} (its case file {without_case_file(patch.id)})")
+    return absences
 
 
 def check_applied(what: str, needs: Iterable[Need], chunks: Sequence[Any]) -> None:
@@ -72,7 +72,7 @@ def check_applied(what: str, needs: Iterable[Need], chunks: Sequence[Any]) -> No
     Raises:
         RuntimeError: names each that is not, why it is not, and what is lost without it.
     """
-    found = []
+    losses = []
     for need in needs:
         if is_provided(need.provided) or not any(map(need.where, chunks)):
             continue
@@ -80,9 +80,9 @@ def check_applied(what: str, needs: Iterable[Need], chunks: Sequence[Any]) -> No
         if need.a_door and not patches:
             patches = [f"{need.provided}, which no patch provides"]
         if patches:
-            found.append(f"{' or '.join(patches)}, without which {need.without}")
-    if found:
+            losses.append(f"{' or '.join(patches)}, without which {need.without}")
+    if losses:
         raise RuntimeError(
-            f"{what} stands on patches that are not applied: {'; '.join(found)}. Call "
+            f"{what} stands on patches that are not applied: {'; '.join(losses)}. Call "
             "megatron_idempotent.apply(), and exclude none of them"
         )

@@ -27,7 +27,7 @@ _KNOWN_AS = {"torch._dynamo": "torch.compile"}
 
 
 def layers(
-    value: Any, wanted: Callable[[Any], bool]
+    value: Any, is_sought: Callable[[Any], bool]
 ) -> tuple[list[Callable[..., Any]], Callable[..., Any]] | None:
     """Return the layers above the first function below `value` that is wanted, and that function.
 
@@ -35,19 +35,19 @@ def layers(
     that nothing wanted can be reached.
     """
     waiting: list[tuple[Any, list[Any]]] = [(value, [])]
-    seen: set[int] = set()
-    for each, above in waiting:  # it grows while it is read
-        if wanted(each):
-            return above, each
-        if id(each) in seen or len(seen) == _MOST:
+    passed_ids: set[int] = set()
+    for layer, above in waiting:  # it grows while it is read
+        if is_sought(layer):
+            return above, layer
+        if id(layer) in passed_ids or len(passed_ids) == _MOST:
             continue
-        seen.add(id(each))
-        here = above if issubclass(type(each), _SHELLS) else [*above, each]
-        through, named = _below(each)
-        for inner in named:
-            if wanted(inner):
-                return here, inner
-        waiting += [(inner, here) for inner in through]
+        passed_ids.add(id(layer))
+        layers_here = above if issubclass(type(layer), _SHELLS) else [*above, layer]
+        through, named_callables = _below(layer)
+        for inner in named_callables:
+            if is_sought(inner):
+                return layers_here, inner
+        waiting += [(inner, layers_here) for inner in through]
     return None
 
 
@@ -67,20 +67,20 @@ def _below(value: Any) -> tuple[list[Any], list[Any]]:
             cells.append(cell.cell_contents)
         except ValueError:  # not filled yet
             continue
-    held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    asked = set(mentioned(value.__code__))
-    known = [value.__globals__[name] for name in asked if name in value.__globals__]
+    holdings = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    global_names = set(mentioned(value.__code__))
+    global_values = [value.__globals__[name] for name in global_names if name in value.__globals__]
     attributes = [
-        namespace(each)[name]
-        for each in [*known, *cells]
-        if issubclass(type(each), _OWNERS)
-        for name in asked & namespace(each).keys()
+        namespace(holding)[name]
+        for holding in [*global_values, *cells]
+        if issubclass(type(holding), _OWNERS)
+        for name in global_names & namespace(holding).keys()
     ]
-    named = list(_callables([*known, *attributes]))
-    below = list(_callables(held))
+    named_callables = list(_callables([*global_values, *attributes]))
+    below = list(_callables(holdings))
     wrapped = value.__dict__.get("__wrapped__")
-    below += [each for each in named if each is wrapped]
-    return below, named
+    below += [holding for holding in named_callables if holding is wrapped]
+    return below, named_callables
 
 
 def _callables(values: Iterable[Any]) -> Iterator[Any]:
@@ -109,9 +109,9 @@ def _functions(values: Iterable[Any]) -> Iterator[Any]:
 def mentioned(code: types.CodeType) -> Iterator[str]:
     """Yield the globals and attributes that code asks for, that of inner functions included."""
     yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from mentioned(each)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from mentioned(constant)
 
 
 def who(layers: Iterable[Any]) -> list[str]:
@@ -129,5 +129,5 @@ def _package(layer: Any) -> str:
     function = layer._self_wrapper if hasattr(kind, "_self_wrapper") else layer  # wrapt's
     of_it = type(function) is types.FunctionType
     module = str(function.__globals__.get("__name__") if of_it else type(function).__module__)
-    known = (name for part, name in _KNOWN_AS.items() if module.startswith(part))
-    return next(known, None) or package_of(module)
+    package_names = (name for part, name in _KNOWN_AS.items() if module.startswith(part))
+    return next(package_names, None) or package_of(module)

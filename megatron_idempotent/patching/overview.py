@@ -88,12 +88,12 @@ def _answer(
         undecided: the number of patches for other releases that wait for the files to be read.
     """
     concerned = [*in_place, *waiting, *(row for row in report if row.status in PROBLEMS)]
-    found = {_distribution(row): row.version for row in concerned}
-    order = sorted(found, key=lambda name: (name != MEGATRON, name))
-    on = ", ".join(f"{name} {found[name]}" for name in order)
+    versions = {_distribution(row): row.version for row in concerned}
+    order = sorted(versions, key=lambda name: (name != MEGATRON, name))
+    on = ", ".join(f"{name} {versions[name]}" for name in order)
     if in_place:
-        rest = f", {len(waiting)} wait for their modules" if waiting else ""
-        parts = [f"{len(in_place)} of {len(concerned)} in place on {on}{rest}"]
+        waiting_text = f", {len(waiting)} wait for their modules" if waiting else ""
+        parts = [f"{len(in_place)} of {len(concerned)} in place on {on}{waiting_text}"]
     elif concerned:
         parts = [f"{len(waiting)} of {len(concerned)} {land} {on}"]
     else:

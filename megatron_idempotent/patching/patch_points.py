@@ -58,35 +58,35 @@ class StaleReferences:
             site.left = []
         prefixes = tuple({prefix for site in sites for prefix in site.prefixes})
         owners = {site.target.module for site in sites}
-        ours = list(modules(lambda name: name in owners or name.startswith(prefixes)))
-        found = dict.fromkeys(sites, 0)
-        for site, place in _held(sites, ours, names={site.name for site in sites}):
-            site.lead(*place)
-            found[site] += 1
+        near_modules = list(modules(lambda name: name in owners or name.startswith(prefixes)))
+        counts = dict.fromkeys(sites, 0)
+        for site, binding in _held(sites, near_modules, names={site.name for site in sites}):
+            site.lead(*binding)
+            counts[site] += 1
         # Another thread may have bound a function since its references were counted.
         alone = threading.active_count() == 1
-        hidden = [site for site in sites if site.is_held_by_more_than(found[site]) or not alone]
-        for site, place in _held(hidden, ours):
-            site.lead(*place)
-        known = {name for name, _ in ours}
+        hidden = [site for site in sites if site.is_held_by_more_than(counts[site]) or not alone]
+        for site, binding in _held(hidden, near_modules):
+            site.lead(*binding)
+        near_names = {name for name, _ in near_modules}
         installed = [site for site in hidden if site.is_installed]
-        for site, place in _held(installed, modules(lambda name: name not in known)):
-            site.lead(*place)
+        for site, binding in _held(installed, modules(lambda name: name not in near_names)):
+            site.lead(*binding)
 
 
 def modules(
-    wanted: Callable[[str], bool] = lambda name: True, *, everywhere: bool = False
+    is_sought: Callable[[str], bool] = lambda name: True, *, everywhere: bool = False
 ) -> Iterator[tuple[str, types.ModuleType]]:
     """Yield the modules that may have names of Megatron's functions, by name; wake no lazy one.
 
     Args:
-        wanted: tells of a module's name whether it is yielded.
+        is_sought: tells of a module's name whether it is yielded.
         everywhere: True for torch's modules and Python's own, too, which do not import Megatron.
     """
     for name in list(sys.modules):
         # By the name first: to look at a module copies its page of memory in a forked process.
-        known = everywhere or name.partition(".")[0] not in _NEVER
-        module = sys.modules.get(name) if known and wanted(name) else None
+        may_import = everywhere or name.partition(".")[0] not in _NEVER
+        module = sys.modules.get(name) if may_import and is_sought(name) else None
         # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
         if module is not None and issubclass(type(module), types.ModuleType):
             yield name, module
@@ -123,9 +123,9 @@ def _held(
         if names is None and ids.isdisjoint(map(id, list(values.values()))):
             continue
         for name in list(values) if names is None else filter(values.__contains__, names):
-            held = values.get(name)
-            site = by_id.get(id(held))
-            if site is not None and held is not site.current:
+            held_object = values.get(name)
+            site = by_id.get(id(held_object))
+            if site is not None and held_object is not site.current:
                 yield site, (module_name, module, name)
 
 
@@ -205,10 +205,10 @@ class PatchPoint:
         """The object at the target in upstream's module, as `sys.modules` has it; or None."""
         module = sys.modules.get(self.target.module)
         try:
-            found = None if module is None else find_owner(module, self.target.qualname)
+            owner_there = None if module is None else find_owner(module, self.target.qualname)
         except AttributeError:  # the module is just being loaded again
             return None
-        return namespace(self.owner).get(self.name) if found is self.owner else None
+        return namespace(self.owner).get(self.name) if owner_there is self.owner else None
 
     @property
     def in_place(self) -> bool:
@@ -238,7 +238,7 @@ class PatchPoint:
             return []
         if value is None or value is self.raw:
             return None  # it was there before our function
-        reached = layers(value, lambda each: each is self.installed or each is self.function)
+        reached = layers(value, lambda layer: layer is self.installed or layer is self.function)
         return None if reached is None else reached[0]
 
     def family(self) -> Iterator[PatchPoint]:
@@ -251,8 +251,11 @@ class PatchPoint:
         """Return what the site refers to and may be upstream's, once for each reference."""
         items = [*vars(self).values(), unbound(self.raw) if self.raw is not self.original else None]
         for layer in self._chain():
-            kept = vars(layer).values()
-            items += [*kept, *(getattr(value, "__self__", None) for value in _methods(kept))]
+            attributes = vars(layer).values()
+            items += [
+                *attributes,
+                *(getattr(value, "__self__", None) for value in _methods(attributes)),
+            ]
             items += layer.args if type(layer) is functools.partial else ()
         return items
 
@@ -260,8 +263,8 @@ class PatchPoint:
         """Yield the objects of ours that may refer to upstream's function."""
         yield from (vars(self), self.raw)
         for layer in self._chain():
-            kept = vars(layer)
-            yield from (kept, *_methods(kept.values()))
+            attributes = vars(layer)
+            yield from (attributes, *_methods(attributes.values()))
             yield from (layer.args,) if type(layer) is functools.partial else ()
 
     def _below(self) -> Iterator[PatchPoint]:
@@ -317,14 +320,14 @@ class PatchPoint:
 
     def lead(self, module_name: str, module: types.ModuleType, name: str) -> None:
         """Rebind that name to what the site has now, or note it where we may not change it."""
-        told = f"{module_name}.{name}"
+        full_name = f"{module_name}.{name}"
         if module is self.owner or any(
             module_name == prefix or module_name.startswith(f"{prefix}.")
             for prefix in self.prefixes
         ):
             namespace(module)[name] = self.current
-        elif told not in self.left:
-            self.left.append(told)
+        elif full_name not in self.left:
+            self.left.append(full_name)
 
     def is_held_by_more_than(self, names: int) -> bool:
         """Return whether more than `names` names may hold the function that the site replaced.
@@ -332,8 +335,8 @@ class PatchPoint:
         That is known only the first time, before we hold the function ourselves; later calls assume
         that more names hold it.
         """
-        held, self._held_elsewhere = self._held_elsewhere, None
-        return held is None or held > names
+        holders, self._held_elsewhere = self._held_elsewhere, None
+        return holders is None or holders > names
 
     def install(self, prefixes: Iterable[str], names: StaleReferences) -> None:
         """Put our function at the site.
@@ -361,15 +364,15 @@ class PatchPoint:
             site.uninstall(names)
         self.previous = None
         was_installed, self.is_installed = self.is_installed, False
-        found = namespace(self.owner).get(self.name)
-        replaced = found is not self.installed
+        live = namespace(self.owner).get(self.name)
+        replaced = live is not self.installed
         if not replaced and self.raw is ABSENT:
             delattr(self.owner, self.name)
         elif not replaced:
             setattr(self.owner, self.name, self.raw)
         if isinstance(self.owner, types.ModuleType):
             names.follow(self)
-        self._cover = found if replaced and was_installed else None
+        self._cover = live if replaced and was_installed else None
         return not replaced or not self.in_place
 
     @property
@@ -377,15 +380,15 @@ class PatchPoint:
         """Words for what is left of us when no patch is on, as the end of a sentence; or None."""
         if self.is_installed:
             return None
-        found, address = namespace(self.owner).get(self.name), self.target.address
-        if found is self.installed:
+        live, address = namespace(self.owner).get(self.name), self.target.address
+        if live is self.installed:
             return (
                 f"somebody has put our function back at {address}: it does nothing, and revert() "
                 "takes it away again"
             )
-        if found is None or found is not self._cover:
+        if live is None or live is not self._cover:
             return None
-        kind = type(found)
+        kind = type(live)
         return (
             f"{address} is a {kind.__module__}.{kind.__qualname__} by now: code that takes that "
             "away and puts back what was there before puts back our function, which does nothing"
@@ -466,11 +469,11 @@ def check_patch_point(target: Target, body: Body | None) -> tuple[list[Any], Any
     foreign = _foreign(raw, module, body, target.qualname)
     if foreign is None:
         return [], None
-    reached = layers(raw, lambda each: _is_upstream(each, module, body, target.qualname))
+    reached = layers(raw, lambda layer: _is_upstream(layer, module, body, target.qualname))
     if reached is None:
-        (by,) = who([unbound(raw)])
-        known = by in ("builtins", package_of(module.__name__))
-        raise Conflict(f"{target.address} is {foreign}{'' if known else f', of {by}'}")
+        (package,) = who([unbound(raw)])
+        is_known = package in ("builtins", package_of(module.__name__))
+        raise Conflict(f"{target.address} is {foreign}{'' if is_known else f', of {package}'}")
     above, upstream = reached
     if package_of(__name__) in who(above):
         raise Conflict(f"{target.address} is patched by another copy of this package")

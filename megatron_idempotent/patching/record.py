@@ -140,19 +140,20 @@ def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
         for row in statuses.values()
         if row.status in PROBLEMS or (row.status == "disabled" and row.reason.startswith(_BY_HAND))
     }
-    found = []
+    sentences = []
     for name, group in GROUPS.items():
         members = [patch for patch in patches.values() if name in patch.groups]
         missing = [patch for patch in members if patch.id in absent]
-        if not missing or not any(statuses[each.id].status in COVERED for each in members):
+        if not missing or not any(statuses[patch.id].status in COVERED for patch in members):
             continue
-        what = "; ".join(
-            f"{each.id} is {statuses[each.id].status} ({each.summary})" for each in missing
+        missing_text = "; ".join(
+            f"{patch.id} is {statuses[patch.id].status} ({patch.summary})" for patch in missing
         )
-        found.append(
-            f"group {name} is not whole ({group.promise}): {what}. Without it {group.instead}"
+        sentences.append(
+            f"group {name} is not whole ({group.promise}): {missing_text}. Without it "
+            f"{group.instead}"
         )
-    return found
+    return sentences
 
 
 SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
@@ -224,8 +225,8 @@ class Target(Place):
 
         Example: `target.label("0123456789ab") == "0.12.0 to 0.15.3"`.
         """
-        known = reviewed().bodies.get(self.address, NOTHING)
-        return self.reviewed.get(body_hash) or known.get(body_hash, "")
+        labels = reviewed().bodies.get(self.address, NOTHING)
+        return self.reviewed.get(body_hash) or labels.get(body_hash, "")
 
 
 class Hazard(Record):
@@ -279,10 +280,10 @@ class Hazard(Record):
                 f"patch id {self.id!r} is not kebab-case: write it like 'train-interval-timer'"
             )
         if not self.distribution:
-            module = next((each.module for each in getattr(self, "targets", ())), "")
+            module = next((package.module for package in getattr(self, "targets", ())), "")
             packages = (module.partition(".")[0], ".".join(module.split(".")[:2]))
-            found = [_FRAMEWORKS[each] for each in packages if each in _FRAMEWORKS]
-            self.__dict__["distribution"] = found[0] if found else MEGATRON
+            distributions = [_FRAMEWORKS[package] for package in packages if package in _FRAMEWORKS]
+            self.__dict__["distribution"] = distributions[0] if distributions else MEGATRON
         if self.distribution == MEGATRON:
             self.__dict__["since"] = self.since or OLDEST
         if not self.before:
@@ -344,13 +345,13 @@ class Hazard(Record):
         Raises:
             ValueError: the case file has none.
         """
-        found = re.search(r"https://[^\s,;)]+", self.case_file.get("Upstream", ""))
-        if found is None:
+        link = re.search(r"https://[^\s,;)]+", self.case_file.get("Upstream", ""))
+        if link is None:
             raise ValueError(
                 f"patch {self.id} links nothing upstream: give the section Upstream of its "
                 "docstring a link that begins with https://"
             )
-        return found[0].rstrip(".")
+        return link[0].rstrip(".")
 
 
 class Patch(Hazard, Outline):
@@ -390,23 +391,25 @@ class Patch(Hazard, Outline):
     """True if the patch only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
 
     def __init__(self, summary: str | None = None, *targets: Target, **fields: Any) -> None:
-        given: dict[str, Any] = {} if summary is None else {"summary": summary}
-        super().__init__(**{**given, "targets": targets, **fields})
+        summary_field: dict[str, Any] = {} if summary is None else {"summary": summary}
+        super().__init__(**{**summary_field, "targets": targets, **fields})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.targets:
             raise ValueError(f"patch {self.id} has no target: give targets=(Target(…),)")
-        known = reviewed()
+        reviewed_bodies = reviewed()
         for target in self.targets:
             address = target.address
             if not target.reviewed:
-                bodies = known.bodies.get(address, NOTHING)
-                readers = {name: known.readers.get((address, name), ()) for name in bodies}
-                mine = {name: bodies[name] for name in bodies if self.id in readers[name]}
-                target.__dict__["reviewed"] = mine
+                bodies = reviewed_bodies.bodies.get(address, NOTHING)
+                readers = {
+                    name: reviewed_bodies.readers.get((address, name), ()) for name in bodies
+                }
+                own_bodies = {name: bodies[name] for name in bodies if self.id in readers[name]}
+                target.__dict__["reviewed"] = own_bodies
             if target.relies_on and not target.parts:
-                target.__dict__["parts"] = known.parts.get((address, self.id), NOTHING)
+                target.__dict__["parts"] = reviewed_bodies.parts.get((address, self.id), NOTHING)
         unknown = [name for name in self.groups if name not in GROUPS]
         if unknown:
             raise ValueError(f"patch {self.id} names groups {unknown}; allowed: {[*GROUPS]}")
@@ -548,20 +551,23 @@ class Reviewed:
         """Return the contents as lines of the file, functions in alphabetical order."""
         from textwrap import wrap
 
-        found = []
+        file_lines = []
         for address in sorted({*self.bodies, *(address for address, _ in self.parts)}):
-            found.append(address)
+            file_lines.append(address)
             for name, label in self.bodies.get(address, {}).items():
-                found.append(f"{_INDENT}{name} {label}")
+                file_lines.append(f"{_INDENT}{name} {label}")
                 patches = " ".join(sorted(self.readers.get((address, name), ())))
-                found += [_INDENT * 2 + each for each in wrap(patches, 96, break_on_hyphens=False)]
-            found += [
+                file_lines += [
+                    _INDENT * 2 + patches_line
+                    for patches_line in wrap(patches, 96, break_on_hyphens=False)
+                ]
+            file_lines += [
                 f"{_INDENT}{_PART} {name} {patch_id} {label}"
-                for (where, patch_id), known in sorted(self.parts.items())
-                if where == address
-                for name, label in known.items()
+                for (part_address, patch_id), part_labels in sorted(self.parts.items())
+                if part_address == address
+                for name, label in part_labels.items()
             ]
-        return found
+        return file_lines
 
 
 _known: list[Reviewed] = []

@@ -156,10 +156,10 @@ def from_metadata_text(text: str, distribution: str) -> Installed | None:
 
     from packaging.utils import canonicalize_name
 
-    said = message_from_string(text)
-    if canonicalize_name(said["Name"] or "") != canonicalize_name(distribution):
+    metadata = message_from_string(text)
+    if canonicalize_name(metadata["Name"] or "") != canonicalize_name(distribution):
         return None
-    return _parsed(said["Version"] or "")
+    return _parsed(metadata["Version"] or "")
 
 
 def _from_metadata(distribution: str) -> Installed | None:
@@ -324,16 +324,16 @@ class Table:
         self._standings: dict[str, str] = {}
         self._order: dict[str, int] = {}
         for line in lines:
-            name, _, rest = line.partition(" ")
+            name, _, digests = line.partition(" ")
             if name == _RELEASES:
-                self.names = rest.split()
+                self.names = digests.split()
                 self._order = {name: index for index, name in enumerate(self.names)}
             elif name == _FOLDERS:
-                self._folders = tuple(rest.split())
+                self._folders = tuple(digests.split())
             elif "." in name:
-                self._digests[name] = rest.split()
+                self._digests[name] = digests.split()
             else:
-                self._standings[name] = rest
+                self._standings[name] = digests
 
     def release(self, name: str) -> Release | None:
         """Return what the table says of one release; None if it is not in it."""

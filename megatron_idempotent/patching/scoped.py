@@ -22,11 +22,11 @@ def patched(
             train(...)
     """
     with install.lock:
-        before = set(state.wanted)
+        earlier_ids = set(state.wanted)
     result = apply(only, exclude, strict=strict)
     try:
         yield result
     finally:
         with install.lock:
-            install.drop(set(state.wanted) - before)
+            install.drop(set(state.wanted) - earlier_ids)
             write_report()

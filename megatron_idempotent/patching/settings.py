@@ -66,7 +66,7 @@ class Settings(Record):
     """Sentences about variables that begin like these and mean nothing, as misspelt ones do."""
 
 
-def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
+def read(known_ids: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
     """Return the settings in `environ`; None reads this process's environment.
 
     Raises:
@@ -76,11 +76,11 @@ def read(known: Iterable[str], environ: Mapping[str, str] | None = None) -> Sett
     """
     # Not a default of the argument, which goes along where this is pickled by value.
     environ = os.environ if environ is None else environ
-    known = tuple(known)
+    known_ids = tuple(known_ids)
     return Settings(
         enabled=switch(environ, SWITCH, default=True),
-        disable=_ids(environ, f"{SWITCH}_DISABLE", known),
-        only=_only(environ, f"{SWITCH}_ONLY", known),
+        disable=_ids(environ, f"{SWITCH}_DISABLE", known_ids),
+        only=_only(environ, f"{SWITCH}_ONLY", known_ids),
         strict=switch(environ, f"{SWITCH}_STRICT", default=False),
         debug=switch(environ, f"{SWITCH}_CHECK", default=False),
         rebind=_packages(environ, f"{SWITCH}_REBIND"),
@@ -111,12 +111,12 @@ def looks(environ: Mapping[str, str] | None = None) -> bool:
     return switch(os.environ if environ is None else environ, f"{SWITCH}_CHECK", default=False)
 
 
-def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozenset[str]:
+def check_ids(ids: Iterable[str], source: str, known_ids: Iterable[str]) -> frozenset[str]:
     """Check ids that `source`, an argument or a variable, names; return them as a set.
 
     Raises:
         TypeError: `ids` is one string or no iterable, or holds something that is not a string.
-        UnknownPatchError: an id is not in `known`; the message has the nearest ones.
+        UnknownPatchError: an id is not in `known_ids`; the message has the nearest ones.
     """
     if isinstance(ids, str):
         raise TypeError(f"{source} takes several ids, got the string {ids!r}: write [{ids!r}]")
@@ -124,55 +124,57 @@ def check_ids(ids: Iterable[str], source: str, known: Iterable[str]) -> frozense
         raise TypeError(
             f"{source} takes a list of patch ids, got {ids!r}: write [] for none, or leave it out"
         )
-    ids, known = list(ids), tuple(known)
+    ids, known_ids = list(ids), tuple(known_ids)
     for patch_id in ids:
         if not isinstance(patch_id, str):
             raise TypeError(f"{source} takes patch ids (str), got {patch_id!r}")
-        if patch_id not in known:
-            raise UnknownPatchError(unknown_id(patch_id, source, known))
+        if patch_id not in known_ids:
+            raise UnknownPatchError(unknown_id(patch_id, source, known_ids))
     return frozenset(ids)
 
 
-def unknown_id(patch_id: str, source: str, known: tuple[str, ...]) -> str:
-    """Say that `source` names an id that is not in `known`, with the nearest ones."""
+def unknown_id(patch_id: str, source: str, known_ids: tuple[str, ...]) -> str:
+    """Say that `source` names an id that is not in `known_ids`, with the nearest ones."""
     from .catalog import hazards
 
-    where = "`megatron-idempotent explain` lists them"
+    listing = "`megatron-idempotent explain` lists them"
     if patch_id in hazards():
         return (
             f"{source} names {patch_id!r}, a hazard that no patch repairs; its answer: "
-            f"{hazards()[patch_id].answer}. {where}"
+            f"{hazards()[patch_id].answer}. {listing}"
         )
-    hint = did_you_mean(patch_id, known)
-    return f"{source} names {patch_id!r}, which is none of the {len(known)} ids.{hint} {where}"
+    hint = did_you_mean(patch_id, known_ids)
+    return (
+        f"{source} names {patch_id!r}, which is none of the {len(known_ids)} ids.{hint} {listing}"
+    )
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known_names: Iterable[str]) -> str:
     """Return " Did you mean 'x' or 'y'?", with the names nearest to one that nobody has, or ""."""
     from difflib import get_close_matches
 
-    known, text = tuple(known), name.strip().lower().replace("_", "-")
-    with_word = [each for each in known if text and f"-{text}" in f"-{each}"]
-    near = list(dict.fromkeys([*get_close_matches(text, known, n=3), *with_word]))[:3]
+    known_names, text = tuple(known_names), name.strip().lower().replace("_", "-")
+    with_word = [candidate for candidate in known_names if text and f"-{text}" in f"-{candidate}"]
+    near = list(dict.fromkeys([*get_close_matches(text, known_names, n=3), *with_word]))[:3]
     return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def _ids(environ: Mapping[str, str], variable: str, known: tuple[str, ...]) -> frozenset[str]:
-    return check_ids(_split(environ.get(variable, "")), variable, known)
+def _ids(environ: Mapping[str, str], variable: str, known_ids: tuple[str, ...]) -> frozenset[str]:
+    return check_ids(_split(environ.get(variable, "")), variable, known_ids)
 
 
 def _only(
-    environ: Mapping[str, str], variable: str, known: tuple[str, ...]
+    environ: Mapping[str, str], variable: str, known_ids: tuple[str, ...]
 ) -> frozenset[str] | None:
     if not environ.get(variable, "").strip():
         return None
-    named = _ids(environ, variable, known)
-    if not named:  # it would turn everything off, which is what `MEGATRON_IDEMPOTENT=0` is for
+    chosen_ids = _ids(environ, variable, known_ids)
+    if not chosen_ids:  # it would turn everything off, which is what `MEGATRON_IDEMPOTENT=0` is for
         raise ValueError(
             f"{variable}={environ[variable]!r} names no patch: name one, unset it to apply all, or "
             f"set {SWITCH}=0 to apply none"
         )
-    return named
+    return chosen_ids
 
 
 def _packages(environ: Mapping[str, str], variable: str) -> frozenset[str]:
@@ -193,9 +195,11 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
         from difflib import get_close_matches
 
         # They all begin alike, so the rest decides.
-        rest = {known.removeprefix(SWITCH): known for known in VARIABLES}
-        near = get_close_matches(name.removeprefix(SWITCH), rest, n=1)
-        hint = f"did you mean {rest[near[0]]}?" if near else f"known are {', '.join(VARIABLES)}"
+        by_suffix = {variable.removeprefix(SWITCH): variable for variable in VARIABLES}
+        near = get_close_matches(name.removeprefix(SWITCH), by_suffix, n=1)
+        hint = (
+            f"did you mean {by_suffix[near[0]]}?" if near else f"known are {', '.join(VARIABLES)}"
+        )
         yield f"{name} is set and means nothing: {hint}"
 
 

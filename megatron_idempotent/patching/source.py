@@ -77,8 +77,8 @@ WATCHING = frozenset({"_otel_trace_fn", "nvtx_decorator", "timer", "with_logs"})
 
 def locate(module: str) -> Path | None:
     """Return the source file of `module`, or None. Imports nothing, not even parent packages."""
-    found = find(module)
-    return None if found is None else Path(found)
+    path = find(module)
+    return None if path is None else Path(path)
 
 
 class Body:
@@ -89,12 +89,12 @@ class Body:
         body.contains("config.param_sync_func = None")
     """
 
-    def __init__(self, qualname: str, module: str, **known: Any) -> None:
+    def __init__(self, qualname: str, module: str, **fields: Any) -> None:
         """Take what is known of the function without parsing it, by the names of properties."""
         self.qualname = qualname
         self.module = module
         """The source of the module that the function is from."""
-        self.__dict__.update(known)
+        self.__dict__.update(fields)
 
     @computed
     def tree(self) -> ast.FunctionDef | ast.AsyncFunctionDef:
@@ -161,12 +161,12 @@ class Body:
 
         Formatting does not count; with `outside_loops` code in a `for` or `while` does not, either.
         """
-        places = occurrences(self.nodes, fragment)
-        if places and outside_loops:
+        matches = occurrences(self.nodes, fragment)
+        if matches and outside_loops:
             loops = (nodes_of(node) for node in self.nodes if type(node) in _LOOPS)
             in_loops = {id(node) for nodes in loops for node in nodes}
-            return any(id(node) not in in_loops for node in places)
-        return bool(places)
+            return any(id(node) not in in_loops for node in matches)
+        return bool(matches)
 
 
 def watches(decorator: ast.expr) -> bool:
@@ -211,20 +211,20 @@ def parse_body(text: str, qualname: str) -> Body | None:
         SyntaxError: this Python cannot parse the source.
     """
     piece = cut(text, qualname)
-    known = None if piece is None else known_texts().get(piece.digest)
-    if piece is not None and known is not None:
-        return Body(qualname, text, hash=known, line=piece.line)
+    known_hash = None if piece is None else known_texts().get(piece.digest)
+    if piece is not None and known_hash is not None:
+        return Body(qualname, text, hash=known_hash, line=piece.line)
     return None if parse_function(text, qualname) is None else Body(qualname, text)
 
 
 @lru_cache(maxsize=1024)
 def parse_function(text: str, qualname: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """Return the syntax tree of a function in a module's source, or None as `parse_body` does."""
-    first, *rest = qualname.split(".")
-    node = _parse_method(text, first, rest[0]) if len(rest) == 1 else None
+    first, *inner_names = qualname.split(".")
+    node = _parse_method(text, first, inner_names[0]) if len(inner_names) == 1 else None
     if node is None:
         node = _parse_definition(text, first)
-        for name in rest:
+        for name in inner_names:
             node = _definition(node.body, name) if node is not None else None
     return node if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else None
 
@@ -281,8 +281,12 @@ def _parse_method(text: str, owner: str, name: str) -> _Definition | None:
 
 
 def _method_span(text: str, owner: str, name: str) -> tuple[int, int] | None:
-    around = _span(text, _starts(text, owner))
-    return _span(text, _starts(text, name, *around), *around, indent="    ") if around else None
+    class_span = _span(text, _starts(text, owner))
+    return (
+        _span(text, _starts(text, name, *class_span), *class_span, indent="    ")
+        if class_span
+        else None
+    )
 
 
 class Line(NamedTuple):
@@ -319,7 +323,7 @@ def _left(text: str, indent: str) -> list[int]:
 def _quotes(text: str) -> tuple[list[int], list[int]]:
     """Return where texts over several lines begin or end, by their kind of quotes."""
     double, single = (re.finditer(quotes, text) for quotes in ('"""', "'''"))
-    return [found.start() for found in double], [found.start() for found in single]
+    return [match.start() for match in double], [match.start() for match in single]
 
 
 def _starts(text: str, name: str, begin: int = 0, end: int = sys.maxsize) -> list[Line]:
@@ -343,16 +347,19 @@ def _span(
         return None
     start = starts[0].start
     # Decorators, with what is between them and the definition.
-    others = _left(text, indent)
-    before = bisect_left(others, start)
-    above = max(begin, others[before - 1] + 1 if before else 0)
+    same_indent = _left(text, indent)
+    line_index = bisect_left(same_indent, start)
+    above = max(begin, same_indent[line_index - 1] + 1 if line_index else 0)
     decorator = re.compile(rf"^{indent}@", re.MULTILINE).search(text, above, start)
     start = decorator.start() if decorator else start
-    if any((bisect_left(at, start) - bisect_left(at, begin)) % 2 for at in _quotes(text)):
+    if any(
+        (bisect_left(quote_starts, start) - bisect_left(quote_starts, begin)) % 2
+        for quote_starts in _quotes(text)
+    ):
         return None
-    after = re.compile(rf"^ {{0,{len(indent)}}}[\w@]", re.MULTILINE)
-    found = after.search(text, starts[0].end, end)
-    return start, found.start() if found else min(end, len(text))
+    next_line = re.compile(rf"^ {{0,{len(indent)}}}[\w@]", re.MULTILINE)
+    next_match = next_line.search(text, starts[0].end, end)
+    return start, next_match.start() if next_match else min(end, len(text))
 
 
 def _parse_lines(text: str, start: int, end: int, head: str = "") -> ast.Module | None:
@@ -365,16 +372,18 @@ def _parse_lines(text: str, start: int, end: int, head: str = "") -> ast.Module 
 
 
 def _definition(statements: Sequence[ast.stmt], name: str) -> _Definition | None:
-    found = None
+    definition = None
     for statement in statements:
         if isinstance(statement, _Definition):
             if statement.name == name:
-                found = statement  # the last definition wins, as it does at run time
+                definition = statement  # the last definition wins, as it does at run time
         elif isinstance(statement, (ast.If, ast.Try, ast.With)):
             blocks = [getattr(statement, part, []) for part in ("body", "orelse", "finalbody")]
             blocks[1:1] = [handler.body for handler in getattr(statement, "handlers", ())]
-            found = _definition([child for block in blocks for child in block], name) or found
-    return found
+            definition = (
+                _definition([child for block in blocks for child in block], name) or definition
+            )
+    return definition
 
 
 def line_of(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -385,7 +394,7 @@ def line_of(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 def hash_of(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """Return `Body.hash` of a function's syntax tree."""
     bare = copy.copy(tree)
-    bare.decorator_list = [each for each in bare.decorator_list if not watches(each)]
+    bare.decorator_list = [decorator for decorator in bare.decorator_list if not watches(decorator)]
     return digest(canonical(bare))
 
 
@@ -456,9 +465,11 @@ def occurrences(nodes: Iterable[ast.AST], fragment: str) -> list[ast.AST]:
 
     The fragment is one expression or one statement.
     """
-    wanted, code = _parsed(fragment)
-    kinds = {type(wanted)} | ({ast.AnnAssign} if type(wanted) is ast.Assign else set())
-    name = _first_name(wanted)
+    fragment_node, code = _parsed(fragment)
+    kinds = {type(fragment_node)} | (
+        {ast.AnnAssign} if type(fragment_node) is ast.Assign else set()
+    )
+    name = _first_name(fragment_node)
     return [
         node
         for node in nodes
@@ -535,21 +546,21 @@ def as_compiled(function: object, module: ModuleType, qualname: str) -> bool:
 @lru_cache(maxsize=256)  # apply() asks before it changes anything, and again for each function
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
     """Say what the code is, as the end of a sentence, if it is not the body's; else None."""
-    where = f"{code.co_filename}:{code.co_firstlineno}"
+    location = f"{code.co_filename}:{code.co_firstlineno}"
     if code.co_name != body.qualname.rpartition(".")[2]:
-        return f"{code.co_name} from {where}"
+        return f"{code.co_name} from {location}"
     if code.co_firstlineno != body.line:
-        return f"the one at {where}, and the source that was read begins at line {body.line}"
+        return f"the one at {location}, and the source that was read begins at line {body.line}"
     if not any(_same(code, compiled) for compiled in _compiled(body, qualname, code)):
-        return f"not what {where} says: it was compiled from other source"
+        return f"not what {location} says: it was compiled from other source"
     return None
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
     """Yield the body's code: from the .pyc, compiled by itself, and compiled in its file."""
-    found = _inside(kept(like.co_filename), qualname)
-    if found is not None:
-        yield found
+    code_like = _inside(kept(like.co_filename), qualname)
+    if code_like is not None:
+        yield code_like
     definition: ast.stmt = body.tree
     # In its classes, for names like __x and for super().
     for name in reversed(qualname.split(".")[:-1]):
@@ -564,29 +575,29 @@ def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
     for source in (module, body.module):
         flags = like.co_flags & _FEATURES
         module_code = compile(source, like.co_filename, "exec", flags, dont_inherit=True)
-        found = _inside(module_code, qualname)
-        if found is not None:
-            yield found
+        code_like = _inside(module_code, qualname)
+        if code_like is not None:
+            yield code_like
 
 
-def _inside(found: CodeType | None, qualname: str) -> CodeType | None:
+def _inside(code: CodeType | None, qualname: str) -> CodeType | None:
     for name in qualname.split("."):
         # The last definition of a name counts, as it does at run time.
-        inner = () if found is None else found.co_consts
-        codes = [each for each in inner if isinstance(each, CodeType)]
-        found = next((each for each in reversed(codes) if each.co_name == name), None)
-    return found
+        inner = () if code is None else code.co_consts
+        codes = [constant for constant in inner if isinstance(constant, CodeType)]
+        code = next((constant for constant in reversed(codes) if constant.co_name == name), None)
+    return code
 
 
 def kept(file: str) -> CodeType | None:
     """Return the module's code from its .pyc file; None if that does not fit the source."""
     try:
         cached = importlib.util.cache_from_source(file)
-        source, made = os.stat(file), os.stat(cached)
+        source, compiled_stat = os.stat(file), os.stat(cached)
     except (OSError, NotImplementedError):
         return None
     # The file itself notes whole seconds, within which the source may have changed.
-    if made.st_mtime_ns < source.st_mtime_ns:
+    if compiled_stat.st_mtime_ns < source.st_mtime_ns:
         return None
     return _read_kept(cached, int(source.st_mtime), source.st_size)
 
@@ -609,32 +620,39 @@ def _read_kept(cached: str, seconds: int, size: int) -> CodeType | None:
 @lru_cache(maxsize=256)
 def imports_of(text: str) -> tuple[ast.stmt, ...]:
     """Return a module's imports outside of functions and classes, without parsing all of it."""
-    found: list[ast.stmt] = []
+    import_statements: list[ast.stmt] = []
     outside = True
     for match in re.finditer(r"^(?:([\w@]+)|[ \t]+(?=import\b|from\b))", text, re.MULTILINE):
         if match[1] is not None:
             outside = match[1] not in ("def", "class", "async") and match[1][0] != "@"
         if outside:
-            rest = text[match.start() : match.start() + 5000]
-            statement = re.match(r"[ \t]*(?:import|from)\b[^\n(]*(?:\([^)]*\))?", rest)
+            following = text[match.start() : match.start() + 5000]
+            statement = re.match(r"[ \t]*(?:import|from)\b[^\n(]*(?:\([^)]*\))?", following)
             try:
-                found += ast.parse(textwrap.dedent(statement[0])).body if statement else []
+                import_statements += (
+                    ast.parse(textwrap.dedent(statement[0])).body if statement else []
+                )
             except SyntaxError:
                 continue  # a text that looks like one; where it matters, the whole file decides
     # Features come with the flags, and nothing may stand before their import.
-    return tuple(each for each in found if getattr(each, "module", "") != "__future__")
+    return tuple(
+        statement_found
+        for statement_found in import_statements
+        if getattr(statement_found, "module", "") != "__future__"
+    )
 
 
-def _same(one: CodeType, other: CodeType) -> bool:
-    if any(getattr(one, name) != getattr(other, name) for name in _COMPARED):
+def _same(first: CodeType, second: CodeType) -> bool:
+    if any(getattr(first, name) != getattr(second, name) for name in _COMPARED):
         return False
-    if len(one.co_consts) != len(other.co_consts):
+    if len(first.co_consts) != len(second.co_consts):
         return False
     return all(
-        _same(mine, theirs)
-        if isinstance(mine, CodeType) and isinstance(theirs, CodeType)
-        else type(mine) is type(theirs) and (mine == theirs or repr(mine) == repr(theirs))
-        for mine, theirs in zip(one.co_consts, other.co_consts, strict=True)
+        _same(first_constant, second_constant)
+        if isinstance(first_constant, CodeType) and isinstance(second_constant, CodeType)
+        else type(first_constant) is type(second_constant)
+        and (first_constant == second_constant or repr(first_constant) == repr(second_constant))
+        for first_constant, second_constant in zip(first.co_consts, second.co_consts, strict=True)
     )
 
 

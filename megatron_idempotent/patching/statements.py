@@ -39,10 +39,13 @@ class Statement(NamedTuple):
 def statements(body: Body) -> list[Statement]:
     """Return the body's statements in order: decorators that do something, signature, the rest."""
     tree = body.tree
-    decorators = [each for each in tree.decorator_list if not watches(each)]
+    decorators = [decorator for decorator in tree.decorator_list if not watches(decorator)]
     kind = type(tree).__name__
     return [
-        *(_statement(canonical(each), f"@{ast.unparse(each)}", 0) for each in decorators),
+        *(
+            _statement(canonical(decorator), f"@{ast.unparse(decorator)}", 0)
+            for decorator in decorators
+        ),
         _statement(f"{kind} {canonical(tree.args)}", _header(tree), 0),
         *_block(_body(tree), 1),
     ]
@@ -50,8 +53,10 @@ def statements(body: Body) -> list[Statement]:
 
 def accepted_lines(bodies: Iterable[Body]) -> list[str]:
     """Return a line of `accepted.txt` for each body."""
-    found = {body.hash: "".join(each.hash for each in statements(body)) for body in bodies}
-    return [f"{name} {hashes}" for name, hashes in sorted(found.items())]
+    hashes_of = {
+        body.hash: "".join(statement.hash for statement in statements(body)) for body in bodies
+    }
+    return [f"{name} {hashes}" for name, hashes in sorted(hashes_of.items())]
 
 
 @cache
@@ -87,39 +92,39 @@ def change(body: Body, reviewed: Mapping[str, str]) -> Change | None:
     Returns:
         The difference; None if none of the reviewed bodies is in `accepted.txt`.
     """
-    mine = statements(body)
-    hashes = [each.hash for each in mine]
-    found: tuple[float, str, SequenceMatcher[str]] | None = None
+    body_statements = statements(body)
+    hashes = [statement.hash for statement in body_statements]
+    nearest: tuple[float, str, SequenceMatcher[str]] | None = None
     for name, label in reviewed.items():
-        theirs = accepted().get(name)
-        if theirs is None:
+        accepted_hashes = accepted().get(name)
+        if accepted_hashes is None:
             continue
-        matcher = SequenceMatcher(None, theirs, hashes, autojunk=False)
+        matcher = SequenceMatcher(None, accepted_hashes, hashes, autojunk=False)
         # Of equally near ones the last, which is the newest.
-        if found is None or matcher.ratio() >= found[0]:
-            found = matcher.ratio(), label, matcher
-    if found is None:
+        if nearest is None or matcher.ratio() >= nearest[0]:
+            nearest = matcher.ratio(), label, matcher
+    if nearest is None:
         return None
-    _, label, matcher = found
+    _, label, matcher = nearest
     edits = [code for code in matcher.get_opcodes() if code[0] != "equal"]
     return Change(
         label,
-        tuple(_lines(matcher, mine)),
+        tuple(_lines(matcher, body_statements)),
         new=sum(stop - start for _, _, _, start, stop in edits),
         gone=sum(stop - start for _, start, stop, _, _ in edits),
     )
 
 
-def _lines(matcher: SequenceMatcher[str], mine: list[Statement]) -> Iterator[str]:
+def _lines(matcher: SequenceMatcher[str], body_statements: list[Statement]) -> Iterator[str]:
     for group in matcher.get_grouped_opcodes(_CONTEXT):
         yield "@@"
         for tag, start, stop, first, last in group:
             if tag == "equal":
-                yield from (f" {each.text}" for each in mine[first:last])
+                yield from (f" {statement.text}" for statement in body_statements[first:last])
                 continue
             if stop > start:
                 yield f"-({stop - start} statement{'s' if stop - start > 1 else ''})"
-            yield from (f"+{each.text}" for each in mine[first:last])
+            yield from (f"+{statement.text}" for statement in body_statements[first:last])
 
 
 def _block(block: list[ast.stmt], depth: int) -> Iterator[Statement]:

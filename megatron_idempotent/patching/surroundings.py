@@ -79,22 +79,22 @@ class Need(Record):
         """Tell if the sources allow the use of the name; None if they do not define it."""
         texts = (sources.text(module) for module in self.modules)
         answers = [fits(text, self.owner, self.name, self.use) for text in texts if text]
-        known = [answer for answer in answers if answer is not None]
-        return all(known) if known else None
+        decided = [answer for answer in answers if answer is not None]
+        return all(decided) if decided else None
 
     def __str__(self) -> str:
-        where = " or ".join(self.modules)
+        modules_text = " or ".join(self.modules)
         if not self.name:
-            return f"{where} is not there, and its wrapper imports it"
-        of = f"{where}:{self.owner}" if self.owner else where
+            return f"{modules_text} is not there, and its wrapper imports it"
+        place_text = f"{modules_text}:{self.owner}" if self.owner else modules_text
         if self.use == "!":
-            return f"{of} lets nobody set `{self.name}`, which its wrapper does"
+            return f"{place_text} lets nobody set `{self.name}`, which its wrapper does"
         if self.use.startswith("("):
-            return f"{of}.{self.name} takes no `{self.use[1:-1]}`, which its wrapper passes"
+            return f"{place_text}.{self.name} takes no `{self.use[1:-1]}`, which its wrapper passes"
         if self.use:
-            return f"{of}.{self.name} returns something else, which its wrapper takes apart"
+            return f"{place_text}.{self.name} returns something else, which its wrapper takes apart"
         verb = "sets" if self.name.startswith(".") else "defines"
-        return f"{of} {verb} no `{self.name.lstrip('.')}`, which its wrapper reads"
+        return f"{place_text} {verb} no `{self.name.lstrip('.')}`, which its wrapper reads"
 
 
 class Needs(Record):
@@ -132,22 +132,22 @@ def table() -> dict[str, Needs]:
 
 def parsed(lines: list[str]) -> dict[str, Needs]:
     """Return what lines of `reads.txt` say, by patch."""
-    found: dict[str, list[Need]] = {}
+    needs_of: dict[str, list[Need]] = {}
     keeps = set()
     patch_id = ""
     for line in lines:
         if not line.startswith(" "):
             patch_id, _, flag = line.partition(" ")
-            found[patch_id] = []
+            needs_of[patch_id] = []
             keeps |= {patch_id} if flag == _KEEPS else set()
             continue
-        place, *names = line.split()
-        modules, _, owner = place.partition(":")
-        for each in names or [""]:
+        place_text, *names = line.split()
+        modules, _, owner = place_text.partition(":")
+        for entry in names or [""]:
             name, use, since, before, excused = re.fullmatch(
-                r"(\.?\w*)(!|\([\w,]+\)|\[[\w|]+\])?(?:>=([\w.]+))?(?:<([\w.]+))?(\??)", each
+                r"(\.?\w*)(!|\([\w,]+\)|\[[\w|]+\])?(?:>=([\w.]+))?(?:<([\w.]+))?(\??)", entry
             ).groups("")  # type: ignore[union-attr]
-            found[patch_id].append(
+            needs_of[patch_id].append(
                 Need(
                     modules=tuple(modules.split("|")),
                     owner=owner,
@@ -158,22 +158,26 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
                     excused=bool(excused),
                 )
             )
-    return {name: Needs(names=tuple(needs), keeps=name in keeps) for name, needs in found.items()}
+    return {
+        name: Needs(names=tuple(needs), keeps=name in keeps) for name, needs in needs_of.items()
+    }
 
 
 def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
     """Yield the lines of `reads.txt`."""
     for patch_id in sorted(needs):
         yield f"{patch_id} {_KEEPS}" if needs[patch_id].keeps else patch_id
-        places: dict[str, list[str]] = {}
-        for each in needs[patch_id].names:
-            place = "|".join(each.modules) + (f":{each.owner}" if each.owner else "")
-            since = f">={each.since}" if each.since else ""
-            before = f"<{each.before}" if each.before else ""
-            excused = "?" if each.excused else ""
-            places.setdefault(place, []).append(f"{each.name}{each.use}{since}{before}{excused}")
-        for place in sorted(places):
-            yield " ".join([" ", place, *sorted(filter(None, places[place]))])[1:]
+        by_place: dict[str, list[str]] = {}
+        for need in needs[patch_id].names:
+            place_text = "|".join(need.modules) + (f":{need.owner}" if need.owner else "")
+            since = f">={need.since}" if need.since else ""
+            before_text = f"<{need.before}" if need.before else ""
+            excused = "?" if need.excused else ""
+            by_place.setdefault(place_text, []).append(
+                f"{need.name}{need.use}{since}{before_text}{excused}"
+            )
+        for place_text in sorted(by_place):
+            yield " ".join([" ", place_text, *sorted(filter(None, by_place[place_text]))])[1:]
 
 
 def unmet(
@@ -206,7 +210,9 @@ def unmet(
             is_own = owner in {t.qualname.rpartition(".")[0] for t in patch.targets}
             if text is not None and is_own and is_frozen(text, owner):
                 return f"{module}:{owner} is frozen, so that its wrappers can keep nothing on it"
-    return next((said for target in patch.targets for said in _round(target, patch, sources)), None)
+    return next(
+        (detour for target in patch.targets for detour in _round(target, patch, sources)), None
+    )
 
 
 def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
@@ -217,9 +223,9 @@ def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...],
 
 
 def _classes(patch: Patch, needs: Needs) -> set[tuple[str, str]]:
-    found = {(need.modules[0], need.owner) for need in needs.names if need.owner}
+    named_classes = {(need.modules[0], need.owner) for need in needs.names if need.owner}
     owners = {(target.module, target.qualname.rpartition(".")[0]) for target in patch.targets}
-    return found | {each for each in owners if each[1]}
+    return named_classes | {owner_class for owner_class in owners if owner_class[1]}
 
 
 @lru_cache(maxsize=8192)  # a dozen patches read the same few names
@@ -241,8 +247,8 @@ def words(text: str, name: str) -> Iterator[tuple[int, int]]:
     start = text.find(name)
     while start >= 0:
         end = start + len(name)
-        around = text[start - 1 : start] + text[end : end + 1]
-        if not any(_is_part(letter) for letter in around):
+        neighbours = text[start - 1 : start] + text[end : end + 1]
+        if not any(_is_part(letter) for letter in neighbours):
             yield start, end
         start = text.find(name, end)
 
@@ -261,52 +267,58 @@ _OPEN = ("class ", "from ", "if ", "elif ", "else", "try", "except", "finally", 
 
 def _binds(text: str, start: int, end: int, *, of_any: bool) -> bool:
     begin, stop = text.rfind("\n", 0, start) + 1, text.find("\n", end)
-    before, after = text[begin:start], text[end : stop if stop >= 0 else len(text)]
-    head = before.strip()
+    text_before, text_after = text[begin:start], text[end : stop if stop >= 0 else len(text)]
+    head = text_before.strip()
     if head in ("def", "class", "async def"):
         return not of_any
-    if head == "global" or re.search(r"\bsetattr\([^,\n]+,\s*[\"']$", before):
+    if head == "global" or re.search(r"\bsetattr\([^,\n]+,\s*[\"']$", text_before):
         return True
-    if before.endswith("."):
+    if text_before.endswith("."):
         # `self.name: int = 1`, `a.name, b.name = 1, 2`
-        if not of_any and not before.endswith("self."):
+        if not of_any and not text_before.endswith("self."):
             return False
-        return _is_assigned(before, after) or bool(_IN_A_TUPLE.match(text, end))
-    if of_any or not _is_outside(text, begin, before):
+        return _is_assigned(text_before, text_after) or bool(_IN_A_TUPLE.match(text, end))
+    if of_any or not _is_outside(text, begin, text_before):
         return False
     if re.match(r"(?:from|import)\b", head):
         return True
     opened = max(text.rfind("import (", 0, start), text.rfind("import(", 0, start))
     if opened > text.rfind(")", 0, start):
         return True
-    return bool(not head and re.match(r"\s*:\s*\S", after)) or _is_assigned(before, after)
+    return bool(not head and re.match(r"\s*:\s*\S", text_after)) or _is_assigned(
+        text_before, text_after
+    )
 
 
-def _is_assigned(before: str, after: str) -> bool:
-    found = _ASSIGNS.match(after)
-    if not (found and _LEFT.fullmatch(found["left"]) and _LEFT.fullmatch(before)):
+def _is_assigned(text_before: str, text_after: str) -> bool:
+    assignment = _ASSIGNS.match(text_after)
+    if not (assignment and _LEFT.fullmatch(assignment["left"]) and _LEFT.fullmatch(text_before)):
         return False
-    left = before + found["left"]  # else the equals sign is a keyword's, or a default's
-    if "," in left and not found[0].endswith(" ="):  # of a call that began on a line before
+    left_side = (
+        text_before + assignment["left"]
+    )  # else the equals sign is a keyword's, or a default's
+    if "," in left_side and not assignment[0].endswith(
+        " ="
+    ):  # of a call that began on a line before
         return False
-    return left.count("(") == left.count(")")
+    return left_side.count("(") == left_side.count(")")
 
 
-def _is_outside(text: str, begin: int, before: str) -> bool:
+def _is_outside(text: str, begin: int, text_before: str) -> bool:
     """Tell if a line is one of the module or of a class, and not of a function."""
-    depth = len(before) - len(before.lstrip())
+    depth = len(text_before) - len(text_before.lstrip())
     if not depth:
         return True
     heads = _heads(text)
-    at = heads[max(0, bisect_right(heads, begin) - 1)] if heads else 0
-    line = text[at : at + 10]
+    head_start = heads[max(0, bisect_right(heads, begin) - 1)] if heads else 0
+    line = text[head_start : head_start + 10]
     return line.startswith(_OPEN) and (depth == 4 or not line.startswith("class "))
 
 
 @lru_cache(maxsize=64)
 def _heads(text: str) -> list[int]:
     """Return where the lines without indentation begin."""
-    return [found.start() for found in re.finditer(r"^[A-Za-z_@]", text, re.MULTILINE)]
+    return [match.start() for match in re.finditer(r"^[A-Za-z_@]", text, re.MULTILINE)]
 
 
 @lru_cache(maxsize=256)
@@ -316,29 +328,33 @@ def class_text(text: str, owner: str) -> str:
     for line in definitions(text).get(owner, ()):
         if line.is_class:
             heads = _heads(text)
-            after = bisect_right(heads, line.end)
-            end = heads[after] if after < len(heads) else len(text)
+            next_head = bisect_right(heads, line.end)
+            end = heads[next_head] if next_head < len(heads) else len(text)
             parts.append(text[_above(text, line.start) : end])
     return "\n".join(parts)
 
 
 def _above(text: str, start: int) -> int:
     """Return where the decorators above a line begin, of which each has a line of its own."""
-    before = text.rfind("\n", 0, max(0, start - 1)) + 1
-    while start and text.startswith("@", before):
-        start, before = before, text.rfind("\n", 0, max(0, before - 1)) + 1
+    line_start = text.rfind("\n", 0, max(0, start - 1)) + 1
+    while start and text.startswith("@", line_start):
+        start, line_start = line_start, text.rfind("\n", 0, max(0, line_start - 1)) + 1
     return start
 
 
 @lru_cache(maxsize=1024)
 def has_slots(text: str, owner: str) -> bool:
     """Tell if objects of a class take no attribute but those that it names."""
-    own = class_text(text, owner)
-    if "slots" not in own:
+    class_lines = class_text(text, owner)
+    if "slots" not in class_lines:
         return False
-    said = re.search(r"^\s+__slots__\b.*?=\s*([^\n]*(?:\n(?!\s+\w+ *[=:(]|\s+def ).*)*)", own, re.M)
-    made = re.search(r"^@.*\bslots\s*=\s*True", own, re.MULTILINE)
-    if (said is None and made is None) or (said is not None and "__dict__" in said[1]):
+    declaration = re.search(
+        r"^\s+__slots__\b.*?=\s*([^\n]*(?:\n(?!\s+\w+ *[=:(]|\s+def ).*)*)", class_lines, re.M
+    )
+    decorator = re.search(r"^@.*\bslots\s*=\s*True", class_lines, re.MULTILINE)
+    if (declaration is None and decorator is None) or (
+        declaration is not None and "__dict__" in declaration[1]
+    ):
         return False
     # A base class without slots gives its objects a __dict__ all the same.
     bases = (base.rpartition(".")[2] for base in bases_of(text, owner))
@@ -359,30 +375,36 @@ def fits(text: str, owner: str, name: str, use: str) -> bool | None:
     if use == "!":
         return _may_be_set(text, owner, name)
     if use.startswith("("):
-        taken = parameters(text, owner, name)
-        return None if taken is None else taken >= set(use[1:-1].split(",")) or "**" in taken
-    made = returned(text, owner, name)
-    return None if made is None else made in use[1:-1].split("|")
+        parameter_names = parameters(text, owner, name)
+        return (
+            None
+            if parameter_names is None
+            else parameter_names >= set(use[1:-1].split(",")) or "**" in parameter_names
+        )
+    result_hash = returned(text, owner, name)
+    return None if result_hash is None else result_hash in use[1:-1].split("|")
 
 
 @lru_cache(maxsize=1024)
 def _may_be_set(text: str, owner: str, name: str) -> bool | None:
-    own = class_text(text, owner)
-    if not any(words(own, name)):
+    class_lines = class_text(text, owner)
+    if not any(words(class_lines, name)):
         return None
     if is_frozen(text, owner):
         return False
-    if has_slots(text, owner) and not re.search(rf"__slots__[^)\]]*[\"']{name}[\"']", own):
+    if has_slots(text, owner) and not re.search(rf"__slots__[^)\]]*[\"']{name}[\"']", class_lines):
         # A dataclass makes them of its fields.
-        return "slots=True" in own and bool(re.search(rf"^\s+{name}\s*:", own, re.MULTILINE))
-    if not any(_is_defined(own, *span) for span in words(own, name)):
+        return "slots=True" in class_lines and bool(
+            re.search(rf"^\s+{name}\s*:", class_lines, re.MULTILINE)
+        )
+    if not any(_is_defined(class_lines, *span) for span in words(class_lines, name)):
         return True  # and no pattern goes over the class
-    return name not in _read_only(own)
+    return name not in _read_only(class_lines)
 
 
-def _is_defined(own: str, start: int, end: int) -> bool:
+def _is_defined(text: str, start: int, end: int) -> bool:
     """Tell if the line with a name may make a property of it."""
-    return own.startswith("def ", start - 4) or "property(" in own[end : own.find("\n", end)]
+    return text.startswith("def ", start - 4) or "property(" in text[end : text.find("\n", end)]
 
 
 #: A property with what is between its decorator and its name, its setter, and one made by a call.
@@ -395,22 +417,22 @@ _PROPERTY = re.compile(
 
 
 @lru_cache(maxsize=256)
-def _read_only(own: str) -> frozenset[str]:
+def _read_only(class_lines: str) -> frozenset[str]:
     """Return the properties of a class that have no setter."""
-    if "property" not in own:
+    if "property" not in class_lines:
         return frozenset()
-    found = _PROPERTY.findall(own)
-    read, written, made = ({names[kind] for names in found} for kind in range(3))
-    return frozenset(((read - written) | made) - {""})
+    properties = _PROPERTY.findall(class_lines)
+    read, written, deleted = ({names[kind] for names in properties} for kind in range(3))
+    return frozenset(((read - written) | deleted) - {""})
 
 
 @lru_cache(maxsize=1024)
 def is_frozen(text: str, owner: str) -> bool:
     """Tell if objects of a class take no attribute at all: it is a frozen dataclass, or a tuple."""
-    own = class_text(text, owner)
-    if "frozen" not in own and "NamedTuple" not in own:
+    class_lines = class_text(text, owner)
+    if "frozen" not in class_lines and "NamedTuple" not in class_lines:
         return False
-    decorators = own[: own.find(f"class {owner}")]
+    decorators = class_lines[: class_lines.find(f"class {owner}")]
     frozen = re.search(r"^[ \t]*@[\w.]*dataclass\([^\n]*\bfrozen\s*=\s*True", decorators, re.M)
     return bool(frozen) or "NamedTuple" in bases_of(text, owner)
 
@@ -422,17 +444,17 @@ def parameters(text: str, owner: str, name: str) -> frozenset[str] | None:
     None means that the module does not define it.
     """
     body = parse_body(text, f"{owner}.{name}" if owner else name)
-    if body is None and not owner and (own := class_text(text, name)):
+    if body is None and not owner and (class_lines := class_text(text, name)):
         body = parse_body(text, f"{name}.__init__")
         if body is None:
             # Fields of a dataclass; a base class may have others.
-            fields = re.findall(r"^(?:[ ]{4}|\t)(\w+)[ ]*:", own, re.MULTILINE)
+            fields = re.findall(r"^(?:[ ]{4}|\t)(\w+)[ ]*:", class_lines, re.MULTILINE)
             return frozenset([*fields, *(["**"] if bases_of(text, name) else [])])
     if body is None:
         return None
     arguments = body.tree.args
-    named = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    return frozenset([*(a.arg for a in named), *(["**"] if arguments.kwarg else [])])
+    all_arguments = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    return frozenset([*(a.arg for a in all_arguments), *(["**"] if arguments.kwarg else [])])
 
 
 @lru_cache(maxsize=256)
@@ -461,12 +483,12 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
     """Yield what goes round the target in the sources, each as a clause."""
     owner, _, name = target.qualname.rpartition(".")
     text = sources.text(target.module) or ""
-    for held in _held(text, owner, name):
-        yield f"{target.module} holds {target.qualname} a second time, at `{held}`"
-    ours = {each.address for each in patch.targets}
+    for clause in _held(text, owner, name):
+        yield f"{target.module} holds {target.qualname} a second time, at `{clause}`"
+    our_addresses = {own_target.address for own_target in patch.targets}
     for module in sources.beside(target.module) if owner and not name.startswith("__") else ():
         for heir in _heirs(sources.text(module) or "", owner, name):
-            if f"{module}:{heir}.{name}" not in ours:
+            if f"{module}:{heir}.{name}" not in our_addresses:
                 yield f"{module}:{heir} overrides {target.qualname}, and does not call it"
 
 
@@ -487,13 +509,17 @@ def _classes_below(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(re.findall(r"^class (\w+)\(([^)]*)\)", text, re.MULTILINE))
 
 
-def _overrides(own: str, name: str) -> bool:
-    if not any(words(own, name)):
+def _overrides(class_lines: str, name: str) -> bool:
+    if not any(words(class_lines, name)):
         return False
     method = re.search(
-        rf"^([ ]{{4}}|\t)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)", own, re.M | re.S
+        rf"^([ ]{{4}}|\t)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)",
+        class_lines,
+        re.M | re.S,
     )
-    assigned = re.search(rf"^(?:[ ]{{4}}|\t){name}\s*(?::[^=\n]*)?=(?!=)", own, re.MULTILINE)
+    assigned = re.search(
+        rf"^(?:[ ]{{4}}|\t){name}\s*(?::[^=\n]*)?=(?!=)", class_lines, re.MULTILINE
+    )
     return bool(assigned or (method and not re.search(rf"\.{name}\s*\(", method[0])))
 
 
@@ -503,8 +529,8 @@ _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
 @lru_cache(maxsize=1024)
 def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
     """Return the statements that hold a function beside its own name: of its module or class."""
-    own = class_text(text, owner) if owner else text
-    if not any(_mentions(part, name) for part in _open_statements(own, bool(owner))):
+    scope_lines = class_text(text, owner) if owner else text
+    if not any(_mentions(part, name) for part in _open_statements(scope_lines, bool(owner))):
         return ()
     return _held_by_statements(text, owner, name)
 
@@ -518,18 +544,21 @@ def _mentions(text: str, name: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _open_statements(own: str, is_class: bool) -> tuple[str, ...]:
+def _open_statements(scope_lines: str, is_class: bool) -> tuple[str, ...]:
     """Cut a module's or class's text at the lines at its left; leave out definitions and imports.
 
     What is returned are its own statements, and lines at the left of a docstring, which are none.
     """
     # A comment, bracket or quote at the left belongs to what is above it, such as a function.
-    left = r"(?:[ ]{1,4}|\t)" if is_class else ""
-    heads = [found.end() for found in re.finditer(rf"^{left}(?=[\w@(\[*])", own, re.MULTILINE)]
+    indentation = r"(?:[ ]{1,4}|\t)" if is_class else ""
+    heads = [
+        head.end()
+        for head in re.finditer(rf"^{indentation}(?=[\w@(\[*])", scope_lines, re.MULTILINE)
+    ]
     if not heads:  # a class in a style that is not upstream's
-        return (own,)
-    parts = [own[start:end] for start, end in pairwise([0, *heads, len(own)])]
-    return tuple(each for each in parts if not _DEFINES.match(each))
+        return (scope_lines,)
+    parts = [scope_lines[start:end] for start, end in pairwise([0, *heads, len(scope_lines)])]
+    return tuple(part for part in parts if not _DEFINES.match(part))
 
 
 def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
@@ -539,8 +568,8 @@ def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
         return ()
     if owner:
         classes = [n for n in block if isinstance(n, ast.ClassDef) and n.name == owner]
-        block = [statement for each in classes for statement in each.body]
-    found = []
+        block = [statement for owner_class in classes for statement in owner_class.body]
+    clauses = []
     for statement in block:
         value = getattr(statement, "value", None)
         if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or value is None:
@@ -550,8 +579,8 @@ def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
             isinstance(node, ast.Name) and node.id == name and id(node) not in called
             for node in ast.walk(value)
         ):
-            found.append(ast.unparse(statement).splitlines()[0][:80])
-    return tuple(found)
+            clauses.append(ast.unparse(statement).splitlines()[0][:80])
+    return tuple(clauses)
 
 
 def forget() -> None:

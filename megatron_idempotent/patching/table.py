@@ -48,11 +48,13 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
     indent = sum(fixed) + 2 * len(fixed)
     lines = []
     for row in cells:
-        left = "".join(cell.ljust(size) + "  " for cell, size in zip(row, fixed, strict=False))
+        fixed_part = "".join(
+            cell.ljust(size) + "  " for cell, size in zip(row, fixed, strict=False)
+        )
         room, shift = None if width is None else max(30, width - indent), indent
         if width and room and max(map(len, row[-1].split()), default=0) > room:
-            lines.append(left.rstrip())
-            room, shift, left = width - 4, 4, " " * 4
+            lines.append(fixed_part.rstrip())
+            room, shift, fixed_part = width - 4, 4, " " * 4
         first, *more = wrapped(row[-1], room)
-        lines += [(left + first).rstrip(), *(" " * shift + line for line in more)]
+        lines += [(fixed_part + first).rstrip(), *(" " * shift + line for line in more)]
     return "\n".join(lines)

@@ -71,8 +71,8 @@ class Folder:
 
     def all(self) -> list[str]:
         """Return the paths of its sources and of what installers wrote about them."""
-        found = [*self._path.glob("*/**/*.py"), *self._path.glob("*-info/*")]
-        return [path.relative_to(self._path).as_posix() for path in found]
+        paths = [*self._path.glob("*/**/*.py"), *self._path.glob("*-info/*")]
+        return [path.relative_to(self._path).as_posix() for path in paths]
 
 
 class Listed:
@@ -144,9 +144,9 @@ class SourceTree:
         }
         """The versions in the tree, by distribution; `UNKNOWN` in a checkout that does not say."""
         if not self.versions:
-            wanted = sorted(name for names in packages.values() for name in names)
+            paths = sorted(name for names in packages.values() for name in names)
             raise ValueError(
-                f"{path} holds none of {', '.join(wanted)}: give a .whl or the folder above one"
+                f"{path} holds none of {', '.join(paths)}: give a .whl or the folder above one"
             )
 
     def text(self, module: str) -> str | None:
@@ -219,8 +219,8 @@ class SourceTree:
 
     def _version(self, distribution: str) -> Installed:
         if distribution != MEGATRON:
-            said = (from_metadata_text(text, distribution) for text in self._metadata.values())
-            return next((version for version in said if version is not None), UNKNOWN)
+            versions = (from_metadata_text(text, distribution) for text in self._metadata.values())
+            return next((version for version in versions if version is not None), UNKNOWN)
         info = self.text(INFO)
         version = None if info is None else from_package_info(info.splitlines())
         if version is None:

@@ -43,10 +43,10 @@ def verify(group: Any = None) -> Report:
     up = distributed and distributed.is_available() and distributed.is_initialized()
     if distributed and up and distributed.get_world_size(group) > 0:  # -1 outside of the group
         gathered: list[Any] = [None] * distributed.get_world_size(group)
-        mine = _told(distributed.get_rank(), result, failure)
+        own_report = _told(distributed.get_rank(), result, failure)
         # All ranks of the group must enter, also one that already knows of a failure: the others
         # hang otherwise.
-        distributed.all_gather_object(gathered, mine, group=group)
+        distributed.all_gather_object(gathered, own_report, group=group)
         if failure is None:
             failure = _compare(gathered)
     if failure is not None:
@@ -74,7 +74,7 @@ def verify_at_start() -> None:
     if ranks == 1:
         return
     store = distributed.distributed_c10d._get_default_store()
-    keys = [f"{SWITCH}/patches of rank {each}" for each in range(ranks)]
+    keys = [f"{SWITCH}/patches of rank {rank_number}" for rank_number in range(ranks)]
     verdict = f"{SWITCH}/verdict"
     store.set(keys[rank], json.dumps(_told(rank, *_checked_here())))
     if rank == 0:
@@ -82,7 +82,7 @@ def verify_at_start() -> None:
             store.wait(keys, timedelta(seconds=within))
             failure = _compare([json.loads(store.get(key)) for key in keys])
         except distributed.DistStoreError:
-            silent = [each for each, key in enumerate(keys) if not store.check([key])]
+            silent = [rank_number for rank_number, key in enumerate(keys) if not store.check([key])]
             failure = _unpatched(silent, within)
         store.set(verdict, str(failure or ""))
         if failure is None:
@@ -92,8 +92,8 @@ def verify_at_start() -> None:
         try:
             # Rank 0 waits from its own first call on.
             store.wait([verdict], timedelta(seconds=2 * within))
-            said = store.get(verdict).decode()
-            failure = VerificationError(said) if said else None
+            failure_text = store.get(verdict).decode()
+            failure = VerificationError(failure_text) if failure_text else None
         except distributed.DistStoreError:
             failure = _unpatched([0], 2 * within)
     if failure is not None:
@@ -128,17 +128,19 @@ def _told(
     rank: int, result: Report, failure: Exception | None
 ) -> tuple[int, dict[str, str], str | None]:
     """Return what a rank tells the others of its patches."""
-    said = None if failure is None else str(failure)
-    return rank, {row.id: _digest(row) for row in result}, said
+    failure_text = None if failure is None else str(failure)
+    return rank, {row.id: _digest(row) for row in result}, failure_text
 
 
 def _check_in_place(result: Report) -> None:
     passed = [f"{row.id} ({row.reason})" for row in result if PAST in row.reason]
     if passed:
-        said = f"in place, and live code goes past them: {'; '.join(passed)}"
+        warning = f"in place, and live code goes past them: {'; '.join(passed)}"
         if install.state.selection is not None and install.state.selection.strict:
-            raise VerificationError(f"{said}; exclude= these patches, or let that code call them")
-        logging.getLogger("megatron_idempotent").warning("%s", said)
+            raise VerificationError(
+                f"{warning}; exclude= these patches, or let that code call them"
+            )
+        logging.getLogger("megatron_idempotent").warning("%s", warning)
     on = {patch_id for site in install.state.sites.values() for patch_id in site.layers}
     replaced = [
         f"{row.id} ({row.reason})" for row in result if row.status in PROBLEMS and row.id in on
@@ -172,8 +174,10 @@ def _compare(
 
 
 def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if ranks[8:] else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+    ranks_text = ", ".join(map(str, ranks[:8])) + (
+        f" and {len(ranks) - 8} more" if ranks[8:] else ""
+    )
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text}"
 
 
 def _digest(row: Row) -> str:
