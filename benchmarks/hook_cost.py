@@ -1,10 +1,10 @@
-"""Measures what the hook and `run` cost a process that never imports Megatron.
+"""Measures what the hook costs a process that never imports Megatron.
 
     python -m benchmarks.hook_cost [--json]
 
-Fresh interpreters of a virtual environment with nothing else in it, in turn: without the hook, with
-it while the variable is unset and set, and as below `megatron-idempotent run`. CPU time from the
-start to the first line of the program, and resident memory there; lower quartiles.
+Fresh interpreters of a virtual environment with nothing else in it, in turn: without the hook, and
+with it while the variable is unset and set. CPU time from the start to the first line of the
+program, and resident memory there; lower quartiles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import venv
 from pathlib import Path
 
 from benchmarks._record import options, tell
-from megatron_idempotent.cli.doors import HOOK, LINE, run_environment
+from megatron_idempotent.cli.hook import HOOK, LINE
 
 ROUNDS = 60
 PROGRAM = "import time; print(time.process_time(), open('/proc/self/statm').read().split()[1])"
@@ -43,7 +43,7 @@ def _measure(python: Path, environ: dict[str, str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print what a start costs, and what each door adds to it: ms, KiB and the ratio of times."""
+    """Print what a start costs, and what the hook adds to it: ms, KiB and the ratio of times."""
     asked = options(__doc__).parse_args()
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
     kept = {**kept, "PYTHONDONTWRITEBYTECODE": ""}
@@ -54,7 +54,6 @@ def main() -> None:
             "a start": (bare, kept),
             "the hook, variable unset": (hooked, kept),
             "the hook, variable set": (hooked, {**kept, "MEGATRON_IDEMPOTENT": "1"}),
-            "below run": (bare, {**kept, **run_environment("")}),
         }
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
         for _ in range(ROUNDS):

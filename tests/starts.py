@@ -8,7 +8,9 @@ import pty
 import struct
 import subprocess
 import sys
+import sysconfig
 import termios
+import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +39,18 @@ def started(
     """Run a command to its end in that environment; return its exit code and what it printed."""
     how = {"env": environment(**given), "cwd": cwd, "timeout": timeout_s, "check": False}
     return subprocess.run([*map(str, command)], capture_output=True, text=True, **how)
+
+
+def hooked_python(folder: Path) -> Path:
+    """Make an environment with the hook and all that is installed here; return its Python."""
+    from megatron_idempotent.cli.main import main
+
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    installed = sysconfig.get_path("purelib")
+    (packages / "a_parent.pth").write_text(f"import site; site.addsitedir({installed!r})\n")
+    assert main(["hook", "install", "--into", str(packages)]) == 0
+    return folder / "bin" / "python"
 
 
 def shown_at_80_columns(*command: str) -> list[str]:

@@ -22,7 +22,7 @@ from megatron_idempotent.patching.rows import Row
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.table import terminal_width
 
-from .doors import hook_here
+from .hook import hook_here
 
 #: Those who replace functions of Megatron → what does so, for `--beside`.
 _NEIGHBOURS = {

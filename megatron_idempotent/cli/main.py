@@ -17,7 +17,7 @@ from megatron_idempotent import __version__
 from megatron_idempotent.lazy import REMEDIES, naming_the_remedy
 from megatron_idempotent.patching.base import PatchError, UnknownPatchError
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.settings import did_you_mean
+from megatron_idempotent.patching.settings import SWITCH, did_you_mean
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.proof.cpu.errors import NoDeviceError
 from megatron_idempotent.proof.cpu.gpu import DEVICES
@@ -30,12 +30,16 @@ PROGRAM = "megatron-idempotent"
 
 _OWN_PARSERS = {
     "certify": ("megatron_idempotent.proof.certify.main", "main", "parser"),
-    "hook": ("megatron_idempotent.cli.doors", "hook", "hook_parser"),
-    "run": ("megatron_idempotent.cli.doors", "run", "run_parser"),
+    "hook": ("megatron_idempotent.cli.hook", "hook", "hook_parser"),
     "train": ("megatron_idempotent.rl.trainer.main", "main", "parser"),
 }
 """The module of each command with a parser of its own, what runs it and what makes the parser."""
 
+_REMOVED = {
+    "run": f" `{PROGRAM} hook install`, once in each environment that trains, and "
+    f"{SWITCH}=1 before the command bring the patches into all processes below it"
+}
+"""Maps a command of earlier versions to a sentence that says what to use instead."""
 
 NOTHING_PROVEN = 3
 """The exit code of `prove` if none of the hazards is in what is installed: none was seen."""
@@ -91,7 +95,7 @@ def _run(argv: list[str]) -> int:
             return code
     parser, commands = _parsers()
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
-        hint = did_you_mean(argv[0], commands.choices)
+        hint = _REMOVED.get(argv[0]) or did_you_mean(argv[0], commands.choices)
         parser.error(f"there is no command {argv[0]!r}.{hint}")
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:  # argparse would show the options of no command
@@ -229,7 +233,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     commands.add_parser("certify", help="a framework's training step against its definition")
     commands.add_parser("hook", help="patches wherever a variable is on: install, status, remove")
-    commands.add_parser("run", help="run a command with the patches in all processes below it")
     commands.add_parser("train", help="the reference RL trainer")
     return parser, commands
 
@@ -237,7 +240,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
 _EXIT_CODES = (
     "COMMAND --help has its options. Exit codes: 0; 1 where somebody has to look; 2 for arguments "
     "that make no sense, or a package that is missing; 141 where the reader of the output left. "
-    "`run` has its command's, and `train` others too."
+    "`train` has others too."
 )
 _COMPLETION = (
     "On a terminal, prints the line that installs completion for new shells; into a pipe or a "

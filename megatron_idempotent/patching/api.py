@@ -244,33 +244,24 @@ def _log(changed: list[Row]) -> None:
 
 
 def write_report() -> None:
-    """Write the report into the files that `_REPORT` and `_RUN` name, those that are set."""
-    if state.selection is None:
+    """Write the report into the file that `MEGATRON_IDEMPOTENT_REPORT` names, if it is set."""
+    if state.selection is None or state.selection.settings.report_path is None:
         return
-    told, rank = state.selection.settings, os.environ.get("RANK")
-    paths = []
-    if told.report_path is not None:
-        paths.append((f"{settings.SWITCH}_REPORT", told.report_path.replace("{rank}", rank or "0")))
-    # On another machine, and after the end of `run`, nobody looks there.
-    if told.run_folder is not None and os.path.isdir(told.run_folder):
-        name = f"{rank or 'none'}-{os.getpid()}.json"
-        paths.append((f"{settings.SWITCH}_RUN", os.path.join(told.run_folder, name)))
-    for variable, path in paths:
-        temporary = f"{path}.{os.getpid()}"
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(Report(state.rows.values()).to_json())
-            os.replace(temporary, path)
-        except OSError as error:
-            import logging
+    path = state.selection.settings.report_path.replace("{rank}", os.environ.get("RANK") or "0")
+    temporary = f"{path}.{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(Report(state.rows.values()).to_json())
+        os.replace(temporary, path)
+    except OSError as error:
+        import logging
 
-            if os.path.exists(temporary):
-                os.unlink(temporary)
-            # The patches are in place; a report that cannot be written is no reason to stop
-            # training.
-            logging.getLogger("megatron_idempotent").warning(
-                "cannot write %s=%s: %s", variable, path, error
-            )
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        # The patches are in place; a report that cannot be written is no reason to stop training.
+        logging.getLogger("megatron_idempotent").warning(
+            "cannot write %s_REPORT=%s: %s", settings.SWITCH, path, error
+        )
 
 
 def nothing_lands(rows: Iterable[Row]) -> str | None:

@@ -21,7 +21,6 @@ VARIABLES = {
     f"{SWITCH}_ONLY": "ids of patches, of which no others are applied",
     f"{SWITCH}_REBIND": "packages whose early-bound names are rebound too",
     f"{SWITCH}_REPORT": "file for the report, with {rank} filled in",
-    f"{SWITCH}_RUN": "folder for a report of each process, set by `megatron-idempotent run`",
     f"{SWITCH}_STRICT": "1 makes a problem an error",
     f"{SWITCH}_VERIFY": "seconds in which all ranks must have patches that a hook applied; 0: any",
 }
@@ -57,8 +56,6 @@ class Settings(Record):
     patched function are rebound too."""
     report_path: str | None
     """`MEGATRON_IDEMPOTENT_REPORT=path.json`: where the report is written, `{rank}` filled in."""
-    run_folder: str | None
-    """`MEGATRON_IDEMPOTENT_RUN=folder`: where each process writes a report, for `run`."""
     verify_within: float
     """`MEGATRON_IDEMPOTENT_VERIFY=600`: seconds that the first training call waits for the patches
     of all ranks, where a hook has applied them; 0 leaves ranks alone."""
@@ -85,7 +82,6 @@ def read(known_ids: Iterable[str], environ: Mapping[str, str] | None = None) -> 
         debug=switch(environ, f"{SWITCH}_CHECK", default=False),
         rebind=_packages(environ, f"{SWITCH}_REBIND"),
         report_path=environ.get(f"{SWITCH}_REPORT") or None,
-        run_folder=environ.get(f"{SWITCH}_RUN") or None,
         verify_within=_seconds(environ, f"{SWITCH}_VERIFY", default=600.0),
         unknown=tuple(_unknown(environ)),
     )

@@ -103,9 +103,8 @@ def verify_at_start() -> None:
 def _unpatched(ranks: Sequence[int], within: float) -> VerificationError:
     return VerificationError(
         f"no patches on {_some(ranks)}, {within:g} s after the first training call of another one: "
-        f"start its process with {SWITCH}=1 where `megatron-idempotent hook install` has run, or "
-        f"all of the job with `megatron-idempotent run`. {SWITCH}_VERIFY is the number of seconds, "
-        "and 0 turns this check off"
+        f"start its process with {SWITCH}=1 where `megatron-idempotent hook install` has run. "
+        f"{SWITCH}_VERIFY is the number of seconds, and 0 turns this check off"
     )
 
 

@@ -55,7 +55,7 @@ def test_bash_completes_commands_options_ids_and_files_and_starts_nothing(tmp_pa
         env={"PATH": str(tmp_path)},  # no program is there to be started
     )
     commands, ids, *others = said.stdout.splitlines()
-    assert set(commands.split()) >= {"doctor", "explain", "prove", "run", "train", "completion"}
+    assert set(commands.split()) >= {"doctor", "explain", "prove", "hook", "train", "completion"}
     assert ids.split() == list(hazards())
     assert others == [
         "no-sync-func-reentry",

@@ -9,7 +9,7 @@ import pytest
 from starts import LOADED, started
 
 import megatron_idempotent
-from megatron_idempotent.cli.doors import LINE
+from megatron_idempotent.cli.hook import LINE
 from megatron_idempotent.hook import PACKAGES
 from megatron_idempotent.patching.catalog import outlines
 from megatron_idempotent.patching.rows import COVERED

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import uv
-from starts import COMMAND, IMPORTS, ROOT, started
+from starts import IMPORTS, ROOT, hooked_python, started
 
-from megatron_idempotent.cli.doors import HOOK
+from megatron_idempotent.cli.hook import HOOK
 
 pytestmark = pytest.mark.exhaustive
 
@@ -130,15 +131,30 @@ torch.distributed.barrier()
 """
 
 
-def test_a_rank_of_torchrun_that_comes_by_no_door_ends_the_job_with_its_number(tmp_path):
-    (tmp_path / "train.py").write_text(TRAINS)
-    starts = f'[ "$RANK" = 0 ] || unset PYTHONPATH; exec {sys.executable} {tmp_path}/train.py'
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python")
-    job = (*COMMAND, "run", "--", sys.executable, *torchrun, "bash", "-c", starts)
-    done = started(*job, MEGATRON_IDEMPOTENT_VERIFY=2)
+@pytest.fixture(scope="module")
+def trains(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the Python of an environment with the hook, and a program that trains."""
+    folder = tmp_path_factory.mktemp("trains")
+    (folder / "train.py").write_text(TRAINS)
+    return hooked_python(folder / "hooked"), folder / "train.py"
+
+
+def by_torchrun(trains: tuple[Path, Path], start: str, **given: object):
+    """Run a script on two ranks, with the variable on; $0 is the Python, and $1 the program."""
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python", "bash", "-c")
+    return started(trains[0], *ranks, start, *trains, cwd="/", MEGATRON_IDEMPOTENT=1, **given)
+
+
+def test_the_ranks_of_torchrun_have_patches_and_rank_0_says_so(trains):
+    done = by_torchrun(trains, 'exec "$0" "$1"')
+    assert done.returncode == 0, done.stderr
+    (count,) = re.findall(r"megatron-idempotent: (\d+) patches on all 2 ranks\n", done.stderr)
+    assert int(count) > 0
+
+
+def test_a_rank_of_torchrun_without_a_door_ends_the_job_with_its_number(trains):
+    start = '[ "$RANK" = 0 ] || unset MEGATRON_IDEMPOTENT; exec "$0" "$1"'
+    done = by_torchrun(trains, start, MEGATRON_IDEMPOTENT_VERIFY=2)
     assert done.returncode == 1
     assert "VerificationError: no patches on rank 1, 2 s after the first training" in done.stderr
-    assert "all of the job with `megatron-idempotent run`" in done.stderr
-    assert done.stderr.splitlines()[-1].endswith(
-        "patches in place in 1 process (rank 0); missing: none"
-    )
+    assert "MEGATRON_IDEMPOTENT=1 where `megatron-idempotent hook install` has run" in done.stderr

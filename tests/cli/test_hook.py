@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from starts import IMPORTS, LOADED, ROOT, started
 
-from megatron_idempotent.cli.doors import HOOK, LINE
+from megatron_idempotent.cli.hook import HOOK, LINE
 from megatron_idempotent.cli.main import main
 
 PACKAGES = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
@@ -207,27 +207,28 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     assert "No such file or directory; give a folder" in capsys.readouterr().err
 
 
-STARTUP = str(ROOT / "megatron_idempotent" / "startup")
+def test_the_command_run_of_earlier_versions_names_the_hook(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--", "torchrun", "train.py"])
+    error = capsys.readouterr().err
+    assert "there is no command 'run'. `megatron-idempotent hook install`" in error
+    assert "MEGATRON_IDEMPOTENT=1 before the command" in error
 
 
 @pytest.mark.parametrize(
-    ("options", "value", "below_run", "said"),
+    ("options", "value", "said"),
     [
-        ((), "1", False, "is in place: a Python that reads it and has MEGATRON_IDEMPOTENT=1"),
-        (("-I",), "1", False, "is in place: "),
-        ((), "0", False, "here it is 0"),
-        ((), None, False, "here it is unset"),
-        (("-S",), "1", False, "was started with -S, which reads neither a hook nor what `run`"),
-        ((), "1", True, "`megatron-idempotent run` applies patches here"),
-        (("-I",), "1", True, "-E and -I keep `megatron-idempotent run` out of this Python"),
+        ((), "1", "is in place: a Python that reads it and has MEGATRON_IDEMPOTENT=1"),
+        (("-I",), "1", "is in place: "),
+        ((), "0", "here it is 0"),
+        ((), None, "here it is unset"),
+        (("-S",), "1", "was started with -S, with which it reads no hook"),
     ],
 )
-def test_doctor_says_what_brings_patches_into_this_python(
-    elsewhere, options, value, below_run, said
-):
+def test_doctor_says_what_brings_patches_into_this_python(elsewhere, options, value, said):
     given = {} if value is None else {"MEGATRON_IDEMPOTENT": value}
-    given["PYTHONPATH"] = os.pathsep.join([*[STARTUP] * below_run, str(ROOT)])
-    program = "from megatron_idempotent.cli.doors import hook_here; print(hook_here())"
+    given["PYTHONPATH"] = str(ROOT)
+    program = "from megatron_idempotent.cli.hook import hook_here; print(hook_here())"
     assert said in shown(elsewhere, *options, "-c", program, **given)
 
 

@@ -5,7 +5,7 @@ import os
 import sys
 
 import pytest
-from starts import COMMAND, started
+from starts import hooked_python, started
 
 TELLS = """
 import json, sys
@@ -60,10 +60,17 @@ def test_a_door_brings_the_patches_in(framework, tmp_path):
         pytest.importorskip("aiohttp_cors", reason="`pip install 'ray[default]'`")
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     program = opens if "told" in opens else opens + TELLS
-    command = [sys.executable, "-c", "import json\n" + program]
-    if "MEGATRON_IDEMPOTENT" in given:
-        command = [*COMMAND, "run", "--", *command]
-    done = started(*command, cwd=tmp_path, timeout_s=300, **given, PYTHONPATH=path)
+    # The variable of a driver turns the hook on, in it and in the workers that it starts.
+    python = hooked_python(tmp_path / "e") if "MEGATRON_IDEMPOTENT" in given else sys.executable
+    done = started(
+        python,
+        "-c",
+        "import json\n" + program,
+        cwd=tmp_path,
+        timeout_s=300,
+        **given,
+        PYTHONPATH=path,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["timers-left-running"] in ("applied", "pending_import")

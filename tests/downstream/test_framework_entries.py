@@ -2,27 +2,24 @@
 
 `entries.py` is the driver of those that use Ray; it runs in an environment that has the hook beside
 what is installed here. Transformer Engine, which has no build without CUDA, is a stand-in there.
-The others are started below `megatron-idempotent run`, and end where they import it.
+The others are started by their commands, and end where they import it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import sys
-import sysconfig
-import venv
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from starts import COMMAND, started
+from starts import hooked_python, started
 
-from megatron_idempotent.cli.main import main
+from megatron_idempotent.patching.rows import PROBLEMS
 
 TRANSFORMER_ENGINE = """
 import sys
@@ -81,13 +78,7 @@ def ran(*command: object, path: Iterable[object], **given: object) -> CompletedP
 @pytest.fixture(scope="module")
 def hooked(tmp_path_factory) -> Path:
     """Return the Python of an environment that has the hook, and what is installed here."""
-    folder = tmp_path_factory.mktemp("hooked")
-    venv.create(folder, with_pip=False)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    here = sysconfig.get_path("purelib")
-    (packages / "a_parent.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-    assert main(["hook", "install", "--into", str(packages)]) == 0
-    return folder / "bin" / "python"
+    return hooked_python(tmp_path_factory.mktemp("hooked"))
 
 
 @pytest.mark.exhaustive
@@ -110,7 +101,7 @@ def test_its_own_workers_have_the_patches_if_they_train(framework, hooked, tmp_p
         assert found[name] == {"megatron": megatron, "patches": []}, name
 
 
-#: Framework → (variable of its source, what it imports first, its command after `run --`).
+#: Framework → (variable of its source, what it imports first, the arguments of its Python).
 LAUNCHED = {
     "ms-swift": (
         "MS_SWIFT_SOURCE",
@@ -131,7 +122,7 @@ LAUNCHED = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("framework", LAUNCHED)
-def test_its_own_command_below_run_has_the_patches_on_its_ranks(framework, tmp_path):
+def test_its_own_command_has_the_patches_on_its_ranks(framework, hooked, tmp_path):
     variable, modules, command = LAUNCHED[framework]
     (source,) = path_of([variable], modules)
     if find_spec("transformer_engine") is not None:
@@ -139,10 +130,12 @@ def test_its_own_command_below_run_has_the_patches_on_its_ranks(framework, tmp_p
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    below = [each.format(source=source, port=port) for each in command]
-    job = (*COMMAND, "run", "--", sys.executable, *below)
-    done = ran(*job, path=[source], cwd=tmp_path, NPROC_PER_NODE=2, MASTER_PORT=port)
+    arguments = [argument.format(source=source, port=port) for argument in command]
+    given = {"NPROC_PER_NODE": 2, "MASTER_PORT": port, "MEGATRON_IDEMPOTENT": 1}
+    given["MEGATRON_IDEMPOTENT_REPORT"] = tmp_path / "report-{rank}.json"
+    done = ran(hooked, *arguments, path=[source], cwd=tmp_path, **given)
     assert "No module named 'transformer_engine'" in done.stderr, done.stderr[-8000:]
-    last = done.stderr.splitlines()[-1]
-    # The command, torchrun and its agent are processes too, and import no Megatron.
-    assert re.search(r"\d+ patches in place in 2 processes \(ranks 0-1\); missing: none", last)
+    for rank in range(2):
+        rows = json.loads((tmp_path / f"report-{rank}.json").read_text())
+        assert any(row["status"] == "applied" for row in rows)
+        assert [row for row in rows if row["status"] in PROBLEMS] == []

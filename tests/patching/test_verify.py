@@ -148,7 +148,7 @@ def test_a_rank_without_patches_is_named(megatron_ranks, silent):
     found = megatron_ranks(2, trained, "1", (silent == 1, silent == 0))
     error = found[1 - silent][0]
     assert error.startswith(f"no patches on rank {silent}, ")
-    assert "`megatron-idempotent run`" in error
+    assert "MEGATRON_IDEMPOTENT=1 where `megatron-idempotent hook install` has run" in error
 
 
 def test_seconds_that_are_none_are_refused(monkeypatch):

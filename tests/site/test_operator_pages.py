@@ -41,7 +41,6 @@ def test_the_page_has_the_defaults():
         "_ONLY": default.only,
         "_REBIND": default.rebind,
         "_REPORT": default.report_path,
-        "_RUN": default.run_folder,
     }
     assert {f"{settings.SWITCH}{rest}" for rest in values} == {*settings.VARIABLES}
     for rest, value in values.items():

@@ -1,0 +1,121 @@
+"""Implements `hook`, which brings the patches into programs that nobody edits."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_idempotent.hook import PACKAGES
+from megatron_idempotent.patching.settings import OFF, SWITCH
+
+HOOK = "zz_megatron_idempotent.pth"
+_WATCH = f"""\
+class MegatronIdempotentHook:
+ waits = True
+ def find_spec(self, name, path=None, target=None):
+  if self.waits and name in {sorted(PACKAGES)}:
+   self.waits = False
+   try: import importlib.util, megatron_idempotent.auto
+   except ImportError as e: print("megatron-idempotent: no patches by {HOOK}:", e, file=sys.stderr)
+   else: return importlib.util.find_spec(name)
+if "MegatronIdempotentHook" not in [type(each).__name__ for each in sys.meta_path]:
+ sys.meta_path.insert(0, MegatronIdempotentHook())
+"""
+LINE = (
+    f'import os, sys; os.environ.get("{SWITCH}", "").strip().lower() not in {("", *sorted(OFF))} '
+    f'and exec({_WATCH!r}, {{"sys": sys}})\n'
+)
+"""Python runs it at each start: it looks at one variable, and unless that is off a finder waits.
+
+The line itself has the finder, because `.pth` files are read while the path is incomplete: those of
+the user's folder before those of the environment, where this package may be. In a venv Python reads
+them twice.
+"""
+
+
+def hook(argv: Sequence[str]) -> int:
+    """Install, show or remove the line that applies the patches wherever a variable is on.
+
+    Returns:
+        The exit code: 1 if the line is missing or another one (`status`), 2 if the folder cannot be
+        written, else 0.
+    """
+    arguments = hook_parser().parse_args(argv)
+    file: Path = arguments.into / HOOK
+    try:
+        if arguments.action == "install":
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(LINE, encoding="utf-8")
+            part.chmod(0o644)  # other users' Pythons read it, also under a strict umask
+            part.replace(file)  # a Python that starts meanwhile reads no half of it
+        was_there = file.exists()
+        if arguments.action == "remove":
+            file.unlink(missing_ok=True)
+            print(f"{file} is removed" if was_there else f"nothing to remove: no {file}")
+            return 0
+        found = file.read_text(encoding="utf-8") if was_there else None
+    except OSError as error:
+        print(
+            f"megatron-idempotent hook: {error.filename}: {error.strerror}; give a folder that you "
+            "may write with --into",
+            file=sys.stderr,
+        )
+        return 2
+    print(hook_line(file, found))
+    return int(found != LINE)
+
+
+def hook_parser() -> argparse.ArgumentParser:
+    """Return the parser of `hook`."""
+    parser = argparse.ArgumentParser(prog="megatron-idempotent hook", description=_HOOK)
+    parser.add_argument("action", choices=("install", "status", "remove"))
+    parser.add_argument(
+        "--into",
+        type=Path,
+        metavar="FOLDER",
+        default=Path(sysconfig.get_path("purelib")),
+        help="a folder whose .pth files Python reads; default: %(default)s",
+    )
+    return parser
+
+
+def hook_here() -> str | None:
+    """Say in a line what the hook does in this environment; None where nobody asks for it."""
+    user, own = Path(site.getusersitepackages()), Path(sysconfig.get_path("purelib"))
+    folders = dict.fromkeys([own, *map(Path, site.getsitepackages()), user])
+    files = [folder / HOOK for folder in folders if (folder / HOOK).exists()]
+    asked = os.environ.get(SWITCH, "").strip().lower() not in ("", *OFF)
+    if not files and not asked:
+        return None
+    if sys.flags.no_site:
+        return "this Python was started with -S, with which it reads no hook"
+    read = [file for file in files if file.parent != user or site.ENABLE_USER_SITE]
+    if files and not read:
+        return f"{files[0]} is not read here: with -I or -s, and in a venv, Python passes it over"
+    lines = [hook_line(file, file.read_text("utf-8")) for file in read]
+    return "; ".join(lines or [hook_line(own / HOOK, None)])
+
+
+def hook_line(file: Path, found: str | None) -> str:
+    """Say in a line what the hook's file does here; `found` is its text, or None without one."""
+    if found is None:
+        return f"no hook in {file.parent}: `megatron-idempotent hook install` writes it"
+    if found != LINE:
+        return f"{file} is of another version: run `megatron-idempotent hook install` again"
+    value = os.environ.get(SWITCH)
+    state = f"here it is {value}" if value is not None else "here it is unset"
+    return f"{file} is in place: a Python that reads it and has {SWITCH}=1 applies patches; {state}"
+
+
+_HOOK = (
+    "A line in a .pth file, which Python runs at each start. Without "
+    f"{SWITCH}=1 it does nothing; with it, the first import of Megatron or of a framework applies "
+    "all patches, also in Ray workers and other processes that inherit the variable. `pip install` "
+    "never writes it. It goes with `remove`; `python -S` does without it. Exit code 0; 1 where "
+    "`status` finds none, or one of another version; 2 where the folder cannot be written."
+)
