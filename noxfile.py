@@ -284,7 +284,7 @@ def gate(session: nox.Session) -> None:
 
 
 def _write_down(session: nox.Session, proven: Path) -> None:
-    command = [sys.executable, "-m", "megatron_idempotent.cli.casebook", "--proven", str(proven)]
+    command = [sys.executable, "tools/casebook.py", "--proven", str(proven)]
     session.run(*command, external=True)
 
 

@@ -1,8 +1,8 @@
 """Draws docs/assets/history.svg: the share of patches that land, by the day of Megatron's commit.
 
-`megatron-idempotent drift --history CLONE --json > found.json` takes minutes;
+`python tools/history.py CLONE --json > found.json` takes minutes;
 `python -m benchmarks._history found.json` then writes docs/history.json and the picture, and
-`python -m megatron_idempotent.cli.casebook` the numbers on the page.
+`python tools/casebook.py` the numbers on the page.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ ROOMS = {
     "the root": [*PACKAGE.glob("*.py")],
     **{path.parent.name: [*path.parent.rglob("*.py")] for path in PACKAGE.glob("*/__init__.py")},
     **{path.parent.name: [*path.parent.rglob("*.py")] for path in PACKAGE.glob("*/*/__init__.py")},
-    **{name: [*(ROOT / name).rglob("*.py")] for name in ("patches", "benchmarks", "tests")},
+    **{
+        name: [*(ROOT / name).rglob("*.py")] for name in ("patches", "tools", "benchmarks", "tests")
+    },
 }
 #: A docstring that begins so needs the name above it, or the code below, to be understood.
 FIRST = re.compile(

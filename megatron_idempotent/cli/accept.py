@@ -32,8 +32,8 @@ from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
 from megatron_idempotent.patching.trees import SourceTree
 
 from .generated import FOLDER, content, write
-from .reads import renewed
-from .release_table import release_of
+from .needs import accepted_needs
+from .trees import release_of
 
 _CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -91,8 +91,7 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
         statements |= {line[:12]: line for line in accepted_lines(found)}
     read = _read(known)
     write(FOLDER, FILE, known.lines())
-    # Of the patches that were named, what a tree lacks is no longer asked of it.
-    needs = renewed(parsed(content(FOLDER, READS)), trees, ids)
+    needs = accepted_needs(parsed(content(FOLDER, READS)), trees, ids)
     write(FOLDER, READS, lines_of(needs))
     write(FOLDER, ACCEPTED, [line for name, line in sorted(statements.items()) if name in read])
     return told

@@ -25,9 +25,7 @@ from megatron_idempotent.patching.statements import change
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.patching.trees import SourceTree
 
-from .history import Clone
-from .reads import installed_trees
-from .release_table import release_of
+from .trees import installed_trees, open_trees, release_of
 
 Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", "not_affected"]
 
@@ -68,25 +66,6 @@ class Drift:
     diff: str
     """Unified diff of the drifted bodies against the newest accepted ones among the trees or, if no
     tree has one, against the statements of the nearest accepted one."""
-
-
-def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
-    """Open the source trees at these paths; return them with the oldest release first.
-
-    A folder of wheels gives a tree for each wheel, and `CLONE@COMMIT` that of the commit.
-
-    Raises:
-        ValueError: a path has none of the distributions that patches are for.
-    """
-    trees = []
-    for path in paths:
-        clone, _, commit = str(path).rpartition("@")
-        if clone and not path.exists():
-            trees.append(Clone(Path(clone)).tree(commit))
-            continue
-        wheels = sorted(path.glob("*.whl")) if path.is_dir() else []
-        trees += [SourceTree(wheel, patches()) for wheel in wheels or [path]]
-    return sorted(trees, key=lambda t: [(name, v.release) for name, v in t.versions.items()])
 
 
 def compare(trees: Iterable[SourceTree]) -> list[Drift]:

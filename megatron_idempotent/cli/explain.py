@@ -8,11 +8,9 @@ from collections import Counter
 
 from megatron_idempotent.patching.base import UnknownPatchError
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.record import Hazard
+from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 from megatron_idempotent.patching.settings import unknown_id
 from megatron_idempotent.patching.table import render
-
-from .casebook import case_text
 
 #: The most hazards that a message finds.
 _SHOWN = 5
@@ -49,6 +47,20 @@ def explain(text: str) -> int:
         rows = [(name, listed[name].summary) for name in ids]
     print(render(("id", "on stock Megatron"), rows))
     return 0
+
+
+def case_text(patch: Hazard) -> str:
+    """Return one case file for a terminal."""
+    sections = patch.case_file
+    lines = [patch.id, "=" * len(patch.id), "", sections[""], ""]
+    for name in SECTIONS:
+        lines += [f"{name}:", *(f"    {line}" for line in sections[name].splitlines()), ""]
+    lines += ["Versions:", f"    {patch.distribution} {patch.versions}", ""]
+    lines += ["Answer:", f"    {patch.answer}", ""]
+    if isinstance(patch, Patch):
+        lines += ["Targets:", *(f"    {target.address}" for target in patch.targets), ""]
+    lines += ["See it:", f"    megatron-idempotent prove {patch.id}"]
+    return "\n".join(lines)
 
 
 def as_id(text: str) -> str:

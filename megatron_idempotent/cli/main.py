@@ -114,15 +114,7 @@ def _run(argv: list[str]) -> int:
             return completion(arguments.shell, parser)
         if arguments.command == "drift":
             from .drift import drift
-            from .history import history
 
-            if arguments.history is not None:
-                return history(
-                    arguments.history,
-                    branches=arguments.branch or ["main", "dev"],
-                    since=arguments.since,
-                    as_json=arguments.json,
-                )
             accepted = arguments.accept
             return drift(
                 arguments.paths,
@@ -216,15 +208,6 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
     )
     drift.add_argument(
         "--as", dest="label", metavar="LABEL", help="of --accept: what a commit is called"
-    )
-    drift.add_argument(
-        "--history", metavar="CLONE", help="each commit of branches of Megatron-LM, out of a clone"
-    )
-    drift.add_argument(
-        "--branch", action="append", metavar="NAME", help="of --history; default: main and dev"
-    )
-    drift.add_argument(
-        "--since", default="2025-09-01", metavar="DAY", help="of --history (default: %(default)s)"
     )
 
     completion = commands.add_parser(

@@ -113,7 +113,7 @@ def load(patch_id: str) -> Patch:
     if declared.get(patch_id) != outline:
         raise RuntimeError(
             f"the index does not say what the case file of {patch_id} says: run "
-            "`python -m megatron_idempotent.cli.casebook` in the repository"
+            "`python tools/casebook.py` in the repository"
         )
     _loaded[patch_id] = patch = hazard  # type: ignore[assignment]  # as its line says
     return patch  # type: ignore[return-value]

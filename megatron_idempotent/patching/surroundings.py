@@ -2,10 +2,10 @@
 
 A body that a person has read says nothing of the objects that the wrapper touches besides. So
 `reads.txt` lists, for each patch, the attributes, methods and functions of upstream that its
-wrappers read, call or set; `cli/reads.py` derives them from their code. A patch is refused by name
-where one of them is missing, where a class that has to carry our state has `__slots__`, and where
-code in the sources goes round the patched function: a subclass that has one of its own, a second
-name, a table that holds it.
+wrappers read, call or set; `tools/reads.py` derives them from their code. A patch is refused by
+name where one of them is missing, where a class that has to carry our state has `__slots__`, and
+where code in the sources bypasses the patched function: a subclass that has one of its own, a
+second name, a table that holds it.
 
 Some of them have to allow more than to be read. A wrapper sets an attribute, which a property
 without a setter, a frozen dataclass or `__slots__` refuse: `name!` in `reads.txt`. It passes

@@ -1,31 +1,14 @@
-"""A copy of the files that patches wrap, for tests of `drift`."""
+"""A checkout of Megatron, for tests of `drift`."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-
-from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.source import locate
-from megatron_idempotent.patching.surroundings import table
-from megatron_idempotent.patching.trees import INFO
+from checkouts import checkout_of_installed
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A checkout with the files of the installed Megatron that patches wrap or read."""
-    root = tmp_path / "checkout"
-    modules = {INFO} | {t.module for patch in patches().values() for t in patch.targets}
-    modules |= {m for needs in table().values() for need in needs.names for m in need.modules}
-    for module in modules:
-        source = locate(module)
-        if source is None:
-            continue  # wheels before 0.17 lack megatron.training
-        stem = root / module.replace(".", "/")
-        package = source.name == "__init__.py"
-        copy = stem / "__init__.py" if package else stem.with_suffix(".py")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, copy)
-    return root
+    return checkout_of_installed(tmp_path / "checkout")

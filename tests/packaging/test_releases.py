@@ -55,7 +55,7 @@ def test_the_torches_of_fsdp_are_said_where_people_look():
 def test_case_files_speak_of_tabled_releases_only():
     newest = Version(RELEASES[-1])
     looked_at = Version(f"{newest.major}.{newest.minor + 1}")
-    assert Version(untried()) == looked_at, "run `python -m megatron_idempotent.cli.casebook`"
+    assert Version(untried()) == looked_at, "run `python tools/casebook.py`"
     for hazard in hazards().values():
         if hazard.since == untried():  # it is on commits only, so far
             assert hazard.before == OPEN

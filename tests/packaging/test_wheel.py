@@ -120,6 +120,15 @@ def test_the_wheel_has_every_module_and_data_file_under_one_name(wheel, tree, tm
     assert contents(build("wheel", tree, tmp_path)) == inside, "from the tree, not from the sdist"
 
 
+def test_the_tools_of_maintainers_are_in_the_sdist_and_not_in_the_wheel(sdist, wheel):
+    tools = {path.name for path in (ROOT / "tools").glob("*.py")}
+    assert "casebook.py" in tools
+    with tarfile.open(sdist) as archive:
+        unpacked = {Path(entry.name) for entry in archive}
+    assert {path.name for path in unpacked if path.parent.name == "tools"} >= tools
+    assert not tools & {Path(name).name for name in contents(wheel)}
+
+
 def metadata(wheel: Path) -> Message:
     (name,) = (name for name in contents(wheel) if name.endswith(".dist-info/METADATA"))
     return message_from_bytes(contents(wheel)[name])
@@ -135,7 +144,7 @@ def test_a_bump_is_one_line_and_a_run_of_the_casebook(tree, tmp_path):
     )
     assert places == 1
     package.write_text(text)
-    run(sys.executable, "-m", "megatron_idempotent.cli.casebook", cwd=source)
+    run(sys.executable, "tools/casebook.py", cwd=source)
     assert "\nversion: 9.8.7\n" in (source / "CITATION.cff").read_text()
     wheel = build("wheel", source, tmp_path / "wheel")
     assert wheel.name.startswith("megatron_idempotent-9.8.7-")

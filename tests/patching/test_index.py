@@ -42,9 +42,7 @@ STATUSES = (
 
 def test_the_index_says_what_the_case_files_say():
     lines = generated(INDEX)
-    assert lines == index_of(hazards().values()), (
-        "run `python -m megatron_idempotent.cli.casebook` in the repository"
-    )
+    assert lines == index_of(hazards().values()), "run `python tools/casebook.py` in the repository"
     ids, found = read_index(lines)
     assert ids == list(hazards())
     assert list(found) == list(patches())
@@ -95,7 +93,7 @@ def test_a_case_file_that_says_something_else_is_a_failure_that_names_the_remedy
         "from megatron_idempotent.patching.catalog import load\n"
         "try:\n    load('expert-seed-collides')\nexcept RuntimeError as error:\n    print(error)"
     )
-    assert "run `python -m megatron_idempotent.cli.casebook` in the repo" in run(package, program)
+    assert "run `python tools/casebook.py` in the repo" in run(package, program)
 
 
 def test_the_index_is_read_from_a_zip_file_too(package, tmp_path):

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+import site_pages
 
-from megatron_idempotent.cli import site
 from megatron_idempotent.patching.catalog import hazards
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
@@ -17,21 +17,23 @@ REPOSITORY = "https://example.org/us/it"
 
 @pytest.fixture(scope="module")
 def pages():
-    return site.pages(ROOT)
+    return site_pages.pages(ROOT)
 
 
 @pytest.mark.parametrize("hazard_id", [*hazards()])
 def test_a_hazard_has_a_page_with_its_messages_above_all_headings(pages, hazard_id):
     page = pages[f"hazards/{hazard_id}.md"]
     case = hazards()[hazard_id].case_file
-    for message in site.messages(case["Symptom"]):
+    for message in site_pages.messages(case["Symptom"]):
         assert f"`{message}`" in page.partition("\n## ")[0]
     assert f"$ megatron-idempotent prove {hazard_id}" in page
     assert " ".join(case["Cause"].split())[:60] in page
 
 
 def test_only_code_spans_of_several_words_are_messages():
-    found = site.messages("`train` fails with the\n`AssertionError: no,\n  not so`, and `b` too")
+    found = site_pages.messages(
+        "`train` fails with the\n`AssertionError: no,\n  not so`, and `b` too"
+    )
     assert found == ["AssertionError: no, not so"]
 
 
@@ -52,7 +54,7 @@ def test_a_hazard_leads_to_recipes_of_who_meets_it_and_to_hazards_of_its_message
 
 
 def test_each_hazard_is_in_the_navigation_once():
-    found = [page for kind in site.hazard_nav() for shown in kind.values() for page in shown]
+    found = [page for kind in site_pages.hazard_nav() for shown in kind.values() for page in shown]
     assert sorted(found) == sorted(f"hazards/{hazard_id}.md" for hazard_id in hazards())
 
 
@@ -121,7 +123,9 @@ def test_the_site_has_the_address_that_the_index_is_told():
 )
 def test_a_link_that_is_right_on_github_is_right_on_the_site(source, link, right):
     known = {path.name for path in (ROOT / "docs").iterdir()}.__contains__
-    assert site.relinked(f"See [x]({link}).", source, known, REPOSITORY) == f"See [x]({right})."
+    assert (
+        site_pages.relinked(f"See [x]({link}).", source, known, REPOSITORY) == f"See [x]({right})."
+    )
 
 
 def test_pages_install_the_package_from_one_place_and_recipes_lead_there():

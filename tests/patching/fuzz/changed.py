@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from megatron_idempotent.cli.reads import installed_trees
+from megatron_idempotent.cli.trees import installed_trees
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import Verdict, judge

@@ -32,9 +32,9 @@ from mutants import (
     shapes,
     slots,
 )
+from reads import elsewhere
 
 import megatron_idempotent
-from megatron_idempotent.cli.reads import elsewhere
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.record import Patch
 

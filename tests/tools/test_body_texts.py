@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from body_texts import renewed_texts
 
-from megatron_idempotent.cli.body_texts import renewed_texts
-from megatron_idempotent.cli.reads import installed_trees
+from megatron_idempotent.cli.trees import installed_trees
 from megatron_idempotent.patching import source
 from megatron_idempotent.patching.base import MEGATRON, generated
 from megatron_idempotent.patching.catalog import patches
@@ -32,7 +32,7 @@ def _functions(trees):
 def test_what_is_read_of_the_installed_release_is_what_the_file_says(trees):
     known = generated(TEXTS)
     assert renewed_texts(known, trees) == known, (
-        "run `python -m megatron_idempotent.cli.casebook` with the paths of wheels and commits"
+        "run `python tools/casebook.py` with the paths of wheels and commits"
     )
 
 

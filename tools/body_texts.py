@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import _checkout  # noqa: F401  # before what it finds
+
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.record import reviewed
 from megatron_idempotent.patching.source import cut, hash_of, parse_function

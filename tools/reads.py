@@ -8,8 +8,7 @@ can be, a keyword that is passed a parameter, and a result that is taken apart t
 What upstream has to bind, and from which release on, is what the trees say that the patch was
 decided for: a name that none of them has is ours, Python's or torch's; one that all have is needed,
 however carefully the wrapper asks for it; one that came or went with a release is needed since, or
-until, that release. `python -m megatron_idempotent.cli.casebook` and `drift --accept` write that
-into `reads.txt`.
+until, that release. `python tools/casebook.py` writes that into `reads.txt`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import _checkout  # noqa: F401  # before what it finds
+
+from megatron_idempotent.cli.needs import by_version, fits, merged, needs_of_names, versions_with
 from megatron_idempotent.patching.base import MEGATRON, Record
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.decide import judge
 from megatron_idempotent.patching.moved import bases_of
 from megatron_idempotent.patching.record import Patch
-from megatron_idempotent.patching.source import locate
 from megatron_idempotent.patching.surroundings import (
     Need,
     Needs,
@@ -38,9 +38,7 @@ from megatron_idempotent.patching.surroundings import (
     parameters,
     returned,
 )
-from megatron_idempotent.patching.trees import INFO, SourceTree
-
-from .release_table import release_of
+from megatron_idempotent.patching.trees import SourceTree
 
 _PACKAGE = "megatron_idempotent"
 #: What wrappers are made of. Nothing else of this package touches upstream for them.
@@ -425,27 +423,13 @@ def renewed(
         ids: the patches to renew, whose bodies in these trees a person has read; None for all
             patches, as far as their bodies are known there.
     """
-    order = sorted(
-        (tree for tree in trees if MEGATRON in tree.versions),
-        key=lambda tree: key_of(tree.versions[MEGATRON]),
-    )
+    order = by_version(trees)
     found = {name: each for name, each in known.items() if ids is not None and name in patches()}
     for patch in patches().values():
         if patch.distribution == MEGATRON and (ids is None or patch.id in ids):
-            fitting = [tree for tree in order if _fits(patch, tree, read=ids is not None)]
+            fitting = [tree for tree in order if fits(patch, tree, read=ids is not None)]
             found[patch.id] = needs_of(patch, fitting, known.get(patch.id), accepts=ids is not None)
     return found
-
-
-def installed_trees() -> list[SourceTree]:
-    """Return the Megatron on the path, or nothing."""
-    info = locate(INFO)
-    return [] if info is None else [SourceTree(info.parents[INFO.count(".")], patches())]
-
-
-def _fits(patch: Patch, tree: SourceTree, *, read: bool) -> bool:
-    bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
-    return judge(patch, bodies, None, release_of(tree), named=read).status is None
 
 
 def needs_of(
@@ -473,16 +457,12 @@ def needs_of(
     for name, use in sorted({(read.name, read.use) for read, _ in reads}):
         if (name, _kind(use)) in before:
             for need in before[name, _kind(use)]:
-                needs |= _merged(need, trees) if accepts or not need.use else {need}
+                needs |= merged(need, trees) if accepts or not need.use else {need}
             continue
         for read, of in sorted(reads, key=str):
             if (read.name, read.use) == (name, use):
                 needs |= set(_needs(read, of, patch, trees, known is not None and read.guarded))
-    ordered = sorted(filter(None, needs), key=str)
-    bound = {need.modules for need in ordered if need.name}
-    # A module is there if what it binds is.
-    names = [need for need in ordered if need.name or need.modules not in bound]
-    return Needs(names=tuple(names), keeps=keeps)
+    return needs_of_names(filter(None, needs), keeps=keeps)
 
 
 def _kind(use: str) -> str:
@@ -659,18 +639,6 @@ def _classes_that_bind(text: str, name: str) -> list[str]:
     return [owner for owner in names if binds(text, owner, name)]
 
 
-_Key = tuple[tuple[int, ...], bool]
-
-
-def _keys(need: Need, trees: Sequence[SourceTree]) -> tuple[set[_Key], set[_Key]]:
-    """Return the versions that bind the name there or allow its use, and those that do not."""
-    has: set[_Key] = set()
-    lacks: set[_Key] = set()
-    for tree in trees:
-        (has if need.is_met(tree) else lacks).add(key_of(tree.versions[MEGATRON]))
-    return has, lacks
-
-
 def _bounded(place: _Place, trees: Sequence[SourceTree], only_here: bool) -> Need | None:
     """Return the need of a name with the releases that have it; None if no rule says which.
 
@@ -680,7 +648,7 @@ def _bounded(place: _Place, trees: Sequence[SourceTree], only_here: bool) -> Nee
         only_here: True if nothing may be asked of releases before these.
     """
     modules, owner, name = place
-    has, lacks = _keys(Need(modules=modules, owner=owner, name=name), trees)
+    has, lacks = versions_with(Need(modules=modules, owner=owner, name=name), trees)
     if not has:
         return None
     since = before = ""
@@ -695,34 +663,6 @@ def _bounded(place: _Place, trees: Sequence[SourceTree], only_here: bool) -> Nee
     elif only_here:
         since = bound_of(min(has))
     return Need(modules=modules, owner=owner, name=name, since=since, before=before)
-
-
-def _merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
-    """Return a known need, no longer asked of releases and commits that lack the name.
-
-    There are two where it is gone in between: before, and after if what is installed has it again.
-    """
-    if need.use.startswith("["):
-        made = (returned(t.text(need.modules[0]) or "", need.owner, need.name) for t in trees)
-        hashes = sorted({*need.use[1:-1].split("|"), *filter(None, made)})
-        return {Need(**{**vars(need), "use": f"[{'|'.join(hashes)}]"})}
-    if any(release_of(tree) is None and not need.is_met(tree) for tree in trees):
-        need = Need(**{**vars(need), "excused": True})
-    has, lacks = _keys(need, [tree for tree in trees if release_of(tree) is not None])
-    lacks = {key for key in lacks if need.covers(key)}
-    if not lacks:
-        return {need}
-    below, (release, released) = bound_of(min(lacks)), max(lacks)
-    later = {key for key in has if key > max(lacks)}
-    if later:
-        spans = {(bound_of(min(later)), need.before)}
-    else:
-        spans = {(need.since, below)} if need.since != below else set()
-        now, _ = _keys(need, installed_trees())
-        if any(key > max(lacks) and need.covers(key) for key in now):
-            after = (*release[:-1], release[-1] + released), not released
-            spans.add((bound_of(after), need.before))
-    return {Need(**{**vars(need), "since": since, "before": before}) for since, before in spans}
 
 
 @lru_cache(maxsize=1)

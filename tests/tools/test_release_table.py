@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from release_table import renewed_table
 
-from megatron_idempotent.cli.reads import installed_trees
-from megatron_idempotent.cli.release_table import renewed_table
+from megatron_idempotent.cli.trees import installed_trees
 from megatron_idempotent.patching.base import MEGATRON, generated
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.releases import TABLE, UNKNOWN_STANDING, Table, installed
@@ -21,7 +21,7 @@ def known():
 
 def test_what_is_read_of_the_installed_release_is_what_the_table_says(known):
     assert renewed_table(known, installed_trees(), table()) == known, (
-        "run `python -m megatron_idempotent.cli.casebook .nox/wheels`"
+        "run `python tools/casebook.py .nox/wheels`"
     )
 
 

@@ -1,4 +1,4 @@
-"""`drift --history`: which patches land on each commit of a clone."""
+"""`tools/history.py` says which patches land on each commit of a clone."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import subprocess
 from types import SimpleNamespace
 
+import history
 import pytest
+from checkouts import checkout_of_installed
 
-from megatron_idempotent.cli.history import Clone, walk
 from megatron_idempotent.cli.main import main
 
 WHO = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
@@ -18,8 +19,9 @@ NAME = "def should_run_forward_backward("
 
 
 @pytest.fixture
-def clone(tree) -> SimpleNamespace:
+def clone(tmp_path) -> SimpleNamespace:
     """A repository whose commits change a wrapped body, another file, and put the body back."""
+    tree = checkout_of_installed(tmp_path / "checkout")
 
     def git(*words: str) -> None:
         subprocess.run(["git", "-C", str(tree), *WHO, *words], check=True, capture_output=True)
@@ -56,7 +58,7 @@ def clone(tree) -> SimpleNamespace:
 
 def test_a_commit_refuses_what_drift_refuses_on_its_files(clone, capsys):
     patch = "rerun-state-after-exception"
-    found = list(walk(Clone(clone.path), "main", "2026-01-01"))
+    found = list(history.walk(history.Branches(clone.path), "main", "2026-01-01"))
     assert [each.commit for each in found] == clone.commits
     assert [[*each.refused] for each in found] == [[], [patch], [patch], []]
     assert [each.landed for each in found] == [found[0].landed - n for n in (0, 1, 1, 0)]
@@ -70,32 +72,36 @@ def test_a_commit_refuses_what_drift_refuses_on_its_files(clone, capsys):
 
 
 def test_a_person_reads_a_table_and_a_page_reads_runs(clone, capsys):
-    ask = ["drift", "--history", str(clone.path), "--branch", "main", "--since", "2026-01-02"]
-    assert main(ask) == 1
+    ask = [str(clone.path), "--branch", "main", "--since", "2026-01-02"]
+    assert history.main(ask) == 1
     said = capsys.readouterr().out
     assert said.startswith("main: 3 commits from 2026-01-02 to 2026-01-04. ")
     assert "33.33% of the commits get 99% of theirs or more" in said
     assert f"2        2026-01-02 to 2026-01-03  {clone.commits[1][:12]}" in said
-    assert main([*ask, "--json"]) == 1
+    assert history.main([*ask, "--json"]) == 1
     (runs,) = json.loads(capsys.readouterr().out).values()
     assert [(run["since"], run["until"], run["commits"]) for run in runs] == [
         ("2026-01-02", "2026-01-03", 2),
         ("2026-01-04", "2026-01-04", 1),
     ]
-    assert main([*ask[:5], "--since", "2026-01-04"]) == 0
-    assert main([*ask[:5], "--since", "2027-01-01"]) == 0
+    assert history.main([*ask[:3], "--since", "2026-01-04"]) == 0
+    assert history.main([*ask[:3], "--since", "2027-01-01"]) == 0
     assert "main: no commits in that time" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("command", "arguments", "message"),
     [
-        (["--history", "{path}/nowhere"], "nowhere rev-parse --git-dir failed: "),
-        (["--history", "{path}", "--branch", "absent"], "bad revision 'absent'"),
-        (["{path}@0123456789ab"], "ls-tree -r 0123456789ab^{{commit}} -- megatron failed: "),
+        (history.main, ["{path}/nowhere"], "nowhere rev-parse --git-dir failed: "),
+        (history.main, ["{path}", "--branch", "absent"], "bad revision 'absent'"),
+        (
+            main,
+            ["drift", "{path}@0123456789ab"],
+            "ls-tree -r 0123456789ab^{{commit}} -- megatron f",
+        ),
     ],
 )
-def test_what_git_lacks_is_named(tmp_path, capsys, arguments, said):
+def test_what_git_lacks_is_named(tmp_path, capsys, command, arguments, message):
     subprocess.run(["git", "init", "-q", "-b", "main", str(tmp_path)], check=True)
-    assert main(["drift", *(each.format(path=tmp_path) for each in arguments)]) == 2
-    assert said.format() in capsys.readouterr().err
+    assert command([argument.format(path=tmp_path) for argument in arguments]) == 2
+    assert message.format() in capsys.readouterr().err

@@ -1,103 +1,66 @@
-"""Reads Megatron as it was at each commit of a branch, out of a clone, without a checkout.
+"""Says which patches land on each commit of Megatron's branches, and which bodies nobody has read.
 
-`drift --history CLONE` says which patches land on each commit, and which bodies nobody has read:
-frameworks pin commits between two releases. `drift CLONE@COMMIT` reads one of them as it would a
-folder. A verdict holds until a file changes that was read for it, so that thousands of commits take
-minutes.
+    python tools/history.py CLONE [--branch NAME] [--since DAY] [--json]
+
+Frameworks pin commits between two releases. `megatron-idempotent drift CLONE@COMMIT` shows what is
+new on one of them. A verdict holds until a file changes that was read for it, so that thousands of
+commits take minutes. Exit code 1 if a branch has commits on which patches are refused.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _checkout  # noqa: F401  # before what it finds
+
+from megatron_idempotent.cli.trees import PACKAGE, Clone
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import Verdict, judge
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.table import render
-from megatron_idempotent.patching.trees import Listed, SourceTree
+from megatron_idempotent.patching.trees import SourceTree
 
-#: The folder of a clone that patches read.
-_PACKAGE = "megatron"
-#: Characters of a commit's whole id.
-_SHA = 40
 #: A commit counts as covered if this share of the patches that concern it lands.
 COVERED = 0.99
 
 
-class Clone:
-    """Reads commits and their files from a clone, bare or with a work tree.
-
-    Args:
-        path: the clone.
-
-    Raises:
-        ValueError: git finds no clone there.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.git("rev-parse", "--git-dir")
-        self._content = lru_cache(maxsize=4096)(partial(self.git, "cat-file", "blob"))
-
-    def git(self, *arguments: str) -> str:
-        """Return what a git command prints.
-
-        Raises:
-            ValueError: it failed.
-        """
-        command = ["git", "-C", str(self._path), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout
-        except (OSError, subprocess.CalledProcessError) as error:
-            said = str(getattr(error, "stderr", "") or error).strip()
-            raise ValueError(f"{' '.join(command)} failed: {said}") from None
+class Branches(Clone):
+    """Reads the commits of a clone's branches, one after another."""
 
     def commits(self, branch: str, since: str) -> list[tuple[str, str]]:
-        """Return a branch's commits since a date, with the days they are from, oldest first."""
+        """Return a branch's commits since a date, with their days, the oldest first."""
         options = ("--first-parent", "--reverse", f"--since={since}T00:00", "--format=%H %cs")
         lines = self.git("log", *options, branch, "--").splitlines()
         return [(commit, day) for commit, day in map(str.split, lines)]
 
-    def tree(self, commit: str) -> SourceTree:
-        """Return a commit's Megatron.
-
-        Raises:
-            ValueError: the clone lacks the commit, or there is no Megatron in it.
-        """
-        return self.tree_of(commit, next(self._file_lists([commit])))
-
     def trees(self, commits: Sequence[str]) -> Iterator[tuple[SourceTree, Mapping[str, str]]]:
         """Yield each commit's Megatron with the ids of its files' contents, by path."""
-        for commit, files in zip(commits, self._file_lists(commits), strict=True):
-            yield self.tree_of(commit, files), files
-
-    def tree_of(self, commit: str, files: Mapping[str, str]) -> SourceTree:
-        """Return the Megatron that has these contents, by path."""
-        listed = Listed(files, lambda name: self._content(files[name]))
-        name = commit[:12] if len(commit) == _SHA else commit
-        return SourceTree(Path(f"{self._path}@{name}"), patches(), listed)
-
-    def _file_lists(self, commits: Sequence[str]) -> Iterator[dict[str, str]]:
-        files: dict[str, str] = {}
+        blobs: dict[str, str] = {}
         for number, commit in enumerate(commits):
-            told = ["ls-tree", "-r", f"{commit}^{{commit}}"]
-            if number:
-                told = ["diff-tree", "-r", "--no-renames", commits[number - 1], commit]
-            for line in self.git(*told, "--", _PACKAGE).splitlines():
-                words, _, name = line.partition("\t")
-                *rest, last = words.split()
-                blob, status = (rest[-1], last) if number else (last, "A")
-                if status == "D":
-                    files.pop(name, None)
-                else:
-                    files[name] = blob
-            yield dict(files)
+            if number == 0:
+                blobs = self.blobs(commit)
+            else:
+                blobs = self._changed(blobs, commits[number - 1], commit)
+            yield self.tree_of(commit, blobs), blobs
+
+    def _changed(self, blobs: Mapping[str, str], parent: str, commit: str) -> dict[str, str]:
+        """Return the blobs of a commit by those of another one."""
+        changed = dict(blobs)
+        command = ("diff-tree", "-r", "--no-renames", parent, commit, "--", PACKAGE)
+        for line in self.git(*command).splitlines():
+            words, _, path = line.partition("\t")
+            *_, blob, status = words.split()
+            if status == "D":
+                changed.pop(path, None)
+            else:
+                changed[path] = blob
+        return changed
 
 
 class _Noted:
@@ -148,7 +111,7 @@ class Standing(NamedTuple):
         return self.landed / max(1, self.landed + len(self.refused))
 
 
-def walk(clone: Clone, branch: str, since: str) -> Iterator[Standing]:
+def walk(clone: Branches, branch: str, since: str) -> Iterator[Standing]:
     """Yield how patches of Megatron stand with each commit of a branch, oldest first."""
     days = dict(clone.commits(branch, since))
     ours = [patch for patch in patches().values() if patch.distribution == MEGATRON]
@@ -189,29 +152,35 @@ def _judge(patch: Patch, reads: _Noted) -> Verdict:
     return judge(patch, bodies, reads, reads.tree.release(MEGATRON), named=False)
 
 
-def history(path: str, *, branches: Sequence[str], since: str, as_json: bool) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print for each branch which patches land on its commits, and which bodies are new.
 
     Returns:
-        The exit code: 1 if a branch has commits on which patches are refused, else 0.
-
-    Args:
-        path: the clone.
-        branches: names of branches, or other revisions.
-        since: the first day, such as `2025-09-01`.
-        as_json: True to print what docs/history.json holds of each branch: its commits in runs on
-            which the same patches land.
-
-    Raises:
-        ValueError: there is no clone, or it lacks a branch.
+        The exit code: 1 if a branch has commits on which patches are refused, 2 if there is no
+        clone or it lacks a branch, else 0.
     """
-    clone = Clone(Path(path))
-    walks = {branch: list(walk(clone, branch, since)) for branch in branches}
-    if as_json:
-        print(json.dumps({branch: runs(found) for branch, found in walks.items()}, indent=1))
+    parser = argparse.ArgumentParser(prog="python tools/history.py")
+    parser.add_argument("clone", metavar="CLONE", help="a clone of Megatron-LM")
+    parser.add_argument(
+        "--branch", action="append", metavar="NAME", help="a branch; default: main and dev"
+    )
+    parser.add_argument("--since", default="2025-09-01", metavar="DAY", help="default: %(default)s")
+    parser.add_argument(
+        "--json", action="store_true", help="print what docs/history.json holds of each branch"
+    )
+    options = parser.parse_args(argv)
+    try:
+        clone = Branches(Path(options.clone))
+        branches = options.branch or ["main", "dev"]
+        walks = {branch: list(walk(clone, branch, options.since)) for branch in branches}
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps({branch: runs(walked) for branch, walked in walks.items()}, indent=1))
     else:
-        print("\n\n".join(_told(branch, found) for branch, found in walks.items()))
-    return 1 if any(each.refused for found in walks.values() for each in found) else 0
+        print("\n\n".join(_told(branch, walked) for branch, walked in walks.items()))
+    return int(any(standing.refused for walked in walks.values() for standing in walked))
 
 
 def runs(found: Iterable[Standing]) -> list[dict[str, Any]]:
@@ -248,3 +217,7 @@ def _told(branch: str, found: Sequence[Standing]) -> str:
     return (
         f"{head}\n\n{render(('patch', 'commits', 'days', 'first', 'why'), rows)}" if rows else head
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from casebook import PROJECT, PROVEN, Proven, mark, table_markdown
+
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
-
-from .casebook import PROJECT, PROVEN, Proven, mark, table_markdown
 
 #: Files of the root that are pages, and the pages.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from reads import derived, needs_of, renewed
 
-from megatron_idempotent.cli.reads import derived, installed_trees, needs_of, renewed
+from megatron_idempotent.cli.trees import installed_trees
 from megatron_idempotent.patching.base import MEGATRON, generated
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.releases import numbers, release_named, supported
@@ -38,7 +39,7 @@ def test_the_table_says_what_the_wrappers_read():
     torchs = Need(modules=("megatron.core.optimizer",), owner="", name="offset")
     once = Needs(names=(*table()[case].names, torchs), keeps=table()[case].keeps)
     said = parsed([*lines_of(renewed({**table(), case: once}, installed_trees()))])
-    assert said == table(), "run `python -m megatron_idempotent.cli.casebook` in the repository"
+    assert said == table(), "run `python tools/casebook.py` in the repository"
     assert generated(READS) == [*lines_of(table())]
 
 

@@ -1,8 +1,8 @@
-"""Writes the case files as text: for `explain`, HAZARDS.md and docs/compatibility.md.
+"""Writes what case files, releases and findings say into the files that are generated.
 
-`python -m megatron_idempotent.cli.casebook` rewrites HAZARDS.md, docs/compatibility.md, and in
+`python tools/casebook.py` rewrites HAZARDS.md, docs/compatibility.md, and in
 `patches/_generated/` the index that `apply()` reads and what wrappers read of upstream, in the
-repository in which it is called. Releases, commits and frameworks are tables in pyproject.toml;
+repository in which it lies. Releases, commits and frameworks are tables in pyproject.toml;
 what else names releases gets them from there. CITATION.cff gets the version of the package, and
 docs/use.md the first line of `doctor`, if the newest release is installed. A file that has its
 content already is left alone.
@@ -34,20 +34,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import _checkout
+from body_texts import renewed_texts
+from reads import renewed
+from release_table import renewed_table
+
 from megatron_idempotent import __version__
+from megatron_idempotent.cli.drift import drift
+from megatron_idempotent.cli.generated import content, rewrite, write
+from megatron_idempotent.cli.trees import installed_trees, open_trees, release_of
 from megatron_idempotent.patching.base import INDEX, MEGATRON, PACKAGE
 from megatron_idempotent.patching.catalog import hazards, index_of
-from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
+from megatron_idempotent.patching.record import SECTIONS, Patch
 from megatron_idempotent.patching.releases import TABLE, place
 from megatron_idempotent.patching.settings import SWITCH
 from megatron_idempotent.patching.source import TEXTS
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
-
-from .body_texts import renewed_texts
-from .drift import drift, open_trees
-from .generated import content, rewrite, write
-from .reads import installed_trees, renewed
-from .release_table import release_of, renewed_table
 
 PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
@@ -76,27 +78,13 @@ Proven = Mapping[str, Mapping[str, str]]
 it does not apply."""
 
 
-def case_text(patch: Hazard) -> str:
-    """Return one case file for a terminal."""
-    sections = patch.case_file
-    lines = [patch.id, "=" * len(patch.id), "", sections[""], ""]
-    for name in SECTIONS:
-        lines += [f"{name}:", *(f"    {line}" for line in sections[name].splitlines()), ""]
-    lines += ["Versions:", f"    {patch.distribution} {patch.versions}", ""]
-    lines += ["Answer:", f"    {patch.answer}", ""]
-    if isinstance(patch, Patch):
-        lines += ["Targets:", *(f"    {target.address}" for target in patch.targets), ""]
-    lines += ["See it:", f"    megatron-idempotent prove {patch.id}"]
-    return "\n".join(lines)
-
-
 def hazards_markdown(proven: Proven) -> str:
     """Return the content of HAZARDS.md."""
     parts = [
         "# Hazards of Megatron's train path",
         "",
         f"Generated from the case files in `patches/` ({PACKAGE}) by",
-        "`python -m megatron_idempotent.cli.casebook`; do not edit. `megatron-idempotent prove`",
+        "`python tools/casebook.py`; do not edit. `megatron-idempotent prove`",
         "runs every one of them against the installed Megatron, stock and patched. Beside each",
         "patch that can raise it runs a right program, whose bits have to be the same.",
         "",
@@ -251,7 +239,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     """Rewrite the generated files in the repository at `root`; return the exit code."""
     import tomllib  # not in Python 3.10, which reads case files too
 
-    parser = argparse.ArgumentParser(prog="python -m megatron_idempotent.cli.casebook")
+    parser = argparse.ArgumentParser(prog="python tools/casebook.py")
     parser.add_argument("--proven", type=Path, metavar="FOLDER", help="of NAME.json files")
     parser.add_argument("--accept", action="append", default=[], metavar="ID", help="a patch")
     parser.add_argument("paths", nargs="*", metavar="PATH", help="a wheel, or what was read")
@@ -264,8 +252,8 @@ def main(argv: Sequence[str], root: Path) -> int:
     walked = json.loads((root / HISTORY).read_text(encoding="utf-8"))
     table = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
     project = table["tool"]["megatron-idempotent"]
-    texts = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
-    named = naming_releases(texts, project["releases"])
+    naming = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
+    named = naming_releases(naming, project["releases"])
     # First, because all that is written below asks the index which release nobody has run.
     write(root / GENERATED, INDEX, index_of(hazards().values(), first_untried(project["releases"])))
     rewrite(root / "HAZARDS.md", hazards_markdown(proven))
@@ -276,18 +264,19 @@ def main(argv: Sequence[str], root: Path) -> int:
     write(root / GENERATED, READS, lines_of(needs))
     if options.accept:
         drift(options.paths, as_json=False, with_diff=False, accepted=options.accept)
-        # The rest in a process of its own: patches here do not know of what was accepted just now.
-        again = [sys.executable, "-m", "megatron_idempotent.cli.casebook", *options.paths]
+        # A new wrapper reads names for which no need stands in the file yet.
+        read = open_trees(map(Path, options.paths)) or installed_trees()
+        needs = renewed(parsed(content(root / GENERATED, READS)), read, options.accept)
+        write(root / GENERATED, READS, lines_of(needs))
+        # The rest in another process: the patches of this one have their old reviews.
+        again = [sys.executable, __file__, *options.paths]
         return subprocess.run(again, cwd=root, check=False).returncode
     # Of the installed release a new patch is known too, or its bodies would be read each time.
     here = [tree for tree in installed_trees() if MEGATRON in tree.versions and release_of(tree)]
     trees = [*open_trees(map(Path, options.paths)), *here]
-    known = {
-        name: content(root / GENERATED, name) if (root / GENERATED / name).exists() else []
-        for name in (TABLE, TEXTS)
-    }
-    write(root / GENERATED, TABLE, renewed_table(known[TABLE], trees, needs))
-    write(root / GENERATED, TEXTS, renewed_texts(known[TEXTS], trees))
+    releases, texts = (content(root / GENERATED, name) for name in (TABLE, TEXTS))
+    write(root / GENERATED, TABLE, renewed_table(releases, trees, needs))
+    write(root / GENERATED, TEXTS, renewed_texts(texts, trees))
     newest = project["releases"][-1]["megatron"]
     text = (root / USE).read_text(encoding="utf-8")
     rewrite(root / USE, with_first_line(text, doctors_first_line(root), newest))
@@ -319,7 +308,7 @@ def with_first_line(text: str, line: str, newest: str) -> str:
 
 _HEAD = """# Which framework gets what
 
-<!-- Generated by `python -m megatron_idempotent.cli.casebook`; do not edit. -->
+<!-- Generated by `python tools/casebook.py`; do not edit. -->
 
 We ran every hazard on each Megatron below on CPU ranks, stock and patched, and the frameworks' own
 functions as [frameworks.md](frameworks.md) says. *Applied* counts the patches of megatron-core that
@@ -424,7 +413,7 @@ def _commits(walked: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]
 _ALL_COMMITS = (
     "## Any other commit",
     "",
-    "Frameworks pin commits between these. `megatron-idempotent drift --history CLONE` reads each",
+    "Frameworks pin commits between these. `python tools/history.py CLONE` reads each",
     "commit of main and dev in a clone, and says which patches `apply()` would install on it. Red",
     "lines mark the commits that frameworks pin, and the dotted one is 99 %.",
     "",
@@ -442,4 +431,4 @@ def _line(cells: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], Path.cwd()))
+    sys.exit(main(sys.argv[1:], _checkout.ROOT))

@@ -8,20 +8,20 @@ import re
 import shutil
 from pathlib import Path
 
+import casebook
 import pytest
 
-from megatron_idempotent.cli import casebook
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.releases import installed
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TABLE = PROJECT["tool"]["megatron-idempotent"]
 COMMITS = {each["name"]: each for each in TABLE["commits"]}
 WALKED = json.loads((ROOT / casebook.HISTORY).read_text())
 NEW = "a new hazard is named under Unreleased in CHANGELOG.md, and may wait for the next release"
-REMEDY = "run `python -m megatron_idempotent.cli.casebook` in the repository"
+REMEDY = "run `python tools/casebook.py` in the repository"
 
 
 def test_hazards_md_is_current():

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import _checkout  # noqa: F401  # before what it finds
+
+from megatron_idempotent.cli.trees import release_of
 from megatron_idempotent.patching.base import MEGATRON, Place
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import judge
@@ -17,10 +20,8 @@ from megatron_idempotent.patching.releases import (
     LANDS,
     OUTSIDE,
     UNKNOWN_STANDING,
-    Installed,
     Release,
     Table,
-    is_plain,
     lines_of,
     place,
 )
@@ -28,22 +29,7 @@ from megatron_idempotent.patching.surroundings import Needs
 from megatron_idempotent.patching.trees import SourceTree
 
 _MARKS = {None: LANDS, "unsupported_version": OUTSIDE, "fixed_upstream": FIXED}
-_HOW = (
-    "`python -m megatron_idempotent.cli.casebook .nox/wheels` reads the wheels that `make drift` "
-    "fetches"
-)
-
-
-def release_of(tree: SourceTree, distribution: str = MEGATRON) -> Installed | None:
-    """Return the release that a tree is, by where it is from or by its files; None for a commit.
-
-    A wheel is the release that it names, and so is a clone of Megatron at that release's tag.
-    """
-    version = tree.versions[distribution]
-    if distribution != MEGATRON:
-        return tree.release(distribution)
-    named = tree.path.suffix == ".whl" or tree.path.name.endswith(f"@core_v{version.text}")
-    return version if named and is_plain(version) else tree.release(MEGATRON)
+_HOW = "`python tools/casebook.py .nox/wheels` reads the wheels that `make drift` fetches"
 
 
 def renewed_table(
