@@ -36,6 +36,7 @@ from typing import Any
 
 import _checkout
 from body_texts import renewed_texts
+from contracts import contract_lines
 from reads import renewed
 from release_table import renewed_table
 
@@ -44,7 +45,8 @@ from megatron_idempotent.cli.drift import drift
 from megatron_idempotent.cli.generated import content, rewrite, write
 from megatron_idempotent.cli.trees import installed_trees, open_trees, release_of
 from megatron_idempotent.patching.base import INDEX, MEGATRON, PACKAGE
-from megatron_idempotent.patching.catalog import hazards, index_of
+from megatron_idempotent.patching.catalog import hazards, index_of, patches
+from megatron_idempotent.patching.contract import CONTRACTS
 from megatron_idempotent.patching.record import SECTIONS, Patch
 from megatron_idempotent.patching.releases import TABLE, place
 from megatron_idempotent.patching.settings import SWITCH
@@ -256,6 +258,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     named = naming_releases(naming, project["releases"])
     # First, because all that is written below asks the index which release nobody has run.
     write(root / GENERATED, INDEX, index_of(hazards().values(), first_untried(project["releases"])))
+    write(root / GENERATED, CONTRACTS, contract_lines(patches().values()))
     rewrite(root / "HAZARDS.md", hazards_markdown(proven))
     rewrite(root / COMPATIBILITY, page(project, proven, walked))
     for path, text in named.items():

@@ -21,10 +21,10 @@ from megatron_idempotent.patching.record import Patch, Target
 from megatron_idempotent.patching.releases import UNKNOWN
 from megatron_idempotent.patching.settings import check_ids
 from megatron_idempotent.patching.source import Body
-from megatron_idempotent.patching.statements import change
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.patching.trees import SourceTree
 
+from .statements import change
 from .trees import installed_trees, open_trees, release_of
 
 Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", "not_affected"]

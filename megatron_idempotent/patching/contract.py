@@ -1,8 +1,9 @@
-"""Reads off a wrapper what it takes for granted about the function that it wraps.
+"""Compares a body with what its wrapper takes for granted about it.
 
-Nobody has to write it down twice: the parameters that the wrapper asks for by name, those that it
-takes by position, and the items of the result that it unpacks, by the names that it gives them. A
-body that a person reviewed was read together with the wrapper; any other one has to fit.
+`contracts.txt` has that for each wrapper: the parameters that the wrapper asks for by name, those
+that it takes by position, and the items of the result that it unpacks, by the names that it gives
+them. `tools/contracts.py` derives it from the wrappers' code. A body that a person reviewed was
+read together with the wrapper; any other one has to fit.
 
 `train()` changes with every release, and a wrapper around it is right or wrong for the sake of a
 few statements. The wrapper's fragments name what it shares with the body: attributes, texts, names.
@@ -14,13 +15,11 @@ that it stands in. On the way from 0.12 to 0.20 `train()` had 116 bodies; the pa
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
-from .base import Record
+from .base import PACKAGE, Record, generated
 from .source import (
     SCOPES,
     Body,
@@ -29,10 +28,13 @@ from .source import (
     computed,
     digest,
     nodes_of,
-    own_nodes,
     parse_body,
     watches,
 )
+
+CONTRACTS = "contracts.txt"
+#: The word before the reason of `Contract.unclear`.
+_UNCLEAR = "!"
 
 
 class Contract(Record):
@@ -42,123 +44,67 @@ class Contract(Record):
         contract_of(train).reads == ("config", "model")
     """
 
-    reads: tuple[str, ...]
+    reads: tuple[str, ...] = ()
     """Parameters that the wrapper looks up among the bound arguments."""
-    leading: tuple[str, ...]
+    leading: tuple[str, ...] = ()
     """The wrapper's own parameters after `original`, which it passes on by position."""
-    keywords: tuple[str, ...]
+    keywords: tuple[str, ...] = ()
     """Parameters that the wrapper passes by keyword."""
-    takes_all: bool
+    items: tuple[str, ...] = ()
+    """Names that the wrapper unpacks the result into, `_` for any; empty if it does not unpack."""
+    takes_all: bool = False
     """True if the wrapper passes on any other arguments too, as `*args, **kwargs`."""
-    items: tuple[str, ...] | None
-    """Names that the wrapper unpacks the result into, `_` for any; None if it does not unpack."""
-    or_more: bool
+    or_more: bool = False
     """True if the result may have more items than the wrapper names."""
-    yields: bool
+    yields: bool = False
     """True if the wrapper is a generator around one."""
+    unclear: str = ""
+    """Why nothing could be derived, so that no unreviewed body fits; empty if it could."""
+
+
+def contract_of(wrapper: Callable[..., Any]) -> Contract:
+    """Return a wrapper's contract."""
+    name = name_of(wrapper)
+    unknown = Contract(unclear=f"{CONTRACTS} lacks {name}; run `python tools/casebook.py`")
+    return contracts().get(name, unknown)
+
+
+def name_of(wrapper: Callable[..., Any]) -> str:
+    """Return a wrapper's name in `contracts.txt`, such as `train_reentry:train`."""
+    return f"{wrapper.__module__.removeprefix(f'{PACKAGE}.')}:{wrapper.__qualname__}"
+
+
+@cache
+def contracts() -> dict[str, Contract]:
+    """Return all contracts by the names of their wrappers."""
+    return dict(map(_parsed, generated(CONTRACTS)))
+
+
+def line_of(name: str, contract: Contract) -> str:
+    """Return the line of `contracts.txt` that `contracts` reads."""
+    if contract.unclear:
+        return f"{name} {_UNCLEAR} {contract.unclear}"
+    lists = {field: value for field, value in vars(contract).items() if isinstance(value, tuple)}
+    flags = [field for field, value in vars(contract).items() if value is True]
+    return " ".join([name, *(f"{k}={','.join(v)}" for k, v in lists.items() if v), *flags])
+
+
+def _parsed(line: str) -> tuple[str, Contract]:
+    name, *words = line.split(" ")
+    if words[:1] == [_UNCLEAR]:
+        return name, Contract(unclear=" ".join(words[1:]))
+    fields: dict[str, Any] = {}
+    for field, _, value in (word.partition("=") for word in words):
+        fields[field] = tuple(value.split(",")) if value else True
+    return name, Contract(**fields)
 
 
 def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
     """Say what the wrapper needs and the body lacks, as the end of a sentence; else None."""
-    try:
-        contract = contract_of(wrapper)
-    except (OSError, TypeError, ValueError) as error:
-        return f"cannot be compared with what its wrapper needs: {error}"
+    contract = contract_of(wrapper)
+    if contract.unclear:
+        return f"cannot be compared with what its wrapper needs: {contract.unclear}"
     return next(_unmet(contract, body), None)
-
-
-@lru_cache(maxsize=256)
-def contract_of(wrapper: Callable[..., Any]) -> Contract:
-    """Return the wrapper's contract.
-
-    Raises:
-        OSError, TypeError: its source cannot be had.
-        ValueError: it handles arguments or result in a way that cannot be followed.
-    """
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(wrapper))).body
-    if not isinstance(tree, ast.FunctionDef):
-        raise ValueError(f"{wrapper.__qualname__} is no plain function")
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    items, or_more = _items(tree, parents)
-    arguments = tree.args
-    return Contract(
-        reads=tuple(sorted(set(_reads(tree, parents)))),
-        leading=tuple(argument.arg for argument in arguments.args[1:]),
-        keywords=tuple(sorted(set(_keywords(tree)))),
-        takes_all=arguments.vararg is not None and arguments.kwarg is not None,
-        items=items,
-        or_more=or_more,
-        yields=_yields(own_nodes(tree)),
-    )
-
-
-def _reads(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if _called(node) != "arguments":
-            continue
-        above = parents[node]
-        if isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Name):
-            name = above.targets[0].id
-            uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == name]
-            parents_of_uses = [parents[use] for use in uses if isinstance(use.ctx, ast.Load)]
-        else:
-            parents_of_uses = [above]
-        for use in parents_of_uses:
-            key = use.slice if isinstance(use, ast.Subscript) else None
-            if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
-                raise ValueError(f"{tree.name} reads arguments otherwise than by a constant name")
-            yield key.value
-
-
-def _items(
-    tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]
-) -> tuple[tuple[str, ...] | None, bool]:
-    results = set()
-    for node in ast.walk(tree):
-        above = parents.get(node)
-        if isinstance(node, ast.Call) and _calls_original(node) and isinstance(above, ast.Assign):
-            results.add(above.targets[0])
-    names = {result.id for result in results if isinstance(result, ast.Name)}
-    unpacked = [result for result in results if isinstance(result, ast.Tuple)]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
-            above = parents[node]
-            if isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Tuple):
-                unpacked.append(above.targets[0])
-            elif isinstance(above, ast.Subscript):
-                raise ValueError(f"{tree.name} takes an item of the result otherwise than by name")
-    if not unpacked:
-        return None, False
-    (target,) = unpacked
-    or_more = isinstance(target.elts[-1], ast.Starred)
-    elements = target.elts[:-1] if or_more else target.elts
-    return tuple(map(_last_name, elements)), or_more
-
-
-def _calls_original(node: ast.Call) -> bool:
-    if _called(node) == "arguments":
-        return False
-    callees = [node.func, *node.args]
-    return any(isinstance(callee, ast.Name) and callee.id == "original" for callee in callees)
-
-
-def _keywords(tree: ast.FunctionDef) -> Iterator[str]:
-    """Yield the keywords of calls of the function that the wrapper stands around."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node) == "original":
-            yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)
-
-
-def _called(node: ast.AST) -> str:
-    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-
-
-def _last_name(target: ast.expr) -> str:
-    if isinstance(target, ast.Attribute):
-        return target.attr
-    if isinstance(target, ast.Name):
-        return target.id
-    raise ValueError(f"the result is unpacked into {ast.unparse(target)}, which has no name")
 
 
 def _unmet(contract: Contract, body: Body) -> Iterator[str]:
@@ -186,8 +132,12 @@ def _unmet(contract: Contract, body: Body) -> Iterator[str]:
             yield f"does not take `{name}` as its parameter {index + 1}, as its wrapper passes it"
     if not contract.takes_all and (len(parameters) > len(contract.leading) or arguments.vararg):
         yield "has parameters that its wrapper does not know"
-    if contract.items is not None:
+    if contract.items:
         yield from _unmet_items(contract.items, contract.or_more, _returning(body))
+
+
+def _called(node: ast.AST) -> str:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def _returning(body: Body) -> list[Body]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ad_hoc import contracts_of_tests  # noqa: F401  # a fixture for all tests here
 from checkouts import checkout_of_installed
 
 

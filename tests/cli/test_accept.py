@@ -11,9 +11,10 @@ import pytest
 from test_drift import edit, rows
 
 from megatron_idempotent.cli import accept as module
+from megatron_idempotent.cli import statements
 from megatron_idempotent.cli.generated import content, write
 from megatron_idempotent.cli.main import main
-from megatron_idempotent.patching import Patch, Target, releases, statements
+from megatron_idempotent.patching import Patch, Target, releases
 from megatron_idempotent.patching import record as shipped
 from megatron_idempotent.patching.base import generated
 from megatron_idempotent.patching.catalog import patches

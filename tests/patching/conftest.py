@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ad_hoc import contracts_of_tests  # noqa: F401  # a fixture for all tests here
 from forks import Forks
 from toys import Toys
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from contracts import derived
 
-from megatron_idempotent.patching import Patch, Target, arguments, statements
+from megatron_idempotent.cli import statements
+from megatron_idempotent.cli.statements import Change, change
+from megatron_idempotent.cli.statements import statements as statements_of
+from megatron_idempotent.patching import Patch, Target, arguments
 from megatron_idempotent.patching.catalog import patches
-from megatron_idempotent.patching.contract import contract_of, unmet
+from megatron_idempotent.patching.contract import unmet
 from megatron_idempotent.patching.decide import judge, part_of, review
 from megatron_idempotent.patching.source import Body, locate, parse_body, read_body
-from megatron_idempotent.patching.statements import Change, change
-from megatron_idempotent.patching.statements import statements as statements_of
 
 UPSTREAM = '''
 def run(steps, config, *, quiet=False):
@@ -78,15 +80,15 @@ HOOK = ("config.hook is None", "timers('run', log_level=0)")
 
 
 def test_a_contract_is_read_off_the_wrapper():
-    contract = contract_of(wrapper)
+    contract = derived(wrapper)
     assert (contract.reads, contract.leading) == (("config", "steps"), ())
     assert (contract.items, contract.or_more, contract.takes_all) == (
         ("count", "timers"),
         False,
         True,
     )
-    assert contract_of(first_wrapper).leading == ("steps",)
-    own = contract_of(own_wrapper)
+    assert derived(first_wrapper).leading == ("steps",)
+    own = derived(own_wrapper)
     assert (own.items, own.or_more, own.takes_all) == (("_", "timers"), True, False)
 
 

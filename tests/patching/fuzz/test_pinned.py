@@ -11,11 +11,11 @@ import random
 import pytest
 from mutants import Mutant, drawn, mutants
 
+from megatron_idempotent.cli.statements import accepted, change, statements
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import review
 from megatron_idempotent.patching.source import Body, locate, parse_body, read_body
-from megatron_idempotent.patching.statements import accepted, change, statements
 
 
 def _pinned() -> dict[str, tuple[Body, list]]:

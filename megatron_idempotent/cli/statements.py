@@ -15,8 +15,8 @@ from difflib import SequenceMatcher
 from functools import cache
 from typing import NamedTuple
 
-from .base import generated
-from .source import Body, canonical, watches, without_docstring
+from megatron_idempotent.patching.base import generated
+from megatron_idempotent.patching.source import Body, canonical, watches, without_docstring
 
 ACCEPTED = "accepted.txt"
 #: Characters of a statement's hash: 24 bits, to tell the statements of one body apart.

@@ -1,0 +1,118 @@
+"""Derives from a wrapper's code what it takes for granted about the function that it wraps.
+
+`python tools/casebook.py` writes that into `contracts.txt`, so that `apply()` parses no wrapper.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import _checkout  # noqa: F401  # before what it finds
+
+from megatron_idempotent.patching.contract import Contract, line_of, name_of
+from megatron_idempotent.patching.record import Patch
+from megatron_idempotent.patching.source import own_nodes
+
+
+def contract_lines(patches: Iterable[Patch]) -> list[str]:
+    """Return the lines of `contracts.txt`, one for each wrapper of these patches."""
+    wrappers = {name_of(target.wrapper): target.wrapper for p in patches for target in p.targets}
+    return [line_of(name, derived(wrapper)) for name, wrapper in sorted(wrappers.items())]
+
+
+def derived(wrapper: Callable[..., Any]) -> Contract:
+    """Return what the wrapper needs, or why that cannot be followed."""
+    try:
+        return _derived(wrapper)
+    except ValueError as error:
+        return Contract(unclear=str(error))
+
+
+def _derived(wrapper: Callable[..., Any]) -> Contract:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(wrapper))).body
+    if not isinstance(tree, ast.FunctionDef):
+        raise ValueError(f"{wrapper.__qualname__} is no plain function")
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    items, or_more = _items(tree, parents)
+    arguments = tree.args
+    return Contract(
+        reads=tuple(sorted(set(_reads(tree, parents)))),
+        leading=tuple(argument.arg for argument in arguments.args[1:]),
+        keywords=tuple(sorted(set(_keywords(tree)))),
+        takes_all=arguments.vararg is not None and arguments.kwarg is not None,
+        items=items,
+        or_more=or_more,
+        yields=any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in own_nodes(tree)),
+    )
+
+
+def _reads(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if _called(node) != "arguments":
+            continue
+        above = parents[node]
+        if isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Name):
+            name = above.targets[0].id
+            uses = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == name]
+            parents_of_uses = [parents[use] for use in uses if isinstance(use.ctx, ast.Load)]
+        else:
+            parents_of_uses = [above]
+        for use in parents_of_uses:
+            key = use.slice if isinstance(use, ast.Subscript) else None
+            if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+                raise ValueError(f"{tree.name} reads arguments otherwise than by a constant name")
+            yield key.value
+
+
+def _items(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> tuple[tuple[str, ...], bool]:
+    """Return the names that the result is unpacked into, and whether it may have more items."""
+    results = set()
+    for node in ast.walk(tree):
+        above = parents.get(node)
+        if isinstance(node, ast.Call) and _calls_original(node) and isinstance(above, ast.Assign):
+            results.add(above.targets[0])
+    names = {result.id for result in results if isinstance(result, ast.Name)}
+    unpacked = [result for result in results if isinstance(result, ast.Tuple)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in names and isinstance(node.ctx, ast.Load):
+            above = parents[node]
+            if isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Tuple):
+                unpacked.append(above.targets[0])
+            elif isinstance(above, ast.Subscript):
+                raise ValueError(f"{tree.name} takes an item of the result otherwise than by name")
+    if not unpacked:
+        return (), False
+    (target,) = unpacked
+    or_more = isinstance(target.elts[-1], ast.Starred)
+    elements = target.elts[:-1] if or_more else target.elts
+    return tuple(map(_last_name, elements)), or_more
+
+
+def _calls_original(node: ast.Call) -> bool:
+    if _called(node) == "arguments":
+        return False
+    callees = [node.func, *node.args]
+    return any(isinstance(callee, ast.Name) and callee.id == "original" for callee in callees)
+
+
+def _keywords(tree: ast.FunctionDef) -> Iterator[str]:
+    """Yield the keywords of calls of the function that the wrapper stands around."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _called(node) == "original":
+            yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)
+
+
+def _called(node: ast.AST) -> str:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+
+
+def _last_name(target: ast.expr) -> str:
+    if isinstance(target, ast.Attribute):
+        return target.attr
+    if isinstance(target, ast.Name):
+        return target.id
+    raise ValueError(f"the result is unpacked into {ast.unparse(target)}, which has no name")
