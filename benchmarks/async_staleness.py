@@ -259,7 +259,11 @@ def measure(engines: int, window: int, steps: int) -> Cell:
         fleet = WatchedFleet(trainer, [Engine(str(index), drawn) for index in range(engines)])
         controller = Controller(
             settings=ControllerSettings(
-                target_groups=GROUPS, group_size=SAMPLES, group_timeout_s=1e5, stall_s=1e6
+                target_groups=GROUPS,
+                group_size=SAMPLES,
+                groups_per_call=1,
+                group_timeout_s=1e5,
+                stall_s=1e6,
             ),
             sampler=WindowedSampler(window, "oldest", abort_stale=True),
             prompts=trainer,

@@ -60,6 +60,10 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
         # Without kw_only, which makes pydantic sort the fields: `checked` takes keywords only.
         made: Any = pydantic.dataclasses.dataclass(frozen=True, slots=True, config=_CHECKED)(cls)
         build = made.__init__
+        for base in cls.__mro__[1:]:  # pydantic takes descriptions from the class's own source
+            for name, inherited in vars(base).get("__pydantic_fields__", {}).items():
+                field = made.__pydantic_fields__[name]
+                field.description = field.description or inherited.description
 
         @functools.wraps(build)
         def checked(self: Any, **values: Any) -> None:
@@ -198,7 +202,8 @@ def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[
         name, value, what = prefix + ".".join(place), _shown(each["input"]), each["type"]
         if what == "value_error":  # a record's own check names what is wrong in it
             text = str(each["ctx"]["error"])
-            yield place, text if text.startswith(name) else f"{name}: {text}"
+            # A check that a record inherits names its keys without the section.
+            yield place, text if text.startswith(name) else f"{name.rstrip('.')}.{text}"
         elif what == "unexpected_keyword_argument":
             siblings = _at(kind, place[:-1]).get("properties", {})
             yield place, _unknown(kind, place, prefix, each["input"], siblings)

@@ -13,6 +13,7 @@ from .protocol import DataPlane as DataPlane
 from .protocol import EnginesLost as EnginesLost
 from .protocol import Generating as Generating
 from .protocol import Generator as Generator
+from .protocol import GroupsRejected as GroupsRejected
 from .protocol import Held as Held
 from .protocol import LogprobsOf as LogprobsOf
 from .protocol import OneShotPolicy as OneShotPolicy
@@ -34,5 +35,5 @@ from .samplers import InOrderSampler as InOrderSampler
 from .samplers import StrictSampler as StrictSampler
 from .samplers import WindowedSampler as WindowedSampler
 from .samplers import load_sampler as load_sampler
-from .state import ControllerSettings as ControllerSettings
+from .settings import ControllerSettings as ControllerSettings
 from .train_loop import train as train

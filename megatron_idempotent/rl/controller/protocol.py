@@ -397,6 +397,10 @@ class Stalled(ControllerError):
     """The run made no progress for `stall_s` seconds, although work remains."""
 
 
+class GroupsRejected(ControllerError):
+    """The recipe rejected the groups of several outer steps in a row, so that nothing can train."""
+
+
 class StepFailed(ControllerError):
     """An optimizer step failed `step_attempts` times, and was undone each time."""
 

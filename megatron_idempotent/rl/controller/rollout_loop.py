@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from typing import Any
 
-from .protocol import EnginesLost, PoisonedPrompt, RolloutGroup
+from .protocol import EnginesLost, GroupsRejected, PoisonedPrompt, RolloutGroup
 from .samplers import chosen
 from .state import RunState, StoredGroups
 
@@ -23,12 +24,16 @@ class RolloutPump:
         self._shared, self._stored = shared, stored
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._error: BaseException | None = None
+        # Since the last group that the recipe did not reject; ids and rewards of the last three.
+        self._rejected = 0
+        self._last_rejected: deque[str] = deque(maxlen=3)
 
     async def run(self) -> None:
         """Start groups whenever there is room, and abort stale ones; never returns.
 
         Raises:
             SamplerError: the sampler failed.
+            GroupsRejected: the recipe rejected the groups of `rejected_steps` outer steps in a row.
             Exception: the error of `Recipe.rejects`.
         """
         while True:
@@ -52,6 +57,7 @@ class RolloutPump:
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         # Including the group whose error ended the run.
         self._error = None
+        self._rejected = 0
         for group_id in self._shared.buffer.generating_ids:
             self._shared.buffer.rollback(group_id)
 
@@ -105,10 +111,9 @@ class RolloutPump:
         # Its tokens may be newer than the weights at its start.
         shared.buffer.renew(group_id, version=group.oldest_version)
         if reason := shared.recipe.rejects(group):
-            _log.debug("group %d is of no use: %s", group_id, reason)
-            shared.buffer.drop(group_id, "filtered")
-            shared.tell()
+            self._reject(group, reason)
             return
+        self._rejected = 0
         try:
             await self._stored.put(group)
         except asyncio.CancelledError:
@@ -162,6 +167,23 @@ class RolloutPump:
         A cancellation can get lost if the engine responds at the same moment.
         """
         return not self._shared.buffer.holds(group_id)
+
+    def _reject(self, group: RolloutGroup, reason: str) -> None:
+        """Drop a group that the recipe rejects; raise `GroupsRejected` after too many in a row."""
+        settings = self._shared.settings
+        _log.debug("group %d is rejected: %s", group.id, reason)
+        self._shared.buffer.drop(group.id, "filtered")
+        self._shared.tell()
+        self._rejected += 1
+        rewards = ", ".join(f"{reward:g}" for reward in group.rewards[:8])
+        self._last_rejected.append(f"{rewards} (group {group.id})")
+        if self._rejected == settings.rejected_steps * settings.target_groups:
+            raise GroupsRejected(
+                f"the recipe rejected {self._rejected} groups in a row, as many as train in "
+                f"rejected_steps = {settings.rejected_steps} outer steps; the last one: {reason}; "
+                f"the last rewards: {'; '.join(self._last_rejected)}; correct the reward, or raise "
+                "rejected_steps"
+            )
 
     def _drop(self, group_id: int, reason: str, error: BaseException) -> None:
         if self._aborted(group_id):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from megatron_idempotent.rl.controller import (
     SettingsError,
 )
 from megatron_idempotent.rl.controller.samplers import SamplerError, configured_sampler
+from megatron_idempotent.rl.controller.settings import ControllerLimits
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
 from megatron_idempotent.rl.metrics.console import StatusLines, keep_showing, make_table
 from megatron_idempotent.rl.metrics.timeline import Timeline
@@ -82,14 +83,10 @@ def make_settings(config: Config) -> ControllerSettings:
         (False, True): "policy",
         (True, True): "both",
     }[reference, proximal]
-    groups_per_step = config.global_batch_size // config.rollout.group_size
-    # Keys with the same name have the same meaning; 0 groups per call means half a step's groups.
-    both = {field.name for field in dataclasses.fields(ControllerSettings)}
-    values = {key: value for key, value in dataclasses.asdict(controller).items() if key in both}
-    values["groups_per_call"] = controller.groups_per_call or max(groups_per_step // 2, 1)
+    limits = {field.name: getattr(controller, field.name) for field in fields(ControllerLimits)}
     try:
         settings = ControllerSettings(
-            **values,
+            **limits,
             target_groups=config.rollout.prompts,
             group_size=config.rollout.group_size,
             train_global_batch_size=config.global_batch_size,

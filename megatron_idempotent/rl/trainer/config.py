@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_idempotent.rl.controller.settings import ControllerLimits
 from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
 from megatron_idempotent.settings import Field, SettingsReader, allowed, schema, settings
 
@@ -358,7 +359,7 @@ class OptimizerConfig:
 
 
 @settings(ConfigError, "controller.")
-class ControllerConfig:
+class ControllerConfig(ControllerLimits):
     """Settings of asynchronous runs (`run.mode = "async"`). Example: `ControllerConfig(engines=2)`.
 
     A rollout is then an outer step: `rollout.prompts` groups train in
@@ -379,14 +380,6 @@ class ControllerConfig:
     abort_stale: bool = False
     """True to abort groups that become too stale while they are being generated; for `windowed` and
     `strict`."""
-    capacity: int = Field(default=0, ge=0)
-    """The most groups that may be generating or ready at once; 0 for the sampler's minimum."""
-    concurrency: int = Field(default=0, ge=0)
-    """The most groups that may be generating at once; 0 for the capacity."""
-    groups_per_call: int = Field(default=0, ge=0)
-    """The most groups per call of the ranks; 0 for half of an optimizer step's groups."""
-    min_groups_per_call: int = Field(default=1, ge=1)
-    """The fewest groups per call of the ranks, unless fewer complete a step."""
     drop_tied: bool = False
     """True to drop groups whose rewards are all equal, and sample others instead."""
     cluster: Literal["embedded", "ray"] = "embedded"
@@ -409,22 +402,9 @@ class ControllerConfig:
     tensor-parallel workers of a vLLM server."""
     plane: Literal["memory", "transfer_queue"] = "memory"
     """Storage of complete groups: the controller's memory, or TransferQueue."""
-    step_attempts: int = Field(default=3, ge=1)
-    """Attempts at an optimizer step with the same groups before the run ends."""
-    group_attempts: int = Field(default=3, ge=1)
-    """Attempts at a group before it is dropped and reported."""
-    restarts: int = Field(default=3, ge=0)
-    """Restarts of lost ranks, without a completed step in between, before the run ends."""
-    group_timeout_s: float = Field(default=300.0, gt=0)
-    """Time limit of one attempt at a group, with all of its samples, in seconds."""
     call_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit of one call of the ranks, such as a microbatch or a checkpoint, in seconds, after
     which they count as lost."""
-    stall_s: float = Field(default=1200.0, gt=0)
-    """Seconds without any progress after which the run ends with an error that reports its
-    state."""
-    drain_s: float = Field(default=60.0, gt=0)
-    """Seconds for the open step to finish after SIGTERM, after which it is undone."""
     loggers: str = ""
     """Further loggers, separated by commas: `wandb`, or `package.module:callable`. Synchronous runs
     use them, too."""
@@ -432,6 +412,7 @@ class ControllerConfig:
     """True to record a timeline of the run, as a trace for Perfetto."""
 
     def __post_init__(self) -> None:
+        ControllerLimits.__post_init__(self)
         for role in ("rank", "engine"):
             reserved = getattr(self, f"cpus_per_{role}"), getattr(self, f"gpus_per_{role}")
             if self.cluster != "ray" and reserved != (1, 0):

@@ -78,8 +78,8 @@ _FREE = {
     "sync": "transport directory address workers bucket_mb senders deltas",
     "optimizer": "chunks_per_step",
     "controller": "cluster engines ray_address cpus_per_rank gpus_per_rank cpus_per_engine "
-    "gpus_per_engine plane step_attempts group_attempts restarts group_timeout_s call_timeout_s "
-    "stall_s drain_s loggers timeline",
+    "gpus_per_engine plane step_attempts group_attempts restarts rejected_steps group_timeout_s "
+    "call_timeout_s stall_s drain_s loggers timeline",
     "evaluation": "every",
 }
 

@@ -197,9 +197,13 @@ class GrpoRecipe:
         self._corrections: dict[int, Mapping[str, float]] = {}
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Return "tied" for a group whose rewards are all equal, with `controller.drop_tied`."""
-        tied = len(set(group.rewards)) == 1
-        return "tied" if tied and self._config.controller.drop_tied else ""
+        """Return a reason for a group whose rewards are all equal, with `controller.drop_tied`."""
+        if not self._config.controller.drop_tied or len(set(group.rewards)) > 1:
+            return ""
+        samples, reward = len(group.rewards), group.rewards[0]
+        return (
+            f"tied: task.reward {self._config.task.reward} gave {samples} samples {reward:g} each"
+        )
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Batch:
         """Make a batch with a row per sample, with advantages and the engine's log-probs."""

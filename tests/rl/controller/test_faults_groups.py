@@ -7,7 +7,7 @@ import pytest
 from toy import Toy, ToyLogger, ToyStore
 from toy_faults import FaultyPlane, clean_steps, fails, loses, once, stored
 
-from megatron_idempotent.rl.controller import InOrderSampler
+from megatron_idempotent.rl.controller import GroupsRejected, InOrderSampler
 from megatron_idempotent.rl.controller.samplers import SamplerError
 from megatron_idempotent.rl.metrics.loggers import Loggers
 from megatron_idempotent.rl.workers import RanksLost
@@ -131,3 +131,21 @@ def test_groups_that_are_made_anew_are_not_cleared_for_those_that_were_not():
     assert toy.store.restored == 1
     assert toy.policy.steps == clean_steps(6)
     assert len(plane) == toy.status.counts["ready"]
+
+
+def test_a_recipe_that_rejects_every_group_ends_the_run_long_before_it_would_stall():
+    toy = Toy(groups=2, rejected=range(10_000), rejected_steps=3)
+    with pytest.raises(GroupsRejected) as caught:
+        toy.run(5)
+    for named in ("6 groups", "rejected_steps = 3", "tied", "(group 5)"):
+        assert named in str(caught.value)
+    assert toy.policy.steps == []
+    assert len(toy.kinds("generate")) < 20, "a second each, and stall_s is 200"
+
+
+def test_groups_that_are_rare_or_slow_do_not_count_as_rejected_in_a_row():
+    rejected = {number for number in range(10_000) if number % 3}
+    rare = Toy(groups=2, rejected=rejected, rejected_steps=3).run(20)
+    assert rare.status.counts["trained"] == 40
+    assert rare.status.counts["filtered"] > 6
+    assert Toy(groups=2, seconds=15.0, rejected_steps=1).run(2).status.counts["trained"] == 4

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_idempotent.rl.controller.settings import ControllerLimits, ControllerSettings
 from megatron_idempotent.rl.engines.vllm import VllmEngine
 from megatron_idempotent.rl.trainer import ConfigError
+from megatron_idempotent.rl.trainer.async_run import make_settings
 from megatron_idempotent.rl.trainer.config import (
     ASYNC,
     SECTIONS,
     Config,
+    ControllerConfig,
     OptimizerConfig,
     RolloutConfig,
     RunConfig,
@@ -188,6 +191,22 @@ def test_sections_are_checked_when_built_and_cannot_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.run.seed = 4
     assert type(OptimizerConfig(lr=1).lr) is float
+
+
+def test_a_limit_of_the_controller_is_declared_and_checked_once():
+    shared = ControllerLimits.__dataclass_fields__.keys()
+    own = vars(ControllerConfig)["__annotations__"].keys()
+    assert shared
+    assert not shared & own
+    assert not shared & vars(ControllerSettings)["__annotations__"].keys()
+    for build in (
+        lambda: load_config(overrides=["controller.stall_s=9"]),
+        lambda: ControllerConfig(stall_s=9.0),
+    ):
+        with pytest.raises(ConfigError, match=r"^controller\.stall_s is 9 .*group_timeout_s 300"):
+            build()
+    config = load_config(overrides=["run.mode=async", "controller.restarts=7"])
+    assert make_settings(config).restarts == 7
 
 
 def test_editors_get_a_schema_of_every_key_with_its_range_and_meaning(capsys):
