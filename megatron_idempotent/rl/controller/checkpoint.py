@@ -166,7 +166,7 @@ class Reporting:
                 "timing/train/total_s": total_s,
                 "timing/train/tokens_per_s": outcome.tokens / total_s if total_s else 0.0,
                 **idle_metrics(phases, total_s, generation=generation),
-                **counts_metrics(shared.buffer.counts, shared.dropped, shared.retries),
+                **counts_metrics(shared.buffer.counts.by_name(), shared.dropped, shared.retries),
                 **extra,
             },
             version,

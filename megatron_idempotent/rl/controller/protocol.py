@@ -112,6 +112,10 @@ class Counts:
         """The number of groups that are generating, ready or leased."""
         return self.generating + self.ready + self.leased
 
+    def by_name(self) -> dict[str, int]:
+        """Return all counts and `running`, by name."""
+        return {**dataclasses.asdict(self), "running": self.running}
+
     @property
     def conserved(self) -> bool:
         """True if no group is lost and none is counted twice."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from typing import Any
@@ -23,6 +24,7 @@ class RolloutPump:
     def __init__(self, shared: RunState, stored: StoredGroups) -> None:
         self._shared, self._stored = shared, stored
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tracks: set[int] = set()
         self._error: BaseException | None = None
         # Since the last group that the recipe did not reject; ids and rewards of the last three.
         self._rejected = 0
@@ -102,11 +104,17 @@ class RolloutPump:
         """Generate a reserved group until it is ready in the buffer, or is dropped from it."""
         shared = self._shared
         started = shared.measure.now()
-        group = await self._generate(group_id, prompt)
+        # Groups that are generated at the same time have tracks of their own.
+        track = next(track for track in itertools.count(1) if track not in self._tracks)
+        self._tracks.add(track)
+        try:
+            group = await self._generate(group_id, prompt)
+        finally:
+            self._tracks.discard(track)
         if group is None or self._aborted(group_id):
             return
         shared.measure.span(
-            "rollouts", f"group {group_id}", started, {"version": group.oldest_version}
+            f"rollouts {track}", f"group {group_id}", started, {"version": group.oldest_version}
         )
         # Its tokens may be newer than the weights at its start.
         shared.buffer.renew(group_id, version=group.oldest_version)

@@ -7,14 +7,13 @@ custom sampler may be wrong.
 from __future__ import annotations
 
 import heapq
-import importlib
 import inspect
 import itertools
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
-from megatron_idempotent.rl.metrics.loggers import SettingsError
+from megatron_idempotent.rl.metrics.loggers import SettingsError, import_named
 
 from .protocol import Admission, ControllerError, Generating, Held, Ready, Sampler
 
@@ -343,15 +342,7 @@ def _imported(path: str) -> Callable[..., Any]:
         raise SettingsError(
             f"sampler is {path!r}; allowed: {', '.join(sorted(_KNOWN))}, or package.module:Class"
         )
-    try:
-        build = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SettingsError(
-            f"sampler {path!r} cannot be imported: {error}; name a class in a module on the path"
-        ) from error
-    if not callable(build):
-        raise SettingsError(f"sampler {path!r} is a {type(build).__name__}; give a class")
-    return build  # type: ignore[no-any-return]
+    return import_named(path, "sampler")
 
 
 def _wrong_with(sampler: Any) -> str:

@@ -204,7 +204,6 @@ def status_of(shared: RunState) -> Status:
         SamplerError: the sampler failed.
     """
     counts = shared.buffer.counts
-    fields = {field.name: getattr(counts, field.name) for field in dataclasses.fields(counts)}
     running = shared.state in ("running", "draining")
     return Status(
         state=shared.state,
@@ -219,7 +218,7 @@ def status_of(shared: RunState) -> Status:
         step_groups=shared.step_groups,
         doing=shared.doing,
         idle_s=shared.measure.now() - shared.idle_since if running else 0.0,
-        counts={**fields, "running": counts.running},
+        counts=counts.by_name(),
     )
 
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import json
+import math
 import queue
 import sys
 import threading
@@ -29,9 +30,6 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Flush, and release all resources."""
-
-
-_Record = tuple[dict[str, float], int]
 
 
 class Loggers:
@@ -57,63 +55,47 @@ class Loggers:
                 locks or threads, or that are slow to build.
             threaded: True to build and call loggers in a background thread, so that they cannot
                 block an event loop.
-            queued: the most records that wait for the thread; further ones are discarded and
+            queued: the most calls that wait for the thread; further records are discarded and
                 counted in `left_out`.
             close_timeout_s: the most seconds that `close` waits for the thread.
             lent: True if `close` must leave the loggers open.
         """
-        self._loggers: list[Logger] = []
-        self._given = list(loggers)
-        self._queued = queued
-        self._close_timeout_s = close_timeout_s
-        self._lent = lent
-        self._left_out = 0
+        self.working: list[Logger] = []
+        """The loggers that were built and have not raised."""
+        self.left_out = 0
+        """The number of discarded records: the queue was full, or it was closed."""
+        self._queued, self._close_timeout_s, self._lent = queued, close_timeout_s, lent
         self._closed = False
-        # Unbounded, with a check in `log`: the final record must fit even when it is full.
-        self._records: queue.SimpleQueue[_Record | threading.Event | None] = queue.SimpleQueue()
+        # Unbounded, with a check in `log`: the last call must fit even when it is full.
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if threaded:
             # A daemon: a logger that hangs must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="loggers", daemon=True)
             self._thread.start()
-        else:
-            self._build()
-
-    @property
-    def working(self) -> tuple[Logger, ...]:
-        """The loggers that were built and have not raised."""
-        return tuple(self._loggers)
-
-    @property
-    def left_out(self) -> int:
-        """The number of discarded records: the queue was full, or it was closed."""
-        return self._left_out
+        self._do(functools.partial(self._build, list(loggers)))
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Pass metrics to every working logger; with a thread, without waiting.
 
         After `close` they are discarded.
         """
-        if self._closed:
-            self._left_out += 1
-        elif self._thread is None:
-            self._log(metrics, step)
-        elif self._records.qsize() < self._queued:
-            self._records.put((dict(metrics), step))
-        else:
-            if not self._left_out:
-                print(
-                    f"loggers have {self._queued} records waiting; further ones are left out",
-                    file=sys.stderr,
-                )
-            self._left_out += 1
+        if not self._closed and self._calls.qsize() < self._queued:
+            self._do(functools.partial(self._each, "log", dict(metrics), step=step))
+            return
+        if not (self._closed or self.left_out):
+            print(
+                f"loggers have {self._queued} records waiting; further ones are left out",
+                file=sys.stderr,
+            )
+        self.left_out += 1
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait up to `timeout_s` seconds until loggers have all records; return True if they do."""
         if self._thread is None or not self._thread.is_alive():
             return True
         reached = threading.Event()
-        self._records.put(reached)
+        self._calls.put(reached.set)
         return reached.wait(timeout_s)
 
     def close(self) -> None:
@@ -125,66 +107,53 @@ class Loggers:
         if self._closed:
             return
         self._closed = True
+        if not self._lent:
+            self._do(functools.partial(self._each, "close"))
+        if self._thread is not None:
+            self._calls.put(None)
+            self._thread.join(self._close_timeout_s)
+            if self._thread.is_alive():
+                print(
+                    f"loggers did not end in {self._close_timeout_s:g} s, with up to "
+                    f"{self._calls.qsize()} records still queued; they are dropped",
+                    file=sys.stderr,
+                )
+        if self.left_out:
+            print(f"{self.left_out} records of metrics were left out", file=sys.stderr)
+
+    def _do(self, call: Callable[[], object]) -> None:
         if self._thread is None:
-            self._close()
-            return
-        self._records.put(None)
-        self._thread.join(self._close_timeout_s)
-        if self._thread.is_alive():
-            print(
-                f"loggers did not end in {self._close_timeout_s:g} s, with "
-                f"{max(self._records.qsize() - 1, 0)} records still queued; they are dropped",
-                file=sys.stderr,
-            )
-        if self._left_out:
-            print(f"{self._left_out} records of metrics were left out", file=sys.stderr)
+            call()
+        else:
+            self._calls.put(call)
 
     def _run(self) -> None:
-        self._build()
-        while (record := self._records.get()) is not None:
-            if isinstance(record, threading.Event):
-                record.set()
-            else:
-                self._log(*record)
-        self._close()
+        while (call := self._calls.get()) is not None:
+            call()
 
-    def _build(self) -> None:
-        for factory in self._given:
+    def _build(self, factories: Sequence[Any]) -> None:
+        for factory in factories:
             with self._dropping(factory):
                 # A logger class also has an attribute `log`, but is a factory.
-                logger: Any = factory
-                if isinstance(factory, type) or not hasattr(factory, "log"):
-                    logger = logger()
-                self._loggers.append(logger)
+                ready = hasattr(factory, "log") and not isinstance(factory, type)
+                self.working.append(factory if ready else factory())
 
-    def _log(self, metrics: Mapping[str, float], step: int) -> None:
-        for logger in self.working:
+    def _each(self, method: str, *args: Any, **options: Any) -> None:
+        for logger in tuple(self.working):
             with self._dropping(logger):
-                logger.log(metrics, step=step)
-
-    def _close(self) -> None:
-        for logger in () if self._lent else self.working:
-            with self._dropping(logger):
-                logger.close()
+                getattr(logger, method)(*args, **options)
 
     @contextlib.contextmanager
-    def _dropping(self, logger: Logger | Callable[[], Logger]) -> Iterator[None]:
+    def _dropping(self, logger: Any) -> Iterator[None]:
         """Drop a logger with a warning if the block raises any `Exception`."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 (a logger must not end the training)
+            made = logger.func if isinstance(logger, functools.partial) else logger
+            name = getattr(made, "__qualname__", type(made).__name__)
             # stderr is the run's log file.
-            text = f"{type(error).__name__}: {error}"
-            print(f"{_name(logger)} failed and is dropped: {text}", file=sys.stderr)
-            self._loggers[:] = [
-                kept_logger for kept_logger in self._loggers if kept_logger is not logger
-            ]
-
-
-def _name(logger: Any) -> str:
-    if isinstance(logger, functools.partial):
-        return _name(logger.func)
-    return str(getattr(logger, "__qualname__", type(logger).__name__))
+            print(f"{name} failed and is dropped: {type(error).__name__}: {error}", file=sys.stderr)
+            self.working = [kept for kept in self.working if kept is not logger]
 
 
 METRICS_FILE = "metrics.jsonl"
@@ -194,22 +163,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file, oldest first; none if there is no file.
 
     A truncated last line is ignored, and so are rows of steps that were repeated later because
-    ranks were lost.
+    ranks were lost. `null` is read as NaN.
 
     Raises:
         ValueError: a line is damaged; the message has its number.
     """
-    if not path.exists():
-        return []
     rows: list[dict[str, Any]] = []
-    lines = path.read_bytes().split(b"\n")[:-1]
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)
+            row = {name: math.nan if value is None else value for name, value in row.items()}
             step = row["step"]
             if not isinstance(step, int):
                 raise TypeError(f"step is {step!r}, no whole number")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}:{number}: damaged ({error}): {line[:60]!r}") from error
         while rows and rows[-1]["step"] >= step:
             rows.pop()
@@ -235,18 +203,27 @@ def write_whole(path: Path, text: str) -> None:
 class JsonlLogger:
     """Appends one JSON object per step to a file, and flushes it.
 
+    Numbers that JSON does not have, such as NaN, are written as `null`.
     Example: `JsonlLogger(path).log({"train/loss": 0.5}, step=7)`, and `read_metrics(path)`.
     """
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         # A resumed run logs the steps after its checkpoint again, so their old rows are removed.
         rows = [row for row in read_metrics(path) if first_step and row["step"] <= first_step]
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(path, "".join(map(self._line, rows)))
         self._file = path.open("a", encoding="utf-8")
+
+    @staticmethod
+    def _line(row: Mapping[str, Any]) -> str:
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        return json.dumps(finite) + "\n"
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Append a line."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.write(self._line({"step": step, **metrics}))
         self._file.flush()
 
     def close(self) -> None:
@@ -284,40 +261,25 @@ class WandbLogger:
     `WANDB_MODE=offline`), and credentials from `wandb login`. The x-axis of charts is `step`, which
     may go back in a resumed run, because that repeats some steps.
 
-    Example: `WandbLogger(Path("runs/a"), project="grpo")`.
+    Example: `WandbLogger(Path("runs/a"))`.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        first_step: int = 0,
-        project: str | None = None,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, *, first_step: int = 0) -> None:
         """Start a run; with a `first_step` above 0, continue the directory's run.
 
         Raises:
             ModuleNotFoundError: wandb is not installed.
             Exception: wandb's error, such as for a server that rejects the run.
         """
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                f"{error}; pip install wandb, or take wandb out of the loggers"
-            ) from error
+        import wandb
+
         id_file = directory / "wandb-run-id"
-        run_id = (
-            id_file.read_text(encoding="utf-8").strip() if first_step and id_file.exists() else None
-        )
+        resumed = first_step and id_file.exists()
         self._run: Any = wandb.init(
-            project=project,
             dir=str(directory),
             name=directory.resolve().name,
-            config=dict(config or {}),
-            id=run_id,
-            resume="allow" if run_id else None,
+            id=id_file.read_text(encoding="utf-8").strip() if resumed else None,
+            resume="allow" if resumed else None,
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -357,24 +319,31 @@ def logger_factories(
                 f"loggers has {name!r}, and {name} is not installed; pip install {name}, or take "
                 "it out"
             )
-        make, location = built_in[name] if name in built_in else (_imported(name), directory)
+        if name not in built_in and ":" not in name:
+            raise SettingsError(
+                f"loggers has {name!r}; allowed: {', '.join(built_in)}, and package.module:callable"
+            )
+        make, location = built_in.get(name) or (import_named(name, "loggers"), directory)
         factories.append(functools.partial(make, location, first_step=first_step))
     return factories
 
 
-def _imported(path: str) -> Callable[..., Logger]:
-    module_name, colon, name = path.partition(":")
-    if not colon:
-        raise SettingsError(
-            f"loggers has {path!r}; allowed: jsonl, tensorboard, wandb, and package.module:callable"
-        )
+def import_named(path: str, setting: str) -> Callable[..., Any]:
+    """Import the callable at `package.module:name`, also from the current directory.
+
+    Raises:
+        SettingsError: there is no such module or callable; the message begins with `setting`.
+    """
+    module, _, name = path.partition(":")
     if str(Path.cwd()) not in sys.path:  # a console script does not have it
         sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise SettingsError(f"loggers has {path!r}; {error}") from error
-    make: Callable[..., Logger] | None = getattr(module, name, None)
-    if make is None or not callable(make):
-        raise SettingsError(f"loggers has {path!r}; {module_name} has no callable {name!r}")
-    return make
+        value = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(
+            f"{setting} is {path!r}: {error}; write it as package.module:name, of a module that is "
+            "installed or in the current directory"
+        ) from error
+    if not callable(value):
+        raise SettingsError(f"{setting} is {path!r}, a {type(value).__name__}; give a callable")
+    return value  # type: ignore[no-any-return]

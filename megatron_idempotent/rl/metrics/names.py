@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron_idempotent.rl.controller.protocol import Counts
-
 
 REWARD = "train/reward"
 HELD_OUT = "evaluation/reward"
@@ -95,23 +89,23 @@ def idle_metrics(
 
 
 def counts_metrics(
-    counts: Counts,
+    counts: Mapping[str, int],
     dropped: Mapping[str, int] | None = None,
     retries: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
     """Return the counts of all groups as metrics, with the waste, drops and retries.
 
-    `rollouts/unaccounted` is submitted − trained − filtered − evicted − running, and always 0;
-    `rollouts/wasted_fraction` is (filtered + evicted) / (trained + filtered + evicted). `dropped`
-    and `retries` have a count per reason; their metrics are the sum and each count.
+    `counts` are those of `controller.Counts`, by name. `rollouts/unaccounted` is submitted −
+    trained − filtered − evicted − running, and always 0; `rollouts/wasted_fraction` is (filtered +
+    evicted) / (trained + filtered + evicted). `dropped` and `retries` have a count per reason;
+    their metrics are the sum and each count.
     """
-    fields = {field.name: getattr(counts, field.name) for field in dataclasses.fields(counts)}
-    ended = counts.trained + counts.filtered + counts.evicted
+    wasted = counts["filtered"] + counts["evicted"]
+    ended = counts["trained"] + wasted
     return {
-        **{f"{ROLLOUTS}{name}": float(value) for name, value in fields.items()},
-        f"{ROLLOUTS}running": float(counts.running),
-        UNACCOUNTED: float(counts.submitted - ended - counts.running),
-        WASTED_FRACTION: (counts.filtered + counts.evicted) / ended if ended else 0.0,
+        **{f"{ROLLOUTS}{name}": float(value) for name, value in counts.items()},
+        UNACCOUNTED: float(counts["submitted"] - ended - counts["running"]),
+        WASTED_FRACTION: wasted / ended if ended else 0.0,
         **_by_reason(DROPPED, dropped or {}),
         **_by_reason(RETRIES, retries or {}),
     }

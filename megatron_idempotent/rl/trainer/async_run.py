@@ -27,11 +27,11 @@ from megatron_idempotent.rl.controller import (
 from megatron_idempotent.rl.controller.samplers import SamplerError, configured_sampler
 from megatron_idempotent.rl.controller.settings import ControllerLimits
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
-from megatron_idempotent.rl.metrics.console import StatusLines, keep_showing, make_table
+from megatron_idempotent.rl.metrics.console import StatusTable, keep_showing
 from megatron_idempotent.rl.metrics.timeline import Timeline
 from megatron_idempotent.rl.sync import RemoteWeights
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
-from megatron_idempotent.rl.trainer.task.reward import import_from_here, load_reward
+from megatron_idempotent.rl.trainer.task.reward import load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
 from megatron_idempotent.rl.weights.transports import Sender
 from megatron_idempotent.rl.workers import RankGroup
@@ -55,7 +55,6 @@ def make_sampler(config: Config) -> Sampler:
         ConfigError: the sampler or an option is invalid.
     """
     controller = config.controller
-    import_from_here()
     try:
         return configured_sampler(
             controller.sampler,
@@ -168,7 +167,7 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         if job.config.controller.timeline:
             timeline = Timeline(tracks=("train", "weights", "rollouts"))
         last = job.config.last_version
-        table = None if job.quiet else make_table(sys.stderr, until=last)
+        table = None if job.quiet else StatusTable(sys.stderr, until=last)
         controller = await _controller(job, prompts, ranks, timeline, table, stack)
         if timeline is not None:
             stack.push_async_callback(asyncio.to_thread, _save_timeline, timeline, job.out)
@@ -195,7 +194,7 @@ async def _controller(
     prompts: PromptSet,
     ranks: RankGroup,
     timeline: Timeline | None,
-    table: StatusLines | None,
+    table: StatusTable | None,
     stack: AsyncExitStack,
 ) -> Controller:
     config = job.config

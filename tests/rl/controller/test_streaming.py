@@ -1,6 +1,7 @@
 """The order of things in a run in which nothing fails."""
 
 import asyncio
+import json
 
 import pytest
 from toy import Toy, ToyStore, conserved, run_virtually
@@ -14,6 +15,7 @@ from megatron_idempotent.rl.controller import (
     StrictSampler,
     WindowedSampler,
 )
+from megatron_idempotent.rl.metrics.timeline import Timeline
 
 
 def test_a_group_goes_through_log_probs_and_microbatch_before_the_next_one_comes():
@@ -227,3 +229,24 @@ def test_prompts_that_were_being_answered_at_a_checkpoint_are_asked_again_behind
     run_virtually(second.controller.resume())
     second.run(6)
     assert [group_id for _, group_id in second.kinds("generate")][: len(asked)] == asked
+
+
+def test_groups_that_are_generated_at_the_same_time_have_tracks_of_their_own(tmp_path):
+    timeline = Timeline(tracks=("train", "weights", "rollouts"))
+    Toy(groups=4, timeline=timeline).run(6)
+    timeline.write(tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    names = {
+        event["tid"]: event["args"]["name"]
+        for event in events
+        if event["ph"] == "M" and event["name"] == "thread_name"
+    }
+    ends, most = {}, 12  # the capacity: a window of two steps, and the step itself
+    groups = [event for event in events if event["name"].startswith("group ")]
+    for event in sorted(groups, key=lambda event: event["ts"]):
+        track = names[event["tid"]]
+        assert ends.get(track, 0) <= event["ts"], f"two groups at once on {track}"
+        ends[track] = event["ts"] + event["dur"]
+    assert len(groups) >= 24
+    assert set(ends) <= {f"rollouts {number}" for number in range(1, most + 1)}
+    assert len(ends) > 1

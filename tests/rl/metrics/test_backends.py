@@ -48,12 +48,11 @@ def test_tensorboard_holds_every_metric_at_its_step(tmp_path):
 def test_wandb_gets_the_metrics_over_their_step_and_a_resumed_run_goes_on(wandb, tmp_path, mocker):
     run = tmp_path / "run-7"
     run.mkdir()
-    logger = WandbLogger(run, project="grpo", config={"group_size": 16})
+    logger = WandbLogger(run)
     logger.log({"train/loss": 0.5}, step=3)
     logger.close()
     # Without a mode: given here, it would win over WANDB_MODE=offline.
-    same = {"project": "grpo", "dir": str(run), "name": "run-7", "config": {"group_size": 16}}
-    wandb.init.assert_called_once_with(**same, id=None, resume=None)
+    wandb.init.assert_called_once_with(dir=str(run), name="run-7", id=None, resume=None)
     for first_step, run_id in ((4, "abc123"), (0, None)):
         WandbLogger(run, first_step=first_step)
         assert wandb.init.call_args.kwargs["id"] == run_id
@@ -71,7 +70,7 @@ def test_the_real_wandb_takes_it_offline(tmp_path):
         "import pathlib\n"
         "from megatron_idempotent.rl.metrics.loggers import WandbLogger\n"
         "for first_step in (0, 3):\n"
-        "    logger = WandbLogger(pathlib.Path('.'), first_step=first_step, config={'seed': 1})\n"
+        "    logger = WandbLogger(pathlib.Path('.'), first_step=first_step)\n"
         "    logger.log({'train/loss': 0.5}, step=first_step + 1)\n"
         "    logger.close()\n"
     )
@@ -79,12 +78,6 @@ def test_the_real_wandb_takes_it_offline(tmp_path):
     started(sys.executable, "-c", program, cwd=tmp_path, **given).check_returncode()
     (run_id,) = {path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
     assert run_id == f"run-{(tmp_path / 'wandb-run-id').read_text().strip()}"
-
-
-def test_without_wandb_the_error_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install wandb, or take wandb out"):
-        WandbLogger(tmp_path)
 
 
 def test_loggers_are_made_from_their_names_where_they_run(tmp_path, monkeypatch):
@@ -106,17 +99,11 @@ def test_loggers_are_made_from_their_names_where_they_run(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("mlflow", "allowed: jsonl, tensorboard, wandb, and package.module:callable"),
-        ("no_such_module_at_all:f", "No module named 'no_such_module_at_all'"),
-        ("json:no_such_name", "json has no callable 'no_such_name'"),
-        ("math:pi", "math has no callable 'pi'"),
-    ],
+    "name", ["mlflow", "no_such_module_at_all:f", "json:no_such_name", "math:pi"]
 )
-def test_a_name_that_is_no_logger_is_told_before_the_run(tmp_path, name, told, monkeypatch):
+def test_a_name_that_is_no_logger_is_told_before_the_run(tmp_path, name, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SettingsError, match=told):
+    with pytest.raises(SettingsError, match=f"^loggers .*'{name}'"):
         logger_factories([name], tmp_path)
 
 
@@ -125,5 +112,5 @@ def test_a_logger_that_is_asked_for_and_not_installed_is_told_before_the_run(
     tmp_path, name, monkeypatch
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(SettingsError, match=f"{name} is not installed; pip install {name}"):
+    with pytest.raises(SettingsError, match=f"^loggers .*'{name}'.*pip install {name}"):
         logger_factories([name], tmp_path)

@@ -1,5 +1,7 @@
 """Several loggers as one: what raises is dropped, what is slow holds up nothing."""
 
+import json
+import math
 import resource
 import threading
 
@@ -140,7 +142,7 @@ def test_a_logger_that_hangs_does_not_hang_the_end_of_the_run(capsys):
         loggers.log({"loss": 0.0}, step=step)
     assert slow.taken.wait(30)
     loggers.close()
-    assert "did not end in 0.01 s, with 2 records still queued" in capsys.readouterr().err
+    assert "did not end in 0.01 s, with up to 4 records still queued" in capsys.readouterr().err
     assert not loggers.flush(0.01)
     slow.may_go_on.set()
 
@@ -172,6 +174,20 @@ def test_steps_that_were_taken_again_count_once_by_their_last_row(tmp_path):
         (3, 0.8),
         (4, 0.9),
     ]
+
+
+def test_a_row_without_a_number_is_json_and_is_read_as_nan_also_after_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for first_step in (0, 2):
+        logger = JsonlLogger(path, first_step=first_step)
+        for step in range(first_step + 1, first_step + 3):
+            logger.log({"loss": math.nan, "grad_norm": math.inf, "reward": 0.5}, step=step)
+        logger.close()
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    rows = read_metrics(path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(math.isnan(row["loss"]) and row["reward"] == 0.5 for row in rows)
 
 
 def test_a_run_that_begins_anew_keeps_no_row_of_the_one_before(tmp_path):

@@ -53,23 +53,25 @@ def test_engines_are_idle_while_no_group_is_being_generated():
 
 def test_every_count_is_a_metric_and_a_lost_group_would_show():
     counts = Counts(submitted=20, trained=8, filtered=3, evicted=1, generating=4, ready=2, leased=2)
-    metrics = counts_metrics(counts)
+    metrics = counts_metrics(counts.by_name())
     assert metrics["rollouts/submitted"] == 20.0
     assert (metrics["rollouts/ready"], metrics["rollouts/generating"]) == (2.0, 4.0)
     assert metrics["rollouts/running"] == 8.0
     assert metrics["rollouts/unaccounted"] == 0.0
     assert metrics["rollouts/wasted_fraction"] == pytest.approx(4 / 12)
-    assert counts_metrics(Counts(submitted=3, generating=2))["rollouts/unaccounted"] == 1.0
-    assert counts_metrics(Counts())["rollouts/wasted_fraction"] == 0.0
+    assert (
+        counts_metrics(Counts(submitted=3, generating=2).by_name())["rollouts/unaccounted"] == 1.0
+    )
+    assert counts_metrics(Counts().by_name())["rollouts/wasted_fraction"] == 0.0
 
 
 def test_what_was_dropped_and_tried_again_is_counted_by_reason():
     metrics = counts_metrics(
-        Counts(), {"no spread": 2, "No  Spread!": 1, "timed out": 4, "…": 1}, {"step": 3}
+        Counts().by_name(), {"no spread": 2, "No  Spread!": 1, "timed out": 4, "…": 1}, {"step": 3}
     )
     assert metrics["rollouts/dropped"] == 8.0
     assert metrics["rollouts/dropped/no_spread"] == 3.0
     assert metrics["rollouts/dropped/timed_out"] == 4.0
     assert metrics["rollouts/dropped/other"] == 1.0
     assert (metrics["rollouts/retries"], metrics["rollouts/retries/step"]) == (3.0, 3.0)
-    assert counts_metrics(Counts())["rollouts/retries"] == 0.0
+    assert counts_metrics(Counts().by_name())["rollouts/retries"] == 0.0

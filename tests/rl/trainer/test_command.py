@@ -95,7 +95,7 @@ STRICT = ("--async", "--set", "controller.sampler=strict")
         ),
         (["--set", "task.reward=nothing"], "write it as package.module:function"),
         (["--set", "task.reward=nowhere:f"], "No module named 'nowhere'"),
-        (["--set", "task.reward=json:f"], "json has no function 'f'"),
+        (["--set", "task.reward=json:f"], "task.reward is 'json:f'"),
         (["--set", "task.reward=operator:concat"], "task.reward cannot be called as reward("),
         (["--model", "."], "tokenizer.json: "),
         (["--resume"], "runs: no run to resume"),

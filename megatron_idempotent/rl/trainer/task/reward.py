@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
+from megatron_idempotent.rl.metrics.loggers import SettingsError, import_named
 from megatron_idempotent.rl.trainer import ConfigError, DataError
 
 from .prompts import Prompt, PromptSet
@@ -129,29 +127,13 @@ def position_reward(response: str, answer: str, *, finished: bool) -> float:
     return (right + ended) / (max(len(response_words), len(answer_words)) + 1)
 
 
-def import_from_here() -> None:
-    """Put the current directory on `sys.path`, which a console script does not do."""
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-
-
 def load_reward(path: str) -> Reward:
     """Import the function at `"package.module:name"`, also from the current directory.
 
     Raises:
         ConfigError: there is no such module or function.
     """
-    module_name, colon, name = path.partition(":")
-    if not colon:
-        raise ConfigError(f"task.reward is {path!r}; write it as package.module:function")
-    import_from_here()
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"task.reward is {path!r}; {error}; install it, or run where its file is"
-        ) from error
-    reward = getattr(module, name, None)
-    if not callable(reward):
-        raise ConfigError(f"task.reward is {path!r}; {module_name} has no function {name!r}")
-    return cast("Reward", reward)
+        return import_named(path, "task.reward")
+    except SettingsError as error:
+        raise ConfigError(str(error)) from error
