@@ -72,7 +72,7 @@ def all_by_value() -> tuple[bytes, bytes, bytes]:
             "Config": everything["megatron_idempotent.rl.trainer.config.Config"],
             "Controller": everything["megatron_idempotent.rl.controller.controller.Controller"],
             "ControllerSettings": everything[
-                "megatron_idempotent.rl.controller.settings.ControllerSettings"
+                "megatron_idempotent.rl.controller.state.ControllerSettings"
             ],
         }
     )

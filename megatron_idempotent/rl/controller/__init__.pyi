@@ -35,5 +35,5 @@ from .samplers import InOrderSampler as InOrderSampler
 from .samplers import StrictSampler as StrictSampler
 from .samplers import WindowedSampler as WindowedSampler
 from .samplers import load_sampler as load_sampler
-from .settings import ControllerSettings as ControllerSettings
+from .state import ControllerSettings as ControllerSettings
 from .train_loop import train as train

@@ -26,8 +26,7 @@ from .protocol import (
     Store,
 )
 from .rollout_loop import RolloutPump
-from .settings import ControllerSettings
-from .state import Measure, RunState, StoredGroups, status_of
+from .state import ControllerSettings, Measure, RunState, StoredGroups, status_of
 from .train_loop import TrainPump, finish_despite_cancel
 
 _log = logging.getLogger(__name__)

@@ -28,10 +28,6 @@ ENGINE_IDLE_RATIO = "timing/train/engine_idle_ratio"
 
 SYNC = "sync/"
 """The prefix of the metrics of a publish."""
-CHANGED = "sync/changed"
-"""Elements sent ÷ all elements."""
-BYTES_SENT = "sync/bytes_sent"
-BYTES_WHOLE = "sync/bytes_whole"
 
 ROLLOUTS = "rollouts/"
 """A prefix of metric names; the suffix is a field of `Counts`."""

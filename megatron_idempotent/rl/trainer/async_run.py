@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import fields
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -25,7 +26,7 @@ from megatron_idempotent.rl.controller import (
     SettingsError,
 )
 from megatron_idempotent.rl.controller.samplers import SamplerError, configured_sampler
-from megatron_idempotent.rl.controller.settings import ControllerLimits
+from megatron_idempotent.rl.controller.state import ControllerLimits
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
 from megatron_idempotent.rl.metrics.console import StatusTable, keep_showing
 from megatron_idempotent.rl.metrics.timeline import Timeline
@@ -76,12 +77,10 @@ def make_settings(config: Config) -> ControllerSettings:
     controller, loss = config.controller, config.loss
     reference = bool(loss.kl_coefficient) and loss.kl_reference == "initial"
     proximal = loss.old_logprobs == "recomputed"
-    logprobs = {
-        (False, False): "none",
-        (True, False): "reference",
-        (False, True): "policy",
-        (True, True): "both",
-    }[reference, proximal]
+    if reference and proximal:
+        logprobs: Literal["both", "reference", "policy", "none"] = "both"
+    else:
+        logprobs = "reference" if reference else "policy" if proximal else "none"
     limits = {field.name: getattr(controller, field.name) for field in fields(ControllerLimits)}
     try:
         settings = ControllerSettings(
@@ -89,7 +88,7 @@ def make_settings(config: Config) -> ControllerSettings:
             target_groups=config.rollout.prompts,
             group_size=config.rollout.group_size,
             train_global_batch_size=config.global_batch_size,
-            logprobs=logprobs,  # type: ignore[arg-type] # one of the four
+            logprobs=logprobs,
             checkpoint_every=config.run.checkpoint_every,
         )
         settings.checked_capacity(make_sampler(config))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_idempotent.rl.controller.settings import ControllerLimits
+from megatron_idempotent.rl.controller.state import ControllerLimits
 from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
 from megatron_idempotent.settings import Field, SettingsReader, allowed, schema, settings
 

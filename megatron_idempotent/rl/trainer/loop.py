@@ -61,9 +61,7 @@ def work(job: Job) -> None:
         loggers_on_terminal = []
         if rank == 0 and not job.quiet:
             job.say("evaluating, and then the first rollout", terminal)
-            loggers_on_terminal = [
-                RolloutProgress(job.config, first_rollout=first, terminal=terminal)
-            ]
+            loggers_on_terminal = [RolloutProgress(job.config, terminal=terminal)]
         # Only rank 0 logs. Without a thread, because there is no event loop to block, and a thread
         # would take a core from the ranks.
         loggers = (

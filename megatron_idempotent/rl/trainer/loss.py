@@ -97,14 +97,6 @@ def grpo_loss(
     )
 
 
-Mode = Literal["none", "truncate", "mask"]
-"""Selects how ratios become weights: `none` gives all tokens weight 1; `truncate` weights by the
-ratio, up to a bound; `mask` weights by the ratio, and rejects tokens whose ratio is outside of
-two bounds."""
-
-Level = Literal["token", "sequence"]
-"""The ratio of a token: its own, or the geometric mean over its sequence."""
-
 # The largest exponent: exp() of more is useless, and a sum of exp() of this fits into float32.
 _MOST = 80.0
 
@@ -135,10 +127,10 @@ def importance_correction(
     behaviour_BT: torch.Tensor,
     loss_mask_BT: torch.Tensor,
     *,
-    mode: Mode,
+    mode: str,
     low: float,
     high: float,
-    level: Level,
+    level: str,
 ) -> Correction:
     """Compute the weights of response tokens from ratio = exp(proximal - behaviour), in float64.
 
@@ -152,7 +144,7 @@ def importance_correction(
     they have no gradient; with level "sequence", so is their entire sequence.
 
     `loss_mask_BT` is above 0 on response tokens; elsewhere the other tensors are ignored, even NaN.
-    The configuration has checked the bounds: 0 <= low <= high.
+    `LossConfig` declares and checks the options: 0 <= low <= high.
     """
     response_BT = loss_mask_BT > 0
     gap_BT = torch.where(response_BT, proximal_BT.double() - behaviour_BT.double(), 0.0)

@@ -60,31 +60,27 @@ def main(argv: Sequence[str]) -> int:
     stopped the run with a checkpoint.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if "pydantic" in missing:  # `--help` needs it for the defaults
-        return _tell(missing)
-    options = parser().parse_args(list(argv))
-    if missing and not options.schema:
-        return _tell(missing)
-    if options.schema:
+    # `--help` and `--schema` need pydantic alone.
+    options = None if "pydantic" in missing else parser().parse_args(list(argv))
+    if options is not None and options.schema:
         from megatron_idempotent.settings import schema
 
         from .config import Config
 
         print(json.dumps(schema(Config), indent=1))
         return 0
+    if options is None or missing:
+        needed = ", ".join(missing)
+        print(
+            f"the trainer needs {needed}: pip install 'megatron-idempotent[trainer]'",
+            file=sys.stderr,
+        )
+        return 2
     try:
         return _run(options)
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-
-
-def _tell(missing: Sequence[str]) -> int:
-    print(
-        f"the trainer needs {', '.join(missing)}: pip install 'megatron-idempotent[trainer]'",
-        file=sys.stderr,
-    )
-    return 2
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -244,7 +240,7 @@ def launch(job: Job, prompts: PromptSet) -> bool:
     """
     from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
 
-    from .report import CURVES_FILE, draw_curves, print_summary, summarize
+    from .report import CURVES_FILE, draw_curves, print_summary
 
     ended, step = True, "rollout"
     if job.config.run.mode == "async":
@@ -258,7 +254,7 @@ def launch(job: Job, prompts: PromptSet) -> bool:
     rows = read_metrics(job.out / METRICS_FILE)
     draw_curves(rows, job.out / CURVES_FILE, step=step)
     if not job.quiet:
-        print_summary(summarize(rows), job.out)
+        print_summary(rows, job.out)
     return ended
 
 

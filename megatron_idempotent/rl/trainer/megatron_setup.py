@@ -129,61 +129,16 @@ def megatron_arguments(config: Config, arch: Architecture, *, positions: int) ->
     (Transformer Engine needs CUDA), no dropout, and gradients divided by the response tokens of all
     ranks.
     """
-    return [
+    parallel, optimizer = config.parallel, config.optimizer
+    arguments = [
         *arch.megatron_arguments(),
         "--attention-dropout=0",
         f"--seq-length={positions}",
         f"--seed={config.run.seed}",
-        *_layout(config, arch),
-        *_optimizer(config),
-        *_OVERLAP,
-        *_CPU,
-    ]
-
-
-_OVERLAP = (
-    "--use-distributed-optimizer",
-    "--overlap-grad-reduce",
-    "--overlap-param-gather",
-    # Small buckets: with a single one, nothing could overlap.
-    "--ddp-bucket-size=40000",
-    "--calculate-per-token-loss",
-)
-
-_CPU = (
-    "--transformer-impl=local",
-    "--use-cpu-initialization",
-    "--distributed-backend=gloo",
-    # Replace fused CUDA kernels by plain torch.
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--rerun-mode=disabled",
-)
-
-
-def _layout(config: Config, arch: Architecture) -> list[str]:
-    parallel = config.parallel
-    arguments = [
         f"--tensor-model-parallel-size={parallel.tp}",
         f"--pipeline-model-parallel-size={parallel.pp}",
         f"--context-parallel-size={parallel.cp}",
         f"--expert-model-parallel-size={parallel.ep}",
-    ]
-    if parallel.vpp > 1:
-        layers = arch.layers // (parallel.pp * parallel.vpp)
-        arguments.append(f"--num-layers-per-virtual-pipeline-stage={layers}")
-    if parallel.sequence_parallel:
-        arguments.append("--sequence-parallel")
-    return arguments
-
-
-def _optimizer(config: Config) -> list[str]:
-    optimizer = config.optimizer
-    return [
         f"--micro-batch-size={config.microbatch_size}",
         f"--global-batch-size={config.global_batch_size}",
         f"--train-iters={_FOREVER}",
@@ -195,7 +150,30 @@ def _optimizer(config: Config) -> list[str]:
         f"--adam-beta2={optimizer.beta2}",
         f"--weight-decay={optimizer.weight_decay}",
         f"--clip-grad={optimizer.clip_grad}",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        # Small buckets: with a single one, nothing could overlap.
+        "--ddp-bucket-size=40000",
+        "--calculate-per-token-loss",
+        "--transformer-impl=local",
+        "--use-cpu-initialization",
+        "--distributed-backend=gloo",
+        # Replace fused CUDA kernels by plain torch.
+        "--no-gradient-accumulation-fusion",
+        "--no-persist-layer-norm",
+        "--no-masked-softmax-fusion",
+        "--no-bias-swiglu-fusion",
+        "--no-bias-dropout-fusion",
+        "--no-rope-fusion",
+        "--rerun-mode=disabled",
     ]
+    if parallel.vpp > 1:
+        layers = arch.layers // (parallel.pp * parallel.vpp)
+        arguments.append(f"--num-layers-per-virtual-pipeline-stage={layers}")
+    if parallel.sequence_parallel:
+        arguments.append("--sequence-parallel")
+    return arguments
 
 
 def ensure_checkpoint(

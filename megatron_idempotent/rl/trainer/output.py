@@ -202,11 +202,7 @@ def checkpoint_path(directory: Path, rollouts: int) -> Path:
 
 def rollouts_of(checkpoint: Path) -> int:
     """Return a checkpoint's number of rollouts, from its name."""
-    return _number(checkpoint)
-
-
-def _number(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def unfinished_path(directory: Path, rollouts: int) -> Path:
@@ -228,9 +224,13 @@ def complete_checkpoints(directory: Path) -> list[Path]:
 
 def _numbered(directory: Path, name: str) -> list[Path]:
     """Return the folders called `name-NUMBER` in a directory, in order of number."""
-    folders = (path for path in directory.glob(f"{name}-*") if path.is_dir())
     return sorted(
-        (path for path in folders if path.name.removeprefix(f"{name}-").isdecimal()), key=_number
+        (
+            path
+            for path in directory.glob(f"{name}-*")
+            if path.is_dir() and path.name.removeprefix(f"{name}-").isdecimal()
+        ),
+        key=rollouts_of,
     )
 
 
@@ -252,16 +252,8 @@ def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{marker}: damaged ({error}); {remedy}") from error
     for name, expected in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing; {remedy}")
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise CheckpointError(
-                f"{path}: {size} bytes, {expected['bytes']} were written; {remedy}"
-            )
-        if _sha256(path) != expected["sha256"]:
-            raise CheckpointError(f"{path}: its content has changed (sha256 differs); {remedy}")
+        listed_in = f"{MARKER}, which lists {expected['bytes']} bytes"
+        _check_file(checkpoint / name, expected["sha256"], listed_in, remedy)
     return state
 
 
@@ -283,11 +275,15 @@ def check_sums(folder: Path, remedy: str) -> None:
         return
     for line in sums.read_text(encoding="utf-8", errors="replace").splitlines():
         expected, _, name = line.partition(" ")
-        path = folder / name.lstrip(" *")
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing, and {SUMS} lists it; {remedy}")
-        if _sha256(path) != expected:
-            raise CheckpointError(f"{path}: its content is not that of {SUMS}; {remedy}")
+        _check_file(folder / name.lstrip(" *"), expected, SUMS, remedy)
+
+
+def _check_file(path: Path, expected_sha256: str, listed_in: str, remedy: str) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing; it is one of {listed_in}; {remedy}")
+    if _sha256(path) != expected_sha256:
+        size = path.stat().st_size
+        raise CheckpointError(f"{path}: its {size} bytes are not those of {listed_in}; {remedy}")
 
 
 def _sha256(path: Path) -> str:

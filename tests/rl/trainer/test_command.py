@@ -93,7 +93,7 @@ STRICT = ("--async", "--set", "controller.sampler=strict")
             ["--cp", "2", "--set", "optimizer.max_tokens_per_microbatch=11"],
             "has 9 tokens, 12 as ranks cut them; allowed: 12 or more",
         ),
-        (["--set", "task.reward=nothing"], "write it as package.module:function"),
+        (["--set", "task.reward=nothing"], "task.reward is 'nothing'"),
         (["--set", "task.reward=nowhere:f"], "No module named 'nowhere'"),
         (["--set", "task.reward=json:f"], "task.reward is 'json:f'"),
         (["--set", "task.reward=operator:concat"], "task.reward cannot be called as reward("),
@@ -174,7 +174,7 @@ def test_async_is_asynchronous_whatever_the_file_says(tmp_path, monkeypatch, cap
     file = tmp_path / "mine.toml"
     asked = ["--async", "--rollouts", "1", "--config"]
     for text in ("", "[run]\nmode = 'sync'\n"):
-        # Impossible in an asynchronous run, and not looked at in a synchronous one.
+        # Below what a group may take.
         file.write_text(f"{text}[controller]\nstall_s = 9\n")
         assert "stall_s is 9 and a group may" in refused([*asked, str(file)], capsys)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.rl.controller.settings import ControllerLimits, ControllerSettings
+from megatron_idempotent.rl.controller.state import ControllerLimits, ControllerSettings
 from megatron_idempotent.rl.engines.vllm import VllmEngine
 from megatron_idempotent.rl.trainer import ConfigError
 from megatron_idempotent.rl.trainer.async_run import make_settings
