@@ -23,24 +23,26 @@ if TYPE_CHECKING:
     from .output import Job
     from .task.prompts import PromptSet
 
-#: Options that set one setting: flag, setting, metavar, help, and help for an empty default.
-_NAMED = (
-    ("--rollouts", "run.rollouts", "N", "rollouts in the whole run", ""),
-    ("--seed", "run.seed", "N", "seed of everything random", ""),
-    ("--ranks", "run.ranks", "N", "processes, over all replicas", ""),
-    ("--tp", "parallel.tp", "N", "tensor-parallel ranks of a replica", ""),
-    ("--pp", "parallel.pp", "N", "pipeline stages of a replica", ""),
-    ("--vpp", "parallel.vpp", "N", "chunks of layers on each pipeline stage", ""),
-    ("--cp", "parallel.cp", "N", "context-parallel ranks of a replica", ""),
-    ("--ep", "parallel.ep", "N", "expert-parallel ranks", ""),
-    ("--device", "run.device", "NAME", "cpu, or cuda for this machine's GPUs", ""),
-    ("--out", "run.out", "DIR", "output directory, empty or new", "the next free runs/train-NNN"),
-    ("--data", "task.data", "FILE", "prompts in JSONL", "those that ship"),
-    ("--model", "model.path", "DIR", "Hugging Face checkpoint to start from", "random weights"),
-    ("--engine", "rollout.engine", "NAME", "transformers or vllm", ""),
-    ("--engine-url", "rollout.engine_url", "URL", "servers of vllm: URL[,URL]", "none"),
-    ("--cluster", "controller.cluster", "NAME", "of --async: embedded or ray", ""),
-)
+#: Options that set one setting, whose documentation is their help: flag → setting.
+_NAMED = {
+    "--rollouts": "run.rollouts",
+    "--seed": "run.seed",
+    "--ranks": "run.ranks",
+    "--tp": "parallel.tp",
+    "--pp": "parallel.pp",
+    "--vpp": "parallel.vpp",
+    "--cp": "parallel.cp",
+    "--ep": "parallel.ep",
+    "--device": "run.device",
+    "--out": "run.out",
+    "--data": "task.data",
+    "--model": "model.path",
+    "--engine": "rollout.engine",
+    "--engine-url": "rollout.engine_url",
+    "--cluster": "controller.cluster",
+}
+# Shells complete these by files.
+_METAVARS = {"run.out": "DIR", "task.data": "FILE", "model.path": "DIR"}
 _NEEDED = ("pydantic", "torch", "megatron", "tokenizers", "transformers", "rich", "tomli_w")
 
 #: Section, key and value of a setting → the further modules that it needs.
@@ -98,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
     # One thread per rank: the ranks use all cores, and sums have a fixed order.
     os.environ["OMP_NUM_THREADS"] = "1"
     overrides = list(options.set)
-    flags = {path: getattr(options, path) for _, path, *_ in _NAMED}
+    flags = {path: getattr(options, path) for path in _NAMED.values()}
     overrides += [f"{path}={value}" for path, value in flags.items() if value is not None]
     if options.run_async:
         overrides.append("run.mode=async")
@@ -291,6 +293,8 @@ def run_rank(job: Job) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of `train`."""
+    from megatron_idempotent.settings import schema
+
     from .config import SECTIONS, default
 
     parser = argparse.ArgumentParser(
@@ -318,13 +322,15 @@ def parser() -> argparse.ArgumentParser:
         help="sample and train at the same time, whatever FILE says; other defaults where it is "
         "silent",
     )
-    for flag, path, metavar, text, empty in _NAMED:
+    for flag, path in _NAMED.items():
         section, _, key = path.partition(".")
-        default_text = empty or default(section, key, getattr(SECTIONS[section](), key)).replace(
-            "`", ""
-        )
+        field = schema(SECTIONS[section])["properties"][key]
+        text = f"{field['description']} (default: {default(section, key, field['default'])})"
         parser.add_argument(
-            flag, dest=path, metavar=metavar, help=f"{text} (default: {default_text})"
+            flag,
+            dest=path,
+            metavar="N" if field["type"] == "integer" else _METAVARS.get(path, key.upper()),
+            help=text.replace("`", "").replace("%", "%%"),
         )
     parser.add_argument(
         "--schema", action="store_true", help="print the JSON schema of FILE, for editors, and end"

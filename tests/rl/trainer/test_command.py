@@ -31,8 +31,9 @@ def test_asking_for_help_imports_neither_torch_nor_megatron():
     assert done.returncode == 0, done.stderr
     assert "--resume" in done.stdout
     shown = " ".join(done.stdout.split())
-    assert "--rollouts N rollouts in the whole run (default: 150; with --async 600)" in shown
-    assert "--engine-url URL servers of vllm: URL[,URL] (default: none)" in shown
+    assert "--rollouts N Rollouts in the run; each" in shown
+    assert "(default: 150; with --async 600)" in shown
+    assert "--engine-url ENGINE_URL URLs of the vLLM servers" in shown
     assert shown.count("(default: ") == 15
 
 
