@@ -158,7 +158,7 @@ class ControllerSettings(ControllerLimits):
         return self.target_groups // self.groups_per_step
 
     @property
-    def asked(self) -> tuple[LogprobsOf, ...]:
+    def logprob_models(self) -> tuple[LogprobsOf, ...]:
         """The models whose log-probs are computed before advantages."""
         both: tuple[LogprobsOf, ...] = ("policy", "reference")
         return both if self.logprobs == "both" else tuple(m for m in both if m == self.logprobs)

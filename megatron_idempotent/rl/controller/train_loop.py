@@ -375,7 +375,8 @@ class TrainPump:
                     raise _Vanished(group_id) from error
             inputs = recipe.inputs(groups)
             logprobs: dict[LogprobsOf, object] = {
-                which: await policy.logprobs(inputs, which) for which in shared.settings.asked
+                which: await policy.logprobs(inputs, which)
+                for which in shared.settings.logprob_models
             }
         with measure.phase("advantage_pump", groups=ids):
             batch = recipe.batch(groups, inputs, logprobs)

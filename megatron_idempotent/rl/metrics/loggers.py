@@ -81,7 +81,7 @@ class Loggers:
         After `close` they are discarded.
         """
         if not self._closed and self._calls.qsize() < self._queued:
-            self._do(functools.partial(self._each, "log", dict(metrics), step=step))
+            self._do(functools.partial(self._call_all, "log", dict(metrics), step=step))
             return
         if not (self._closed or self.left_out):
             print(
@@ -108,7 +108,7 @@ class Loggers:
             return
         self._closed = True
         if not self._lent:
-            self._do(functools.partial(self._each, "close"))
+            self._do(functools.partial(self._call_all, "close"))
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join(self._close_timeout_s)
@@ -138,7 +138,7 @@ class Loggers:
                 ready = hasattr(factory, "log") and not isinstance(factory, type)
                 self.working.append(factory if ready else factory())
 
-    def _each(self, method: str, *args: Any, **options: Any) -> None:
+    def _call_all(self, method: str, *args: Any, **options: Any) -> None:
         for logger in tuple(self.working):
             with self._dropping(logger):
                 getattr(logger, method)(*args, **options)
@@ -149,11 +149,11 @@ class Loggers:
         try:
             yield
         except Exception as error:  # noqa: BLE001 (a logger must not end the training)
-            made = logger.func if isinstance(logger, functools.partial) else logger
-            name = getattr(made, "__qualname__", type(made).__name__)
+            factory = logger.func if isinstance(logger, functools.partial) else logger
+            name = getattr(factory, "__qualname__", type(factory).__name__)
             # stderr is the run's log file.
             print(f"{name} failed and is dropped: {type(error).__name__}: {error}", file=sys.stderr)
-            self.working = [kept for kept in self.working if kept is not logger]
+            self.working = [working for working in self.working if working is not logger]
 
 
 METRICS_FILE = "metrics.jsonl"

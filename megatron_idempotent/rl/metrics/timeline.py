@@ -45,7 +45,7 @@ class Timeline:
             raise ValueError(f"capacity is {capacity}; allowed: 1 event or more")
         self._events: deque[_Event] = deque(maxlen=capacity)
         self._recorded = 0
-        self._first_tracks = {name: place for place, name in enumerate(tracks)}
+        self._first_tracks = {name: order for order, name in enumerate(tracks)}
 
     def span(
         self,
@@ -101,7 +101,7 @@ class Timeline:
         head = f'{{"displayTimeUnit": "ms",\n"otherData": {dropped},\n"traceEvents": ['
         write_whole(path, f"{head}\n{events}\n]}}\n")
 
-    def _place(self, track: str) -> tuple[int, str, int]:
+    def _track_order(self, track: str) -> tuple[int, str, int]:
         """Return a key that sorts tracks: `rollouts 10` after `rollouts 2`, where `rollouts` is."""
         name, number = re.fullmatch(r"(.*?)(?: (\d+))?", track, re.DOTALL).groups()  # type: ignore[union-attr] # any text matches
         return self._first_tracks.get(name, len(self._first_tracks)), name, int(number or 0)
@@ -109,13 +109,15 @@ class Timeline:
     def _trace(self, events: Sequence[_Event]) -> Iterator[dict[str, Any]]:
         """Yield the trace: a process with a thread per track; times count from the first event."""
         zero_s = min((event.start_s for event in events), default=0.0)
-        tracks = sorted({event.track for event in events if event.kind != "C"}, key=self._place)
+        tracks = sorted(
+            {event.track for event in events if event.kind != "C"}, key=self._track_order
+        )
         threads = {track: _FIRST_THREAD + number for number, track in enumerate(tracks)}
-        named: list[tuple[str, str, dict[str, int], int]] = [
+        titles: list[tuple[str, str, dict[str, int], int]] = [
             ("process", "controller", {}, _PROCESS)
         ]
-        named += [("thread", track, {"tid": tid}, tid) for track, tid in threads.items()]
-        for kind, name, thread, order in named:
+        titles += [("thread", track, {"tid": tid}, tid) for track, tid in threads.items()]
+        for kind, name, thread, order in titles:
             row = {"ph": "M", "ts": 0, "pid": _PROCESS, **thread}
             yield {**row, "name": f"{kind}_name", "args": {"name": name}}
             yield {**row, "name": f"{kind}_sort_index", "args": {"sort_index": order}}

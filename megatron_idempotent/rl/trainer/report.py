@@ -83,8 +83,9 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any
     )
 
     def plot(axes: Any, name: str, style: str, **options: Any) -> None:
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points, strict=True), style, **options)
+        with_value = [row for row in rows if name in row]
+        steps, values = ([row[key] for row in with_value] for key in ("step", name))
+        axes.plot(steps, values, style, **options)
 
     plot(reward_axes, REWARD, "-", label="training prompts", linewidth=1, alpha=0.7)
     plot(reward_axes, HELD_OUT, "o-", label="held-out prompts", markersize=4)
@@ -145,18 +146,18 @@ class RolloutProgress:
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Draw the table, or print a line if the row has a held-out reward."""
         self._held_out = metrics.get(HELD_OUT, self._held_out)
-        shown = {"rollout": f"{step}/{self._rollouts}"}
+        texts = {"rollout": f"{step}/{self._rollouts}"}
         if REWARD in metrics:
-            shown["reward"] = f"{metrics[REWARD]:.3f}"
-        shown["held-out"] = f"{self._held_out:.3f}"
+            texts["reward"] = f"{metrics[REWARD]:.3f}"
+        texts["held-out"] = f"{self._held_out:.3f}"
         if REWARD in metrics:
-            shown |= {"loss": f"{metrics[LOSS]:+.3f}", "grad": f"{metrics[GRAD_NORM]:.1f}"}
-            shown["speed"] = f"{metrics[TOKENS_PER_S]:.0f} tok/s"
+            texts |= {"loss": f"{metrics[LOSS]:+.3f}", "grad": f"{metrics[GRAD_NORM]:.1f}"}
+            texts["speed"] = f"{metrics[TOKENS_PER_S]:.0f} tok/s"
         if self._table is not None:
             left_s = (self._rollouts - step) * metrics.get(TOTAL_S, 0.0)
-            self._table.draw(shown | {"left": f"{left_s / 60:.0f} min"})
+            self._table.draw(texts | {"left": f"{left_s / 60:.0f} min"})
         elif HELD_OUT in metrics:
-            line = " ".join(f"{name} {text}" for name, text in shown.items())
+            line = " ".join(f"{name} {text}" for name, text in texts.items())
             print(line, file=self._terminal, flush=True)
 
     def close(self) -> None:

@@ -75,6 +75,9 @@ def test_the_table_sums_time_and_finds_first_last_and_best_and_curves_are_drawn(
     figure = draw_curves(ROWS, tmp_path / "curves.png", step="rollout")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     axes, _ = figure.axes
+    # A run that was stopped in its first rollout has nothing but an evaluation.
+    stopped, _ = draw_curves(ROWS[:1], tmp_path / "stopped.png", step="rollout").axes
+    assert [list(line.get_ydata()) for line in stopped.lines] == [[], [0.05]]
     legend = axes.get_legend().get_window_extent()
     assert legend.y0 >= axes.bbox.y1, "above the axes, it lies on no line"
     assert figure.bbox.contains(legend.x1, legend.y1)
