@@ -1,21 +1,20 @@
 """Defines and reads the configuration of a run: its sections, keys, defaults and limits.
 
-The string under a field documents it. The table in docs/settings.md, the JSON schema and error
-messages are generated from these classes. `python -m megatron_idempotent.rl.trainer.config
-docs/settings.md` updates the table.
+The string under a field documents it. The tables in docs/settings.md, the JSON schema, the help of
+the command and error messages are generated from these classes. `python tools/settings_page.py`
+updates the tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_idempotent.rl.controller.state import ControllerLimits
 from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
-from megatron_idempotent.settings import Field, SettingsReader, allowed, schema, settings
+from megatron_idempotent.settings import Field, SettingsReader, settings
 
 from . import ConfigError
 from .layout import RankLayout
@@ -622,28 +621,6 @@ def as_toml(config: Config) -> str:
     return tomli_w.dumps(dataclasses.asdict(config))
 
 
-BEGIN = "<!-- settings: python -m megatron_idempotent.rl.trainer.config docs/settings.md -->"
-END = "<!-- end of settings -->"
-
-
-def settings_table() -> str:
-    """Return a Markdown table per section, with the defaults of both modes."""
-    lines = []
-    for name, section in SECTIONS.items():
-        lines += [
-            f"### `[{name}]`",
-            "",
-            "| key | default | allowed | meaning |",
-            "|---|---|---|---|",
-        ]
-        for key, field in schema(Config)["$defs"][section.__name__]["properties"].items():
-            default_text = default(name, key, field["default"])
-            meaning = " ".join(field["description"].split())
-            lines.append(f"| `{key}` | {default_text} | {allowed(field)} | {meaning} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
 def default(section: str, key: str, value: object) -> str:
     """Return a key's default as Markdown: one for both modes, or one for each."""
     text = _as_markdown(value)
@@ -656,22 +633,3 @@ def _as_markdown(value: object) -> str:
     if value == "":
         return "empty"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def with_current_table(page: str) -> str:
-    """Return the page with the current table between its two markers.
-
-    Raises:
-        ValueError: the page lacks a marker.
-    """
-    head, begin, tail = page.partition(BEGIN)
-    _, end, end_of_page = tail.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks the markers {BEGIN!r} and {END!r}; put them back")
-    return f"{head}{BEGIN}\n\n{settings_table()}\n{END}{end_of_page}"
-
-
-if __name__ == "__main__":
-    for page in map(Path, sys.argv[1:]):
-        text = page.read_text(encoding="utf-8")
-        page.write_text(with_current_table(text), encoding="utf-8")

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import re
 import traceback
-from pathlib import Path
 
 import pytest
+from settings_page import PAGE, with_current_table
 
 from megatron_idempotent.rl.controller.state import ControllerLimits, ControllerSettings
 from megatron_idempotent.rl.engines.vllm import VllmEngine
@@ -22,13 +22,11 @@ from megatron_idempotent.rl.trainer.config import (
     RunConfig,
     as_toml,
     load_config,
-    with_current_table,
 )
 from megatron_idempotent.rl.trainer.main import main
 from megatron_idempotent.settings import schema
 
 ON_RAY = "run.mode=async controller.cluster=ray"
-PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
 
 
 def flat(config):
@@ -226,9 +224,7 @@ def test_editors_get_a_schema_of_every_key_with_its_range_and_meaning(capsys):
 
 def test_the_settings_in_the_documentation_are_those_of_the_classes():
     page = PAGE.read_text(encoding="utf-8")
-    assert with_current_table(page) == page, (
-        "run: python -m megatron_idempotent.rl.trainer.config docs/settings.md"
-    )
+    assert with_current_table(page) == page, "run: python tools/settings_page.py"
     assert "| `rollouts` | `150`; with `--async` `600` | 1 or more |" in page
     with pytest.raises(ValueError, match="lacks the markers"):
         with_current_table("# A page\n")
