@@ -17,7 +17,7 @@ import venv
 from pathlib import Path
 
 from benchmarks._record import options, tell
-from megatron_idempotent.cli.hook import HOOK, LINE
+from megatron_idempotent.cli.hook import PTH, PTH_LINE
 
 ROUNDS = 60
 PROGRAM = "import time; print(time.process_time(), open('/proc/self/statm').read().split()[1])"
@@ -30,7 +30,7 @@ def _environment(folder: Path, hook: str) -> Path:
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
     root = Path(__file__).parents[1]
     (packages / "a_checkout.pth").write_text(f"{root}\n{sysconfig.get_path('purelib')}\n")
-    (packages / HOOK).write_text(hook)
+    (packages / PTH).write_text(hook)
     return folder / "bin" / "python"
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     kept = {**kept, "PYTHONDONTWRITEBYTECODE": ""}
     with tempfile.TemporaryDirectory() as folder:
         bare = _environment(Path(folder, "bare"), "\n")
-        hooked = _environment(Path(folder, "hooked"), LINE)
+        hooked = _environment(Path(folder, "hooked"), PTH_LINE)
         arms = {
             "a start": (bare, kept),
             "the hook, variable unset": (hooked, kept),

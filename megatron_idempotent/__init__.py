@@ -4,8 +4,8 @@
     megatron_idempotent.apply()
 
 Importing the package changes nothing, and imports neither torch nor Megatron. `apply()` imports
-neither too: its patches land when Megatron is imported, or at once if it already is. The stub
-`__init__.pyi` names all that is here; each name is imported at its first use.
+neither of them: its patches land when Megatron is imported, or at once if it already is. The stub
+`__init__.pyi` lists the public names; each is imported at its first use.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __getattr__, __dir__ = attributes(__name__)
 
 
 class _Package(type(sys)):  # the type of modules, without importing types
-    """Makes this module pickle as a reference even if the package is pickled by value.
+    """Makes this module pickle as a reference, also if the package is pickled by value.
 
-    cloudpickle would copy the module's globals, which lead back to the module, without end.
+    cloudpickle would copy the module's globals, which contain the module, and never end.
     """
 
     def __reduce__(self) -> tuple[object, tuple[str]]:

@@ -1,7 +1,7 @@
 """Finds the case files of a source tree that is on the path without being installed.
 
-An install has them inside of this package, or maps the tree's folder `patches/` there; on a bare
-`PYTHONPATH` they lie beside it. This module is imported only if they are not inside.
+An installed package contains them; an editable install maps the tree's folder `patches/` into the
+package. On a bare `PYTHONPATH` they lie beside the package, and this module imports them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def load_case_files(path: list[str]) -> None:
         ImportError: case files are neither beside the package nor installed.
     """
     root = os.path.dirname(path[0])
-    beside = os.path.join(root, "patches", "__init__.py")
+    case_files = os.path.join(root, "patches", "__init__.py")
     installed = find_spec(PACKAGE)
-    if installed is not None and installed.origin == beside:
+    if installed is not None and installed.origin == case_files:
         return
-    if _is_ours(beside):
+    if _is_ours(case_files):
         path.append(root)
         try:
             __import__(PACKAGE)
         finally:
-            # At once, or whatever else lies there could be imported as a part of the package.
+            # Otherwise other files in that folder could be imported as parts of the package.
             path.remove(root)
     elif installed is None:
         raise ImportError(
@@ -45,7 +45,7 @@ def load_case_files(path: list[str]) -> None:
 
 
 def _is_ours(file: str) -> bool:
-    """Return whether a file is that of our folder, not of another one called `patches`."""
+    """Tell our `patches/__init__.py` from that of another folder called `patches`."""
     try:
         with open(file, encoding="utf-8") as source:
             return PACKAGE in source.read()

@@ -1,4 +1,4 @@
-"""Applies the patches in programs that nobody edits: by a door of theirs, or at Python's start."""
+"""Applies the patches in programs that nobody edits: through their own options, or by the hook."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ PACKAGES = frozenset(
         *("skyrl", "slime", "swift", "verl"),
     }
 )
-"""The top-level packages that have patches. The first import of one of them applies all."""
+"""The top-level packages that have patches. The first import of one applies all patches."""
 
 
 def init(args: object = None) -> Report:
-    """Apply the patches, as a function that a framework calls with arguments of its own.
+    """Apply the patches, where a framework calls a function that its user names.
 
     The first training call of a job then checks that all of its ranks have them. slime and miles
-    take it as `--custom-megatron-init-path megatron_idempotent.init`.
+    take `--custom-megatron-init-path megatron_idempotent.init`.
 
     Args:
-        args: whatever the door passes, such as the parsed command line; it is not read.
+        args: what the framework passes, such as the parsed command line; it is not read.
 
     Returns:
         The report of `apply()`.
 
     Raises:
-        PatchError, UnknownPatchError, ValueError: as `apply()` does.
+        PatchError, UnknownPatchError, ValueError: as from `apply()`.
     """
     from .patching.api import apply
     from .patching.install import state
@@ -51,15 +51,14 @@ def init(args: object = None) -> Report:
     if state.selection is not None:
         state.verify_within = state.selection.settings.verify_within
     for row in report.problems:
-        _say(f"{row.id}: {row.status} on {row.version} ({row.reason})")
+        _print(f"{row.id}: {row.status} on {row.version} ({row.reason})")
     return report
 
 
 def watch() -> None:
-    """Apply the patches with this process's first import of one of `PACKAGES`, or now, if it was.
+    """Apply the patches at this process's first import of one of `PACKAGES`, or now if it has been.
 
-    `apply()` reads `MEGATRON_IDEMPOTENT`, which may turn all of them off. Safe to call any number
-    of times.
+    `MEGATRON_IDEMPOTENT=0` turns all of them off. Safe to call any number of times.
     """
     if not PACKAGES.isdisjoint(sys.modules):
         _apply()
@@ -68,11 +67,12 @@ def watch() -> None:
 
 
 class _Watch:
-    """Waits, as a finder, for the first import of a package that has patches.
+    """A finder that waits for the first import of a package that has patches.
 
-    At Python's start the path is not complete: the script's own folder is missing, and what later
-    `.pth` files add. So nothing is decided before such an import. The finder stays in
-    `sys.meta_path`, because an import under way would skip the finder after one that is taken out.
+    At Python's start the path is not complete: it lacks the script's own folder, and the folders of
+    later `.pth` files. So nothing is decided before such an import. The finder stays in
+    `sys.meta_path` afterwards: taking it out during an import would make that import skip the
+    next finder.
     """
 
     waits = True
@@ -84,7 +84,7 @@ class _Watch:
             return None
         self.waits = False
         _apply()
-        # `apply()` has put its own finder before this one, where this import no longer comes by.
+        # `apply()` has put its own finder before this one, and this import is past it already.
         from importlib.util import find_spec
 
         return find_spec(fullname)
@@ -94,10 +94,10 @@ def _apply() -> None:
     try:
         init()
     except Exception as error:
-        # verl tells of a plugin that fails at debug level only.
-        _say(f"no patch is in place: {type(error).__name__}: {error}")
+        # verl logs an error of a plugin at debug level only.
+        _print(f"no patch is in place: {type(error).__name__}: {error}")
         raise
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"megatron-idempotent: {text}", file=sys.stderr, flush=True)

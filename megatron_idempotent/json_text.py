@@ -1,4 +1,4 @@
-"""Parses JSON that others wrote: whatever is wrong with it is one error."""
+"""Parses JSON from outside; every fault in it raises the same kind of error."""
 
 from __future__ import annotations
 
@@ -6,28 +6,31 @@ import json
 from typing import Any
 
 DEEPEST = 100
-"""The most objects and arrays within each other: what is parsed is copied and sent by recursion."""
+"""The most levels of nested objects and arrays: parsed values are copied and sent by recursion."""
 _TOO_DEEP = f"it is nested deeper than {DEEPEST} levels; write it flat"
 
 
 class JsonError(ValueError):
-    """A text is no JSON, or JSON that is nested too deeply or has too long a number."""
+    """A text is not JSON, is nested too deeply, or has a number that is too long."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds. Errors: `JsonError`; its caller names the file."""
+    """Return the value of a JSON text.
+
+    Raises:
+        JsonError: the text is not acceptable; the caller adds where the text is from.
+    """
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise JsonError(_TOO_DEEP) from None
     except ValueError as error:
         raise JsonError(str(error)) from error
-    level = [found]
+    level = [value]
     for _ in range(DEEPEST + 1):
-        # Its objects and arrays; of the last level there must be none.
-        nested = [each for each in level if isinstance(each, (dict, list))]
-        if not nested:
-            return found
-        parts = (each.values() if isinstance(each, dict) else each for each in nested)
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        if not containers:
+            return value
+        parts = (item.values() if isinstance(item, dict) else item for item in containers)
         level = [inner for part in parts for inner in part]
     raise JsonError(_TOO_DEEP)

@@ -1,6 +1,6 @@
-"""Decides whether Triton's kernels run: on GPUs that have what they need, or if they are asked for.
+"""Decides if Triton's kernels run: on GPUs that can run them, or where somebody asks for them.
 
-An argument of the call comes first, then the environment variable `MEGATRON_IDEMPOTENT_TRITON`
+An argument of the call decides first, then the environment variable `MEGATRON_IDEMPOTENT_TRITON`
 (1 or 0), then the device. On a CPU kernels run only when asked for, in Triton's interpreter.
 """
 
@@ -13,34 +13,34 @@ import os
 import torch
 
 VARIABLE = "MEGATRON_IDEMPOTENT_TRITON"
-#: The variable with which Triton runs kernels in NumPy, on a CPU.
+#: The variable that makes Triton run kernels on a CPU, in NumPy.
 INTERPRETER = "TRITON_INTERPRET"
 
 
 def uses_triton(
-    caller: str, device: torch.device, *, asked: bool | None, capability: tuple[int, int]
+    caller: str, device: torch.device, *, triton: bool | None, capability: tuple[int, int]
 ) -> bool:
     """Decide whether Triton's kernels run for tensors on a device.
 
     Args:
         caller: the name of the function that asks, for messages.
         device: the device of the tensors.
-        asked: True or False if the call's argument decides; None to let the variable, then the
-            device, decide.
+        triton: the call's argument, which decides if it is True or False; with None the variable
+            decides, or the device if the variable is unset.
         capability: the least compute capability that the kernels need, such as (9, 0).
 
     Raises:
-        ValueError: kernels were asked for and cannot run there, or the variable is not 0 or 1.
+        ValueError: kernels are demanded and cannot run there, or the variable is not 0 or 1.
     """
-    forced = asked if asked is not None else _from_environment()
+    forced = triton if triton is not None else _from_environment()
     if forced is False or (forced is None and device.type != "cuda"):
         return False
     missing = _missing(device, capability)
     if missing and forced:
-        how = "triton=True" if asked else f"{VARIABLE}=1"
+        switch = "triton=True" if triton else f"{VARIABLE}=1"
         raise ValueError(
-            f"{caller} was asked for Triton's kernels ({how}), and {missing}; drop {how} to run "
-            "without them"
+            f"{caller} was asked for Triton's kernels ({switch}), and {missing}; drop {switch} to "
+            "run without them"
         )
     return not missing
 
@@ -52,12 +52,12 @@ def _from_environment() -> bool | None:
     return None if not value else value == "1"
 
 
-def _missing(device: torch.device, capability: tuple[int, int]) -> str | None:
+def _missing(device: torch.device, least: tuple[int, int]) -> str | None:
     """Say what the kernels lack on a device; None if they can run."""
     if device.type == "cuda":
-        found = _capability(device.index or 0)
-        if found < capability:
-            return f"{device} has compute capability {found}, and they need {capability}"
+        capability = _capability(device.index or 0)
+        if capability < least:
+            return f"{device} has compute capability {capability}, and they need {least}"
     elif os.environ.get(INTERPRETER) != "1":
         return f"{device} is no GPU: set {INTERPRETER}=1 before Triton is imported"
     return None if _is_installed() else "Triton is not installed"

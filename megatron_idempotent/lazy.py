@@ -1,4 +1,4 @@
-"""Imports a package's public names at first use, and says how to install what is missing.
+"""Imports a package's public names at first use, and says how to install missing packages.
 
 The base install is for frameworks that pin their own torch and Megatron, so that either may be
 missing. This module imports neither.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # `import megatron_idempotent; apply()` comes by, and typing takes time
+TYPE_CHECKING = False  # importing typing would slow `import megatron_idempotent` down
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any
@@ -38,50 +38,52 @@ REMEDIES = {
         ("safetensors", "tokenizers", "transformers", "tensorboard", "matplotlib", "rich"), _TRAINER
     ),
 }
-"""Says, for each module that may be missing, how to install it."""
+"""Maps a module that may be missing to the command that installs it."""
 
 
 def untried_torch(version: str | None = None) -> str | None:
-    """Return a line about a torch that is newer than any that ranks were run on, else None.
+    """Return a sentence if a torch is newer than the newest one that ranks were run on, else None.
 
     The newest one is below the upper bound of the extra `trainer`.
 
     Args:
         version: the torch to judge; None for the installed one.
     """
-    # Here, because they take longer than all that `apply()` does.
+    # Not at the top: these imports take longer than `apply()`.
     from importlib import metadata
 
     from packaging.requirements import Requirement
 
     try:
-        found = version or metadata.version("torch")
-        wanted = map(Requirement, metadata.requires("megatron-idempotent") or ())
+        version = version or metadata.version("torch")
+        requirements = map(Requirement, metadata.requires("megatron-idempotent") or ())
     except metadata.PackageNotFoundError:
         return None
-    bounds = (each for one in wanted if one.name == "torch" for each in one.specifier)
+    bounds = (
+        bound for needed in requirements if needed.name == "torch" for bound in needed.specifier
+    )
     for bound in bounds:
-        if bound.operator == "<" and not bound.contains(found, prereleases=True):
+        if bound.operator == "<" and not bound.contains(version, prereleases=True):
             return (
-                f"torch {found} is newer than any that ranks were run on: if they do not start, "
+                f"torch {version} is newer than any that ranks were run on: if they do not start, "
                 f"pip install 'torch{bound}'"
             )
     return None
 
 
 class naming_the_remedy:
-    """Say in the error, if a package of `REMEDIES` is missing within the block, how to install it.
+    """Says in the error, if the block lacks a module of `REMEDIES`, how to install it.
 
     Args:
-        what: the name that the user asked for, such as `megatron_idempotent.TrainStep`.
+        feature: the name that the user asked for, such as `megatron_idempotent.TrainStep`.
 
     Raises:
-        ModuleNotFoundError: a module is missing, whose name is the error's `name`; an error for a
-            module that is not in `REMEDIES` is raised unchanged.
+        ModuleNotFoundError: a module is missing. The error's `name` is that of the module; an error
+            about a module that is not in `REMEDIES` is raised unchanged.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, feature: str) -> None:
+        self._feature = feature
 
     def __enter__(self) -> None:
         pass
@@ -89,7 +91,8 @@ class naming_the_remedy:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, ModuleNotFoundError) and error.name in REMEDIES:
             raise ModuleNotFoundError(
-                f"{self._what} needs {error.name}, which is not installed: {REMEDIES[error.name]}",
+                f"{self._feature} needs {error.name}, which is not installed: "
+                f"{REMEDIES[error.name]}",
                 name=error.name,
             ) from (error.__cause__ or error)
 
@@ -98,20 +101,20 @@ _homes: dict[str, dict[str, str]] = {}
 
 
 def homes(package: str) -> Mapping[str, str]:
-    """Return the module that has each name of a package, as the package's `__init__.pyi` says.
+    """Map the public names of a package to their modules, by the package's `__init__.pyi`.
 
-    The stub is the one place of these names. It has an import a line,
-    `from .module import name as name`, as type checkers ask of a stub and ruff writes it.
+    No other file lists these names. The stub has one import in a line,
+    `from .module import name as name`, which type checkers want in a stub and ruff writes.
     """
     if package not in _homes:
         __import__(package)
-        found: Any = sys.modules[package]
-        path = os.path.join(found.__path__[0], "__init__.pyi")
-        stub = found.__spec__.loader.get_data(path).decode()  # out of a wheel on the path, too
+        module: Any = sys.modules[package]
+        path = os.path.join(module.__path__[0], "__init__.pyi")
+        stub = module.__spec__.loader.get_data(path).decode()  # a wheel on the path has it, too
         imports = [line.split() for line in stub.splitlines() if line.startswith("from ")]
         _homes[package] = {
-            name: f"{package}{module}".rstrip(".") if module.startswith(".") else module
-            for _, module, _, name, *_ in imports
+            name: f"{package}{source}".rstrip(".") if source.startswith(".") else source
+            for _, source, _, name, *_ in imports
         }
     return _homes[package]
 
@@ -119,7 +122,7 @@ def homes(package: str) -> Mapping[str, str]:
 def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package that imports its names at first use.
 
-    Its `__all__` are the names of its stub, without its rooms (`from . import room as room`).
+    `__all__` has the names of the stub, without subpackages (`from . import room as room`).
 
     Example:
         __getattr__, __dir__ = attributes(__name__)
@@ -127,7 +130,7 @@ def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     def find(name: str) -> Any:
         if name == "__all__":
-            return [each for each, module in homes(package).items() if module != package]
+            return [listed for listed, module in homes(package).items() if module != package]
         module = None if name.startswith("__") else homes(package).get(name)
         if module is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

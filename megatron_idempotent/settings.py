@@ -1,7 +1,7 @@
 """Makes settings: frozen dataclasses that check themselves, built in code or read from TOML.
 
-pydantic checks types and ranges. This module says what is wrong in the words of the settings: the
-key, its value, what is allowed, the nearest known key, and the line of the file.
+pydantic checks types and ranges. This module writes the error messages: the key, its value, what is
+allowed, the most similar key, and the line of the file.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Field too: who imports it from here is told which extra brings pydantic.
+# With Field, so that its importers get the error above, which names the extra for pydantic.
 __all__ = ["Field", "SettingsReader", "allowed", "schema", "settings"]
 
 Record = TypeVar("Record")
-Place = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """A path to a value: keys from the outermost table on, such as `("optimizer", "lr")`."""
 
 _CHECKED = ConfigDict(
@@ -51,34 +51,33 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
     """Make a class a frozen, keyword-only dataclass whose fields are checked when it is built.
 
     A field's range is written as `Field(default=2, ge=1)`, and the string under it documents it. A
-    `__post_init__` that raises a ValueError checks several fields together. One `error` lists all
-    wrong fields and unknown keywords, with `prefix` before their names.
+    `__post_init__` that raises a ValueError checks several fields together. A wrong value or an
+    unknown keyword raises an `error`, which lists all faults, with `prefix` before the names.
     Example: `@settings(ConfigError, "optimizer.")`.
     """
 
     def decorate(cls: type[Record]) -> type[Record]:
         # Without kw_only, which makes pydantic sort the fields: `checked` takes keywords only.
-        made: Any = pydantic.dataclasses.dataclass(frozen=True, slots=True, config=_CHECKED)(cls)
-        build = made.__init__
+        record: Any = pydantic.dataclasses.dataclass(frozen=True, slots=True, config=_CHECKED)(cls)
+        build = record.__init__
         for base in cls.__mro__[1:]:  # pydantic takes descriptions from the class's own source
             for name, inherited in vars(base).get("__pydantic_fields__", {}).items():
-                field = made.__pydantic_fields__[name]
+                field = record.__pydantic_fields__[name]
                 field.description = field.description or inherited.description
 
         @functools.wraps(build)
         def checked(self: Any, **values: Any) -> None:
             try:
                 build(self, **values)
-            except ValidationError as found:
-                told = [text for _, text in _problems(found, made, prefix)]
-                raise error("\n".join(told)) from None
+            except ValidationError as faults:
+                sentences = [text for _, text in _problems(faults, record, prefix)]
+                raise error("\n".join(sentences)) from None
 
-        made.__init__ = checked
-        # pydantic would build this schema into records that have this one as a field. Its parts
-        # refer to the whole, and cloudpickle could not load such a record of a package pickled by
-        # value.
-        del made.__pydantic_core_schema__
-        return cast("type[Record]", made)
+        record.__init__ = checked
+        # pydantic would copy this schema, whose parts refer to it, into records that have this one
+        # as a field; cloudpickle could not load such records of a package pickled by value.
+        del record.__pydantic_core_schema__
+        return cast("type[Record]", record)
 
     return decorate
 
@@ -92,16 +91,22 @@ class SettingsReader(Generic[Record]):
     def __init__(
         self, kind: type[Record], error: type[ValueError], path: Path | None = None
     ) -> None:
-        """Read the file, unless `path` is None. Errors: `error`, which names the file.
+        """Read the file, unless `path` is None.
 
-        `kind` is the class of the record, and `error` the class of all errors.
+        Args:
+            kind: the class of the record.
+            error: the class of all errors.
+            path: the file.
+
+        Raises:
+            error: the file cannot be read, or is not TOML; the message names it.
         """
         self.table: dict[str, Any] = {}
         """The values given so far, as nested tables."""
         self._error, self._path = error, path
         self._kind: Any = kind
-        self._lines: Mapping[Place, int] = {}
-        self._set: set[Place] = set()
+        self._lines: Mapping[KeyPath, int] = {}
+        self._set: set[KeyPath] = set()
         if path is None:
             return
         try:
@@ -116,49 +121,58 @@ class SettingsReader(Generic[Record]):
     def set(self, *texts: str) -> SettingsReader[Record]:
         """Apply texts `key=value` or `section.key=value`, in order; return this reader.
 
-        A value is TOML, or a string without quotes. Errors: `error` for a text of another form.
+        A value is TOML, or a string without quotes.
+
+        Raises:
+            error: a text has another form.
         """
         for text in texts:
             path, equals, raw = text.partition("=")
-            place = tuple(part.strip() for part in path.split("."))
-            if not equals or not all(place):
-                raise self._error(f"--set {_shown(text)}; write key=value, or section.key=value")
+            key_path = tuple(part.strip() for part in path.split("."))
+            if not equals or not all(key_path):
+                raise self._error(f"--set {_quoted(text)}; write key=value, or section.key=value")
             table = self.table
-            for part in place[:-1]:
+            for part in key_path[:-1]:
                 table = table.setdefault(part, {})
                 if not isinstance(table, dict):
                     raise self._error(
-                        f"--set {_shown(text)}: {part} is {_shown(table)}, and no section; "
+                        f"--set {_quoted(text)}: {part} is {_quoted(table)}, and no section; "
                         f"write {part}=value"
                     )
-            table[place[-1]] = _value(raw.strip(), _at(self._kind, place))
-            self._set.add(place)
+            table[key_path[-1]] = _value(raw.strip(), _schema_of(self._kind, key_path))
+            self._set.add(key_path)
         return self
 
     def build(self, under: Mapping[str, Mapping[str, Any]] | None = None) -> Record:
-        """Build the record; a key that was not given has its value in `under`, or its default.
+        """Build the record out of the file and the texts.
 
-        `under` has values by section and key. Errors: `error`, with a line for each fault.
+        Args:
+            under: values, by section and key, of keys that neither has; other keys have defaults.
+
+        Raises:
+            error: a value or a key is wrong; the message has a line for each fault.
         """
         table = self.table
         for section, values in (under or {}).items():
-            given = table.get(section, {})
-            if isinstance(given, dict):
-                table = {**table, section: {**values, **given}}
+            own_values = table.get(section, {})
+            if isinstance(own_values, dict):
+                table = {**table, section: {**values, **own_values}}
         try:
-            # As JSON: a table may then be a record, and no other type is converted.
+            # As JSON, from which pydantic converts tables to records, and nothing else.
             record = _adapter(self._kind).validate_json(json.dumps(table, default=str))
-        except ValidationError as found:
-            told = [self._where(place) + text for place, text in _problems(found, self._kind, "")]
-            raise self._error("\n".join(told)) from None
+        except ValidationError as faults:
+            problems = _problems(faults, self._kind, "")
+            raise self._error(
+                "\n".join(self._line(path) + text for path, text in problems)
+            ) from None
         return cast("Record", record)
 
-    def _where(self, place: Place) -> str:
-        """Return `file:line: ` for a key of the file, and "" for a key that was set over it."""
-        n = len(place)
-        if self._path is None or any(each[:n] == place[: len(each)] for each in self._set):
+    def _line(self, key_path: KeyPath) -> str:
+        """Return `file:line: ` for a key of the file, and "" for a key that `set` has replaced."""
+        n = len(key_path)
+        if self._path is None or any(path[:n] == key_path[: len(path)] for path in self._set):
             return ""
-        line = self._lines.get(place)
+        line = self._lines.get(key_path)
         return f"{self._path}:{line}: " if line else f"{self._path}: "
 
 
@@ -169,7 +183,7 @@ def schema(kind: Any) -> dict[str, Any]:
 
 
 def allowed(field: Mapping[str, Any]) -> str:
-    """Say in words what a field may be, from its JSON schema: `above 0, up to 1`."""
+    """Return the values that a field allows, in words, from its JSON schema: `above 0, up to 1`."""
     if "enum" in field or "const" in field:
         return " or ".join(map(str, field.get("enum", [field.get("const")])))
     if field.get("type") == "boolean":
@@ -194,59 +208,61 @@ def allowed(field: Mapping[str, Any]) -> str:
 _TYPES = {"integer": "a whole number", "number": "a number", "string": "text"}
 
 
-def _problems(found: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[Place, str]]:
-    """Yield the place of each fault that pydantic found, and a sentence about it."""
-    for each in found.errors(include_url=False):
-        place = tuple(map(str, each["loc"]))
-        field = _at(kind, place)
-        name, value, what = prefix + ".".join(place), _shown(each["input"]), each["type"]
-        if what == "value_error":  # a record's own check names what is wrong in it
-            text = str(each["ctx"]["error"])
+def _problems(faults: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the key of each fault that pydantic found, and a sentence about it."""
+    for fault in faults.errors(include_url=False):
+        key_path = tuple(map(str, fault["loc"]))
+        field = _schema_of(kind, key_path)
+        name, value, reason = prefix + ".".join(key_path), _quoted(fault["input"]), fault["type"]
+        if reason == "value_error":  # a record's own check names what is wrong in it
+            text = str(fault["ctx"]["error"])
             # A check that a record inherits names its keys without the section.
-            yield place, text if text.startswith(name) else f"{name.rstrip('.')}.{text}"
-        elif what == "unexpected_keyword_argument":
-            siblings = _at(kind, place[:-1]).get("properties", {})
-            yield place, _unknown(kind, place, prefix, each["input"], siblings)
-        elif what == "missing":
-            yield place, f"{name} is missing; give {_TYPES.get(field.get('type', ''), 'it')}"
+            yield key_path, text if text.startswith(name) else f"{name.rstrip('.')}.{text}"
+        elif reason == "unexpected_keyword_argument":
+            siblings = _schema_of(kind, key_path[:-1]).get("properties", {})
+            yield key_path, _unknown(kind, key_path, prefix, fault["input"], siblings)
+        elif reason == "missing":
+            yield key_path, f"{name} is missing; give {_TYPES.get(field.get('type', ''), 'it')}"
         elif field.get("type") == "object":
-            yield place, f"{name} is {value}; write it as a table, [{name}]"
-        elif what.endswith("_type") and field.get("type") in _TYPES:
+            yield key_path, f"{name} is {value}; write it as a table, [{name}]"
+        elif reason.endswith("_type") and field.get("type") in _TYPES:
             also = "" if allowed(field) == "any" else f", {allowed(field)}"
-            yield place, f"{name} is {value}; give {_TYPES[field['type']]}{also}"
+            yield key_path, f"{name} is {value}; give {_TYPES[field['type']]}{also}"
         else:
-            yield place, f"{name} is {value}; allowed: {allowed(field)}"
+            yield key_path, f"{name} is {value}; allowed: {allowed(field)}"
 
 
-def _shown(value: object) -> str:
-    """Return a value as a message has it; a URL may hold a password, or a query that signs it."""
+def _quoted(value: object) -> str:
+    """Return a value for a message; not a URL, which may hold a password or a signature."""
     return "not shown: a URL may hold secrets" if "://" in repr(value) else repr(value)
 
 
-def _unknown(kind: Any, place: Place, prefix: str, value: object, siblings: Iterable[str]) -> str:
-    *section, key = place
-    name = prefix + ".".join(place)
+def _unknown(
+    kind: Any, key_path: KeyPath, prefix: str, value: object, siblings: Iterable[str]
+) -> str:
+    *section, key = key_path
+    name = prefix + ".".join(key_path)
     near = difflib.get_close_matches(key, siblings, n=1)
-    hints = [".".join((*section, each)) for each in near]
-    hints += [".".join(each) for each in _keys(kind) if each[-1] == key]
+    hints = [".".join((*section, sibling)) for sibling in near]
+    hints += [".".join(path) for path in _keys(kind) if path[-1] == key]
     hint = f"did you mean {prefix}{hints[0]}?" if hints else f"known: {', '.join(siblings)}"
     if isinstance(value, dict):
         return f"unknown section {name}; {hint}"
-    return f"unknown key {name} (value {_shown(value)}); {hint}"
+    return f"unknown key {name} (value {_quoted(value)}); {hint}"
 
 
-def _keys(kind: Any) -> Iterator[Place]:
-    """Yield the keys of a record and of its sections, as places."""
+def _keys(kind: Any) -> Iterator[KeyPath]:
+    """Yield the keys of a record and of its sections."""
     for key in schema(kind)["properties"]:
         yield (key,)
-        yield from ((key, each) for each in _at(kind, (key,)).get("properties", {}))
+        yield from ((key, inner) for inner in _schema_of(kind, (key,)).get("properties", {}))
 
 
-def _at(kind: Any, place: Place) -> Mapping[str, Any]:
-    """Return the JSON schema of the value at a place; empty for one that no record has."""
+def _schema_of(kind: Any, key_path: KeyPath) -> Mapping[str, Any]:
+    """Return the JSON schema of the value of a key; empty if the record has no such key."""
     root = schema(kind)
     field = root
-    for key in place:
+    for key in key_path:
         field = field.get("properties", {}).get(key, {})
         while "$ref" in field:
             field = root["$defs"].get(field["$ref"].rpartition("/")[2], {})
@@ -258,13 +274,13 @@ def _value(raw: str, field: Mapping[str, Any]) -> Any:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
         return raw
-    # A directory may be called 123.
+    # A folder may be called 123.
     return raw if field.get("type") == "string" and not isinstance(value, str) else value
 
 
-def _lines(text: str) -> Iterator[tuple[Place, int]]:
-    """Yield the place of each key and table in a TOML file, with its line, from 1."""
-    table: Place = ()
+def _lines(text: str) -> Iterator[tuple[KeyPath, int]]:
+    """Yield each key and table of a TOML file, with its line, from 1."""
+    table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\[?\s*([\w.-]+)\s*\]", line):
             table = tuple(header[1].split("."))

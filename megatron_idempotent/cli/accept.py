@@ -1,10 +1,10 @@
-"""Implements `drift PATH --accept ID`, which notes that a person has read what drifted.
+"""Implements `drift PATH --accept ID`, which writes down that a person has read what drifted.
 
-A new release of Megatron changes files in `patches/_generated/` only: `reviewed.txt`,
-`accepted.txt`, which has the hashes of the statements that were read, and `reads.txt`, where it
-lacks what a wrapper reads beside the body. Case files change only if a wrapper does. Bodies that
-did not change get the new release into their label without being named. Other releases that have
-the same file, as `releases.txt` says, are in the label too.
+A new release of Megatron changes files in `patches/_generated/` only: `reviewed.txt`;
+`accepted.txt`, which has hashes of the statements that were read; and `reads.txt`, if the release
+lacks a name that a wrapper needs. Case files change only if a wrapper does. The label of a body
+that did not change is extended to the new release, and to other releases that have the same file
+according to `releases.txt`, without an ID.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
 
     Args:
         trees: the releases, or one commit, that were read.
-        ids: the patches for which every body that they wrap was read. It says nothing of other
-            patches around the same functions.
+        ids: the patches for which every body that they wrap was read. Other patches of the same
+            functions need reviews of their own.
         label: the name of a commit, such as "main, November 2026"; None for releases.
 
     Returns:
         A sentence for each new line in `reviewed.txt`.
 
     Raises:
-        ValueError: this package is installed and not a checkout; a commit has no label. No file is
-            changed then.
+        ValueError: this package is installed and not a checkout, or a commit has no label. No file
+            is changed then.
     """
     if not _CHECKOUT.is_file():
         raise ValueError(
@@ -60,12 +60,12 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
             "accept in a checkout of this project"
         )
     trees = list(trees)
-    known = Reviewed(content(FOLDER, FILE))
-    _drop_unwrapped(known)
+    reviews = Reviewed(content(FOLDER, FILE))
+    _drop_unwrapped(reviews)
     statements = {line[:12]: line for line in content(FOLDER, ACCEPTED)}
     table = Table(content(FOLDER, TABLE))
     releases = [*filter(None, map(table.release, table.names))]
-    told: list[str] = []
+    sentences: list[str] = []
     for tree in trees:
         bodies = {
             target.address: tree.body(target.module, target.qualname)
@@ -78,27 +78,28 @@ def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | No
             release = release_of(tree, patch.distribution)
             if patch.id in ids and check_range(patch, release).status is None:
                 for target in patch.targets:
-                    told += _accept(known, patch, target, bodies[target.address], label, tree)
+                    body = bodies[target.address]
+                    sentences += _accept(reviews, patch, target, body, label, tree)
             if label is None and release is not None:
                 for target in patch.targets:
-                    others: list[Installed] = []
+                    same_file: list[Installed] = []
                     if patch.distribution == MEGATRON:
-                        others = _with_the_same_file(releases, target, tree)
-                    for named in (release, *others):
-                        _extend(known, patch, target, bodies[target.address], named)
-        read = _read(known)
-        found = [body for body in bodies.values() if body is not None and body.hash in read]
-        statements |= {line[:12]: line for line in accepted_lines(found)}
-    read = _read(known)
-    write(FOLDER, FILE, known.lines())
+                        same_file = _with_the_same_file(releases, target, tree)
+                    for labelled in (release, *same_file):
+                        _extend(reviews, patch, target, bodies[target.address], labelled)
+        hashes = _read(reviews)
+        read = [body for body in bodies.values() if body is not None and body.hash in hashes]
+        statements |= {line[:12]: line for line in accepted_lines(read)}
+    hashes = _read(reviews)
+    write(FOLDER, FILE, reviews.lines())
     needs = accepted_needs(parsed(content(FOLDER, READS)), trees, ids)
     write(FOLDER, READS, lines_of(needs))
-    write(FOLDER, ACCEPTED, [line for name, line in sorted(statements.items()) if name in read])
-    return told
+    write(FOLDER, ACCEPTED, [line for name, line in sorted(statements.items()) if name in hashes])
+    return sentences
 
 
 def _accept(
-    known: Reviewed,
+    reviews: Reviewed,
     patch: Patch,
     target: Target,
     body: Body | None,
@@ -107,32 +108,32 @@ def _accept(
 ) -> list[str]:
     if body is None:
         return []
-    parts = known.parts.get((target.address, patch.id), {})
-    # Frameworks change around what a patch relies on with every commit: the fragments decide there.
+    parts = reviews.parts.get((target.address, patch.id), {})
+    # A framework's function changes with every commit, so that the fragments decide there.
     if patch.distribution != MEGATRON and not parts and review(target, body)[0]:
         return []
     part = _part(target, body)
-    told = []
-    if patch.id not in known.readers.get((target.address, body.hash), ()):
-        called = _called(patch.distribution, label, tree)
-        known.readers.setdefault((target.address, body.hash), []).append(patch.id)
-        called = known.bodies.setdefault(target.address, {}).setdefault(body.hash, called)
-        told.append(f"{patch.id}: body {body.hash} of {target.address}, {called}")
+    sentences = []
+    if patch.id not in reviews.readers.get((target.address, body.hash), ()):
+        name = _label(patch.distribution, label, tree)
+        reviews.readers.setdefault((target.address, body.hash), []).append(patch.id)
+        name = reviews.bodies.setdefault(target.address, {}).setdefault(body.hash, name)
+        sentences.append(f"{patch.id}: body {body.hash} of {target.address}, {name}")
     if part is not None and part not in parts:
-        called = _called(patch.distribution, label, tree)
-        known.parts.setdefault((target.address, patch.id), {})[part] = called
-        told.append(f"{patch.id}: part {part} of {target.address}, {called}")
-    return told
+        name = _label(patch.distribution, label, tree)
+        reviews.parts.setdefault((target.address, patch.id), {})[part] = name
+        sentences.append(f"{patch.id}: part {part} of {target.address}, {name}")
+    return sentences
 
 
 def _part(target: Target, body: Body) -> str | None:
     """Return the hash of what the patch relies on; None if the whole body has to be read."""
-    if not target.relies_on or not all(body.contains(each) for each in target.relies_on):
+    if not target.relies_on or not all(body.contains(text) for text in target.relies_on):
         return None
     return None if unmet(target.wrapper, body) is not None else part_of(target, body).hash
 
 
-def _called(distribution: str, label: str | None, tree: SourceTree) -> str:
+def _label(distribution: str, label: str | None, tree: SourceTree) -> str:
     release = release_of(tree, distribution)
     if label is None and release is None:
         raise ValueError(
@@ -143,21 +144,21 @@ def _called(distribution: str, label: str | None, tree: SourceTree) -> str:
 
 
 def _extend(
-    known: Reviewed, patch: Patch, target: Target, body: Body | None, release: Installed
+    reviews: Reviewed, patch: Patch, target: Target, body: Body | None, release: Installed
 ) -> None:
-    """Extend the label of a known body, and of a reviewed part, to a release that has it too.
+    """Extend the labels of a body and of a reviewed part to a release that has them too.
 
-    A body of a release from before the hazard is noted, though nobody has read it: on a commit it
-    tells that the hazard is not there yet.
+    A body of a release before the hazard is written down unread: a commit that has it does not have
+    the hazard yet.
     """
     if body is None:
         return
-    labels = known.bodies.setdefault(target.address, {})
+    labels = reviews.bodies.setdefault(target.address, {})
     if not supported(release, patch.since, OPEN):
         labels.setdefault(body.hash, release.text)
     if body.hash in labels:
         labels[body.hash] = _with(labels[body.hash], release)
-    parts = known.parts.get((target.address, patch.id), {})
+    parts = reviews.parts.get((target.address, patch.id), {})
     part = _part(target, body) if parts else None
     if part in parts:
         parts[part] = _with(parts[part], release)
@@ -176,7 +177,7 @@ def _with_the_same_file(
 
 
 def _with(label: str, release: Installed) -> str:
-    """Return the label of a body, such as `0.12.0 to 0.15.3`, with a release that has it, too."""
+    """Return the label of a body, such as `0.12.0 to 0.15.3`, extended to a release."""
     first, _, last = label.partition(" to ")
     if not numbers(first):
         return label  # a commit's
@@ -184,16 +185,16 @@ def _with(label: str, release: Installed) -> str:
     return ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
 
 
-def _drop_unwrapped(known: Reviewed) -> None:
+def _drop_unwrapped(reviews: Reviewed) -> None:
     """Drop the bodies of functions that no patch wraps any more."""
     wrapped = {target.address for patch in patches().values() for target in patch.targets}
-    for address in known.bodies.keys() - wrapped:
-        for name in known.bodies.pop(address):
-            known.readers.pop((address, name), None)
-    for address, patch_id in [key for key in known.parts if key[0] not in wrapped]:
-        del known.parts[address, patch_id]
+    for address in reviews.bodies.keys() - wrapped:
+        for name in reviews.bodies.pop(address):
+            reviews.readers.pop((address, name), None)
+    for address, patch_id in [key for key in reviews.parts if key[0] not in wrapped]:
+        del reviews.parts[address, patch_id]
 
 
-def _read(known: Reviewed) -> set[str]:
+def _read(reviews: Reviewed) -> set[str]:
     """Return the hashes of the bodies that somebody has read for a patch."""
-    return {name for _, name in known.readers}
+    return {name for _, name in reviews.readers}

@@ -1,7 +1,7 @@
 """Implements `completion`: scripts that complete commands, options and hazard ids in a shell.
 
-`shtab` makes a script from the parser, with all words in it: a completion starts no Python. It is
-printed again after an update of the package.
+`shtab` makes a script from the parser, with all words in it, so that a completion starts no Python.
+Install the script again after an update of the package.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHELLS = {
     "fish": "megatron-idempotent completion fish > ~/.config/fish/completions/"
     "megatron-idempotent.fish",
 }
-"""The line that installs the script of each shell, for shells to come."""
+"""Maps a shell to the line that installs its script for new shells."""
 
 # shtab's script for zsh registers its function where it is evaluated, as no line of a file is.
 _COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -u; }\n"
@@ -42,7 +42,7 @@ def completion(shell: str, parser: argparse.ArgumentParser) -> int:
 
     Args:
         shell: a key of `SHELLS`.
-        parser: the parser of all commands, whose arguments get the words that they may be.
+        parser: the parser of all commands. Its arguments get the words that complete them.
 
     Raises:
         ModuleNotFoundError: shtab is missing.
@@ -74,19 +74,19 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _words(action: argparse.Action) -> tuple[str, ...]:
-    """Return the values that an argument may have by its metavar, or by the trainer's settings."""
+    """Return the words that complete an argument, by its metavar or by the trainer's settings."""
     if action.metavar == "SECTION.KEY=VALUE":
         return tuple(f"{name}=" for name in _settings())
     if action.metavar in _NAMED:
         module, _, name = _NAMED[str(action.metavar)].partition(":")
-        named = getattr(importlib.import_module(f"megatron_idempotent.{module}"), name)
-        return tuple(named() if callable(named) else named)
+        words = getattr(importlib.import_module(f"megatron_idempotent.{module}"), name)
+        return tuple(words() if callable(words) else words)
     section, _, key = action.dest.partition(".")
     return _settings().get(f"{section}.{key}", ()) if key else ()
 
 
 def _settings() -> dict[str, tuple[str, ...]]:
-    """Return the words that each setting of the trainer may be, none for one that is no word."""
+    """Return the words that each of the trainer's settings allows; none for a number or a text."""
     from megatron_idempotent.rl.trainer import config
 
     return {

@@ -1,6 +1,6 @@
-"""Implements `doctor`, which says what would be applied here, and why.
+"""Implements `doctor`, which says which patches would be applied here, and why.
 
-It imports neither torch nor Megatron, unless it is to look at others who patch Megatron, too.
+It imports neither torch nor Megatron, unless `--beside` names another package that patches it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_idempotent.patching.table import terminal_width
 
 from .hook import hook_here
 
-#: Those who replace functions of Megatron → what does so, for `--beside`.
+#: A package that replaces functions of Megatron → what `--beside` takes for it.
 _NEIGHBOURS = {
     "liger_kernel": "liger_kernel.megatron:apply_liger_kernel_to_megatron",
     "mcore_bridge": "mcore_bridge",
@@ -35,26 +35,26 @@ _NEIGHBOURS = {
 _NAMED = 3
 
 
-def doctor(*, as_json: bool, beside: str | None = None) -> int:
+def doctor(*, as_json: bool, neighbour: str | None = None) -> int:
     """Print one line that sums up, and then the patches in groups, or all rows as JSON.
 
     Args:
         as_json: print JSON.
-        beside: a module that patches Megatron when it is imported, or `module:function` to call.
-            Patches are applied before that, and the rows say who stands at their functions.
+        neighbour: a module that patches Megatron when it is imported, or `module:function` to
+            call. Our patches are applied first, and the rows say whose code wraps their functions.
 
     Returns:
-        The exit code: 1 if a patch failed, drifted or is in conflict, or if a Megatron is here that
-        gets no patch, so that a person has to look; else 0.
+        The exit code: 1 if a patch failed, drifted or is in conflict, or if the installed Megatron
+        gets no patch; else 0.
 
     Raises:
         ValueError: there is no such module or function, or importing it fails.
     """
-    if beside is None:
+    if neighbour is None:
         report = apply(dry_run=True)
     else:
         apply()
-        _patch_by(beside)
+        _patch_by(neighbour)
         report = api.report()
     nothing = api.nothing_lands(report)
     if as_json:
@@ -63,54 +63,54 @@ def doctor(*, as_json: bool, beside: str | None = None) -> int:
         lines = [*filter(None, [nothing]), *notes()]
         print(
             overview(
-                report, report.incomplete, terminal_width(), dry_run=beside is None, notes=lines
+                report, report.incomplete, terminal_width(), dry_run=neighbour is None, notes=lines
             )
         )
     return 1 if report.problems or nothing else 0
 
 
-def _patch_by(beside: str) -> None:
+def _patch_by(neighbour: str) -> None:
     """Import `module`, or import it and call the function of `module:function`.
 
     Raises:
         ValueError: there is no such module or function, or the module cannot be imported.
     """
-    name, _, function = beside.partition(":")
+    name, _, function = neighbour.partition(":")
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f"--beside {beside}: {name!r} is no module: write MODULE[:FUNCTION]")
+        raise ValueError(f"--beside {neighbour}: {name!r} is no module: write MODULE[:FUNCTION]")
     try:
         module = importlib.import_module(name)
     except ImportError as error:
         above = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
-        why = f"importing {name} raises {type(error).__name__}: {error}"
+        reason = f"importing {name} raises {type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError) and error.name in above:
-            why = (
+            reason = (
                 f"no module {error.name!r} on the path of {sys.executable}: write "
                 "MODULE[:FUNCTION] as in an import statement, and set PYTHONPATH to the folder "
                 "that holds it"
             )
-        raise ValueError(f"--beside {beside}: {why}") from error
+        raise ValueError(f"--beside {neighbour}: {reason}") from error
     if function:
         if not callable(getattr(module, function, None)):
             raise ValueError(
-                f"--beside {beside}: the module {name} has no function {function!r}: write the one "
-                "that patches Megatron, or nothing after the module if its import does so"
+                f"--beside {neighbour}: the module {name} has no function {function!r}: write the "
+                "one that patches Megatron, or nothing after the module if its import does so"
             )
         getattr(module, function)()
 
 
 def notes() -> Iterator[str]:
-    """Yield what there is to say of this environment beside its patches, a sentence each."""
+    """Yield sentences about this environment: its commit, its torch, the hook, other patchers."""
     yield from _commit()
     yield from map(without_case_file, lost())
     yield from filter(None, [untried_torch(), hook_here()])
-    for name, what in _NEIGHBOURS.items():
+    for name, patcher in _NEIGHBOURS.items():
         if import_hooks.find(name) is not None and name not in sys.modules:
-            yield f"{name} patches Megatron, too: `doctor --beside {what}` says where"
+            yield f"{name} patches Megatron, too: `doctor --beside {patcher}` says where"
 
 
 def _commit() -> Iterator[str]:
-    """Yield a line that says so if the installed Megatron is no release that we have read."""
+    """Yield a sentence if the installed Megatron is not the release that it says it is."""
     comparison = compared()
     if comparison is None:
         return
@@ -130,10 +130,10 @@ def _commit() -> Iterator[str]:
         )
         return
     differing = [*release.differing(OnPath())]
-    named = ", ".join(differing[:_NAMED]) + (", …" if differing[_NAMED:] else "")
+    files = ", ".join(differing[:_NAMED]) + (", …" if differing[_NAMED:] else "")
     yield (
         f"Megatron says {claimed}, but {len(differing)} of the {len(release.digests)} files that "
-        f"patches read are not that release's ({named}): a development commit, or a changed "
+        f"patches read are not that release's ({files}): a development commit, or a changed "
         "release. Its functions' contents decide"
     )
 

@@ -1,8 +1,8 @@
 """Implements `drift`, which compares patches with sources: the installed ones, wheels or checkouts.
 
 It covers Megatron, and the frameworks that carry copies of its code. For each patch and tree it
-says whether the bodies that the patch wraps are reviewed, repaired upstream or new, and shows what
-is new in them. It reads source only, so that all releases take seconds.
+says whether the bodies that the patch wraps are reviewed, repaired upstream or new, and shows the
+new lines. It only reads sources, so that all releases take seconds.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ class Drift:
     version: str
     """The distribution's version; `unknown` in a framework's checkout, whose bodies decide."""
     standing: Standing
-    """`reviewed`: a person has read every body for this patch. `holds`: not every one, but the
-    others have the fragments that it relies on. `fixed_upstream`: upstream has repaired the hazard.
-    `missing`: a target is not in the tree (wheels before 0.17 lack `megatron.training`). `drifted`:
-    a body is new and the patch would be refused. `not_affected`: the release is not in the hazard's
-    range, or a body, whatever the version says, is older than the hazard."""
+    """`reviewed`: a person has read every body for this patch. `holds`: the bodies that nobody has
+    read have the fragments that the patch relies on. `fixed_upstream`: upstream has repaired the
+    hazard. `missing`: a target is not in the tree (wheels before 0.17 lack `megatron.training`).
+    `drifted`: a body is new and the patch would be refused. `not_affected`: the release is not in
+    the hazard's range, or a body is older than the hazard, whatever the version says."""
     reason: str
     """A sentence that says why the patch stands so."""
     diff: str
-    """Unified diff of the drifted bodies against the newest accepted ones among the trees or, if no
-    tree has one, against the statements of the nearest accepted one."""
+    """Unified diff of the drifted bodies against the newest accepted bodies among the trees; if no
+    tree has an accepted body, against the statements of the most similar one."""
 
 
 def compare(trees: Iterable[SourceTree]) -> list[Drift]:
@@ -74,21 +74,21 @@ def compare(trees: Iterable[SourceTree]) -> list[Drift]:
     rows = []
     for patch in patches().values():
         references: dict[str, _Reference] = {}
-        found = [
+        bodies_of_trees = [
             (tree, {t.address: tree.body(t.module, t.qualname) for t in patch.targets})
             for tree in trees
             if patch.distribution in tree.versions
         ]
-        for tree, bodies in found:
+        for tree, bodies in bodies_of_trees:
             for target in patch.targets:
                 body = bodies[target.address]
                 if body is None or not review(target, body)[0]:
                     continue
                 reviewed = body.hash in target.reviewed
-                known = references.get(target.address)
-                if reviewed or known is None or not known.reviewed:
+                older = references.get(target.address)
+                if reviewed or older is None or not older.reviewed:
                     references[target.address] = _Reference(_label(tree, patch), reviewed, body)
-        for tree, bodies in found:
+        for tree, bodies in bodies_of_trees:
             version = tree.versions[patch.distribution]
             standing, reason, diff = _stand(patch, tree, bodies, references)
             rows.append(
@@ -106,7 +106,7 @@ def compare(trees: Iterable[SourceTree]) -> list[Drift]:
 
 
 class _Reference(NamedTuple):
-    """Holds the accepted body with which a drifted one is compared."""
+    """Holds an accepted body, with which a drifted one is compared."""
 
     label: str
     reviewed: bool
@@ -128,8 +128,8 @@ def _stand(
     if verdict.status in _STANDINGS:
         return _STANDINGS[verdict.status], verdict.reason, ""
     if verdict.status is None:
-        known = all(verdict.bodies[t.address].hash in t.reviewed for t in patch.targets)
-        return ("reviewed" if known else "holds"), verdict.reason, ""
+        reviewed = all(verdict.bodies[t.address].hash in t.reviewed for t in patch.targets)
+        return ("reviewed" if reviewed else "holds"), verdict.reason, ""
     drifted = [t for t in patch.targets if not review(t, verdict.bodies[t.address])[0]]
     diffs = [_diff(t, _label(tree, patch), verdict.bodies[t.address], references) for t in drifted]
     return "drifted", verdict.reason, "\n".join(diffs)
@@ -138,17 +138,17 @@ def _stand(
 def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Reference]) -> str:
     reference = references.get(target.address)
     if reference is None:  # no tree has an accepted body: the hashes of its statements are known
-        found = change(body, target.reviewed)
-        if found is None:
+        changed = change(body, target.reviewed)
+        if changed is None:
             return (
                 f"{target.address}: nobody has read a body of it for this patch, so there is "
                 "nothing to compare with"
             )
         heads = (
-            f"--- {target.address} in {found.label}, reviewed, by its statements' hashes",
+            f"--- {target.address} in {changed.label}, reviewed, by its statements' hashes",
             f"+++ {target.address} in {label}",
         )
-        return "\n".join((*heads, *found.lines))
+        return "\n".join((*heads, *changed.lines))
     accepted = "reviewed" if reference.reviewed else "which holds what the patch relies on"
     return "\n".join(
         difflib.unified_diff(
@@ -205,8 +205,8 @@ def drift(
     if accepted is not None:
         from .accept import accept
 
-        told = accept(trees, check_ids(accepted, "--accept", patches()), label=label)
-        print("\n".join(told) or "nothing is new in these patches")
+        sentences = accept(trees, check_ids(accepted, "--accept", patches()), label=label)
+        print("\n".join(sentences) or "nothing is new in these patches")
         return 0
     rows = compare(trees)
     drifted = [row for row in rows if row.standing == "drifted"]
@@ -223,20 +223,20 @@ def drift(
 
 
 def _installed() -> list[SourceTree]:
-    found = installed_trees()
-    if not found:
+    trees = installed_trees()
+    if not trees:
         raise ValueError("no megatron-core is installed: install it, or name a wheel or a checkout")
-    return found
+    return trees
 
 
 def _grid(rows: Sequence[Drift]) -> str:
-    names: dict[str, dict[str, None]] = {}  # by path, what is in it, in order
+    names: dict[str, dict[str, None]] = {}  # path → names of its distributions, in order
     for row in rows:
         names.setdefault(row.path, {})[_name(row)] = None
     cells = {(row.id, row.path): _cell(row) for row in rows}
     ids = list(dict.fromkeys(row.id for row in rows))
     grid = [[i, *(cells.get((i, path), "") for path in names)] for i in ids]
-    return render(("patch", *(", ".join(each) for each in names.values())), grid)
+    return render(("patch", *(", ".join(inside) for inside in names.values())), grid)
 
 
 def _name(row: Drift) -> str:

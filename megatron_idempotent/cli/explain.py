@@ -1,4 +1,4 @@
-"""Implements `explain`, which prints a case file, or finds those that a message speaks of."""
+"""Implements `explain`, which prints a hazard's case file, or finds hazards by a message."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
 from megatron_idempotent.patching.settings import unknown_id
 from megatron_idempotent.patching.table import render
 
-#: The most hazards that a message finds.
+#: The most hazards that a message lists.
 _SHOWN = 5
 _WORD = re.compile(r"[a-z][a-z0-9]{2,}")
 
 
 def explain(text: str) -> int:
-    """Print a hazard's case file, those that a message may come from, or a line for each hazard.
+    """Print a hazard's case file, the hazards that a message may come from, or all hazards.
 
     Args:
-        text: an id, also as its file's name; words of a message or a symptom; or nothing.
+        text: an id, or the name of its file; words of a message or a symptom; or "".
 
     Returns:
         The exit code, 0.
 
     Raises:
-        UnknownPatchError: no case file has that id, or speaks of that.
+        UnknownPatchError: no case file has that id, or a title or symptom like the text.
     """
     listed = hazards()
     if as_id(text) in listed:
@@ -64,7 +64,7 @@ def case_text(patch: Hazard) -> str:
 
 
 def as_id(text: str) -> str:
-    """Return a hazard's id, also for its file's name `no_sync_func_reentry.py`; others as given."""
+    """Return the id of the hazard whose file is called so, or the text if there is none."""
     dashed = text.removesuffix(".py").replace("_", "-")
     return dashed if dashed in hazards() else text
 
@@ -72,20 +72,20 @@ def as_id(text: str) -> str:
 def nearest(text: str) -> list[str]:
     """Return the ids of hazards that a message or a symptom may come from, the likeliest first.
 
-    First come hazards whose reproduction raises such an error, or whose title or symptom has the
-    text. The others share words with it that few case files have in title and symptom.
+    First come hazards whose reproduction raises such an error, or whose title or symptom contains
+    the text. The others have words of it in title and symptom that few case files have.
     """
     texts = {name: _spoken(hazard) for name, hazard in hazards().items()}
-    known = {name: set(_WORD.findall(spoken)) for name, spoken in texts.items()}
-    files_with = Counter(word for words in known.values() for word in words)
+    words_of = {name: set(_WORD.findall(spoken)) for name, spoken in texts.items()}
+    files_with = Counter(word for words in words_of.values() for word in words)
     weights = {
-        word: math.log(len(known) / files_with[word])
+        word: math.log(len(words_of) / files_with[word])
         for word in set(_WORD.findall(text.lower()))
-        if 0 < files_with[word] <= len(known) / 4
+        if 0 < files_with[word] <= len(words_of) / 4
     }
     phrase = " ".join(re.sub(r"^\S*(Error|Exception): ", "", text).lower().split())
     scores = {}
-    for name, words in known.items():
+    for name, words in words_of.items():
         shared = weights.keys() & words
         score = sum(weights[word] for word in shared) * (len(shared) > 1)
         hazard = hazards()[name]

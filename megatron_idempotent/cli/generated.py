@@ -29,6 +29,6 @@ def rewrite(path: Path, text: str) -> None:
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
     # An interrupted write must not leave half a file: write another one, and rename it.
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_idempotent.hook import PACKAGES
 from megatron_idempotent.patching.settings import OFF, SWITCH
 
-HOOK = "zz_megatron_idempotent.pth"
+PTH = "zz_megatron_idempotent.pth"
 _WATCH = f"""\
 class MegatronIdempotentHook:
  waits = True
@@ -21,36 +21,37 @@ class MegatronIdempotentHook:
   if self.waits and name in {sorted(PACKAGES)}:
    self.waits = False
    try: import importlib.util, megatron_idempotent.auto
-   except ImportError as e: print("megatron-idempotent: no patches by {HOOK}:", e, file=sys.stderr)
+   except ImportError as e: print("megatron-idempotent: no patches by {PTH}:", e, file=sys.stderr)
    else: return importlib.util.find_spec(name)
 if "MegatronIdempotentHook" not in [type(each).__name__ for each in sys.meta_path]:
  sys.meta_path.insert(0, MegatronIdempotentHook())
 """
-LINE = (
+PTH_LINE = (
     f'import os, sys; os.environ.get("{SWITCH}", "").strip().lower() not in {("", *sorted(OFF))} '
     f'and exec({_WATCH!r}, {{"sys": sys}})\n'
 )
-"""Python runs it at each start: it looks at one variable, and unless that is off a finder waits.
+"""The line of the hook's file, which Python runs at each start.
 
-The line itself has the finder, because `.pth` files are read while the path is incomplete: those of
-the user's folder before those of the environment, where this package may be. In a venv Python reads
-them twice.
+It looks at one variable; unless that is off, it puts a finder into `sys.meta_path`. The finder is
+in the line itself, because Python reads `.pth` files while its path is incomplete: those of the
+user's folder come before those of the environment, where this package may be. In a venv Python
+reads them twice.
 """
 
 
 def hook(argv: Sequence[str]) -> int:
-    """Install, show or remove the line that applies the patches wherever a variable is on.
+    """Install, show or remove the hook.
 
     Returns:
-        The exit code: 1 if the line is missing or another one (`status`), 2 if the folder cannot be
-        written, else 0.
+        The exit code: 1 if there is no hook after `status`, or one of another version; 2 if the
+        folder cannot be written; else 0.
     """
     arguments = hook_parser().parse_args(argv)
-    file: Path = arguments.into / HOOK
+    file: Path = arguments.into / PTH
     try:
         if arguments.action == "install":
             part = file.with_suffix(f".{os.getpid()}")
-            part.write_text(LINE, encoding="utf-8")
+            part.write_text(PTH_LINE, encoding="utf-8")
             part.chmod(0o644)  # other users' Pythons read it, also under a strict umask
             part.replace(file)  # a Python that starts meanwhile reads no half of it
         was_there = file.exists()
@@ -58,7 +59,7 @@ def hook(argv: Sequence[str]) -> int:
             file.unlink(missing_ok=True)
             print(f"{file} is removed" if was_there else f"nothing to remove: no {file}")
             return 0
-        found = file.read_text(encoding="utf-8") if was_there else None
+        text = file.read_text(encoding="utf-8") if was_there else None
     except OSError as error:
         print(
             f"megatron-idempotent hook: {error.filename}: {error.strerror}; give a folder that you "
@@ -66,8 +67,8 @@ def hook(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    print(hook_line(file, found))
-    return int(found != LINE)
+    print(hook_line(file, text))
+    return int(text != PTH_LINE)
 
 
 def hook_parser() -> argparse.ArgumentParser:
@@ -85,12 +86,12 @@ def hook_parser() -> argparse.ArgumentParser:
 
 
 def hook_here() -> str | None:
-    """Say in a line what the hook does in this environment; None where nobody asks for it."""
-    user, own = Path(site.getusersitepackages()), Path(sysconfig.get_path("purelib"))
-    folders = dict.fromkeys([own, *map(Path, site.getsitepackages()), user])
-    files = [folder / HOOK for folder in folders if (folder / HOOK).exists()]
-    asked = os.environ.get(SWITCH, "").strip().lower() not in ("", *OFF)
-    if not files and not asked:
+    """Say in a line what the hook does in this environment; None without a hook or its variable."""
+    user, environment = Path(site.getusersitepackages()), Path(sysconfig.get_path("purelib"))
+    folders = dict.fromkeys([environment, *map(Path, site.getsitepackages()), user])
+    files = [folder / PTH for folder in folders if (folder / PTH).exists()]
+    is_on = os.environ.get(SWITCH, "").strip().lower() not in ("", *OFF)
+    if not files and not is_on:
         return None
     if sys.flags.no_site:
         return "this Python was started with -S, with which it reads no hook"
@@ -98,14 +99,14 @@ def hook_here() -> str | None:
     if files and not read:
         return f"{files[0]} is not read here: with -I or -s, and in a venv, Python passes it over"
     lines = [hook_line(file, file.read_text("utf-8")) for file in read]
-    return "; ".join(lines or [hook_line(own / HOOK, None)])
+    return "; ".join(lines or [hook_line(environment / PTH, None)])
 
 
-def hook_line(file: Path, found: str | None) -> str:
-    """Say in a line what the hook's file does here; `found` is its text, or None without one."""
-    if found is None:
+def hook_line(file: Path, text: str | None) -> str:
+    """Say in a line what the hook's file does here; `text` is its content, None without a file."""
+    if text is None:
         return f"no hook in {file.parent}: `megatron-idempotent hook install` writes it"
-    if found != LINE:
+    if text != PTH_LINE:
         return f"{file} is of another version: run `megatron-idempotent hook install` again"
     value = os.environ.get(SWITCH)
     state = f"here it is {value}" if value is not None else "here it is unset"
@@ -116,6 +117,6 @@ _HOOK = (
     "A line in a .pth file, which Python runs at each start. Without "
     f"{SWITCH}=1 it does nothing; with it, the first import of Megatron or of a framework applies "
     "all patches, also in Ray workers and other processes that inherit the variable. `pip install` "
-    "never writes it. It goes with `remove`; `python -S` does without it. Exit code 0; 1 where "
-    "`status` finds none, or one of another version; 2 where the folder cannot be written."
+    "never writes it, `remove` deletes it, and `python -S` does not read it. Exit code 0; 1 if "
+    "`status` finds none, or one of another version; 2 if the folder cannot be written."
 )

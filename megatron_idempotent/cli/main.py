@@ -1,4 +1,4 @@
-"""Parses the arguments of all subcommands, and implements `prove`."""
+"""Implements the command `megatron-idempotent`: it parses arguments, and calls the subcommands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OWN_PARSERS = {
     "hook": ("megatron_idempotent.cli.hook", "hook", "hook_parser"),
     "train": ("megatron_idempotent.rl.trainer.main", "main", "parser"),
 }
-"""The module of each command with a parser of its own, what runs it and what makes the parser."""
+"""Maps a command that has a parser of its own to its module, function and maker of the parser."""
 
 _REMOVED = {
     "run": f" `{PROGRAM} hook install`, once in each environment that trains, and "
@@ -42,11 +42,11 @@ _REMOVED = {
 """Maps a command of earlier versions to a sentence that says what to use instead."""
 
 NOTHING_PROVEN = 3
-"""The exit code of `prove` if none of the hazards is in what is installed: none was seen."""
+"""The exit code of `prove` if what is installed has none of the hazards."""
 
 READER_LEFT = 128 + signal.SIGPIPE
-"""The exit code if the reader of our output has closed it, as `| head` does, which shells also
-report for other commands."""
+"""The exit code if the reader of our output has closed it, as `| head` does. Shells report it for
+other commands, too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def _reader_left() -> bool:
 
 def _run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in _OWN_PARSERS:
-        # They have a parser of their own, so that they can be used without this one.
+        # Their modules need packages that the others do not: import one when it is called.
         module, function, _ = _OWN_PARSERS[argv[0]]
         with naming_the_remedy(f"`{PROGRAM} {argv[0]}`"):
             code: int = getattr(importlib.import_module(module), function)(argv[1:])
@@ -98,13 +98,13 @@ def _run(argv: list[str]) -> int:
         hint = _REMOVED.get(argv[0]) or did_you_mean(argv[0], commands.choices)
         parser.error(f"there is no command {argv[0]!r}.{hint}")
     arguments, unknown = parser.parse_known_args(argv)
-    if unknown:  # argparse would show the options of no command
+    if unknown:  # argparse itself would show the usage without the command's options
         commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if arguments.command == "doctor":
             from .doctor import doctor
 
-            return doctor(as_json=arguments.json, beside=arguments.beside)
+            return doctor(as_json=arguments.json, neighbour=arguments.beside)
         if arguments.command == "explain":
             return explain(" ".join(arguments.text))
         if arguments.command == "completion":
@@ -120,11 +120,11 @@ def _run(argv: list[str]) -> int:
                 arguments.paths,
                 as_json=arguments.json,
                 with_diff=arguments.diff,
-                accepted=None if accepted is None else [as_id(each) for each in accepted],
+                accepted=None if accepted is None else [as_id(name) for name in accepted],
                 label=arguments.label,
             )
         return prove(
-            [as_id(each) for each in arguments.ids] or None,
+            [as_id(name) for name in arguments.ids] or None,
             as_json=arguments.json,
             device=arguments.device,
         )
@@ -134,19 +134,19 @@ def _run(argv: list[str]) -> int:
 
 
 def _own_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of other modules, without those that need a package that is missing."""
-    found = {}
+    """Return the parsers of `_OWN_PARSERS`, without those whose packages are missing."""
+    parsers = {}
     for command, (module, _, make) in _OWN_PARSERS.items():
         try:
-            found[command] = getattr(importlib.import_module(module), make)()
+            parsers[command] = getattr(importlib.import_module(module), make)()
         except ModuleNotFoundError as error:
             if error.name not in REMEDIES:
                 raise
-    return found
+    return parsers
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, Any]:
-    """Return the parser of the whole command, and what has those of the subcommands."""
+    """Return the parser of the command, and the action that holds the subcommands' parsers."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Patches that make Megatron's train path safe to call again.",
@@ -163,7 +163,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
         "--beside",
         metavar="MODULE[:FUNCTION]",
         help="apply, then import this module and call the function, which patch Megatron, too; "
-        "say who stands at the same functions",
+        "say which functions both patch",
     )
 
     explain = commands.add_parser(
@@ -203,11 +203,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
         "--accept",
         nargs="*",
         metavar="ID",
-        help="write down that a person has read what is new in these patches, in a checkout of "
-        "this project; without an ID, take the release into the labels of what it left unchanged",
+        help="write down that a person has read what is new for these patches, in a checkout of "
+        "this project; without an ID, extend the labels of unchanged bodies to the release",
     )
     drift.add_argument(
-        "--as", dest="label", metavar="LABEL", help="of --accept: what a commit is called"
+        "--as", dest="label", metavar="LABEL", help="with --accept: the name of a commit"
     )
 
     completion = commands.add_parser(
@@ -221,8 +221,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
 
 
 _EXIT_CODES = (
-    "COMMAND --help has its options. Exit codes: 0; 1 where somebody has to look; 2 for arguments "
-    "that make no sense, or a package that is missing; 141 where the reader of the output left. "
+    "COMMAND --help lists its options. Exit codes: 0; 1 if somebody has to look; 2 for wrong "
+    "arguments or a missing package; 141 if the reader of the output left. "
     "`train` has others too."
 )
 _COMPLETION = (
@@ -231,25 +231,25 @@ _COMPLETION = (
     "in fish: megatron-idempotent completion fish | source. Exit code 0."
 )
 _EXPLAIN = (
-    "Prints what is known of a hazard: symptom, cause, releases, who met it in public, and when "
-    "the patch may go. For words of a message or symptom, lists the hazards whose case files are "
-    "nearest to them. Exit code 0; 2 for an unknown id, or where no case file is near."
+    "Prints a hazard's case file: symptom, cause, releases, who met it in public, and when "
+    "the patch may go. For words of a message or symptom, lists the hazards whose case files "
+    "resemble them most. Exit code 0; 2 for an unknown id, or if no case file resembles the words."
 )
 _DOCTOR = (
     "Decides every patch against the Megatron on the path, without importing it. The first line "
-    "answers. Exit code 0; 1 where a patch failed, drifted or is in conflict; 2 where the "
-    "environment names an unknown patch. No Megatron at all is 0: the first line says so."
+    "sums up. Exit code 0; 1 if a patch failed, drifted or is in conflict; 2 if the "
+    "environment names an unknown patch. Without a Megatron it is 0, and the first line says so."
 )
 _DRIFT = (
-    "Reads what each patch wraps in every Megatron or framework given, importing none, and says "
-    "whether a person has reviewed it. Exit code 0; 1 where a body drifted; 2 for an unknown path "
+    "Reads what each patch wraps in each Megatron or framework at the paths, importing none, and "
+    "says if a person has reviewed it. Exit code 0; 1 if a body drifted; 2 for an unknown path "
     "or id."
 )
 _PROVE = (
     "Runs each hazard's reproduction with the installed Megatron on gloo ranks of this machine, "
-    "first stock, then patched. Exit code 0; 1 where a release and its case file disagree; 2 for "
-    "an unknown id or a missing GPU; 3 where nothing was proven, as no hazard is in what is "
-    "installed."
+    "first stock, then patched. Exit code 0; 1 if a release and its case file disagree; 2 for "
+    "an unknown id or a missing GPU; 3 if nothing was proven, because what is installed has none "
+    "of the hazards."
 )
 
 
@@ -287,7 +287,7 @@ def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> in
         return 1
     if all(finding.verdict == "not_applicable" for finding in findings):
         print(
-            f"{PROGRAM} prove: nothing was proven: no hazard of these is in what is installed here",
+            f"{PROGRAM} prove: nothing was proven: what is installed has none of these hazards",
             file=sys.stderr,
         )
         return NOTHING_PROVEN

@@ -59,8 +59,8 @@ def needs_of_names(names: Iterable[Need], *, keeps: bool) -> Needs:
     ordered = sorted(names, key=str)
     bound = {need.modules for need in ordered if need.name}
     # A module is there if what it binds is.
-    kept = [need for need in ordered if need.name or need.modules not in bound]
-    return Needs(names=tuple(kept), keeps=keeps)
+    needed = [need for need in ordered if need.name or need.modules not in bound]
+    return Needs(names=tuple(needed), keeps=keeps)
 
 
 def versions_with(need: Need, trees: Iterable[SourceTree]) -> tuple[set[Version], set[Version]]:
@@ -80,8 +80,8 @@ def merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
     after, if the installed Megatron has the name again.
     """
     if need.use.startswith("["):
-        made = (returned(t.text(need.modules[0]) or "", need.owner, need.name) for t in trees)
-        hashes = sorted({*need.use[1:-1].split("|"), *filter(None, made)})
+        results = (returned(t.text(need.modules[0]) or "", need.owner, need.name) for t in trees)
+        hashes = sorted({*need.use[1:-1].split("|"), *filter(None, results)})
         return {Need(**{**vars(need), "use": f"[{'|'.join(hashes)}]"})}
     if any(release_of(tree) is None and not need.is_met(tree) for tree in trees):
         need = Need(**{**vars(need), "excused": True})
@@ -97,6 +97,6 @@ def merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
         spans = {(need.since, first)} if need.since != first else set()
         installed, _ = versions_with(need, installed_trees())
         if any(version > max(lacking) and need.covers(version) for version in installed):
-            after = (*release[:-1], release[-1] + released), not released
-            spans.add((bound_of(after), need.before))
-    return {Need(**{**vars(need), "since": since, "before": before}) for since, before in spans}
+            following = (*release[:-1], release[-1] + released), not released
+            spans.add((bound_of(following), need.before))
+    return {Need(**{**vars(need), "since": since, "before": end}) for since, end in spans}

@@ -102,5 +102,5 @@ def release_of(tree: SourceTree, distribution: str = MEGATRON) -> Installed | No
     version = tree.versions[distribution]
     if distribution != MEGATRON:
         return tree.release(distribution)
-    named = tree.path.suffix == ".whl" or tree.path.name.endswith(f"@core_v{version.text}")
-    return version if named and is_plain(version) else tree.release(MEGATRON)
+    has_name = tree.path.suffix == ".whl" or tree.path.name.endswith(f"@core_v{version.text}")
+    return version if has_name and is_plain(version) else tree.release(MEGATRON)

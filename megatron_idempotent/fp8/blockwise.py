@@ -98,7 +98,7 @@ def quantize_blockwise(
     scale_Erc = torch.ones(blocks, dtype=torch.float32, device=weight.device)
     largest_Erc = torch.zeros_like(scale_Erc)
     on_triton = uses_triton(
-        "quantize_blockwise()", weight.device, asked=triton, capability=_E4M3_CAPABILITY
+        "quantize_blockwise()", weight.device, triton=triton, capability=_E4M3_CAPABILITY
     )
     by_triton = on_triton and weight.numel() > 0 and {weight.dtype, dtype} <= _KERNEL_TYPES
     if by_triton:

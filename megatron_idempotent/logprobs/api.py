@@ -222,7 +222,7 @@ def backend_of(device: torch.device, dtype: torch.dtype, triton: bool | None) ->
     Raises:
         ValueError: kernels were asked for where they cannot run.
     """
-    on_triton = uses_triton("token_logprobs()", device, asked=triton, capability=_CAPABILITY)
+    on_triton = uses_triton("token_logprobs()", device, triton=triton, capability=_CAPABILITY)
     return "triton" if on_triton and dtype in DTYPES else "eager"
 
 

@@ -357,8 +357,8 @@ def test_prove_says_that_a_release_without_the_code_is_not_applicable(checkout):
     assert finding["verdict"] == "not_applicable"
     assert "megatron.training.training is not on the path" in finding["stock"]
     assert result.stderr == (
-        "megatron-idempotent prove: nothing was proven: no hazard of these is in what is installed "
-        "here\n"
+        "megatron-idempotent prove: nothing was proven: what is installed has none of these "
+        "hazards\n"
     )
     assert result.returncode == 3
 

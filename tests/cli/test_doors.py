@@ -9,7 +9,7 @@ import pytest
 from starts import LOADED, started
 
 import megatron_idempotent
-from megatron_idempotent.cli.hook import LINE
+from megatron_idempotent.cli.hook import PTH_LINE
 from megatron_idempotent.hook import PACKAGES
 from megatron_idempotent.patching.catalog import outlines
 from megatron_idempotent.patching.rows import COVERED
@@ -58,7 +58,7 @@ print(json.dumps([before, told(megatron_idempotent.apply())]))
 
 @pytest.mark.parametrize("door", ["import megatron_idempotent.auto", "hook"])
 def test_before_megatron_a_door_reports_what_its_apply_will_begin_with(door):
-    finder = f"exec({LINE!r})" if door == "hook" else door
+    finder = f"exec({PTH_LINE!r})" if door == "hook" else door
     program = WAITS.replace("DOOR", finder)
     done = started(sys.executable, "-c", program, MEGATRON_IDEMPOTENT="1")
     assert done.returncode == 0, done.stderr

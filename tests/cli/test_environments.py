@@ -12,7 +12,7 @@ import pytest
 import uv
 from starts import IMPORTS, ROOT, hooked_python, started
 
-from megatron_idempotent.cli.hook import HOOK
+from megatron_idempotent.cli.hook import PTH
 
 pytestmark = pytest.mark.exhaustive
 
@@ -47,13 +47,13 @@ def fresh(wheel: Path, tmp_path: Path) -> Path:
 
 
 def test_coverage_and_setuptools_start_beside_the_hook_in_both_orders(fresh, tmp_path):
-    (hook,) = fresh.parents[1].glob(f"lib/python*/site-packages/{HOOK}")
-    others = {path.name for path in hook.parent.glob("*.pth")} - {HOOK, "_virtualenv.pth"}
+    (hook,) = fresh.parents[1].glob(f"lib/python*/site-packages/{PTH}")
+    others = {path.name for path in hook.parent.glob("*.pth")} - {PTH, "_virtualenv.pth"}
     assert {name.partition(".")[0].lstrip("a1_") for name in others} >= {"coverage"}
     (tmp_path / "settings").write_text(f"[run]\ndata_file = {tmp_path / 'counted'}\n")
     given = {"MEGATRON_IDEMPOTENT": "1", "COVERAGE_PROCESS_START": str(tmp_path / "settings")}
     program = f"{IMPORTS}\nprint(*[type(each).__name__ for each in sys.meta_path])"
-    for name in (HOOK, f"a0_{HOOK}"):
+    for name in (PTH, f"a0_{PTH}"):
         hook = hook.rename(hook.with_name(name))
         found = said(fresh, "-W", "ignore", "-c", program, **given)
         assert found.splitlines()[0] == "True"
@@ -74,7 +74,7 @@ def test_after_an_uninstall_an_import_of_megatron_says_so_in_a_line(fresh):
     on = {"MEGATRON_IDEMPOTENT": "1"}
     assert said(fresh, "-c", "pass", **on) == ""
     assert said(fresh, "-c", IMPORTS, **on).splitlines() == [
-        f"megatron-idempotent: no patches by {HOOK}: No module named 'megatron_idempotent'",
+        f"megatron-idempotent: no patches by {PTH}: No module named 'megatron_idempotent'",
         "False",
     ]
 

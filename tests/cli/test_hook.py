@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from starts import IMPORTS, LOADED, ROOT, started
 
-from megatron_idempotent.cli.hook import HOOK, LINE
+from megatron_idempotent.cli.hook import PTH, PTH_LINE
 from megatron_idempotent.cli.main import main
 
 PACKAGES = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
@@ -158,12 +158,12 @@ def test_a_prefix_of_conda_s_layout_has_the_hook_beside_one_in_the_user_s_folder
     assert shown(prefix, "-c", where).split() == [str(folder), str(folder / PACKAGES)]
     user = tmp_path / PACKAGES
     user.mkdir(parents=True)
-    (user / HOOK).write_text(LINE)
+    (user / PTH).write_text(PTH_LINE)
     given = {"PYTHONUSERBASE": str(tmp_path), "MEGATRON_IDEMPOTENT": "1"}
     assert shown(prefix, "-c", FOUND, **given).split() == ["Hook"]
     assert shown(prefix, "-c", IMPORTS, **given) == "True\n"
     # Python reads the user's folder first, where this package is not on the path yet.
-    (folder / PACKAGES / HOOK).unlink()
+    (folder / PACKAGES / PTH).unlink()
     assert shown(prefix, "-c", IMPORTS, **given) == "True\n"
 
 
@@ -177,7 +177,7 @@ def test_where_the_package_has_gone_an_import_of_megatron_says_so_in_one_line(el
         checkout.write_text(ON_THE_PATH)
     assert done.returncode == 0
     assert done.stderr == (
-        f"megatron-idempotent: no patches by {HOOK}: No module named 'megatron_idempotent'\n"
+        f"megatron-idempotent: no patches by {PTH}: No module named 'megatron_idempotent'\n"
     )
 
 
@@ -185,17 +185,17 @@ def test_the_hook_is_shown_repaired_and_removed(elsewhere, capsys):
     packages = elsewhere.parents[1] / PACKAGES
     into = ["--into", str(packages)]
     assert main(["hook", "status", *into]) == 0
-    (packages / HOOK).write_text("import os\n")
+    (packages / PTH).write_text("import os\n")
     assert main(["hook", "status", *into]) == 1
     assert "is of another version" in capsys.readouterr().out
     before = os.umask(0o077)
     assert main(["hook", "install", *into]) == 0
     os.umask(before)
-    assert sorted(packages.glob("zz_*")) == [packages / HOOK]
-    assert (packages / HOOK).stat().st_mode & 0o777 == 0o644
+    assert sorted(packages.glob("zz_*")) == [packages / PTH]
+    assert (packages / PTH).stat().st_mode & 0o777 == 0o644
     capsys.readouterr()
     assert main(["hook", "remove", *into]) == main(["hook", "remove", *into]) == 0
-    hook = elsewhere.parents[1] / PACKAGES / HOOK
+    hook = elsewhere.parents[1] / PACKAGES / PTH
     assert capsys.readouterr().out == f"{hook} is removed\nnothing to remove: no {hook}\n"
     assert main(["hook", "status", *into]) == 1
     assert shown(elsewhere, "-c", FOUND, MEGATRON_IDEMPOTENT="1").split() == []
@@ -248,7 +248,7 @@ def test_doctor_says_where_a_hook_is_missing_or_is_not_read(monkeypatch, tmp_pat
     assert "hook install" not in told("0")
     assert f"no hook in {tmp_path}: `megatron-idempotent hook install`" in told("1")
     (tmp_path / "user").mkdir()
-    (tmp_path / "user" / HOOK).write_text(LINE)
-    assert f"{tmp_path / 'user' / HOOK} is not read here: " in told("1")
-    (tmp_path / HOOK).write_text(LINE)
-    assert f"{tmp_path / HOOK} is in place" in told("1")
+    (tmp_path / "user" / PTH).write_text(PTH_LINE)
+    assert f"{tmp_path / 'user' / PTH} is not read here: " in told("1")
+    (tmp_path / PTH).write_text(PTH_LINE)
+    assert f"{tmp_path / PTH} is in place" in told("1")
