@@ -148,7 +148,7 @@ def patching(session: nox.Session, version: str) -> None:
     oldest = [each.replace(">=", "==") for each in bounds]
     _install(session, python, "-e", ".", *groups, *oldest)
     cache = f"cache_dir={folder / 'pytest'}"
-    doors = [f"tests/cli/test_{name}.py" for name in ("doors", "hook", "run_door")]
+    doors = [f"tests/cli/test_{name}.py" for name in ("doors", "hook")]
     chosen = session.posargs or ["tests/patching", *doors]
     session.run(str(python), "-m", "pytest", "-o", cache, *chosen, external=True)
 

@@ -1,6 +1,6 @@
-"""Writes `texts.txt`: which texts of functions are known, so that nothing has to be parsed.
+"""Renews `texts.txt`: texts of functions that `apply()` recognizes without parsing them.
 
-A text is known if it was read in some tree and parsed to a body that `reviewed.txt` has.
+A text is in it if some tree has it, and it parses to a body in `reviewed.txt`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from megatron_idempotent.patching.source import cut, hash_of, parse_function
 from megatron_idempotent.patching.trees import SourceTree
 
 
-def renewed_texts(known: Sequence[str], trees: Iterable[SourceTree]) -> list[str]:
-    """Return the lines of `texts.txt`, renewed by these trees, without bodies that are gone."""
+def renewed_texts(lines: Sequence[str], trees: Iterable[SourceTree]) -> list[str]:
+    """Return the lines of `texts.txt`, renewed by these trees, without bodies that nobody needs."""
     bodies = {name for names in reviewed().bodies.values() for name in names}
-    found = dict(line.split() for line in known)
-    found = {digest: name for digest, name in found.items() if name in bodies}
-    places = {(t.module, t.qualname) for patch in patches().values() for t in patch.targets}
+    texts = dict(line.split() for line in lines)
+    texts = {digest: name for digest, name in texts.items() if name in bodies}
+    functions = {(t.module, t.qualname) for patch in patches().values() for t in patch.targets}
     for tree in trees:
-        for module, qualname in places:
+        for module, qualname in functions:
             text = tree.text(module)
             piece = None if text is None else cut(text, qualname)
             function = None if text is None else parse_function(text, qualname)
@@ -30,5 +30,5 @@ def renewed_texts(known: Sequence[str], trees: Iterable[SourceTree]) -> list[str
                 continue
             name = hash_of(function)
             if name in bodies:
-                found[piece.digest] = name
-    return [f"{digest} {name}" for digest, name in sorted(found.items())]
+                texts[piece.digest] = name
+    return [f"{digest} {name}" for digest, name in sorted(texts.items())]

@@ -4,21 +4,20 @@
 `patches/_generated/` the index that `apply()` reads and what wrappers read of upstream, in the
 repository in which it lies. Releases, commits and frameworks are tables in pyproject.toml;
 what else names releases gets them from there. CITATION.cff gets the version of the package, and
-docs/use.md the first line of `doctor`, if the newest release is installed. A file that has its
-content already is left alone.
+docs/use.md the first line of `doctor`, if the newest release is installed. A file is touched only
+if its content changes.
 
 With paths of wheels, or of clones at a release's tag, it renews the table of releases, by which
-`apply()` and `doctor` tell a release from a commit; the installed Megatron, if it is a release, is
-always among them. With these and with other commits it renews the texts of functions that `apply()`
-knows without parsing them.
+`apply()` and `doctor` tell a release from a commit; an installed release is always renewed. With
+these and with other commits it renews the texts of functions that `apply()` need not parse.
 
-With `--accept ID` it also writes down, as `drift --accept` does, that a person has read for these
-patches what is in the wheels and source trees that are named, or in the installed Megatron. So it
-writes all that a new patch needs beside its case file.
+With `--accept ID` it also writes down, as `drift --accept` does, that a person has read the bodies
+that these patches wrap, in the wheels and source trees at the paths, or in the installed Megatron.
+That is all that a new patch needs besides its case file.
 
 With `--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make
-matrix` leaves there what `prove --json` said on each release, and `make pins` on each commit that
-frameworks pin.
+matrix` leaves there the output of `prove --json` on each release, and `make pins` on each commit
+that frameworks pin.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ GENERATED = Path("patches", "_generated")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
 CITATION = Path("CITATION.cff")
 USE = Path("docs", "use.md")
-#: Files that name the releases of the table, or the package's version.
+#: Files that name the releases of pyproject.toml's table, or the package's version.
 NAMING = (MAKEFILE, README, PROJECT, CITATION)
 _LINE = 104
-#: The word that `prove` said → the word that the grid shows.
+#: A verdict of `prove` → the word that the grid shows.
 _MARKS = {"proven": "✓", "documented": "limit", "disabled": "off", "drifted": "refused"}
 _NOT_HERE = {"unsupported_version": "–", "fixed_upstream": "fixed", "missing_target": "absent"}
 
@@ -76,8 +75,8 @@ FAILURES = frozenset(
 )
 
 Proven = Mapping[str, Mapping[str, str]]
-"""Maps a release or commit, and then a hazard, to a verdict such as `proven`, or to the reason why
-it does not apply."""
+"""Maps a release or a commit's name, then a hazard, to a verdict such as `proven`, or to the reason
+why the hazard does not apply."""
 
 
 def hazards_markdown(proven: Proven) -> str:
@@ -104,8 +103,8 @@ def hazards_markdown(proven: Proven) -> str:
         "## Seen on the commits that frameworks pin",
         "",
         "`make pins` runs the same on each commit in pyproject.toml, whatever `apply()` says.",
-        "refused: a function there has a body that nobody has read, and that lacks what the patch",
-        "relies on. unpatched: `apply()` leaves the patch alone, and the hazard is there.",
+        "refused: nobody has reviewed a function there, and it lacks what the patch relies",
+        "on. unpatched: `apply()` leaves the patch alone, and the hazard is there.",
         "other_error: the program needs of the commit what cannot run on our machines.",
         "",
         grid_markdown({name: proven[name] for name in proven if not _is_release(name)}),
@@ -125,11 +124,15 @@ def hazards_markdown(proven: Proven) -> str:
 
 
 def table_markdown(link: str) -> str:
-    """Return a table with one row per hazard, whose id is put into the link."""
+    """Return a table with one row per hazard; `link.format(id)` is the target of its link."""
     rows = ["| hazard | on stock Megatron | answer | releases |", "|---|---|---|---|"]
     for patch in hazards().values():
-        at = link.format(patch.id)
-        cells = (f"[`{patch.id}`]({at})", patch.summary, patch.answer, patch.versions)
+        cells = (
+            f"[`{patch.id}`]({link.format(patch.id)})",
+            patch.summary,
+            patch.answer,
+            patch.versions,
+        )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -144,8 +147,8 @@ def grid_markdown(proven: Proven) -> str:
     for hazard_id, hazard in hazards().items():
         if hazard.distribution != MEGATRON:
             continue  # frameworks have releases of their own
-        said = (found.get(hazard_id, "not run") for found in proven.values())
-        cells = " | ".join(map(mark, said))
+        words = (verdicts.get(hazard_id, "not run") for verdicts in proven.values())
+        cells = " | ".join(map(mark, words))
         rows.append(f"| [`{hazard_id}`](#{hazard_id}) | {cells} |")
     return "\n".join(rows)
 
@@ -156,38 +159,38 @@ def mark(word: str) -> str:
 
 
 def read_findings(folder: Path) -> Proven:
-    """Read what `prove --json` wrote to a folder's files `NAME.json`; return verdicts by NAME.
+    """Return the verdicts in a folder's files `NAME.json`, which `prove --json` wrote, by NAME.
 
     NAME is a release, or the name of a commit.
 
     Raises:
-        ValueError: a file is no such output, or the folder has none.
+        ValueError: a file is not such an output, or the folder has none.
     """
-    found: dict[str, dict[str, str]] = {}
+    proven: dict[str, dict[str, str]] = {}
     for file in sorted(folder.glob("*.json")):
         try:
             rows = json.loads(file.read_text(encoding="utf-8"))
-            found[file.stem] = {row["id"]: _word(row) for row in rows}
+            proven[file.stem] = {row["id"]: _word(row) for row in rows}
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{file} is no output of `prove --json` ({error!r}); run `make matrix` again"
             ) from None
-    if not found:
+    if not proven:
         raise ValueError(f"{folder} holds no findings: run `make matrix`")
-    return dict(sorted(found.items(), key=lambda item: place(item[0])))
+    return dict(sorted(proven.items(), key=lambda item: place(item[0])))
 
 
-def merged(known: Proven, found: Proven) -> Proven:
-    """Return the known findings, replaced by new ones hazard by hazard.
+def merged(older: Proven, newer: Proven) -> Proven:
+    """Return older findings, replaced by newer ones hazard by hazard.
 
     Hazards that have no case file any more are left out.
     """
-    rows = {name: {**known.get(name, {}), **found.get(name, {})} for name in {**known, **found}}
-    now = {
+    rows = {name: {**older.get(name, {}), **newer.get(name, {})} for name in {**older, **newer}}
+    findings = {
         name: {hazard: row[hazard] for hazard in sorted(row) if hazard in hazards()}
         for name, row in rows.items()
     }
-    return dict(sorted(now.items(), key=lambda item: place(item[0])))
+    return dict(sorted(findings.items(), key=lambda item: place(item[0])))
 
 
 def _word(row: Mapping[str, str]) -> str:
@@ -205,36 +208,37 @@ def first_untried(releases: Sequence[Mapping[str, Any]]) -> str:
 def naming_releases(
     texts: Mapping[Path, str], releases: Sequence[Mapping[str, Any]]
 ) -> dict[Path, str]:
-    """Return the texts of `NAMING` with the releases of the table and the version in them.
+    """Return the texts of `NAMING` with the table's releases and the package's version.
 
     Raises:
-        ValueError: a text no longer has the place in which it named them.
+        ValueError: a text no longer has the line that names them.
     """
     names = [release["megatron"] for release in releases]
     newest = names[-1]
     first = next(release["megatron"] for release in releases if release["training"])
-    told = f"Tested on megatron-core {', '.join(names[:-1])} and {newest} with torch"
-    places = {
+    tested = f"Tested on megatron-core {', '.join(names[:-1])} and {newest} with torch"
+    lines = {
         MAKEFILE: (r"(?m)^MEGATRON \?= .+$", f"MEGATRON ?= {newest}"),
         PROJECT: (
             r'"megatron-core\[training\]>=[^"]+"',
             f'"megatron-core[training]>={first},<{first_untried(releases)}"',
         ),
         CITATION: (r"(?m)^version: .+$", f"version: {__version__}"),
-        README: (r"Tested on megatron-core [\d.,\sand]+ with\s+torch", told),
+        README: (r"Tested on megatron-core [\d.,\sand]+ with\s+torch", tested),
     }
-    found = {}
+    renewed_naming = {}
     for path, text in texts.items():
-        pattern, words = places[path]
-        found[path], number = re.subn(pattern, words, text)
+        pattern, words = lines[path]
+        renewed_naming[path], number = re.subn(pattern, words, text)
         if number != 1:
             raise ValueError(
                 f"{path} has {number} places like {pattern}; 1 is to name the releases"
             )
-    paragraph = next(each for each in found[README].split("\n\n") if each.startswith(told))
+    readme = renewed_naming[README]
+    paragraph = next(text for text in readme.split("\n\n") if text.startswith(tested))
     wrapped = textwrap.fill(paragraph, _LINE, break_long_words=False, break_on_hyphens=False)
-    found[README] = found[README].replace(paragraph, wrapped)
-    return found
+    renewed_naming[README] = readme.replace(paragraph, wrapped)
+    return renewed_naming
 
 
 def main(argv: Sequence[str], root: Path) -> int:
@@ -242,9 +246,15 @@ def main(argv: Sequence[str], root: Path) -> int:
     import tomllib  # not in Python 3.10, which reads case files too
 
     parser = argparse.ArgumentParser(prog="python tools/casebook.py")
-    parser.add_argument("--proven", type=Path, metavar="FOLDER", help="of NAME.json files")
-    parser.add_argument("--accept", action="append", default=[], metavar="ID", help="a patch")
-    parser.add_argument("paths", nargs="*", metavar="PATH", help="a wheel, or what was read")
+    parser.add_argument(
+        "--proven", type=Path, metavar="FOLDER", help="a folder of NAME.json files to merge"
+    )
+    parser.add_argument(
+        "--accept", action="append", default=[], metavar="ID", help="a patch that was read"
+    )
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="a wheel, a source tree, or CLONE@COMMIT"
+    )
     options = parser.parse_args(argv)
     folder = options.proven
     proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
@@ -255,13 +265,13 @@ def main(argv: Sequence[str], root: Path) -> int:
     table = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
     project = table["tool"]["megatron-idempotent"]
     naming = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
-    named = naming_releases(naming, project["releases"])
-    # First, because all that is written below asks the index which release nobody has run.
+    renewed_naming = naming_releases(naming, project["releases"])
+    # First, because all other files ask the index for the first release that nobody has run.
     write(root / GENERATED, INDEX, index_of(hazards().values(), first_untried(project["releases"])))
     write(root / GENERATED, CONTRACTS, contract_lines(patches().values()))
     rewrite(root / "HAZARDS.md", hazards_markdown(proven))
     rewrite(root / COMPATIBILITY, page(project, proven, walked))
-    for path, text in named.items():
+    for path, text in renewed_naming.items():
         rewrite(root / path, text)
     needs = renewed(parsed(content(root / GENERATED, READS)), installed_trees())
     write(root / GENERATED, READS, lines_of(needs))
@@ -272,11 +282,11 @@ def main(argv: Sequence[str], root: Path) -> int:
         needs = renewed(parsed(content(root / GENERATED, READS)), read, options.accept)
         write(root / GENERATED, READS, lines_of(needs))
         # The rest in another process: the patches of this one have their old reviews.
-        again = [sys.executable, __file__, *options.paths]
-        return subprocess.run(again, cwd=root, check=False).returncode
-    # Of the installed release a new patch is known too, or its bodies would be read each time.
-    here = [tree for tree in installed_trees() if MEGATRON in tree.versions and release_of(tree)]
-    trees = [*open_trees(map(Path, options.paths)), *here]
+        command = [sys.executable, __file__, *options.paths]
+        return subprocess.run(command, cwd=root, check=False).returncode
+    # With the installed release, or `apply()` would read the bodies of a new patch each time.
+    installed = [t for t in installed_trees() if MEGATRON in t.versions and release_of(t)]
+    trees = [*open_trees(map(Path, options.paths)), *installed]
     releases, texts = (content(root / GENERATED, name) for name in (TABLE, TEXTS))
     write(root / GENERATED, TABLE, renewed_table(releases, trees, needs))
     write(root / GENERATED, TEXTS, renewed_texts(texts, trees))
@@ -288,25 +298,30 @@ def main(argv: Sequence[str], root: Path) -> int:
 
 def doctors_first_line(root: Path) -> str:
     """Return the first line of `doctor` on the installed Megatron, by the repository at `root`."""
-    # A process of its own: here the index was read before it was written.
+    # In another process: this one read the index before it was written.
     command = [sys.executable, "-W", "ignore", "-m", "megatron_idempotent", "doctor"]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(SWITCH)}
-    told = subprocess.run(command, cwd=root, env=kept, capture_output=True, text=True, check=False)
-    return told.stdout.partition("\n")[0]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(SWITCH)}
+    doctor = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    return doctor.stdout.partition("\n")[0]
 
 
 def with_first_line(text: str, line: str, newest: str) -> str:
-    """Return docs/use.md with what `doctor` says first; as it is if `line` is of another release.
+    """Return the text of docs/use.md with the first line of `doctor`.
+
+    Args:
+        text: the page.
+        line: the line. If it is about another release, the page stays as it is.
+        newest: the newest release.
 
     Raises:
-        ValueError: the page no longer shows it.
+        ValueError: the page no longer shows the line.
     """
-    shown = re.compile(r"(?m)^(    \$ megatron-idempotent doctor \| head -1\n    ).+$")
-    if shown.search(text) is None:
+    pattern = re.compile(r"(?m)^(    \$ megatron-idempotent doctor \| head -1\n    ).+$")
+    if pattern.search(text) is None:
         raise ValueError(f"{USE} no longer shows `megatron-idempotent doctor | head -1`")
     if f" land on megatron-core {newest};" not in line:
         return text
-    return shown.sub(lambda match: match[1] + line, text)
+    return pattern.sub(lambda match: match[1] + line, text)
 
 
 _HEAD = """# Which framework gets what
@@ -321,15 +336,16 @@ leaves alone: they meet code which nobody has read yet, or that lacks what they 
 """
 
 
-def coverage(found: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Return how many patches one Megatron gets, and the ids of those that `apply()` refuses.
+def coverage(verdicts: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Return how many patches a Megatron gets, and the ids of those that `apply()` refuses.
 
-    `found` has its verdicts by hazard, as docs/proven.json has them.
+    Args:
+        verdicts: the Megatron's verdicts by hazard, as docs/proven.json has them.
     """
     patches = [h for h in hazards().values() if isinstance(h, Patch) and h.distribution == MEGATRON]
-    said = {patch.id: found.get(patch.id) for patch in patches if patch.default}
-    applied = sum(word == "proven" for word in said.values())
-    return applied, [id for id, word in said.items() if word in ("drifted", "unpatched")]
+    words = {patch.id: verdicts.get(patch.id) for patch in patches if patch.default}
+    applied = sum(word == "proven" for word in words.values())
+    return applied, [id for id, word in words.items() if word in ("drifted", "unpatched")]
 
 
 def page(
@@ -350,26 +366,28 @@ def page(
     """
     commits = {commit["name"]: commit for commit in project["commits"]}
     rows = []
-    for each in project["frameworks"]:
-        for name in each["megatron"]:
+    for framework in project["frameworks"]:
+        own_patches = framework.get("patches", ())
+        for name in framework["megatron"]:
             if name not in proven:
                 raise ValueError(
-                    f"{each['name']} stands on {name}, which is none of {', '.join(proven)}: add "
-                    "it to the releases or commits in pyproject.toml, and prove the hazards on it"
+                    f"{framework['name']} stands on {name}, which is none of {', '.join(proven)}: "
+                    "add it to the releases or commits in pyproject.toml, and prove the hazards"
+                    " on it"
                 )
-            unknown = sorted(set(each.get("patches", ())) - set(hazards()))
+            unknown = sorted(set(own_patches) - set(hazards()))
             if unknown:
                 raise ValueError(
-                    f"{each['name']} names {', '.join(unknown)}, and there is no such hazard; "
+                    f"{framework['name']} names {', '.join(unknown)}, and there is no such hazard; "
                     "correct it in pyproject.toml"
                 )
             commit = commits.get(name)
             megatron = f"{name}: {commit['commit'][:10]}, {commit['date']}" if commit else ""
             applied, refused = coverage(proven[name])
-            cells = (each["name"], each["version"], megatron or f"core {name}")
+            cells = (framework["name"], framework["version"], megatron or f"core {name}")
             counted = f"{applied} of {applied + len(refused)}"
-            own = ", ".join(map(_link, each.get("patches", ()))) or "none needed"
-            rows.append(_line([*cells, counted, ", ".join(map(_link, refused)) or "–", own]))
+            links = ", ".join(map(_link, own_patches)) or "none needed"
+            rows.append(_line([*cells, counted, ", ".join(map(_link, refused)) or "–", links]))
     head = ["framework", "version", "its Megatron", "applied", "refused"]
     head.append("patches for its own code")
     table = [_line(head), _line("---" for _ in head), *rows]
@@ -378,7 +396,7 @@ def page(
 
 def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
     """List, as Markdown, the hazards that refused patches would have repaired."""
-    names = dict.fromkeys(name for each in project["frameworks"] for name in each["megatron"])
+    names = dict.fromkeys(name for entry in project["frameworks"] for name in entry["megatron"])
     refused = dict.fromkeys(id for name in names for id in coverage(proven[name])[1])
     if not refused:
         return "None is refused."
@@ -391,13 +409,13 @@ def _commits(walked: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]
     yield from _ALL_COMMITS
     for branch, runs in walked.items():
         number = sum(run["commits"] for run in runs)
-        whole = sum(run["commits"] for run in runs if not run["refused"])
+        complete = sum(run["commits"] for run in runs if not run["refused"])
         landed = sum(run["commits"] * run["landed"] for run in runs)
         refused = sum(run["commits"] * len(run["refused"]) for run in runs)
         yield (
             f"- {branch}, {number} commits from {runs[0]['since']} to {runs[-1]['until']}: on "
-            f"{whole / number:.1%} of them all patches land that such a commit needs. On average "
-            f"{landed / (landed + refused):.2%} of a commit's patches land"
+            f"{complete / number:.1%} of them all patches land that such a commit needs. On "
+            f"average {landed / (landed + refused):.2%} of a commit's patches land"
         )
     counts: dict[str, list[Mapping[str, Any]]] = {}
     for run in (run for runs in walked.values() for run in runs):
@@ -406,9 +424,9 @@ def _commits(walked: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]
     if counts:
         yield from ("", "Refused somewhere:", "", "| patch | commits | first | last |")
         yield "| --- | --- | --- | --- |"
-    for hazard_id, found in counts.items():
-        number = sum(run["commits"] for run in found)
-        first, last = min(r["since"] for r in found), max(r["until"] for r in found)
+    for hazard_id, refusing in counts.items():
+        number = sum(run["commits"] for run in refusing)
+        first, last = min(r["since"] for r in refusing), max(r["until"] for r in refusing)
         yield _line([_link(hazard_id), str(number), first, last])
     yield ""
 

@@ -23,10 +23,11 @@ from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import Verdict, judge
 from megatron_idempotent.patching.record import Patch
+from megatron_idempotent.patching.source import parse_body
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.patching.trees import SourceTree
 
-#: A commit counts as covered if this share of the patches that concern it lands.
+#: A commit counts as covered if at least this share of the patches that concern it lands.
 COVERED = 0.99
 
 
@@ -63,35 +64,50 @@ class Branches(Clone):
         return changed
 
 
-class _Noted:
-    """Reads a tree's modules, and notes by which files' contents an answer was found."""
+_Source = tuple[str, str]
+"""What was read of a tree: `text` or `beside`, and the module."""
 
-    def __init__(self, tree: SourceTree, files: Mapping[str, str]) -> None:
-        self.tree, self._files = tree, files
-        self.seen: dict[tuple[str, str], Any] = {}
+
+class _Recorder:
+    """Reads a tree's modules, and records what was read, so that a verdict can be cached."""
+
+    def __init__(self, tree: SourceTree, blobs: Mapping[str, str]) -> None:
+        self.tree, self._blobs = tree, blobs
+        self.recorded: dict[_Source, Any] = {}
 
     def text(self, module: str) -> str | None:
-        self.seen["text", module] = self.now("text", module)
+        self._record("text", module)
         return self.tree.text(module)
 
     def beside(self, module: str) -> list[str]:
-        found = self.seen["beside", module] = self.now("beside", module)
-        return list(found)
+        self._record("beside", module)
+        return self.tree.beside(module)
 
     def digest(self, module: str) -> str | None:
-        self.seen["text", module] = self.now("text", module)
+        self._record("text", module)
         return self.tree.digest(module)
 
     def is_package(self, module: str) -> bool:
-        self.seen["text", module] = self.now("text", module)
+        self._record("text", module)
         return self.tree.is_package(module)
 
-    def now(self, what: str, module: str) -> Any:
-        """Return what decides an answer: a file's content, or the names in a folder."""
-        if what == "beside":
+    def _record(self, kind: str, module: str) -> None:
+        self.recorded[kind, module] = self.state(kind, module)
+
+    def state(self, kind: str, module: str) -> Any:
+        """Return what an answer depends on: a file's content, by its id, or a folder's names."""
+        if kind == "beside":
             return self.tree.beside(module)
-        name = self.tree.file_of(module)
-        return None if name is None else self._files[name]
+        path = self.tree.file_of(module)
+        return None if path is None else self._blobs[path]
+
+
+class _CachedVerdict(NamedTuple):
+    """A verdict, and what it depends on."""
+
+    version: str
+    recorded: dict[_Source, Any]
+    verdict: Verdict
 
 
 class Standing(NamedTuple):
@@ -99,57 +115,61 @@ class Standing(NamedTuple):
 
     commit: str
     day: str
-    """The day that the commit is from, such as `2026-05-01`."""
+    """The commit's day, such as `2026-05-01`."""
     landed: int
     """The number of patches that `apply()` installs."""
     refused: Mapping[str, str]
-    """The reasons, by patch, of those whose code is new there."""
+    """Why patches are refused, by patch: nobody has read the commit's code."""
 
     @property
     def share(self) -> float:
-        """The share of the patches that concern the commit which lands."""
+        """The share of the commit's patches that land."""
         return self.landed / max(1, self.landed + len(self.refused))
 
 
 def walk(clone: Branches, branch: str, since: str) -> Iterator[Standing]:
     """Yield how patches of Megatron stand with each commit of a branch, oldest first."""
     days = dict(clone.commits(branch, since))
-    ours = [patch for patch in patches().values() if patch.distribution == MEGATRON]
-    known: dict[str, list[tuple[str, dict[tuple[str, str], Any], Verdict]]] = {}
-    for (tree, files), (commit, day) in zip(clone.trees([*days]), days.items(), strict=True):
-        noted = _Noted(tree, files)
-        release = tree.release(MEGATRON)
-        version = "" if release is None else release.text
-        found: dict[str, Verdict] = {}
-        for patch in ours:
-            before = known.setdefault(patch.id, [])
-            for at, (then, seen, _) in enumerate(before):
-                if then == version and all(noted.now(*each) == seen[each] for each in seen):
-                    before.insert(0, before.pop(at))  # the next commit has it, too
-                    break
-            else:
-                reads = _Noted(tree, files)
-                verdict = _judge(patch, reads)
-                before.insert(0, (version, reads.seen, verdict))
-            verdict = before[0][2]
-            found[patch.id] = verdict
+    wrapping = [patch for patch in patches().values() if patch.distribution == MEGATRON]
+    cache: dict[str, list[_CachedVerdict]] = {patch.id: [] for patch in wrapping}
+    for (tree, blobs), (commit, day) in zip(clone.trees([*days]), days.items(), strict=True):
+        verdicts = {patch.id: _verdict(patch, tree, blobs, cache[patch.id]) for patch in wrapping}
         yield Standing(
             commit=commit,
             day=day,
-            landed=sum(each.status is None for each in found.values()),
-            refused={name: v.reason for name, v in found.items() if v.status == "drifted"},
+            landed=sum(verdict.status is None for verdict in verdicts.values()),
+            refused={name: v.reason for name, v in verdicts.items() if v.status == "drifted"},
         )
 
 
-def _judge(patch: Patch, reads: _Noted) -> Verdict:
-    """Judge a patch as `apply()` does."""
-    from megatron_idempotent.patching.source import parse_body
+def _verdict(
+    patch: Patch, tree: SourceTree, blobs: Mapping[str, str], cache: list[_CachedVerdict]
+) -> Verdict:
+    """Return a cached verdict that still holds on this tree, or judge the patch and cache that.
 
+    The verdict of the last commit stands first: the next commit mostly has it, too.
+    """
+    recorder = _Recorder(tree, blobs)
+    release = tree.release(MEGATRON)
+    version = "" if release is None else release.text
+    for position, (of_version, recorded, verdict) in enumerate(cache):
+        if of_version == version and all(
+            recorder.state(*source) == state for source, state in recorded.items()
+        ):
+            cache.insert(0, cache.pop(position))
+            return verdict
+    verdict = _judge(patch, recorder)
+    cache.insert(0, _CachedVerdict(version, recorder.recorded, verdict))
+    return verdict
+
+
+def _judge(patch: Patch, recorder: _Recorder) -> Verdict:
+    """Judge a patch as `apply()` does."""
     bodies = {}
     for target in patch.targets:
-        text = reads.text(target.module)
+        text = recorder.text(target.module)
         bodies[target.address] = None if text is None else parse_body(text, target.qualname)
-    return judge(patch, bodies, reads, reads.tree.release(MEGATRON), named=False)
+    return judge(patch, bodies, recorder, recorder.tree.release(MEGATRON), named=False)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -179,40 +199,45 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps({branch: runs(walked) for branch, walked in walks.items()}, indent=1))
     else:
-        print("\n\n".join(_told(branch, walked) for branch, walked in walks.items()))
+        print("\n\n".join(_summary(branch, walked) for branch, walked in walks.items()))
     return int(any(standing.refused for walked in walks.values() for standing in walked))
 
 
-def runs(found: Iterable[Standing]) -> list[dict[str, Any]]:
+def runs(walked: Iterable[Standing]) -> list[dict[str, Any]]:
     """Return commits in runs on which the same patches land, as docs/history.json has them."""
     rows: list[dict[str, Any]] = []
-    for each in found:
-        if not rows or (rows[-1]["landed"], rows[-1]["refused"]) != (each.landed, [*each.refused]):
-            row = {"commit": each.commit, "since": each.day, "until": each.day, "commits": 0}
-            rows.append({**row, "landed": each.landed, "refused": [*each.refused]})
-        rows[-1]["until"] = each.day
+    for standing in walked:
+        same = {"landed": standing.landed, "refused": [*standing.refused]}
+        if not rows or {key: rows[-1][key] for key in same} != same:
+            days = {"since": standing.day, "until": standing.day}
+            row = {"commit": standing.commit, **days, "commits": 0}
+            rows.append({**row, **same})
+        rows[-1]["until"] = standing.day
         rows[-1]["commits"] += 1
     return rows
 
 
-def _told(branch: str, found: Sequence[Standing]) -> str:
-    if not found:
+def _summary(branch: str, walked: Sequence[Standing]) -> str:
+    """Return a sentence about a branch, and a table of the patches that are refused somewhere."""
+    if not walked:
         return f"{branch}: no commits in that time"
-    landed = sum(each.landed for each in found)
-    refused = sum(len(each.refused) for each in found)
-    covered = sum(each.share >= COVERED for each in found)
+    landed = sum(standing.landed for standing in walked)
+    refused = sum(len(standing.refused) for standing in walked)
+    covered = sum(standing.share >= COVERED for standing in walked)
     head = (
-        f"{branch}: {len(found)} commits from {found[0].day} to {found[-1].day}. "
+        f"{branch}: {len(walked)} commits from {walked[0].day} to {walked[-1].day}. "
         f"{landed / max(1, landed + refused):.2%} of the patches that concern a commit land; "
-        f"{covered / len(found):.2%} of the commits get {COVERED:.0%} of theirs or more."
+        f"{covered / len(walked):.2%} of the commits get {COVERED:.0%} of theirs or more."
     )
-    new: dict[tuple[str, str], list[Standing]] = {}
-    for each in found:
-        for name, reason in each.refused.items():
-            new.setdefault((name, reason.partition(": name the patch")[0]), []).append(each)
+    refusals: dict[tuple[str, str], list[Standing]] = {}
+    for standing in walked:
+        for name, reason in standing.refused.items():
+            refusal = (name, reason.partition(": name the patch")[0])
+            refusals.setdefault(refusal, []).append(standing)
     rows = [
-        (name, f"{len(at)}", f"{at[0].day} to {at[-1].day}", at[0].commit[:12], reason)
-        for (name, reason), at in sorted(new.items(), key=lambda item: -len(item[1]))
+        (name, f"{len(commits)}", f"{first.day} to {last.day}", first.commit[:12], reason)
+        for (name, reason), commits in sorted(refusals.items(), key=lambda item: -len(item[1]))
+        for first, last in [(commits[0], commits[-1])]
     ]
     return (
         f"{head}\n\n{render(('patch', 'commits', 'days', 'first', 'why'), rows)}" if rows else head

@@ -1,4 +1,4 @@
-"""Writes `releases.txt`: the files of each release that patches read, and which patches land on it.
+"""Renews `releases.txt`: digests of the files that patches read, and which patches land where.
 
 The releases come from wheels, and from a clone at a release's tag (`CLONE@core_v0.16.1`), which has
 the `megatron.training` that wheels before 0.17 lack.
@@ -33,83 +33,88 @@ _HOW = "`python tools/casebook.py .nox/wheels` reads the wheels that `make drift
 
 
 def renewed_table(
-    known: Sequence[str], trees: Iterable[SourceTree], needs: dict[str, Needs]
+    lines: Sequence[str], trees: Iterable[SourceTree], needs: dict[str, Needs]
 ) -> list[str]:
     """Return the lines of `releases.txt`, renewed by these trees.
 
     Args:
-        known: its lines as they are. Releases that are none of the trees stay.
-        trees: sources of Megatron; those that are no release are left out.
+        lines: its present lines. Releases that are not among the trees stay.
+        trees: sources of Megatron; commits are left out.
         needs: what wrappers read, by patch.
 
     Raises:
-        ValueError: patches read a module that the table lacks, of a release that is none of the
-            trees.
+        ValueError: patches read a module that the table lacks for a release, and no tree has that
+            release.
     """
-    ours = [patch for patch in patches().values() if patch.distribution == MEGATRON]
-    given: dict[str, list[SourceTree]] = {}
+    wrapping = [patch for patch in patches().values() if patch.distribution == MEGATRON]
+    trees_of: dict[str, list[SourceTree]] = {}
     for tree in trees:
         release = release_of(tree) if MEGATRON in tree.versions else None
         if release is not None:
-            given.setdefault(release.text, []).append(tree)
-    table = Table(known)
-    names = sorted({*table.names, *given}, key=place)
-    before = {name: table.release(name) for name in names}
-    all_trees = [tree for found in given.values() for tree in found]
-    folders = sorted({t.module for patch in ours for t in patch.targets if "." in t.qualname})
-    modules = _modules(ours, needs, folders, all_trees, [each for each in before.values() if each])
-    return [
-        *lines_of(_release(n, before[n], given.get(n, []), modules, folders, ours) for n in names)
-    ]
+            trees_of.setdefault(release.text, []).append(tree)
+    table = Table(lines)
+    names = sorted({*table.names, *trees_of}, key=place)
+    present = {name: table.release(name) for name in names}
+    all_trees = [tree for same_release in trees_of.values() for tree in same_release]
+    folders = sorted({t.module for patch in wrapping for t in patch.targets if "." in t.qualname})
+    entries = [entry for entry in present.values() if entry is not None]
+    modules = _modules(wrapping, needs, folders, all_trees, entries)
+    renewed = (
+        _release(name, present[name], trees_of.get(name, []), modules, folders, wrapping)
+        for name in names
+    )
+    return [*lines_of(renewed)]
 
 
 def _modules(
-    ours: Sequence[Patch],
+    wrapping: Sequence[Patch],
     needs: dict[str, Needs],
     folders: Sequence[str],
     trees: Sequence[SourceTree],
-    before: Sequence[Release],
+    entries: Sequence[Release],
 ) -> list[str]:
-    """Return the modules that patches read of any release."""
-    named: set[str] = set()
-    for patch in ours:
-        named |= {target.module for target in patch.targets}
-        named |= {Place(address=address).module for address, _ in patch.fixed_by}
+    """Return the modules that patches read in any release."""
+    modules: set[str] = set()
+    for patch in wrapping:
+        modules |= {target.module for target in patch.targets}
+        modules |= {Place(address=address).module for address, _ in patch.fixed_by}
         if patch.came_with is not None:
-            named.add(Place(address=patch.came_with[0]).module)
+            modules.add(Place(address=patch.came_with[0]).module)
         for need in needs.get(patch.id, Needs()).names:
-            named |= set(need.modules)
+            modules |= set(need.modules)
     for tree in trees:
         for folder in folders:
-            named |= set(tree.beside(folder))
+            modules |= set(tree.beside(folder))
     packages = {folder.rpartition(".")[0] for folder in folders}
-    for release in before:
-        named |= {m for m in release.digests if {m, m.rpartition(".")[0]} & packages}
-    return sorted(name for name in named if not name.endswith(".package_info"))
+    for release in entries:
+        modules |= {m for m in release.digests if {m, m.rpartition(".")[0]} & packages}
+    return sorted(name for name in modules if not name.endswith(".package_info"))
 
 
 def _release(
     name: str,
-    before: Release | None,
+    present: Release | None,
     trees: Sequence[SourceTree],
     modules: Sequence[str],
     folders: Sequence[str],
-    ours: Sequence[Patch],
+    wrapping: Sequence[Patch],
 ) -> Release:
+    """Return a release's entry in the table, renewed by trees; `present` is the entry so far."""
     digests: dict[str, str | None] = {}
     for module in modules:
         digests[module] = next(filter(None, (tree.digest(module) for tree in trees)), None)
-        if digests[module] is None and before is not None and module in before.digests:
+        if digests[module] is None and present is not None and module in present.digests:
             # A wheel may lack what a clone at the tag had.
-            digests[module] = before.digests[module]
-        elif not trees and (before is None or module not in before.digests):
+            digests[module] = present.digests[module]
+        elif not trees and (present is None or module not in present.digests):
             raise ValueError(f"releases.txt lacks {module} of {name}, which patches read: {_HOW}")
     standings = {}
-    for patch in ours:
+    for patch in wrapping:
         marks = [_mark(patch, tree) for tree in trees]
-        marks += [before.standings.get(patch.id, UNKNOWN_STANDING)] if before is not None else []
-        known = [mark for mark in marks if mark != UNKNOWN_STANDING]
-        standings[patch.id] = known[0] if known else UNKNOWN_STANDING
+        if present is not None:
+            marks.append(present.standings.get(patch.id, UNKNOWN_STANDING))
+        decided = (mark for mark in marks if mark != UNKNOWN_STANDING)
+        standings[patch.id] = next(decided, UNKNOWN_STANDING)
     return Release(version=name, digests=digests, folders=tuple(folders), standings=standings)
 
 

@@ -1,9 +1,9 @@
-"""Writes the pages of the documentation site that are no files of `docs/`, and moves links.
+"""Writes the pages of the documentation site that are not files of `docs/`, and changes links.
 
 `make docs` builds the site with MkDocs, which calls these functions through `.ci/mkdocs_hooks.py`:
 a page for each hazard, their list and the matrix come from the case files, and CHANGELOG.md and
-CONTRIBUTING.md are pages too. Links of the sources are right on GitHub; here they become links of
-the site.
+CONTRIBUTING.md are pages too. Links in the sources are right on GitHub; `relinked` makes them right
+on the site.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ def pages(root: Path) -> dict[str, str]:
 
     proven: Proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
     project = tomllib.loads((root / PROJECT).read_text("utf-8"))["tool"]["megatron-idempotent"]
-    found = {
-        f"hazards/{each.id}.md": hazard_page(each, root, proven, project)
-        for each in hazards().values()
+    texts = {
+        f"hazards/{hazard.id}.md": hazard_page(hazard, root, proven, project)
+        for hazard in hazards().values()
     }
-    found[_HAZARDS] = _list()
-    found[_MATRIX] = _matrix(proven, project)
+    texts[_HAZARDS] = _list()
+    texts[_MATRIX] = _matrix(proven, project)
     for name, page in ROOT_PAGES.items():
-        found[page] = (root / name).read_text(encoding="utf-8")
-    return found
+        texts[page] = (root / name).read_text(encoding="utf-8")
+    return texts
 
 
 def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str, Any]) -> str:
     """Return the page of one hazard.
 
-    What users paste stands above the first heading: there the search weighs it most.
+    Messages that users paste stand above the first heading, where the search weighs them most.
     """
     sections = hazard.case_file
     parts = ["---", f"title: {hazard.id}", "search: {boost: 2}", "---", "", f"# {hazard.id}", ""]
@@ -95,7 +95,7 @@ def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str
         ]
         if not hazard.default:
             parts += [f'It is off by default: name it, `apply(only=["{hazard.id}"])`.', ""]
-        parts += ["It wraps:", "", *(f"- `{each.address}`" for each in hazard.targets), ""]
+        parts += ["It wraps:", "", *(f"- `{target.address}`" for target in hazard.targets), ""]
     else:
         parts += ["## Answer", "", f"{_sentence(hazard.answer)}", ""]
     if recipes := _recipes(hazard, root, proven, project):
@@ -116,62 +116,70 @@ def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str
         names = [name for name in proven if hazard.id in proven[name]]
         parts += ["## Where it was seen", "", _table(names, {hazard.id: hazard}, proven), ""]
     parts += [f"On {hazard.distribution} {hazard.versions}. [All hazards](index.md)", ""]
-    if beside := _beside(hazard):
+    if related := _related(hazard):
         parts += ["## Same message, or same function", ""]
-        parts += [*(f"- [`{each.id}`]({each.id}.md): {each.summary}" for each in beside), ""]
+        parts += [
+            *(f"- [`{similar.id}`]({similar.id}.md): {similar.summary}" for similar in related),
+            "",
+        ]
     return "\n".join(parts)
 
 
 def _recipes(
     hazard: Hazard, root: Path, proven: Proven, project: Mapping[str, Any]
 ) -> dict[str, None]:
-    """List links to the recipes of frameworks whose Megatron, or own code, has the hazard."""
+    """Return links to the recipes of frameworks whose Megatron, or own code, has the hazard."""
     links: dict[str, None] = {}
-    for each in project["frameworks"]:
-        seen = any(proven.get(name, {}).get(hazard.id) in _HERE for name in each["megatron"])
-        for name in each["name"].split(", "):
+    for framework in project["frameworks"]:
+        verdicts = {proven.get(name, {}).get(hazard.id) for name in framework["megatron"]}
+        has_hazard = verdicts & _PRESENT or hazard.id in framework.get("patches", ())
+        for name in framework["name"].split(", ") if has_hazard else ():
             page = f"recipes/{name.lower()}.md"
-            if (seen or hazard.id in each.get("patches", ())) and (root / "docs" / page).exists():
+            if (root / "docs" / page).exists():
                 links[f"[{name}](../{page})"] = None
     return links
 
 
-def _beside(hazard: Hazard) -> list[Hazard]:
-    """List the hazards with one of its messages, or whose patch wraps one of its functions."""
-    mine = _marks(hazard)
-    return [each for each in hazards().values() if each is not hazard and mine & _marks(each)]
+def _related(hazard: Hazard) -> list[Hazard]:
+    """Return other hazards with one of its messages, or whose patch wraps one of its targets."""
+    marks = _marks(hazard)
+    return [
+        similar
+        for similar in hazards().values()
+        if similar is not hazard and marks & _marks(similar)
+    ]
 
 
 def _marks(hazard: Hazard) -> set[str]:
     targets = getattr(hazard, "targets", ())
-    return {*messages(hazard.case_file["Symptom"]), *(each.address for each in targets)}
+    return {*messages(hazard.case_file["Symptom"]), *(target.address for target in targets)}
 
 
 def messages(symptom: str) -> list[str]:
     """Return the messages that a symptom quotes, each on one line, as a terminal shows them.
 
-    A code span is a message, and no name, if it has three words.
+    A code span of three words or more is a message, and not a name.
     """
     spans = re.findall(r"`([^`]+)`", " ".join(symptom.split()))
     return [span for span in dict.fromkeys(spans) if len(span.split()) > 2]
 
 
 def hazard_nav() -> list[dict[str, list[str]]]:
-    """Return the hazards' part of the navigation: kinds, each with its pages in order of id."""
+    """Return the hazards' part of the navigation: titles, each with its pages in order of id."""
     kinds: dict[str, list[str]] = {title: [] for title in (*_KINDS.values(), *_OTHER_KINDS)}
-    for each in hazards().values():
-        kinds[_kind(each)].append(f"hazards/{each.id}.md")
-    return [{title: found} for title, found in kinds.items()]
+    for hazard in hazards().values():
+        kinds[_kind(hazard)].append(f"hazards/{hazard.id}.md")
+    return [{title: pages_of_kind} for title, pages_of_kind in kinds.items()]
 
 
 def _kind(hazard: Hazard) -> str:
-    framework, experts, rest = _OTHER_KINDS
+    framework, experts, setup = _OTHER_KINDS
     if hazard.distribution != MEGATRON:
         return framework
     for group in getattr(hazard, "groups", ()):
         return _KINDS[group]
     words = {"mtp", "moe", "expert", "experts", "router"}
-    return experts if words & {*hazard.id.split("-")} else rest
+    return experts if words & {*hazard.id.split("-")} else setup
 
 
 def _sentence(text: str) -> str:
@@ -181,21 +189,21 @@ def _sentence(text: str) -> str:
 def _linked(text: str) -> str:
     """Make links of bare addresses."""
     text = " ".join(text.split())
-    return re.sub(r"(?<![<(])https://[^\s,]*[^\s,.;:)]", lambda found: f"<{found[0]}>", text)
+    return re.sub(r"(?<![<(])https://[^\s,]*[^\s,.;:)]", lambda link: f"<{link[0]}>", text)
 
 
 def _list() -> str:
     head = (
         "---\nsearch: {exclude: true}\n---\n\n# Hazards\n\n"
-        "Each is a thing that goes wrong on stock Megatron, or in a framework on it, "
-        "and has a program that shows it. Paste an error message into the search to find its page. "
+        "Each goes wrong on stock Megatron, or in a framework on it, and has a program that shows "
+        "it. Paste an error message into the search to find its page. "
         "[The matrix](../matrix.md) says which release and which pinned commit has which.\n"
     )
     return f"{head}\n{table_markdown('{}.md')}\n"
 
 
 def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
-    of_megatron = {each.id: each for each in hazards().values() if each.distribution == MEGATRON}
+    of_megatron = {h.id: h for h in hazards().values() if h.distribution == MEGATRON}
     head = (
         "---\nhide: [navigation, toc]\n---\n\n# Matrix\n\n"
         "Rows are hazards of Megatron, columns are its releases and the commits that "
@@ -204,37 +212,38 @@ def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
         "- limit: stock failed so, and nothing repairs it\n"
         "- –, fixed, absent: this Megatron does not have the hazard\n"
         "- off: needs hardware, and is applied only where named\n"
-        "- refused: a function there was read by nobody, and `apply()` leaves it alone\n"
+        "- refused: nobody has reviewed a function there, and `apply()` leaves it alone\n"
     )
     table = _table([*proven], of_megatron, proven)
     return "\n".join([head, _filters(proven, project), "", table, ""])
 
 
 def _filters(proven: Proven, project: Mapping[str, Any]) -> str:
-    """Return the choosers of a framework and a Megatron, and what is shown of a framework alone.
+    """Return the menus of frameworks and Megatrons, and a hidden note about each framework.
 
     `docs/assets/matrix.js` reads the Megatrons of a framework from `data-megatrons`.
     """
-    commits = {each["name"]: each for each in project["commits"]}
+    commits = {commit["name"]: commit for commit in project["commits"]}
     frameworks, notes = [], []
-    for number, each in enumerate(project["frameworks"]):
-        name = f"{each['name']} {each['version']}"
-        pinned = html.escape(json.dumps(each["megatron"]))
+    for number, framework in enumerate(project["frameworks"]):
+        name = f"{framework['name']} {framework['version']}"
+        pinned = html.escape(json.dumps(framework["megatron"]))
         frameworks.append(
             f'<option value="{number}" data-megatrons="{pinned}">{html.escape(name)}</option>'
         )
-        own = [
-            f'<a href="../hazards/{it}/"><code>{it}</code></a>' for it in each.get("patches", ())
+        links = [
+            f'<a href="../hazards/{hazard_id}/"><code>{hazard_id}</code></a>'
+            for hazard_id in framework.get("patches", ())
         ]
         notes.append(
             f'<p data-framework="{number}" hidden>{html.escape(name)}: patches for its own code: '
-            f"{', '.join(own) or 'none needed'}</p>"
+            f"{', '.join(links) or 'none needed'}</p>"
         )
     megatrons = []
     for name in proven:
         commit = commits.get(name)
-        told = f"{name}: {commit['commit'][:10]}, {commit['date']}" if commit else name
-        megatrons.append(f'<option value="{html.escape(name)}">{html.escape(told)}</option>')
+        label = f"{name}: {commit['commit'][:10]}, {commit['date']}" if commit else name
+        megatrons.append(f'<option value="{html.escape(name)}">{html.escape(label)}</option>')
     return (
         '<p class="filters"><label>Show what applies to <select id="framework">'
         f'<option value="">all frameworks</option>{"".join(frameworks)}</select></label> '
@@ -243,15 +252,15 @@ def _filters(proven: Proven, project: Mapping[str, Any]) -> str:
     )
 
 
-def _table(names: list[str], shown: Mapping[str, Hazard], proven: Proven) -> str:
-    """Return a table in HTML: its cells have colours, and the matrix can hide rows."""
-    alone = len(shown) == 1
+def _table(names: list[str], listed: Mapping[str, Hazard], proven: Proven) -> str:
+    """Return a table in HTML: CSS colours its cells, and the matrix can hide rows."""
+    alone = len(listed) == 1
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     rows = []
-    for hazard_id in shown:
+    for hazard_id in listed:
         words = [proven[name].get(hazard_id, "not run") for name in names]
         cells = "".join(
-            f'<td class="{"here" if word in _HERE else "absent"} {word.replace(" ", "-")}" '
+            f'<td class="{"here" if word in _PRESENT else "absent"} {word.replace(" ", "-")}" '
             f'data-megatron="{html.escape(name)}">{mark(word)}</td>'
             for name, word in zip(names, words, strict=True)
         )
@@ -264,36 +273,42 @@ def _table(names: list[str], shown: Mapping[str, Hazard], proven: Proven) -> str
     )
 
 
-_HERE = frozenset({"proven", "documented", "disabled", "drifted"})
+#: Verdicts of Megatrons that have the hazard.
+_PRESENT = frozenset({"proven", "documented", "disabled", "drifted"})
 
 
-def relinked(markdown: str, source: str, known: Callable[[str], bool], repository: str) -> str:
+def relinked(markdown: str, source: str, exists: Callable[[str], bool], repository: str) -> str:
     """Return a page with links that are right on the site.
 
-    `source` is the page's path in the site's sources; `known` says whether there is a page or file
-    at such a path. A link to a hazard in HAZARDS.md goes to its page, one to what was seen to the
-    matrix, and one to a file outside of the site to `repository`.
-    """
-    page = {page: name for name, page in ROOT_PAGES.items()}.get(source)
-    here = "" if page else posixpath.dirname(f"docs/{source}")
+    A link to a hazard in HAZARDS.md becomes one to the hazard's page; a link to HAZARDS.md's grids
+    becomes one to the matrix; a link to a file outside of the site becomes one to the repository.
 
-    def moved(found: re.Match[str]) -> str:
-        target, _, anchor = found[2].partition("#")
+    Args:
+        markdown: the page.
+        source: the page's path in the site's sources.
+        exists: tells if the site's sources have a page or file at a path.
+        repository: the address of the repository.
+    """
+    of_root = source in ROOT_PAGES.values()
+    folder = "" if of_root else posixpath.dirname(f"docs/{source}")
+
+    def moved(link: re.Match[str]) -> str:
+        target, _, anchor = link[2].partition("#")
         if not target or re.match(r"[a-z]+:", target):
-            return found[0]
-        path = posixpath.normpath(posixpath.join(here, target))
+            return link[0]
+        path = posixpath.normpath(posixpath.join(folder, target))
         if path == "HAZARDS.md":
-            listed = _MATRIX if anchor.startswith("seen-on-") else _HAZARDS
-            place = f"hazards/{anchor}.md" if anchor in hazards() else listed
+            listing = _MATRIX if anchor.startswith("seen-on-") else _HAZARDS
+            page = f"hazards/{anchor}.md" if anchor in hazards() else listing
             anchor = ""
         elif path in ROOT_PAGES:
-            place = ROOT_PAGES[path]
-        elif path.startswith("docs/") and known(path[len("docs/") :]):
-            place = path[len("docs/") :]
+            page = ROOT_PAGES[path]
+        elif path.startswith("docs/") and exists(path[len("docs/") :]):
+            page = path[len("docs/") :]
         else:
-            return f"{found[1]}{repository}/blob/main/{path}{found[3]}"
-        link = posixpath.relpath(place, posixpath.dirname(source) or ".")
-        return f"{found[1]}{link}{'#' if anchor else ''}{anchor}{found[3]}"
+            return f"{link[1]}{repository}/blob/main/{path}{link[3]}"
+        relative = posixpath.relpath(page, posixpath.dirname(source) or ".")
+        return f"{link[1]}{relative}{'#' if anchor else ''}{anchor}{link[3]}"
 
-    # Generated pages link each other as the site has them.
+    # Generated pages have links that are right on the site already.
     return markdown if source.startswith("hazards/") else _LINK.sub(moved, markdown)
