@@ -65,7 +65,7 @@ class Branches(Clone):
 
 
 _Source = tuple[str, str]
-"""What was read of a tree: `text` or `beside`, and the module."""
+"""A part of a tree that was read: `text` or `beside`, and the module."""
 
 
 class _Recorder:

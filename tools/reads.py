@@ -224,7 +224,7 @@ def _bases(module: str, owner: str, trees: Sequence[SourceTree]) -> list[tuple[s
 
 
 _Binding = tuple[tuple[str, ...], str, str]
-"""Where a name is bound: modules, class and name, as in `Need`."""
+"""The modules and the class that bind a name, and the name, as in `Need`."""
 
 
 def _binds(binding: _Binding, tree: SourceTree) -> bool:
