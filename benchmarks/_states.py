@@ -48,7 +48,9 @@ compared after the load, and the next step with a step from a state that plain c
 
 Runs before 2026-11-29 varied less: nothing drew from the random states of Python, NumPy and
 experts, the loss scale was never between two changes, no asynchronous writer failed, and of each
-checkpoint the largest file alone was spoilt. `offload-again` was not made.
+checkpoint the largest file alone was spoilt. `offload-again` was not made. No run here has
+`saved-again` yet, writers in threads that were held back, other hashes in new processes, an older
+checkpoint beside a spoilt one, or an offload of a part in an open step.
 
 The patches of this library are applied. Not run: Megatron-FSDP, Transformer Engine, a file system
 other than a local one, a dataloader that keeps a state of its own (`--dataloader-save`). Releases

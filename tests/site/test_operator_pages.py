@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = (ROOT / "docs" / "environment.md").read_text("utf-8")
 VARIABLES = dict(re.findall(r"^\| `([A-Z_]+)` \| ([^|]+) \|", ENVIRONMENT, re.MULTILINE))
 #: Set whatever the caller has, or Python's own.
-NOT_TOLD = {"PYTHONWARNINGS", "PYTHONPATH", "KINETO_LOG_LEVEL"}
+NOT_TOLD = {"PYTHONWARNINGS", "PYTHONPATH", "PYTHONHASHSEED", "KINETO_LOG_LEVEL"}
 
 
 def test_the_page_has_the_variables_of_the_code_and_no_others():

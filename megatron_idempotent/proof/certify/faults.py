@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
+import mmap
 import os
 import re
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from megatron_idempotent.proof.cpu.launcher import unserved_s
 
 if TYPE_CHECKING:
     from .states import States
@@ -40,14 +46,14 @@ def said(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _limited(what: int, number: int, *, yes: bool) -> Iterator[None]:
-    soft, hard = resource.getrlimit(what)
+def _limited(limit: int, number: int, *, yes: bool) -> Iterator[None]:
+    soft, hard = resource.getrlimit(limit)
     if yes:
-        resource.setrlimit(what, (number, hard))
+        resource.setrlimit(limit, (number, hard))
     try:
         yield
     finally:
-        resource.setrlimit(what, (soft, hard))
+        resource.setrlimit(limit, (soft, hard))
 
 
 @contextlib.contextmanager
@@ -84,24 +90,185 @@ def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
         yield
 
 
+class SlowDisk:
+    """Keeps what is written beside the check's own thread from being written until `release`.
+
+    Args:
+        folder: the folder of the checkpoints; files elsewhere are written at once.
+    """
+
+    #: Seconds for a step that waits for a writer, and for a save that has not returned yet.
+    _LONGEST_S, _LONGEST_WITHIN_SAVE_S = 20.0, 1.0
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder)
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        # Anonymous memory, which processes that are forked later share.
+        self._has_returned, self._is_released = (mmap.mmap(-1, 1) for _ in range(2))
+        self._starts = contextlib.ExitStack()
+
+    def hold_starts(self) -> None:
+        """Hold back threads that start, and calls that an executor is given, until `returned`.
+
+        What they compute before they write is computed late, too.
+        """
+        submit, profile = ThreadPoolExecutor.submit, threading.getprofile()
+
+        def submit_late(
+            executor: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+        ) -> Any:
+            def late() -> Any:
+                self.hold()
+                return function(*args, **kwargs)
+
+            return submit(executor, late)
+
+        def before_first_call(*_: Any) -> None:
+            sys.setprofile(None)
+            self.hold()
+
+        ThreadPoolExecutor.submit = submit_late  # type: ignore[method-assign]
+        threading.setprofile(before_first_call)
+        self._starts.callback(setattr, ThreadPoolExecutor, "submit", submit)
+        self._starts.callback(threading.setprofile, profile)
+
+    def returned(self) -> None:
+        """Say that the call that saves has returned: what starts from now on is none of its own."""
+        self._starts.close()
+        self._has_returned[0] = 1
+
+    def release(self) -> None:
+        """Let all be written."""
+        self._is_released[0] = 1
+
+    def hold(self) -> None:
+        """Wait until `release`, but a second while the call that saves may wait for its writer."""
+        begun_s = time.monotonic()
+        while not self._is_released[0]:
+            has_returned = self._has_returned[0]
+            longest_s = self._LONGEST_S if has_returned else self._LONGEST_WITHIN_SAVE_S
+            if time.monotonic() >= begun_s + longest_s:
+                break
+            time.sleep(0.01)
+
+    def hold_process(self) -> None:
+        """Hold back a process that was forked since; its memory is as it was then."""
+        if os.getpid() != self._process:
+            self.hold()
+
+    def hold_file(self, path: Any) -> None:
+        """Hold back another thread of this process that opens a file of the folder."""
+        if (
+            os.getpid() == self._process
+            and threading.get_ident() != self._thread
+            and isinstance(path, (str, os.PathLike))
+            and os.fspath(path).startswith(self._folder)
+        ):
+            self.hold()
+
+
+_slow_disks: list[SlowDisk] = []
+
+
+@functools.cache
+def _watch_files() -> None:
+    """Have each file that Python opens for writing ask the slow disk that there is then."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and _slow_disks:
+            path, _, flags = arguments
+            if flags & (os.O_WRONLY | os.O_RDWR):
+                _slow_disks[-1].hold_file(path)
+
+    sys.addaudithook(hook)  # for the life of the process: there is no way to remove one
+
+
 @contextlib.contextmanager
-def slow_disk(bench: States) -> Iterator[None]:
-    """Let no process that is forked inside of the block have written a file before its end."""
-    ended, rank, sync = bench.folder / f"{bench.rank}-ended", os.getpid(), os.fsync
-    ended.unlink(missing_ok=True)
+def slow_disk(bench: States) -> Iterator[SlowDisk]:
+    """Let no thread, and no process that is forked inside of the block, write before its end.
+
+    The check calls `returned` as soon as the call that saves has returned, and may call `release`
+    before the end of the block.
+    """
+    import torch
+
+    disk, sync, save = SlowDisk(bench.folder), os.fsync, torch.save
+    _watch_files()
 
     def fsync(file: Any) -> None:
-        waits_until_s = time.monotonic() + 20  # for a save that waits for its writer itself
-        while os.getpid() != rank and not ended.exists() and time.monotonic() < waits_until_s:
-            time.sleep(0.01)
+        disk.hold_process()
         sync(file)
 
+    def save_late(state: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        disk.hold_file(f)  # torch opens a file by its name in C++
+        save(state, f, *args, **kwargs)
+
     os.fsync = fsync  # type: ignore[assignment]
+    torch.save = save_late  # type: ignore[assignment]
+    _slow_disks.append(disk)
+    disk.hold_starts()
+    try:
+        yield disk
+    finally:
+        os.fsync, torch.save = sync, save
+        _slow_disks.remove(disk)
+        disk.returned()
+        disk.release()
+
+
+LONGEST_S = 20.0
+"""The most seconds for a call that a check makes fail; it has hung then.
+
+While ranks wait for a processor nothing counts, up to three times as many seconds."""
+_STUCK = "stuck-"
+
+
+@contextlib.contextmanager
+def ending_hangs(bench: States, reason: str) -> Iterator[None]:
+    """End this rank if the block takes longer than `LONGEST_S`; `stuck` then tells of it.
+
+    Nothing else ends a wait in a collective for a rank that does not come. All ranks enter.
+    """
+    ranks: list[int] = bench.told_by_all(os.getpid())
+    ended, begun_s = threading.Event(), time.monotonic()
+    unserved_before_s = sum(map(unserved_s, ranks))
+
+    def watch() -> None:
+        while not ended.wait(0.2):
+            late_s = time.monotonic() - begun_s - LONGEST_S
+            if late_s >= 0.0 and late_s >= min(
+                3 * LONGEST_S, sum(map(unserved_s, ranks)) - unserved_before_s
+            ):
+                _write_note(bench.root / f"{_STUCK}{bench.rank}", reason)
+                os._exit(1)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
         yield
     finally:
-        os.fsync = sync
-        ended.touch()
+        ended.set()
+        watcher.join()
+
+
+def _write_note(path: Path, reason: str) -> None:
+    """Write a reason and the stacks of all threads, though the check may forbid it to this rank."""
+    _slow_disks.clear()
+    for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (hard, hard))
+    with path.open("w") as file:
+        file.write(f"{reason} after {LONGEST_S:g} s\n")
+        file.flush()
+        faulthandler.dump_traceback(file)
+
+
+def stuck(folder: Path) -> tuple[int, str, str] | None:
+    """Return the first rank that `ending_hangs` has ended, the reason, and the rank's stacks."""
+    for note in sorted(folder.glob(f"{_STUCK}*")):
+        reason, _, stacks = note.read_text(encoding="utf-8").partition("\n")
+        return int(note.name.removeprefix(_STUCK)), reason, stacks
+    return None
 
 
 @contextlib.contextmanager
@@ -130,21 +297,35 @@ LATER = "later.pt"
 """Ends the names of files that ranks that save leave for those that load; no checkpoint has it."""
 
 
-def saved_files(bench: States) -> list[tuple[int, Path]]:
+Stamps = Mapping[Path, tuple[int, int]]
+"""Maps files to the time of their last change, in nanoseconds, and their bytes."""
+
+
+def stamps(bench: States) -> Stamps:
+    """Return the stamps of all files of checkpoints. All ranks take part."""
+    bench.told_by_all(None)  # all have written
+    files = [path for path in bench.folder.rglob("*") if not path.name.endswith(LATER)]
+    stats = {path: path.stat() for path in files if path.is_file()}
+    return {path: (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
+
+
+def saved_files(bench: States, older: Stamps = MappingProxyType({})) -> list[tuple[int, Path]]:
     """Return bytes and path of what was saved: the largest file of each kind of name, in order.
 
-    Names are of one kind if they differ in numbers. All ranks take part.
+    Names are of one kind if they differ in numbers. A file that is as in `older` is taken only if
+    there is no other one of its kind. All ranks take part.
     """
-    bench.told_by_all(None)  # all have written
-    there = [path for path in bench.folder.rglob("*") if not path.name.endswith(LATER)]
-    files = sorted((path.stat().st_size, path) for path in there if path.is_file())
-    largest = {re.sub("[0-9]+", "", path.name): (size, path) for size, path in files}
+    files = sorted(
+        (older.get(path) != (changed_ns, size), size, path)
+        for path, (changed_ns, size) in stamps(bench).items()
+    )
+    largest = {re.sub("[0-9]+", "", path.name): (size, path) for _, size, path in files}
     everybody: list[list[tuple[int, Path]]] = bench.told_by_all(sorted(largest.values()))
     return everybody[0][::-1]
 
 
 @contextlib.contextmanager
-def no_memory(after: float) -> Iterator[list[str]]:
+def no_memory(calls_before: float) -> Iterator[list[str]]:
     """Refuse to copy or move a tensor after so many; yield the names of the calls so far.
 
     The error is `MemoryError`.
@@ -156,7 +337,7 @@ def no_memory(after: float) -> Iterator[list[str]]:
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append(name)
-            if len(calls) > after:
+            if len(calls) > calls_before:
                 raise MemoryError("the host has no memory left, as the check asks")
             return function(*args, **kwargs)
 

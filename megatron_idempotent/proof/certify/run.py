@@ -23,6 +23,7 @@ from megatron_idempotent.proof.cpu.pool import PATIENCE, PRELOAD
 
 from .checks import CHECKS, Check
 from .draws import Draw
+from .faults import stuck
 from .layouts import KINDS, LAYOUTS, STATE_LAYOUTS, WORDS, Layout, resharded
 from .layouts import layout as named
 from .protocol import SAYS, Wrong, why_not
@@ -385,9 +386,12 @@ def outcome_of(
         how = dataclasses.replace(how, folder=folder)
         fault, *_ = _outcome(pool, adapter, check, layout, how)
         if not fault and check.then:
-            elsewhere = resharded(layout, check.reshards) or layout
             how = dataclasses.replace(how, later=True)
-            fault, *_ = _outcome(pool, adapter, check, elsewhere, how)
+            if check.reshards:
+                layout = resharded(layout, check.reshards) or layout
+            else:  # once is enough: it imports all again
+                pool = pool.hashing_differently()
+            fault, *_ = _outcome(pool, adapter, check, layout, how)
         return fault, 0.0, ""
 
 
@@ -411,6 +415,10 @@ def _outcome(
         places += [f"rank {rank} is {_waits(error.stacks[rank])}" for rank in waiting]
         return "; ".join((text, *places)), 0.0, ""
     except RankError as error:
+        note = stuck(Path(how.folder)) if how.folder else None
+        if note is not None:
+            rank, reason, stacks = note
+            return f"{reason}; rank {rank} is {_waits(stacks)}", 0.0, ""
         return error.failures[0].folded, 0.0, ""
     return min(told)[1], max(each[2] for each in told), told[0][3]
 

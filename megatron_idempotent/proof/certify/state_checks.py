@@ -7,6 +7,7 @@ is compared with has been rounded so, by plain copies.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -14,8 +15,20 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .checks import CHECKS, Check
-from .faults import LATER, SPOILT, attempt, no_memory, no_room, saved_files, slow_disk
-from .protocol import PUT, Wrong
+from .faults import (
+    LATER,
+    SPOILT,
+    Stamps,
+    attempt,
+    ending_hangs,
+    no_memory,
+    no_room,
+    said,
+    saved_files,
+    slow_disk,
+    stamps,
+)
+from .protocol import PUT, RUN, Wrong
 
 if TYPE_CHECKING:
     from .states import States
@@ -86,10 +99,47 @@ def rollback(bench: States) -> None:
         bench.follow(2, f"the {time} load() in place")
 
 
-def _saved_after_two(bench: States) -> Any:
-    """Take the run, and again its first two steps; then save."""
+@_check(
+    "of two saves of a run that went back and took another step, each is what it was, or the later "
+    "one is refused",
+    needs=_SAVES,
+)
+def saved_again(bench: States) -> None:
+    from .states import first_difference
+
+    adapter: Any = bench.adapter
+    bench.advance(0)
+    begun = bench.held()
+    older = adapter.save()
+    bench.put(begun)  # a save that changes them is another check's
+    bench.advance(1)
+    first, of_first = _saved(bench), bench.held()
+    for save in _saves(bench):
+        adapter.load(older)
+        bench.put(begun)
+        bench.advance(5)
+        of_later = bench.held()
+        fault, later = attempt(_saved, bench, save)
+        told = bench.told_by_all(fault)
+        if None in told and any(told):
+            raise Wrong(f"a later {save}() is refused, and rank {told.index(None)} takes it")
+        bench.advance(6)
+        if not any(told):
+            adapter.load(later)
+            bench.loaded(of_later, what := f"load() of a later {save}() after as many steps")
+            bench.hold(1, what, held=of_later)
+        if any(bench.told_by_all(first_difference(first, later))):  # else it took its place
+            adapter.load(first)
+            bench.loaded(of_first, what := f"load() of what was saved before a later {save}()")
+            bench.hold(1, what, held=of_first)
+
+
+def _saved_after_two(bench: States, *, aside: bool = False) -> Any:
+    """Take the run, and again its first two steps; then save. With `aside` save after one, too."""
     bench.run_through()
     bench.advance(0)
+    if aside:
+        _save_aside(bench)
     bench.advance(1)
     state = _saved(bench)
     bench.hold_saved(state)
@@ -103,6 +153,15 @@ def _saved(bench: States, save: str = "save") -> Any:
     if save == "save_async":
         adapter.saved()
     return state
+
+
+def _save_aside(bench: States) -> Stamps:
+    """Save what no check loads, so that there is an older checkpoint; return its files."""
+    adapter: Any = bench.adapter
+    begun = bench.held()
+    adapter.save()
+    bench.put(begun)  # a save that changes them is another check's
+    return stamps(bench)
 
 
 def _saves(bench: States) -> list[str]:
@@ -144,8 +203,9 @@ def async_save(bench: States) -> None:
     adapter: Any = bench.adapter
     bench.advance(0)
     bench.advance(1)
-    with slow_disk(bench):
+    with slow_disk(bench) as disk:
         state = adapter.save_async()
+        disk.returned()
         bench.follow(2, "save_async()")
     adapter.saved()
     bench.hold(2, "saved()")
@@ -185,12 +245,12 @@ def load_weights_alone(bench: States) -> None:
 
 
 @_check(
-    "a run that new processes load goes on as it was saved",
+    "a run that new processes load, in which strings have other hashes, goes on as it was saved",
     needs=_SAVES,
     then=lambda bench: _load_later(bench),
 )
 def load_into_new_process(bench: States) -> None:
-    _leave(bench, _saved_after_two(bench))
+    _leave(bench, _saved_after_two(bench, aside=True))
 
 
 def _leave(bench: States, state: Any) -> None:
@@ -301,7 +361,8 @@ for _kind, _what in {
 
 
 @_check(
-    "weights, gradients and optimizer state, moved to the host and back alone, stay as they are",
+    "weights, gradients and optimizer state, moved to the host and back alone, stay as they are; "
+    "in an open step too, or that is refused and the step can be taken again",
     needs=("offload", "onload"),
     hazards=("optimizer-offload-breaks-views",),
     parts=True,
@@ -315,7 +376,35 @@ def offload_one_part(bench: States) -> None:
         bench.memories.offload(adapter, only=part)
         bench.memories.onload(adapter)
         bench.hold(number, f"offload(only={part!r}) and onload()", before, before)
-        bench.follow(number, f"an offload of {part}")
+        _follow_with_offload(bench, number, part)
+
+
+def _follow_with_offload(bench: States, number: int, part: str) -> None:
+    """Take a step in which a part is away before each microbatch, unless that is refused."""
+    adapter: Any = bench.adapter
+    before = bench.held()
+
+    def away_and_back() -> None:
+        bench.memories.offload(adapter, only=part, freeing=False)
+        bench.memories.onload(adapter)
+
+    fault = finished = None
+    try:
+        finished = bench.advance(number, away_and_back)
+    except Wrong:
+        raise
+    except Exception as error:  # noqa: BLE001  a refusal, in the framework's own words
+        fault = said(error) or type(error).__name__
+    told = bench.told_by_all(fault)
+    what = f"an offload of {part}"
+    if finished is not None and not any(told):
+        bench.hold_step(number, f"{what} in an open step", finished)
+        return
+    if None in told:
+        raise Wrong(f"{what} in an open step is refused, and rank {told.index(None)} goes on")
+    bench.put(before)  # what the step has drawn
+    bench.hold(number, f"a step that was refused for {what} in it", RUN, before)
+    bench.follow(number, what)
 
 
 @_check(
@@ -331,7 +420,7 @@ def offload_again(bench: States) -> None:
     for number in range(2):
         bench.advance(number)
         before = bench.held()
-        with no_memory(after=math.inf) as calls:
+        with no_memory(math.inf) as calls:
             bench.memories.offload(adapter)
             if number == 0:
                 bench.memories.offload(adapter, freeing=False)
@@ -339,7 +428,7 @@ def offload_again(bench: States) -> None:
         bench.hold(
             number, f"{'two offloads' if number == 0 else 'another offload'}", before, before
         )
-    with no_memory(after=len(calls) // 2):
+    with no_memory(len(calls) // 2):
         attempt(functools.partial(bench.memories.offload, adapter, freeing=False))
     bench.memories.onload(adapter)
     bench.hold(1, "an offload that failed midway", before, before)
@@ -424,12 +513,19 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
     adapter: Any = bench.adapter
     before = bench.held()
     is_async = save == "save_async"
-    with no_room(room, yes=bench.rank == rank, forked=is_async):
-        fault, state = attempt(getattr(adapter, save))
+    yes, cannot_write = bench.rank == rank, f"rank {rank} could not write"
+    with contextlib.ExitStack() as blocks:
+        with ending_hangs(bench, f"{cannot_write}, and {save}() has not returned"):
+            disk = blocks.enter_context(slow_disk(bench)) if is_async else None
+            with no_room(room, yes=yes, forked=is_async):
+                fault, state = attempt(getattr(adapter, save))
         told = bench.told_by_all(fault)
-    if is_async and not any(told):
-        with no_room(room, yes=bench.rank == rank):
-            fault, _ = attempt(adapter.saved)
+        if disk is not None and not any(told):
+            disk.returned()
+            reason = f"{cannot_write}, and saved() has not returned"
+            with ending_hangs(bench, reason), no_room(room, yes=yes):
+                disk.release()  # threads, which a limit of their own cannot be set for
+                fault, _ = attempt(adapter.saved)
             told = bench.told_by_all(fault)
     bench.hold(1, f"a {save}() that failed on rank {rank}", before, before)
     calm = told.index(None) if None in told else None
@@ -437,8 +533,9 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
         raise Wrong(f"rank {rank} could not write, and rank {calm} takes the run for saved")
     if calm is not None:  # that rank has nothing to write
         bench.advance(5)
-        fault, _ = attempt(adapter.load, state)
-        where = f"{save}() where rank {rank} could not write"
+        where = f"{save}() where {cannot_write}"
+        with ending_hangs(bench, f"{where} raises nothing, and load() of it has not returned"):
+            fault, _ = attempt(adapter.load, state)
         bench.stop_at(fault and f"{where} raises nothing, and load() of it {fault}")
         _hold_loaded(bench, 1, f"load() after a {where}")
         bench.put(before)
@@ -451,26 +548,36 @@ def _failed_load(bench: States, what: str, spoilt: Callable[..., Any], kinds: in
         if save != "save":
             bench.begin_in(save)
         bench.advance(0)
+        older = _save_aside(bench)
         bench.advance(1)
         state = _saved(bench, save)
         bench.advance(5)
-        _fail_to_load(bench, state, f"{what}; saved by {save}()", spoilt, kinds)
+        _fail_to_load(bench, state, f"{what}; saved by {save}()", spoilt, kinds, older)
         told = f"a load that failed ({what}; saved by {save}())"
         _load(bench, state, what=f"{told}, and one that did not")
         # From a state whose next step is known, with nothing loaded in between.
-        _fail_to_load(bench, state, f"{what}; saved by {save}()", spoilt)
+        _fail_to_load(bench, state, f"{what}; saved by {save}()", spoilt, older=older)
         bench.follow(2, told)
 
 
 def _fail_to_load(
-    bench: States, state: Any, what: str, spoilt: Callable[..., Any], kinds: int = 1
+    bench: States,
+    state: Any,
+    what: str,
+    spoilt: Callable[..., Any],
+    kinds: int = 1,
+    older: Stamps = MappingProxyType({}),
 ) -> None:
-    """Load where the largest file is spoilt; then so many other kinds, which may not be needed."""
+    """Load where the largest file is spoilt; then so many other kinds, which may not be needed.
+
+    `older` has the files of checkpoints that are not to be loaded.
+    """
     adapter: Any = bench.adapter
-    for number, (_, path) in enumerate(saved_files(bench)[:kinds]):
+    for number, (_, path) in enumerate(saved_files(bench, older)[:kinds]):
         before = bench.held()
         with spoilt(bench, path) as told_of:
-            fault, _ = attempt(adapter.load, state)
+            with ending_hangs(bench, f"{told_of}, and load() has not returned"):
+                fault, _ = attempt(adapter.load, state)
             told = bench.told_by_all(fault)
         if number and not any(told):
             _hold_loaded(bench, 1, f"a load although {told_of}")
@@ -488,8 +595,8 @@ for _name, _what, _kinds in (
 ):
     _checks[f"failed-load-{_name}"] = Check(
         name=f"failed-load-{_name}",
-        summary=f"a load raises on all ranks where {_what}, and changes nothing; what was saved "
-        "asynchronously too",
+        summary=f"a load raises on all ranks where {_what}, though there is an older checkpoint, "
+        "and changes nothing; what was saved asynchronously too",
         run=functools.partial(_failed_load, what=_what, spoilt=SPOILT[_name], kinds=_kinds),
         needs=_SAVES,
     )

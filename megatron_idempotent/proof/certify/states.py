@@ -56,7 +56,7 @@ class States(Bench):
 
     def __init__(self, adapter: Any, layout: Layout, *, folder: Path, **options: Any) -> None:
         """Take the folder that the checkpoints go to, and what `Bench` does."""
-        self.folder = folder
+        self.root = self.folder = folder
         if layout.dtype == "fp64":  # Megatron's optimizers keep no state of it
             layout = dataclasses.replace(layout, flags=layout.flags | {"fp32"})
         super().__init__(adapter, layout, **options)
@@ -146,12 +146,15 @@ class States(Bench):
         self.folder.mkdir(exist_ok=True)
         self.begin_again()
 
-    def advance(self, number: int) -> Finished:
-        """Take a step with the rows of this number, and let the rates follow."""
+    def advance(self, number: int, between: Callable[[], None] | None = None) -> Finished:
+        """Take a step with the rows of this number, and let the rates follow.
+
+        `between` is called before each of its two calls and after the last.
+        """
         size = MICRO_BATCH * 2
         inner = [each for one in unchained(self.model.optimizer) for each in _inner(one)]
         is_first = not any(each.state for each in inner)
-        finished = self.step(alike(self, 10 + number, size, size))
+        finished = self.step(alike(self, 10 + number, size, size), between=between)
         # What is skipped leaves nothing that a save or a load could lose.
         skipped = "the step was skipped, and shows nothing: a gradient is not finite"
         self.stop_at(None if finished.updated else skipped)
@@ -279,7 +282,10 @@ class States(Bench):
 
     def follow(self, number: int, what: str) -> None:
         """Take a step, and raise `Wrong` unless it leaves and tells what it did in the run."""
-        finished = self.advance(number)
+        self.hold_step(number, what, self.advance(number))
+
+    def hold_step(self, number: int, what: str, finished: Finished) -> None:
+        """Raise `Wrong` unless a step has left and tells what it did in the run."""
         told, held = self.course[number]
         self._compare(f"{what} and step {number + 1}", finished, self.held(), told, held)
 

@@ -112,6 +112,26 @@ class RankPool:
         self.device = chosen(device)
         self._lock = threading.Lock()
         self._launcher: _Launcher | None = None
+        self._environ: dict[str, str] = {}
+        self._other: RankPool | None = None
+
+    def hashing_differently(self) -> RankPool:
+        """Return a pool like this one, in whose ranks strings have other hashes, and sets orders.
+
+        It imports too, with its first call, and ends with this one.
+        """
+        if self._other is None:
+            other = RankPool(
+                self.max_world_size,
+                preload=self._preload,
+                stdout=self._stdout,
+                device=self.device,
+            )
+            other._environ["PYTHONHASHSEED"] = (
+                "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+            )
+            self._other = other
+        return self._other
 
     def run(
         self,
@@ -199,7 +219,7 @@ class RankPool:
                 with naming_the_remedy("a rank"):
                     if find_spec("torch") is None:
                         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-                self._launcher = _Launcher(self._preload, self._stdout, self.device)
+                self._launcher = _Launcher(self._preload, self._stdout, self.device, self._environ)
             outcome = self._launcher.ask(call, pipes)
             unless_answered.pop_all()
         if outcome.failures and not outcome.timed_out:
@@ -211,6 +231,8 @@ class RankPool:
 
     def close(self) -> None:
         """End the launcher and its ranks; a later `run` starts a new one."""
+        if self._other is not None:
+            self._other.close()
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None
@@ -246,14 +268,20 @@ def run_ranks(
 class _Launcher:
     """Starts the launcher process, and keeps this process's end of the connection to it."""
 
-    def __init__(self, preload: Sequence[str], stdout: int | None, device: Device) -> None:
+    def __init__(
+        self,
+        preload: Sequence[str],
+        stdout: int | None,
+        device: Device,
+        environ_of_its_own: dict[str, str],
+    ) -> None:
         self._connection, theirs = Pipe()
         program = (
             "from megatron_idempotent.proof.cpu.launcher import main; "
             f"main({theirs.fileno()}, {tuple(preload)!r}, {device!r})"
         )
         on_device = {"CUDA_VISIBLE_DEVICES": ""} if device != "cuda" else gpu.ENVIRONMENT
-        environ = {**os.environ, **on_device}
+        environ = {**os.environ, **on_device, **environ_of_its_own}
         # Ranks share few cores, and OpenMP threads of the launcher would not survive a fork.
         environ.setdefault("OMP_NUM_THREADS", "1")
         # 0.15 builds an allocator while it is imported, and where there is a CUDA compiler but no

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +17,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 
 from megatron_idempotent.megatron.optimizers import grad_scalers, stepping, unchained
-from megatron_idempotent.proof.certify.adapters import SplitStep, parameters_of
+from megatron_idempotent.proof.certify.adapters import SplitStep, Window, buffers, parameters_of
 from megatron_idempotent.proof.certify.checkpoints import FullyReshardable, LowRank
 from megatron_idempotent.proof.certify.protocol import KEEPS
 from megatron_idempotent.step.snapshot import logged
@@ -511,6 +514,186 @@ def of_async_saves(**changes: Any) -> dict[str, Any]:
     return {"save_async": save_async}
 
 
+class ByWindow(Window, Everything):
+    """Trains in `accumulation_window`, which refuses no write of gradients; no bug yet."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.steps = self.saves = 0
+
+    def finish(self) -> Any:
+        self.steps += 1
+        return super().finish()
+
+
+class Threaded(Everything):
+    """Copies the run, and writes it in a thread; no bug yet."""
+
+    def build(self, subject: Any) -> None:
+        super().build(subject)
+        self.executor = ThreadPoolExecutor(1)
+        self.executor.submit(int).result()  # its thread is there before the first save
+
+    def save_async(self) -> str:
+        path, state = self.path(), self.state()
+        self.written = self.executor.submit(self.write, path, state)
+        return path
+
+    def saved(self) -> None:
+        self.agreed(self.written.result)
+
+
+class CopiesInThread(Threaded):
+    """Copies in the thread, and waits for the copy; no bug either."""
+
+    def save_async(self) -> str:
+        path, copied_already = self.path(), threading.Event()
+
+        def write() -> None:
+            state = self.state()
+            copied_already.set()
+            self.write(path, state)
+
+        self.written = self.executor.submit(write)
+        copied_already.wait()
+        return path
+
+
+class OwnThread(Threaded):
+    """Starts a thread for each save, which keeps what it raises for `saved`; no bug."""
+
+    def save_async(self) -> str:
+        path, state = self.path(), self.state()
+        self.written = Future()
+
+        def write() -> None:
+            try:
+                self.written.set_result(self.write(path, state))
+            except (OSError, RuntimeError) as error:
+                self.written.set_exception(error)
+
+        threading.Thread(target=write, daemon=True).start()
+        return path
+
+
+def shared_with_thread(self: Any) -> str:
+    """Write in a thread what the run has then."""
+    path = self.path()
+    self.written = self.executor.submit(lambda: self.write(path, self.state()))
+    return path
+
+
+def views_for_thread(self: Any) -> str:
+    """Write in a queue's thread what steps change in place."""
+    if not hasattr(self, "queue"):
+        self.queue: Any = queue.Queue()
+
+        def write() -> None:
+            while True:
+                path, state, written = self.queue.get()
+                written.set_result(torch.save(state, self.file(path)))
+
+        threading.Thread(target=write, daemon=True).start()
+        super(Threaded, self).save_async()  # the thread has begun before the save that counts
+    path, state, self.written = self.path(), self.state(), Future()
+    state["weights"] = [each.detach() for each in parameters_of(self.subject)]
+    state["stepped"] = [each.detach() for _, each in self.stepped()]
+    self.queue.put((path, state, self.written))
+    return path
+
+
+def of_a_silent_thread(self: Any) -> str:
+    """Let the thread end with what it raises, which nobody hears."""
+    path, state = self.path(), self.state()
+    self.thread = threading.Thread(target=self.write, args=(path, state), daemon=True)
+    self.thread.start()
+    return path
+
+
+def waits_for_word(self: Any) -> str:
+    """Wait in `saved` for a word that a thread which fails does not send."""
+    path, state, self.written = self.path(), self.state(), Future()
+    threading.Thread(
+        target=lambda: self.written.set_result(self.write(path, state)), daemon=True
+    ).start()
+    return path
+
+
+def without_a_word(self: Any) -> str:
+    """Leave out the barrier of a save that could not write."""
+    path = self.path()
+    try:
+        self.write(path, self.state())
+        torch.distributed.barrier()
+    except (OSError, RuntimeError):
+        pass
+    return path
+
+
+def in_order_of_hash(state: Any) -> list[int]:
+    """Return the places of weights in the order of a set of names."""
+    return [int(name[1:]) for name in {f"w{index}" for index in range(len(state["weights"]))}]
+
+
+def written_in_order_of_hash(self: Any, path: str, state: Any) -> None:
+    order = in_order_of_hash(state)
+    Everything.write(self, path, {**state, "weights": [state["weights"][i] for i in order]})
+
+
+def read_in_order_of_hash(self: Any, path: str) -> Any:
+    state = Everything.read(self, path)
+    weights = dict(zip(in_order_of_hash(state), state["weights"], strict=True))
+    return {**state, "weights": [weights[i] for i in range(len(weights))]}
+
+
+def older_if_spoilt(self: Any, path: str) -> None:
+    """Load the newest checkpoint that can be read."""
+    folder = Path(path).parent
+    names = sorted({each.name.rpartition(".")[0] for each in folder.glob("*-*.*")}, reverse=True)
+    for name in [Path(path).name, *names]:
+        try:
+            state = self.agreed(lambda name=name: self.read(str(folder / name)))
+        except RuntimeError:
+            continue
+        self.put(state)
+        return
+    raise RuntimeError(f"{folder} has no checkpoint")
+
+
+def written_once(self: Any, path: str, state: Any) -> None:
+    """Keep the file of these steps if there is one."""
+    if not Path(self.file(path)).exists():
+        Everything.write(self, path, state)
+
+
+def refused_if_there(self: Any, path: str, state: Any) -> None:
+    if Path(self.file(path)).exists():
+        raise FileExistsError(path)
+    Everything.write(self, path, state)
+
+
+def gradients_times(factor: float) -> dict[str, Any]:
+    """Return an offload of gradients alone that brings back so many times what was there."""
+
+    def offload(self: Any, *, only: Any = None) -> None:
+        self.kept = []
+        if only != "gradients":
+            SplitStep.offload(self, only=only)
+            return
+        for grads in (b.grad_data for chunk in self.subject.chunks for b in buffers(chunk)):
+            self.kept.append((grads, copied(grads)))
+            grads.untyped_storage().resize_(0)
+
+    def onload(self: Any, **how: Any) -> None:
+        for grads, value in self.kept:
+            grads.untyped_storage().resize_(value.untyped_storage().nbytes())
+            grads.copy_(factor * value)
+        if not self.kept:
+            SplitStep.onload(self, **how)
+
+    return {"offload": offload, "onload": onload}
+
+
 #: A place that is not below the folder.
 ELSEWHERE: dict[str, Any] = {}
 #: Bugs by name: the methods that have them.
@@ -547,7 +730,41 @@ MUTANTS: dict[str, dict[str, Any]] = {
     "OffloadsAway": {"offload": of_what_is_there},
     "OffloadKnownAtTheEnd": {"offload": known_at_the_end},
 }
+MUTANTS |= {
+    "OrdersByHash": {"write": written_in_order_of_hash, "read": read_in_order_of_hash},
+    "NamesByHash": {
+        "file": lambda self, path: f"{path}.{hash('rank')}.{torch.distributed.get_rank()}"
+    },
+    "FallsBack": {"load": older_if_spoilt},
+    "KeepsFirstOfSteps": {
+        "path": lambda self: str(self.subject.folder / f"{self.steps}"),
+        "write": written_once,
+    },
+    "RefusesSecondOfSteps": {
+        "path": lambda self: str(self.subject.folder / f"{self.steps}"),
+        "write": refused_if_there,
+    },
+    "LeavesOutItsBarrier": {"save": without_a_word},
+}
 globals().update({name: type(name, (Everything,), made) for name, made in MUTANTS.items()})
+#: The same of an offload of gradients alone.
+OF_GRADIENTS: dict[str, Any] = {
+    "LosesGradients": gradients_times(0.0),
+    "DoublesGradients": gradients_times(2.0),
+    "KeepsGradients": gradients_times(1.0),
+}
+globals().update({name: type(name, (ByWindow,), made) for name, made in OF_GRADIENTS.items()})
+#: The same of writers that are threads.
+OF_THREADS: dict[str, Any] = {
+    "SharesWithThread": {"save_async": shared_with_thread},
+    "SharesViewsWithThread": {"save_async": views_for_thread},
+    "HearsNoThread": {
+        "save_async": of_a_silent_thread,
+        "saved": lambda self: self.thread.join(),
+    },
+    "WaitsForItsThread": {"save_async": waits_for_word},
+}
+globals().update({name: type(name, (Threaded,), made) for name, made in OF_THREADS.items()})
 
 
 class _Elsewhere(FullyReshardable):

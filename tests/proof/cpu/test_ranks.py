@@ -448,6 +448,21 @@ def say(word):
     print(word, flush=True)
 
 
+def hashed(text):
+    return hash(text)
+
+
+def test_strings_have_other_hashes_in_the_other_pool_which_ends_with_its_own():
+    with cpu.RankPool(1, preload=("torch",)) as pool:
+        other = pool.hashing_differently()
+        hashes = [ranks.run(1, hashed, "a name", distributed=False) for ranks in (pool, other)]
+        assert hashes[0] != hashes[1]
+        assert pool.hashing_differently() is other
+        (launcher_pid,) = other.run(1, os.getppid, distributed=False)
+    with pytest.raises(ProcessLookupError):
+        os.kill(launcher_pid, 0)
+
+
 def test_what_ranks_print_can_be_kept_out_and_an_untried_torch_is_told_once(capfd, mocker, caplog):
     mocker.patch.object(pool_module, "untried_torch", return_value="torch 99 is newer")
     with cpu.RankPool(1, preload=("torch",), stdout=2, device="cpu") as pool:
