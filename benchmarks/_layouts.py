@@ -158,20 +158,24 @@ def _others(found: Found) -> list[str]:
     lines = [
         "## Faults, resumes and the rest",
         "",
-        "In how many of these layouts `TrainStep` passes each check, of those in which it is made:",
+        "In how many of these layouts `TrainStep` passes each check, of those in which it is made;",
+        "– where it is made in none, and *not run* where the check is newer than the run:",
         "",
         line("check", *(f"{name}, {run['date']}" for name, run in runs.items()), "it demands that"),
         line(*["---"] * (len(runs) + 2)),
     ]
     for name, check in CHECKS.items():
-        cells, known = [], set()
+        cells, all_verdicts = [], set()
         for run in runs.values():
-            verdicts = [checks.get(name, [""])[0] for checks in run["layouts"].values()]
-            known |= set(verdicts) - {""}
+            verdicts = [checks[name][0] for checks in run["layouts"].values() if name in checks]
+            all_verdicts |= set(verdicts)
             passed, failed = verdicts.count("passed"), verdicts.count("failed")
-            cells.append(f"{passed} of {passed + failed}" if passed + failed else "–")
+            if passed + failed:
+                cells.append(f"{passed} of {passed + failed}")
+            else:  # the check may be newer than the run
+                cells.append("–" if verdicts else "not run")
         # Otherwise another adapter's table tells of it.
-        if not known or known - {"not offered", "not judged"}:
+        if not all_verdicts or all_verdicts - {"not offered", "not judged"}:
             lines.append(line(f"`{name}`", *cells, check.summary))
     return lines
 

@@ -44,7 +44,7 @@ def test_findings_are_merged_by_megatron_and_adapter(tmp_path):
     text = (tmp_path / page.PAGE).read_text("utf-8")
     own = text.partition("`TrainStep`: ")[2]
     assert "| `whole-step` | 1 of 2 | 1 of 1 | a step in one call " in own
-    assert "| `nan` | – | – | " in own
+    assert "| `nan` | not run | not run | " in own
     assert "| layout | 0.1 | 0.2 |\n| --- | --- | --- |\n| `dp2` | 0.12 | – |" in text
     assert "| `pp2` | **failed** | 0.5 |\n\n- 0.1, `pp2`, `whole-step`: it is off\n" in text
 
