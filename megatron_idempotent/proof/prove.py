@@ -104,20 +104,22 @@ def prove(
         UnknownPatchError: no case file has one of the ids.
         NoDeviceError: `device` is "cuda", and this machine has no GPU for it.
     """
-    chosen = hazards() if ids is None else check_ids(ids, "prove", hazards())
-    wanted = [hazard for hazard in hazards().values() if hazard.id in chosen]
+    named_ids = hazards() if ids is None else check_ids(ids, "prove", hazards())
+    in_order = [hazard for hazard in hazards().values() if hazard.id in named_ids]
     decided = apply(dry_run=True)
-    left_out = {hazard.id: _left_out(hazard, decided) for hazard in wanted}
-    runnable = [hazard for hazard in wanted if _runs(hazard)]
-    own = None
+    left_out = {hazard.id: _left_out(hazard, decided) for hazard in in_order}
+    runnable = [hazard for hazard in in_order if _runs(hazard)]
+    new_pool = None
     if pool is None and runnable:
         ranks = max(hazard.ranks for hazard in runnable)
         # Standard output is for the findings; releases print there while they are imported.
-        pool = own = RankPool(ranks, preload=PROGRAM_PRELOAD, stdout=2, device=device)
+        pool = new_pool = RankPool(ranks, preload=PROGRAM_PRELOAD, stdout=2, device=device)
     try:
-        if own is not None:
-            own.run(1, _ready, distributed=False)  # or the first hazard would pay for the imports
-        for hazard in wanted:
+        if new_pool is not None:
+            new_pool.run(
+                1, _ready, distributed=False
+            )  # or the first hazard would pay for the imports
+        for hazard in in_order:
             if not _runs(hazard):
                 yield Finding(
                     id=hazard.id,
@@ -130,8 +132,8 @@ def prove(
                 assert pool is not None
                 yield _examine(hazard, pool, left_out[hazard.id])
     finally:
-        if own is not None:
-            own.close()
+        if new_pool is not None:
+            new_pool.close()
 
 
 def affected() -> list[str]:

@@ -55,11 +55,11 @@ class _Loss:
     def __call__(self, output: Any, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if self.fail:
             raise Planted("the loss fails, as the check asks")
-        total, _ = self._subject.loss(output, _given(microbatch))
+        total, _ = self._subject.loss(output, _described(microbatch))
         return total, {"nll": total}
 
 
-def _given(microbatch: Any) -> Rows | Packed:
+def _described(microbatch: Any) -> Rows | Packed:
     """Return rows as they are, and what the step has packed as `Subject` takes it."""
     return batches.described(microbatch) if "pack" in microbatch else microbatch
 
@@ -77,29 +77,29 @@ class Stateful:
         """
         megatron_idempotent.ensure_params_synced(self.subject.chunks)
         return {
-            "model": [each.detach().clone() for each in parameters_of(self.subject)],
-            "main": [each.detach().clone() for _, each in updated(self.subject)],
+            "model": [p.detach().clone() for p in parameters_of(self.subject)],
+            "main": [p.detach().clone() for _, p in updated(self.subject)],
             "optimizer": [
                 {
                     name: value.clone() if isinstance(value, Tensor) else value
-                    for name, value in inner.state[each].items()
+                    for name, value in inner.state[parameter].items()
                 }
-                for inner, each in updated(self.subject)
-                if each in inner.state
+                for inner, parameter in updated(self.subject)
+                if parameter in inner.state
             ],
         }
 
     def load(self, state: Any) -> None:
         """Put back what `save` has copied."""
-        own = list(updated(self.subject))
-        kept = [*state["model"], *state["main"]]
+        updates = list(updated(self.subject))
+        values = [*state["model"], *state["main"]]
         with torch.no_grad():
-            held = [*parameters_of(self.subject), *(each for _, each in own)]
-            for parameter, value in zip(held, kept, strict=True):
+            parameters = [*parameters_of(self.subject), *(main for _, main in updates)]
+            for parameter, value in zip(parameters, values, strict=True):
                 parameter.copy_(value)
         if state["optimizer"]:
-            for (inner, each), moments in zip(own, state["optimizer"], strict=True):
-                inner.state[each] = copy.deepcopy(moments)
+            for (inner, main), moments in zip(updates, state["optimizer"], strict=True):
+                inner.state[main] = copy.deepcopy(moments)
 
     def offload(self, *, only: Part | None = None) -> None:
         """Move optimizer state and parameters to the host, and free gradients, as Megatron does."""
@@ -111,12 +111,12 @@ class Stateful:
             if "gradients" in self._away:
                 chunk.offload_grad_buffers()
             if "weights" in self._away:
-                held = [each for each in buffers(chunk) if each.param_data is not None]
-                for buffer in held:
+                of_weights = [b for b in buffers(chunk) if b.param_data is not None]
+                for buffer in of_weights:
                     buffer.offload_to_cpu(move_grads=False)
                 # Without a distributed optimizer no buffer has them. `module.cpu()` would move
                 # gradients, too, whose memory is freed.
-                for parameter in chunk.module.parameters() if not held else ():
+                for parameter in chunk.module.parameters() if not of_weights else ():
                     parameter.data = parameter.data.cpu()
 
     def onload(self, *, training: bool = True) -> None:
@@ -139,16 +139,16 @@ def buffers(chunk: Any) -> list[Any]:
 
 def parameters_of(subject: Subject) -> list[Any]:
     """Return the parameters of all chunks, in their order."""
-    return [each for chunk in subject.chunks for each in chunk.module.parameters()]
+    return [p for chunk in subject.chunks for p in chunk.module.parameters()]
 
 
 def updated(subject: Subject) -> Iterator[tuple[Any, Any]]:
     """Yield torch's optimizers that are inside of Megatron's, each with a parameter it updates."""
-    for one in getattr(subject.optimizer, "chained_optimizers", [subject.optimizer]):
-        inner = getattr(one, "optimizer", None)
+    for outer in getattr(subject.optimizer, "chained_optimizers", [subject.optimizer]):
+        inner = getattr(outer, "optimizer", None)
         for group in inner.param_groups if inner is not None else ():
-            for each in group["params"]:
-                yield inner, each
+            for parameter in group["params"]:
+                yield inner, parameter
 
 
 class SplitStep(Stateful):
@@ -177,12 +177,12 @@ class SplitStep(Stateful):
         )
 
     def tenant(self, name: str) -> SplitStep:
-        made = type(self)()
-        made.name = name
-        return made
+        adapter = type(self)()
+        adapter.name = name
+        return adapter
 
     def forward(self, chunk: Any, microbatch: Any) -> Tensor:
-        return self.subject.forward(chunk, _given(microbatch))
+        return self.subject.forward(chunk, _described(microbatch))
 
     def begin(self) -> None:
         subject = self.subject
@@ -199,8 +199,8 @@ class SplitStep(Stateful):
         finally:
             self.loss.fail = False
 
-    def finish(self, **how: Any) -> Finished:
-        result = self.step.finish(self.open, global_batch_size=1, **how)
+    def finish(self, **kwargs: Any) -> Finished:
+        result = self.step.finish(self.open, global_batch_size=1, **kwargs)
         return Finished(
             updated=result.updated, grad_norm=result.grad_norm, loss=result.metrics.get("nll")
         )
@@ -214,7 +214,7 @@ class SplitStep(Stateful):
     def export(self) -> None:
         """Read all parameters, as a weight sync does."""
         megatron_idempotent.ensure_params_synced(self.subject.chunks)
-        self.exported = [each.detach().cpu().clone() for each in parameters_of(self.subject)]
+        self.exported = [p.detach().cpu().clone() for p in parameters_of(self.subject)]
 
 
 class OrderStable(SplitStep):
@@ -251,7 +251,7 @@ class FSDPSplitStep(SplitStep):
 
     def export(self) -> None:
         with self.step.reading() as (model,):
-            self.exported = [each.full_tensor().clone() for each in model.parameters()]
+            self.exported = [p.full_tensor().clone() for p in model.parameters()]
 
     def save(self) -> dict[str, Any]:
         return copy.deepcopy(
@@ -314,7 +314,7 @@ class Megatron(Stateful):
         if not subject.packs:
             return pieces
         # All of one size, as a pipeline takes them.
-        return [batches.one_pack(each, subject.config, subject.max_tokens) for each in pieces]
+        return [batches.one_pack(rows, subject.config, subject.max_tokens) for rows in pieces]
 
     def finish(self) -> Finished:
         self._zero()
@@ -395,7 +395,7 @@ def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
     """
     size = subject.micro_batch_size
     return [
-        {name: each[start : start + size] for name, each in rows.items()}
+        {name: values[start : start + size] for name, values in rows.items()}
         for start in range(0, len(rows["input_ids"]), size)
     ]
 
@@ -412,7 +412,7 @@ def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
         factors = []
         for name in ("moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
             # 0.12 keeps a copy of the second in the block of MTP layers.
-            for owner in (subject.config, *(each for each in modules if name in vars(each))):
+            for owner in (subject.config, *(module for module in modules if name in vars(module))):
                 value = getattr(owner, name, None)
                 if value and subject.loss_kind == "sequence":
                     set_for(stack, owner, name, value)  # back at the end

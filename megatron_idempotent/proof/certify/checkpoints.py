@@ -42,7 +42,7 @@ class DistCheckpoint(SplitStep):
     keeps = ("scheduler", "random", "loss scale", "expert bias", "counters")
     reshards: tuple[str, ...] = ("dp",)
     sharding: str
-    whole = True
+    saves_all = True
     """False if some parameters are not saved."""
     persistent = False
     """True if one process writes all asynchronous saves, and none is forked for each."""
@@ -57,8 +57,8 @@ class DistCheckpoint(SplitStep):
         # The class of the inner optimizer is in its groups, and so in the checkpoint.
         torch.serialization.add_safe_globals([torch.optim.AdamW])
 
-    def finish(self, **how: Any) -> Any:
-        finished = super().finish(**how)
+    def finish(self, **kwargs: Any) -> Any:
+        finished = super().finish(**kwargs)
         self.iteration += 1
         return finished
 
@@ -74,11 +74,11 @@ class DistCheckpoint(SplitStep):
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         folder = self._new_folder()
-        how: dict[str, Any] = {"async_sharded_save": True}
+        options: dict[str, Any] = {"async_sharded_save": True}
         if takes(dist_checkpointing.save, "async_strategy"):
-            how["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
+            options["async_strategy"] = "mcore"  # without nvidia-resiliency-ext
         self.queue = AsyncCallsQueue(persistent=self.persistent)
-        self.queue.schedule_async_request(dist_checkpointing.save(self._state(), folder, **how))
+        self.queue.schedule_async_request(dist_checkpointing.save(self._state(), folder, **options))
         return _ranks(), folder
 
     def saved(self) -> None:
@@ -89,16 +89,16 @@ class DistCheckpoint(SplitStep):
 
     def load(self, state: Saved) -> None:
         ranks, folder = state
-        wanted = self._state(is_loading=True)
+        request = self._state(is_loading=True)
         if ranks != _ranks():  # upstream does so for other stages or tensor-parallel ranks
-            del wanted["rng_state"]
-        found = dist_checkpointing.load(wanted, folder)
-        self._load_models(found)
+            del request["rng_state"]
+        checkpoint = dist_checkpointing.load(request, folder)
+        self._load_models(checkpoint)
         with torch.no_grad():  # upstream copies into fp32 parameters in place
-            self.subject.optimizer.load_state_dict(found["optimizer"])
-        self.subject.scheduler.load_state_dict(found["opt_param_scheduler"])
-        self.iteration = found["iteration"]
-        for states in found.get("rng_state", ()):
+            self.subject.optimizer.load_state_dict(checkpoint["optimizer"])
+        self.subject.scheduler.load_state_dict(checkpoint["opt_param_scheduler"])
+        self.iteration = checkpoint["iteration"]
+        for states in checkpoint.get("rng_state", ()):
             put_random(states)
 
     def load_weights(self, state: Saved) -> None:
@@ -122,19 +122,19 @@ class DistCheckpoint(SplitStep):
             for index, chunk in enumerate(self.subject.chunks)
         }
 
-    def _load_models(self, found: dict[str, Any]) -> None:
+    def _load_models(self, checkpoint: dict[str, Any]) -> None:
         for chunk, name in zip(self.subject.chunks, self._models(), strict=True):
-            chunk.module.load_state_dict(found[name], strict=self.whole)
+            chunk.module.load_state_dict(checkpoint[name], strict=self.saves_all)
 
     def _state(self, *, is_loading: bool = False) -> dict[str, Any]:
         models = self._models()
-        how: dict[str, Any] = {"sharding_type": self.sharding}
+        options: dict[str, Any] = {"sharding_type": self.sharding}
         if takes(DistributedOptimizer.sharded_state_dict, "metadata"):
-            how = {"metadata": {"distrib_optim_sharding_type": self.sharding, **_METADATA}}
+            options = {"metadata": {"distrib_optim_sharding_type": self.sharding, **_METADATA}}
         return {
             **models,
             "optimizer": self.subject.optimizer.sharded_state_dict(
-                models, is_loading=is_loading, **how
+                models, is_loading=is_loading, **options
             ),
             "opt_param_scheduler": self.subject.scheduler.state_dict(),
             "iteration": self.iteration,
@@ -208,7 +208,7 @@ class LowRank(DPReshardable):
     With them go the experts' biases, which move in a frozen base too.
     """
 
-    whole = False
+    saves_all = False
 
     def before_ddp(self, module: Any) -> None:
         module.requires_grad_(False)
@@ -228,7 +228,7 @@ class LowRank(DPReshardable):
 class Training(DistCheckpoint):
     """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
 
-    given: tuple[str, ...] = ("--ckpt-format", "torch_dist")
+    flags: tuple[str, ...] = ("--ckpt-format", "torch_dist")
     strategy = "mcore"
 
     def build(self, subject: Subject) -> None:
@@ -236,7 +236,7 @@ class Training(DistCheckpoint):
         from megatron.training import arguments, global_vars
 
         super().build(subject)
-        with program.arguments_of([*_REQUIRED, *self.given]):
+        with program.arguments_of([*_REQUIRED, *self.flags]):
             args = self.args = arguments.parse_args()
         config = subject.config
         for name in ("tensor", "pipeline"):
@@ -255,8 +255,8 @@ class Training(DistCheckpoint):
         num_microbatches_calculator.unset_num_microbatches_calculator()
         num_microbatches_calculator.init_num_microbatches_calculator(0, None, 4, 2, 1)
 
-    def finish(self, **how: Any) -> Any:
-        finished = super().finish(**how)
+    def finish(self, **kwargs: Any) -> Any:
+        finished = super().finish(**kwargs)
         self.args.iteration = self.iteration
         self.args.consumed_train_samples += 4
         return finished
@@ -313,13 +313,13 @@ class Training(DistCheckpoint):
         self._load(state)
 
     def load_weights(self, state: Any) -> None:
-        before = self.args.no_load_optim, self.args.no_load_rng
+        settings = self.args.no_load_optim, self.args.no_load_rng
         counters = self.iteration, self.args.consumed_train_samples
         self.args.no_load_optim = self.args.no_load_rng = True
         try:
             self._load(state)
         finally:
-            self.args.no_load_optim, self.args.no_load_rng = before
+            self.args.no_load_optim, self.args.no_load_rng = settings
             self.iteration, self.args.consumed_train_samples = counters
 
     def _load(self, state: Any) -> None:
@@ -340,7 +340,7 @@ class TrainingFully(Training):
     """Does so with `--dist-ckpt-optim-fully-reshardable`."""
 
     reshards = _ALL
-    given = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable")
+    flags = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable")
 
 
 class Resilient(Training):
@@ -359,7 +359,7 @@ class Legacy(Training):
     """Does so with `--ckpt-format torch`, a file of each model-parallel rank."""
 
     reshards = ()
-    given = ("--ckpt-format", "torch")
+    flags = ("--ckpt-format", "torch")
     save_async: Any = None
     saved: Any = None
 

@@ -32,10 +32,10 @@ def attempt(function: Callable[..., Any], *args: Any) -> tuple[str | None, Any]:
     try:
         return None, function(*args)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  it is what is asked for
-        return f"{type(error).__name__}: {said(error)}", None
+        return f"{type(error).__name__}: {first_line(error)}", None
 
 
-def said(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return an error's text in one line; of one that collects those of ranks, the first's."""
     from torch.distributed.checkpoint.api import CheckpointException
 

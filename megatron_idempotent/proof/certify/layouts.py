@@ -168,15 +168,15 @@ def layout(name: str) -> Layout:
         ValueError: a word is unknown or stands twice, or the model does not fit.
     """
     sizes, flags = dict.fromkeys(_SIZES, 1), set[str]()
-    seen = set[str]()
+    kinds = set[str]()
     for word in name.split("-"):
-        found = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
-        kind = found[1] if found and found[1] in _SIZES else word
-        if kind in seen:
+        match = re.fullmatch(r"([a-z]+)([1-9][0-9]*)", word)
+        kind = match[1] if match and match[1] in _SIZES else word
+        if kind in kinds:
             raise ValueError(f"the layout {name!r} says {kind!r} twice")
-        seen.add(kind)
-        if found and kind != word:
-            sizes[kind] = int(found[2])
+        kinds.add(kind)
+        if match and kind != word:
+            sizes[kind] = int(match[2])
         elif word in _FLAGS:
             flags.add(word)
         else:
@@ -184,40 +184,40 @@ def layout(name: str) -> Layout:
                 f"the layout {name!r} has the unknown word {word!r}: words are "
                 f"{', '.join(WORDS)}.{did_you_mean(word, WORDS)}"
             )
-    if sizes["vpp"] > 1 and "pp" not in seen:
+    if sizes["vpp"] > 1 and "pp" not in kinds:
         sizes["pp"] = 2
-    if seen & {"ep", "etp"}:
+    if kinds & {"ep", "etp"}:
         flags.add("moe")
-    _share_experts(name, sizes, flags, seen)
-    made = Layout(
-        name=name, sizes=MappingProxyType(sizes), flags=frozenset(flags), words=frozenset(seen)
+    _share_experts(name, sizes, flags, kinds)
+    result = Layout(
+        name=name, sizes=MappingProxyType(sizes), flags=frozenset(flags), words=frozenset(kinds)
     )
-    if made.ranks > RANKS:
-        raise ValueError(f"the layout {name!r} takes {made.ranks} ranks; at most {RANKS} run")
+    if result.ranks > RANKS:
+        raise ValueError(f"the layout {name!r} takes {result.ranks} ranks; at most {RANKS} run")
     types = sorted(flags & {"fp32", "bf16", "fp16"})
     if len(types) > 1:
         raise ValueError(f"the layout {name!r} says {' and '.join(types)}: name one type")
-    if "fsdp2" in flags and (others := seen - {"fsdp2", "dp", "sequences"}):
+    if "fsdp2" in flags and (foreign := kinds - {"fsdp2", "dp", "sequences"}):
         raise ValueError(
-            f"the layout {name!r} says {', '.join(sorted(others))} of an FSDP2 model, which has "
+            f"the layout {name!r} says {', '.join(sorted(foreign))} of an FSDP2 model, which has "
             "none of that: name it with dpN and sequences alone"
         )
     if sizes["vpp"] > 1 and sizes["pp"] == 1:
         raise ValueError(f"the layout {name!r} interleaves chunks of one stage; that takes two")
-    if LAYERS % made.stages:
+    if LAYERS % result.stages:
         raise ValueError(
-            f"the layout {name!r} has {made.stages} stages, which do not share {LAYERS} layers"
+            f"the layout {name!r} has {result.stages} stages, which do not share {LAYERS} layers"
         )
-    return made
+    return result
 
 
-def _share_experts(name: str, sizes: dict[str, int], flags: set[str], seen: set[str]) -> None:
+def _share_experts(name: str, sizes: dict[str, int], flags: set[str], kinds: set[str]) -> None:
     """Fill in `etp` and `dp` where the name does not say them, and check that experts fit."""
-    if "etp" not in seen:
+    if "etp" not in kinds:
         sizes["etp"] = sizes["tp"]
     shared = sizes["ep"] * sizes["etp"]
     sharing = sizes["tp"] * sizes["cp"]
-    if "dp" not in seen and "moe" in flags:
+    if "dp" not in kinds and "moe" in flags:
         sizes["dp"] = max(1, shared // sharing)
     ranks = sizes["dp"] * sharing
     if "moe" in flags and ranks % shared:
@@ -251,34 +251,34 @@ STATE_LAYOUTS = ("dp2-distopt", "dp2-bf16-distopt", "dp2-fp16-distopt", "ep2-bf1
 """The layouts that state is certified in unless others are asked for."""
 
 
-def resharded(made: Layout, word: str) -> Layout | None:
+def resharded(start: Layout, word: str) -> Layout | None:
     """Return the layout with another number of these ranks; None if it does not fit.
 
     What is one becomes two, and else one. Replicas and expert-parallel ranks are doubled where that
     fits, and else halved. With "" it is the layout itself.
     """
     if not word:
-        return made
-    if word == "ep" and not made.experts:
+        return start
+    if word == "ep" and not start.experts:
         return None
-    numbers = {name: made.sizes[name] for name in _SIZES if name in made.words}
+    numbers = {name: start.sizes[name] for name in _SIZES if name in start.words}
     if word == "dp":
-        choices = [{"dp": 2 * made.replicas}, {"dp": max(1, made.replicas // 2)}]
+        choices = [{"dp": 2 * start.replicas}, {"dp": max(1, start.replicas // 2)}]
     elif word == "ep":
-        choices = [{"ep": 2 * made.sizes["ep"]}, {"ep": max(1, made.sizes["ep"] // 2)}]
+        choices = [{"ep": 2 * start.sizes["ep"]}, {"ep": max(1, start.sizes["ep"] // 2)}]
     else:
         # On as many ranks as before, if that goes.
-        other = 1 if made.sizes[word] > 1 else 2
-        choices = [{word: other, "dp": max(1, made.replicas * made.sizes[word] // other)}]
-        choices.append({word: other})
-    rest = [name for name in made.name.split("-") if name in _FLAGS]
+        number = 1 if start.sizes[word] > 1 else 2
+        choices = [{word: number, "dp": max(1, start.replicas * start.sizes[word] // number)}]
+        choices.append({word: number})
+    flags = [name for name in start.name.split("-") if name in _FLAGS]
     for choice in choices:
         changed = {**numbers, **choice}
-        words = [f"{name}{number}" for name, number in changed.items()]
+        words = [f"{name}{size}" for name, size in changed.items()]
         with contextlib.suppress(ValueError):
-            found = layout("-".join((*words, *rest)))
-            if found.sizes[word] != made.sizes[word]:
-                return found
+            target = layout("-".join((*words, *flags)))
+            if target.sizes[word] != start.sizes[word]:
+                return target
     return None
 
 
@@ -322,13 +322,13 @@ def grid() -> tuple[str, ...]:
         masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))
         if not _is_late(picked):
             early, first = len(names), (1 << len(bits)) - 1
-    chosen, covered = [], 0
-    for candidates, wanted in ((early, first), (len(names), (1 << len(bits)) - 1)):
-        while missing := wanted & ~covered:
+    selected, covered = [], 0
+    for candidates, targets in ((early, first), (len(names), (1 << len(bits)) - 1)):
+        while missing := targets & ~covered:
             best = max(range(candidates), key=lambda index: (masks[index] & missing).bit_count())
-            chosen.append(names[best])
+            selected.append(names[best])
             covered |= masks[best]
-    return (*chosen, *_FOUR)
+    return (*selected, *_FOUR)
 
 
 def _is_late(picked: tuple[str, ...]) -> bool:
@@ -350,9 +350,9 @@ def _fitting() -> Iterator[tuple[str, ...]]:
         if {"fp32", "distopt"} <= set(picked):
             continue  # nor would this
         try:
-            made = layout("-".join(filter(None, picked)))
+            candidate = layout("-".join(filter(None, picked)))
         except ValueError:
             continue
-        if "etp" in made.words and made.sizes["etp"] == made.sizes["tp"]:
+        if "etp" in candidate.words and candidate.sizes["etp"] == candidate.sizes["tp"]:
             continue  # nor would that
         yield picked

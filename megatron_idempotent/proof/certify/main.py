@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         causes = ", ".join(sorted({f"{result.layout}: {result.fault}" for result in results}))
         print(f"megatron-idempotent certify: nothing was judged ({causes})", file=sys.stderr)
         return 2
-    return 1 if any(each.verdict == "failed" for each in results) else 0
+    return 1 if any(result.verdict == "failed" for result in results) else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,14 +90,14 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="checks of saves, loads, rollbacks and offloads, in place of those of the step",
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
+    layouts = parser.add_mutually_exclusive_group()
+    layouts.add_argument(
         "--layout",
         action="append",
         metavar="LAYOUT",
         help="only this one, of the words that --list has, such as dp2-tp2-distopt; repeatable",
     )
-    where.add_argument(
+    layouts.add_argument(
         "--grid",
         action="store_true",
         help="layouts that have all pairs of words, instead of the usual ones",
@@ -125,32 +125,32 @@ _MARKS = {"passed": "ok", "failed": "FAILED", "declared": "declared"}
 
 def as_table(results: Sequence[Result]) -> str:
     """Return checks times layouts, the fewer in columns, and then each fault in one line."""
-    layouts = list(dict.fromkeys(each.layout for each in results))
-    marks = {(each.check, each.layout): _MARKS.get(each.verdict, "-") for each in results}
-    checks = [name for name in EVERY if any(each.check == name for each in results)]
+    layouts = list(dict.fromkeys(row.layout for row in results))
+    marks = {(row.check, row.layout): _MARKS.get(row.verdict, "-") for row in results}
+    checks = [name for name in EVERY if any(row.check == name for row in results)]
     if len(layouts) > len(checks):
         parts = {
-            name: max(each.of_bound for each in results if each.layout == name) for name in layouts
+            name: max(row.of_bound for row in results if row.layout == name) for name in layouts
         }
         header: tuple[str, ...] = ("layout", *checks, "largest part of a bound")
         rows = [
-            (place, *(marks.get((name, place), "") for name in checks), f"{parts[place]:.2g}")
-            for place in layouts
+            (name, *(marks.get((check, name), "") for check in checks), f"{parts[name]:.2g}")
+            for name in layouts
         ]
     else:
         header = ("check", *layouts, "it demands that")
         rows = [
-            (name, *(marks.get((name, place), "") for place in layouts), EVERY[name].summary)
-            for name in checks
+            (check, *(marks.get((check, name), "") for name in layouts), EVERY[check].summary)
+            for check in checks
         ]
     lines = [render(header, rows)]
-    for each in results:
-        if each.verdict in ("failed", "declared"):
-            lines.append(f"{each.layout}, {each.check}, {each.verdict}: {each.fault}")
-            names = suspects(each) if each.verdict == "failed" else []
+    for row in results:
+        if row.verdict in ("failed", "declared"):
+            lines.append(f"{row.layout}, {row.check}, {row.verdict}: {row.fault}")
+            names = suspects(row) if row.verdict == "failed" else []
             if names:
-                asked = " or ".join(f"`megatron-idempotent explain {name}`" for name in names)
-                lines.append(f"    It may be a known hazard: {asked}.")
+                commands = " or ".join(f"`megatron-idempotent explain {name}`" for name in names)
+                lines.append(f"    It may be a known hazard: {commands}.")
     unseen = words_unseen(results)
     if unseen:
         lines.append(
@@ -168,10 +168,10 @@ def words_unseen(results: Sequence[Result]) -> list[str]:
         for result in results
         if result.check in CHECKS and result.verdict in ("passed", "failed")
     ]
-    there = {word for place in judged for word in (*place.words, *place.flags)}
+    seen_words = {word for layout in judged for word in (*layout.words, *layout.flags)}
     # A model on FSDP2 has none of the others, and they have none of it.
-    others = {*KINDS} - {"dp", "fsdp2", "sequences"} if "fsdp2" in there else {"fsdp2"}
-    return [word for word in KINDS if judged and word not in there | others]
+    excluded = {*KINDS} - {"dp", "fsdp2", "sequences"} if "fsdp2" in seen_words else {"fsdp2"}
+    return [word for word in KINDS if judged and word not in seen_words | excluded]
 
 
 def suspects(result: Result) -> list[str]:
@@ -180,27 +180,27 @@ def suspects(result: Result) -> list[str]:
     An exception is one that a hazard's reproduction raises on stock. A wrong gradient says nothing
     of where it comes from: it may be any of those of the check that are silent.
     """
-    found = hazards()
+    by_id = hazards()
     raised = _RAISED.search(result.fault)
     if raised is None:
         words = layout(result.layout).flags
         return [
             name
             for name in EVERY[result.check].hazards
-            if re.match(rf"{_OURS}:|[^:]*$", found[name].stock_error)
+            if re.match(rf"{_OURS}:|[^:]*$", by_id[name].stock_error)
             and (name not in _ONLY or words & _ONLY[name])
         ]
-    told = f"{raised['kind']}: {raised['said']}"
-    matching = [name for name, each in found.items() if each.raises(told)]
+    error = f"{raised['kind']}: {raised['message']}"
+    matching = [name for name, hazard in by_id.items() if hazard.raises(error)]
     # A framework's own loop has Megatron's text; its own hazard is the nearer one.
     path = f"/{raised['file']}"
-    theirs = {name: _package(found[name]) for name in matching}
-    own = [name for name, package in theirs.items() if f"/{package}/" in path]
-    nearer = [name for name in own if theirs[name] != _MEGATRON]
-    return nearer or [name for name, package in theirs.items() if package == _MEGATRON]
+    packages = {name: _package(by_id[name]) for name in matching}
+    of_file = [name for name, package in packages.items() if f"/{package}/" in path]
+    nearer = [name for name in of_file if packages[name] != _MEGATRON]
+    return nearer or [name for name, package in packages.items() if package == _MEGATRON]
 
 
-_RAISED = re.compile(r"(?P<kind>\w+) in (?P<file>\S.*?):\d+ \(\S+\): ?(?P<said>.*)")
+_RAISED = re.compile(r"(?P<kind>\w+) in (?P<file>\S.*?):\d+ \(\S+\): ?(?P<message>.*)")
 #: Where reproductions find a wrong number, they raise this themselves; no framework does.
 _OURS = "Fault"
 _MEGATRON = "megatron"
@@ -216,16 +216,16 @@ def _package(hazard: Hazard) -> str:
 
 def summary(results: Sequence[Result]) -> str:
     """Return the verdict in one line."""
-    number = {word: sum(each.verdict == word for each in results) for word in _MARKS}
+    number = {word: sum(row.verdict == word for row in results) for word in _MARKS}
     skipped = len(results) - sum(number.values())
-    seconds = sum(each.seconds for each in results)
+    seconds = sum(row.seconds for row in results)
     return (
         f"{number['passed']} passed, {number['failed']} failed, {number['declared']} declared, "
         f"{skipped} not made, in {seconds:.0f} s"
-        + "".join(f"; --seed {seed} draws the same" for seed in {each.seed for each in results})
+        + "".join(f"; --seed {seed} draws the same" for seed in {row.seed for row in results})
     )
 
 
 def as_json(results: Sequence[Result]) -> str:
     """Return the results as a JSON list of objects with the fields of `Result`."""
-    return json.dumps([asdict(each) for each in results], indent=2)
+    return json.dumps([asdict(row) for row in results], indent=2)

@@ -20,25 +20,27 @@ class Memories:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
 
-    def offload(self, adapter: Any, *, freeing: bool = True, **how: Any) -> None:
+    def offload(self, adapter: Any, *, freeing: bool = True, **kwargs: Any) -> None:
         """Call the adapter's `offload`; with `freeing`, hold it to giving some memory back.
 
-        `how` are its arguments.
+        `kwargs` are its arguments.
 
         Raises:
             Wrong: all is on the device as before.
         """
-        # The storages are kept, so that no other one gets their addresses.
-        before = {name: (_storage(each), _size(each)) for name, each in self._held().items()}
+        # A reference to each storage, so that no other one gets its address.
+        memory_before = {name: (_storage(t), _size(t)) for name, t in self._tensors().items()}
         with naming_devices():
-            adapter.offload(**how)
-        after = {name: (_storage(each), _size(each)) for name, each in self._held().items()}
+            adapter.offload(**kwargs)
+        memory_after = {name: (_storage(t), _size(t)) for name, t in self._tensors().items()}
         if freeing and all(
-            name in after and after[name][0]._cdata == storage._cdata and after[name][1] == size
-            for name, (storage, size) in before.items()
+            name in memory_after
+            and memory_after[name][0]._cdata == storage._cdata
+            and memory_after[name][1] == size
+            for name, (storage, size) in memory_before.items()
         ):
             raise Wrong(
-                f"offload() has moved and freed none of {len(before)} tensors: parameters, "
+                f"offload() has moved and freed none of {len(memory_before)} tensors: parameters, "
                 "gradients and optimizer state are where they were"
             )
 
@@ -51,45 +53,43 @@ class Memories:
         with naming_devices():
             adapter.onload(training=training)
         call = "onload()" if training else "onload(training=False)"
-        held = self._held() if training else self._parameters()
-        for what, lacking in (
-            ("are on the host", [name for name, each in held.items() if not _local(each).is_cuda]),
-            ("have no memory", [name for name, each in held.items() if _freed(each)]),
+        tensors = self._tensors() if training else self._parameters()
+        for fault, names in (
+            ("are on the host", [name for name, t in tensors.items() if not _local(t).is_cuda]),
+            ("have no memory", [name for name, t in tensors.items() if _freed(t)]),
         ):
-            if lacking:
-                raise Wrong(
-                    f"after {call} {len(lacking)} tensors {what}, the first is {lacking[0]}"
-                )
+            if names:
+                raise Wrong(f"after {call} {len(names)} tensors {fault}, the first is {names[0]}")
 
     def _parameters(self) -> dict[str, Any]:
         """Return what a forward reads, by name."""
         return {
-            f"{name} of chunk {index}": each
+            f"{name} of chunk {index}": tensor
             for index, chunk in enumerate(self._subject.chunks)
-            for name, each in [*chunk.named_parameters(), *chunk.named_buffers()]
+            for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]
         }
 
-    def _held(self) -> dict[str, Any]:
-        """Return the same with gradients and what the optimizer keeps."""
-        held = self._parameters()
-        for name, each in list(held.items()):
+    def _tensors(self) -> dict[str, Any]:
+        """Return parameters, buffers, gradients and what the optimizer keeps, by name."""
+        tensors = self._parameters()
+        for name, parameter in list(tensors.items()):
             for kind in ("main_grad", "grad"):
-                gradient = getattr(each, kind, None)
+                gradient = getattr(parameter, kind, None)
                 if gradient is not None:
-                    held[f"the gradient of {name}"] = gradient
-        outer = self._subject.optimizer
-        for number, one in enumerate(getattr(outer, "chained_optimizers", [outer])):
-            inner = getattr(one, "optimizer", one)  # torch's own, or what Megatron's is around
+                    tensors[f"the gradient of {name}"] = gradient
+        chain = self._subject.optimizer
+        for number, outer in enumerate(getattr(chain, "chained_optimizers", [chain])):
+            inner = getattr(outer, "optimizer", outer)  # torch's own, or what Megatron's is around
             if inner is None:
                 continue
-            parameters = [each for group in inner.param_groups for each in group["params"]]
+            parameters = [p for group in inner.param_groups for p in group["params"]]
             for index, parameter in enumerate(parameters):
-                of = f"parameter {index} of optimizer {number}"
-                held[of] = parameter
+                parameter_name = f"parameter {index} of optimizer {number}"
+                tensors[parameter_name] = parameter
                 for name, value in inner.state.get(parameter, {}).items():
                     if isinstance(value, Tensor) and value.dim():  # a step's number may be anywhere
-                        held[f"{name} of {of}"] = value
-        return held
+                        tensors[f"{name} of {parameter_name}"] = value
+        return tensors
 
 
 def _local(tensor: Any) -> Any:

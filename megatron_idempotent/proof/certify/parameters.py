@@ -67,18 +67,18 @@ def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
         rank, size = dense
         if "local_experts" in words:
             rank, size = routed
-            place = words.index("local_experts") + 1
+            index = words.index("local_experts") + 1
             local = EXPERTS // layout.sizes["ep"]
-            words[place] = str(int(words[place]) + local * ps.get_expert_model_parallel_rank())
+            words[index] = str(int(words[index]) + local * ps.get_expert_model_parallel_rank())
         # As releases before 0.17 call it.
-        whole = ".".join(words).replace("mtp_model_layer", oracle.INNER)
-        if whole == "output_layer.weight" and "tied" in layout.flags:
+        full_name = ".".join(words).replace("mtp_model_layer", oracle.INNER)
+        if full_name == "output_layer.weight" and "tied" in layout.flags:
             if getattr(module, "mtp_process", False):
                 continue  # nobody reads it: the stage has the embedding too, for the MTP layer
-            whole = _EMBEDDING
+            full_name = _EMBEDDING
         sharded = getattr(parameter, "tensor_model_parallel", False) and size > 1
         yield ParameterPart(
-            name=whole,
+            name=full_name,
             dimension=parameter.partition_dim if sharded else None,
             rank=rank if sharded else 0,
             size=size if sharded else 1,
@@ -140,11 +140,11 @@ def mains_of(optimizer: Any) -> dict[Any, Main]:
     """Copy the main parameters of this rank, by the parameter of the model."""
     return {
         model: Main(
-            start=optimizers.start_in(one, model),
+            start=optimizers.start_in(outer, model),
             values=main.detach().to("cpu", copy=True).flatten(),
         )
-        for one in optimizers.unchained(optimizer)
-        for model, main in optimizers.stepped(one)
+        for outer in optimizers.unchained(optimizer)
+        for model, main in optimizers.stepped(outer)
         if model.dtype != torch.float32
     }
 
@@ -216,53 +216,54 @@ def joined_main(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
     Raises:
         Wrong: a part is missing, two ranks have other bits, or the model has other values.
     """
-    whole = torch.empty(rounded.numel(), dtype=torch.float32)
-    there = torch.zeros(rounded.numel(), dtype=torch.bool)
+    main_N = torch.empty(rounded.numel(), dtype=torch.float32)
+    is_filled_N = torch.zeros(rounded.numel(), dtype=torch.bool)
     for part in parts:
-        own = slice(part.start, part.start + len(part.values))
-        known = there[own]
-        if not torch.equal(whole[own][known], part.values[known]):
+        span = slice(part.start, part.start + len(part.values))
+        overlap = is_filled_N[span]
+        if not torch.equal(main_N[span][overlap], part.values[overlap]):
             raise Wrong(f"ranks have other bits in the main parameter of {name}")
-        whole[own], there[own] = part.values, True
-    if not there.all():
-        raise Wrong(f"no rank has {int((~there).sum())} elements of the main parameter of {name}")
-    whole = whole.view_as(rounded)
-    if not torch.equal(whole.to(rounded.dtype), rounded):
+        main_N[span], is_filled_N[span] = part.values, True
+    if not is_filled_N.all():
+        missing = int((~is_filled_N).sum())
+        raise Wrong(f"no rank has {missing} elements of the main parameter of {name}")
+    main = main_N.view_as(rounded)
+    if not torch.equal(main.to(rounded.dtype), rounded):
         raise Wrong(f"{name} is not its main parameter, rounded")
-    return whole
+    return main
 
 
 def compared(
-    exported: Any, own: Sequence[ParameterPart], whole: Mapping[str, Tensor]
+    exported: Any, own_parts: Sequence[ParameterPart], model: Mapping[str, Tensor]
 ) -> tuple[set[str], str | None]:
     """Return the names of parameters that a rank has exported, and how they differ from the model.
 
     Tensors are a rank's own parameters in their order, or whole ones, or have names. Where names
     and shapes are other than Megatron's, the numbers of either model have to be among theirs.
     """
-    found = list(_tensors(exported, ""))
-    if not found:
+    tensors = list(_tensors(exported, ""))
+    if not tensors:
         return set(), None
-    mine = {part.name: part.value for part in own}
-    shapes = [each.shape for _, each in found]
-    for right in (mine, whole):
-        if [each.shape for each in right.values()] == shapes:
-            pairs = zip(found, right.items(), strict=True)
+    shard = {part.name: part.value for part in own_parts}
+    shapes = [tensor.shape for _, tensor in tensors]
+    for right in (shard, model):
+        if [value.shape for value in right.values()] == shapes:
+            pairs = zip(tensors, right.items(), strict=True)
             wrong = [name for (_, has), (name, is_) in pairs if not _same(has, is_)]
-            return set(right), _told(wrong)
-    if all(name in whole for name, _ in found):
+            return set(right), _in_words(wrong)
+    if all(name in model for name, _ in tensors):
         wrong = []
-        for name, has in found:
-            rights = [each[name] for each in (mine, whole) if name in each]
-            if not any(has.shape == each.shape and _same(has, each) for each in rights):
+        for name, has in tensors:
+            rights = [values[name] for values in (shard, model) if name in values]
+            if not any(has.shape == value.shape and _same(has, value) for value in rights):
                 wrong.append(name)
-        return {name for name, _ in found}, _told(wrong)
-    dtype = found[0][1].dtype
-    numbers = _numbers([each for _, each in found], dtype)
-    for right in (whole, mine):
+        return {name for name, _ in tensors}, _in_words(wrong)
+    dtype = tensors[0][1].dtype
+    numbers = _numbers([tensor for _, tensor in tensors], dtype)
+    for right in (model, shard):
         if bool(torch.isin(_numbers([*right.values()], dtype), numbers).all()):
             return set(right), None
-    return set(mine), "the numbers of the model's parameters are not among them"
+    return set(shard), "the numbers of the model's parameters are not among them"
 
 
 def _tensors(exported: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -285,8 +286,8 @@ def _same(has: Tensor, right: Tensor) -> bool:
 
 
 def _numbers(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([each.detach().cpu().to(dtype).flatten() for each in values])
+    return torch.cat([value.detach().cpu().to(dtype).flatten() for value in values])
 
 
-def _told(wrong: Sequence[str]) -> str | None:
+def _in_words(wrong: Sequence[str]) -> str | None:
     return f"{len(wrong)} tensors differ, the first is {wrong[0]}" if wrong else None

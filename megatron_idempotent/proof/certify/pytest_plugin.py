@@ -40,12 +40,12 @@ def pytest_collection_modifyitems(
     from .layouts import LAYOUTS
     from .run import Certification, How, pool_of
 
-    pool = pool_of(max(each.ranks for each in LAYOUTS.values()))
+    pool = pool_of(max(layout.ranks for layout in LAYOUTS.values()))
     config.add_cleanup(pool.close)
     seed = config.getoption("--certify-seed")
     if seed is None:
         seed = secrets.randbelow(10**6)
-    certification = Certification(adapter, pool, how=How(seed=seed))
+    certification = Certification(adapter, pool, options=How(seed=seed))
     items += [
         CertifyItem.from_parent(
             session,

@@ -114,15 +114,15 @@ class Certification:
     """
 
     def __init__(
-        self, adapter: str, pool: RankPool, *, how: How | None = None, declared: bool = False
+        self, adapter: str, pool: RankPool, *, options: How | None = None, declared: bool = False
     ) -> None:
         """Take what `certify` does; nothing runs before the first `judge`."""
-        self._how = how or How()
+        self._options = options or How()
         self._adapter = adapter
         self._pool = pool
         self._declared = declared
-        self._told: Facts | None = None
-        self._whole: dict[str, Result] = {}
+        self._facts: Facts | None = None
+        self._whole_steps: dict[str, Result] = {}
         self._bits: dict[str, Result] = {}
 
     def judge(self, check: str, layout: str) -> Result:
@@ -131,50 +131,50 @@ class Certification:
         Raises:
             ValueError: the adapter cannot be imported, or lacks a method.
         """
-        if self._told is None:
+        if self._facts is None:
             # The first call also pays for the pool's imports, which no check is charged with.
-            (told,) = self._pool.run(1, facts, self._adapter, distributed=False)
-            if isinstance(told, str):
-                raise ValueError(told)
-            self._told = told
-        told = self._told
+            (offer,) = self._pool.run(1, facts, self._adapter, distributed=False)
+            if isinstance(offer, str):
+                raise ValueError(offer)
+            self._facts = offer
+        offer = self._facts
         if check in STATE_CHECKS:
-            return self._judge(STATE_CHECKS[check], named(layout), told)
-        if layout not in self._whole:
-            self._whole[layout] = self._judge(CHECKS["whole-step"], named(layout), told)
+            return self._judge(STATE_CHECKS[check], named(layout), offer)
+        if layout not in self._whole_steps:
+            self._whole_steps[layout] = self._judge(CHECKS["whole-step"], named(layout), offer)
         if check == "whole-step":
-            return self._whole[layout]
-        if self._whole[layout].verdict == "failed":
-            return Result(check=check, layout=layout, verdict="not judged", seed=self._how.seed)
-        return self._judge(CHECKS[check], named(layout), told)
+            return self._whole_steps[layout]
+        if self._whole_steps[layout].verdict == "failed":
+            return Result(check=check, layout=layout, verdict="not judged", seed=self._options.seed)
+        return self._judge(CHECKS[check], named(layout), offer)
 
-    def _judge(self, check: Check, layout: Layout, told: Facts) -> Result:
-        def result(verdict: Verdict, fault: str = "", **others: Any) -> Result:
+    def _judge(self, check: Check, layout: Layout, offer: Facts) -> Result:
+        def result(verdict: Verdict, fault: str = "", **measured: Any) -> Result:
             return Result(
                 check=check.name,
                 layout=layout.name,
                 verdict=verdict,
                 fault=fault,
-                seed=self._how.seed,
-                **others,
+                seed=self._options.seed,
+                **measured,
             )
 
-        lacking = [name for name in check.needs if name not in told.offers]
+        lacking = [name for name in check.needs if name not in offer.offers]
         without_mtp = layout.packs and "mtp" in layout.words and _refuses_packs_with_mtp()
-        for refused, why in (
+        for is_refused, reason in (
             (lacking, f"no {', '.join(lacking)}()"),
-            (layout.fsdp2 != told.fsdp2, f"fsdp2 = {told.fsdp2}"),
-            (layout.packs and not told.packs, "no packs = True"),
+            (layout.fsdp2 != offer.fsdp2, f"fsdp2 = {offer.fsdp2}"),
+            (layout.packs and not offer.packs, "no packs = True"),
             (without_mtp, "this Megatron trains no MTP layer on packs"),
-            (layout.loss_kind == "sequence" and not told.sequences, "no sequences = True"),
+            (layout.loss_kind == "sequence" and not offer.sequences, "no sequences = True"),
             (check.replicas and layout.replicas == 1, "one replica"),
             (check.auxiliary and not layout.auxiliary, "no auxiliary losses"),
             (check.packs and not layout.packs, "no packs"),
             (check.plain and not layout.plain, "packs, stages, or losses of a microbatch"),
             (check.adapters and not layout.adapters, "no adapters on FSDP2"),
-            (check.keeps and check.keeps not in told.keeps, f"no {check.keeps!r} in keeps"),
-            (check.reshards and check.reshards not in told.reshards, "no such word in reshards"),
-            (check.parts and not told.parts, "no parts"),
+            (check.keeps and check.keeps not in offer.keeps, f"no {check.keeps!r} in keeps"),
+            (check.reshards and check.reshards not in offer.reshards, "no such word in reshards"),
+            (check.parts and not offer.parts, "no parts"),
             (check.keeps == "loss scale" and layout.dtype != "fp16", "no loss scale"),
             (
                 check.keeps in ("expert bias", "auxiliary losses") and not layout.experts,
@@ -184,32 +184,32 @@ class Certification:
                 check.reshards and not resharded(layout, check.reshards),
                 "no such layout on four ranks",
             ),
-            (check.bits and not told.order_stable, "no order_stable = True"),
+            (check.bits and not offer.order_stable, "no order_stable = True"),
             (
                 check.bits and layout.packs,
                 "which sequences share a pack is the adapter's to choose",
             ),
         ):
-            if refused:
-                return result("not offered", why)
-        said = why_not(told.cannot, check.name, layout)
-        if said is not None and not self._declared:
-            return result("declared", said)
+            if is_refused:
+                return result("not offered", reason)
+        excuse = why_not(offer.cannot, check.name, layout)
+        if excuse is not None and not self._declared:
+            return result("declared", excuse)
         start = time.perf_counter()
-        fault, of_bound, bits = outcome_of(self._pool, self._adapter, check, layout, self._how)
-        found: dict[str, Any] = {
+        fault, of_bound, bits = outcome_of(self._pool, self._adapter, check, layout, self._options)
+        measured: dict[str, Any] = {
             "seconds": time.perf_counter() - start,
             "of_bound": of_bound,
             "bits": bits,
         }
         if bits and not fault:
             # A layout with another number of replicas has to have the same.
-            first = self._bits.setdefault(alike(layout.name), result("passed", **found))
+            first = self._bits.setdefault(alike(layout.name), result("passed", **measured))
             if first.bits != bits:
                 fault = f"the same microbatches give other bits than in {first.layout}"
-        if fault and said is not None:
-            return result("declared", f"{said} ({fault})", **found)
-        return result("failed" if fault else "passed", fault, **found)
+        if fault and excuse is not None:
+            return result("declared", f"{excuse} ({fault})", **measured)
+        return result("failed" if fault else "passed", fault, **measured)
 
 
 def certify(
@@ -242,38 +242,40 @@ def certify(
         ValueError: an unknown check or layout, or an adapter that cannot be imported.
 
     Example:
-        failed = [each for each in certify("mine:Adapter") if each.verdict == "failed"]
+        failed = [row for row in certify("mine:Adapter") if row.verdict == "failed"]
     """
-    for name, names, there in (
+    for name, names, allowed in (
         ("checks", checks, EVERY),
         ("layouts", layouts, [*LAYOUTS, f"any of the words {', '.join(WORDS)}"]),
     ):
         if isinstance(names, str):
             raise ValueError(
                 f"certify takes a list of names as {name}, got the string {names!r}: pass "
-                f"[{names!r}]. Names are {', '.join(there)}"
+                f"[{names!r}]. Names are {', '.join(allowed)}"
             )
-    wanted = _chosen(CHECKS if checks is None else checks)
-    usual = LAYOUTS if set(wanted) & {*CHECKS} else STATE_LAYOUTS
-    places = list(usual if layouts is None else dict.fromkeys(layouts))
-    if not places:
+    check_names = _checks_in_order(CHECKS if checks is None else checks)
+    usual = LAYOUTS if set(check_names) & {*CHECKS} else STATE_LAYOUTS
+    layout_names = list(usual if layouts is None else dict.fromkeys(layouts))
+    if not layout_names:
         raise ValueError("certify got no layouts: name one, or pass None")
-    words = {EVERY[check].reshards for check in wanted}
-    taken = [resharded(named(name), word) for name in places for word in words]
-    ranks = max(each.ranks for each in (*map(named, places), *taken) if each is not None)
-    own = None
+    words = {EVERY[check].reshards for check in check_names}
+    reached = [resharded(named(name), word) for name in layout_names for word in words]
+    ranks = max(
+        layout.ranks for layout in (*map(named, layout_names), *reached) if layout is not None
+    )
+    new_pool = None
     if pool is None:
         # Standard output is for the results; releases print there while they are imported.
-        pool = own = pool_of(ranks, stdout=2)
+        pool = new_pool = pool_of(ranks, stdout=2)
     try:
-        how = How(stock=stock, seed=seed, thorough=thorough)
-        certification = Certification(adapter, pool, how=how, declared=declared)
-        for layout in places:
-            for check in wanted:
-                yield certification.judge(check, layout)
+        options = How(stock=stock, seed=seed, thorough=thorough)
+        certification = Certification(adapter, pool, options=options, declared=declared)
+        for layout_name in layout_names:
+            for check in check_names:
+                yield certification.judge(check, layout_name)
     finally:
-        if own is not None:
-            own.close()
+        if new_pool is not None:
+            new_pool.close()
 
 
 def pool_of(ranks: int, **options: Any) -> RankPool:
@@ -292,47 +294,47 @@ def load(adapter: str) -> type:
     if not module or not name:
         raise ValueError(f"certify takes PACKAGE.MODULE:CLASS, got {adapter!r}")
     try:
-        found = getattr(importlib.import_module(module), name)
+        kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"the adapter {adapter!r} cannot be imported: {error}") from error
-    missing = [name for name in _DEMANDED if not callable(getattr(found, name, None))]
+    missing = [name for name in _DEMANDED if not callable(getattr(kind, name, None))]
     if missing:
         raise ValueError(
             f"{adapter} has no {', '.join(missing)}(): "
             "see megatron_idempotent.proof.certify.Adapter"
         )
     for name in (*_DEMANDED, *sorted(_NEEDED)):
-        if inspect.iscoroutinefunction(getattr(found, name, None)):
+        if inspect.iscoroutinefunction(getattr(kind, name, None)):
             raise ValueError(
                 f"{adapter}.{name} is an async function, which certify does not await: run the "
                 "framework's coroutine in it, by asyncio.run()"
             )
     for name, allowed in SAYS.items():
-        names = getattr(found, name, ())
+        names = getattr(kind, name, ())
         if isinstance(names, str) or not set(names) <= set(allowed):
             raise ValueError(
                 f"{adapter}.{name} is {names!r}: it takes a tuple of names, some of "
                 f"{', '.join(map(repr, allowed))}"
             )
     unknown = []
-    for said in getattr(found, "cannot", {}):
-        check, slash, word = said.partition("/")
+    for declaration in getattr(kind, "cannot", {}):
+        check, slash, word = declaration.partition("/")
         if check not in EVERY or (slash and word not in KINDS):
-            unknown.append(said)
+            unknown.append(declaration)
     if unknown:
         raise ValueError(
             f"{adapter}.cannot names {sorted(unknown)}, which are none of {', '.join(EVERY)}, nor "
             f"one of these before a slash and a layout's word: {', '.join(KINDS)}"
         )
-    return found  # type: ignore[no-any-return]
+    return kind  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=1)
 def _refuses_packs_with_mtp() -> bool:
     """Return whether the installed Megatron says that it has not written this; 0.12 to 0.15 do."""
     path = locate("megatron.core.transformer.multi_token_prediction")
-    said = "multi token prediction + sequence packing is not yet supported"
-    return path is not None and said in path.read_text(encoding="utf-8")
+    refusal = "multi token prediction + sequence packing is not yet supported"
+    return path is not None and refusal in path.read_text(encoding="utf-8")
 
 
 def facts(adapter: str) -> Facts | str:
@@ -341,19 +343,19 @@ def facts(adapter: str) -> Facts | str:
         kind = load(adapter)
     except ValueError as error:
         return str(error)
-    said: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         name: bool(getattr(kind, name, False))
         for name in ("packs", "sequences", "fsdp2", "order_stable")
     }
-    said |= {name: frozenset(getattr(kind, name, ())) for name in SAYS}
+    attributes |= {name: frozenset(getattr(kind, name, ())) for name in SAYS}
     return Facts(
         offers=frozenset(name for name in _NEEDED if callable(getattr(kind, name, None))),
         cannot=dict(getattr(kind, "cannot", {})),
-        **said,
+        **attributes,
     )
 
 
-def _chosen(checks: Iterable[str]) -> list[str]:
+def _checks_in_order(checks: Iterable[str]) -> list[str]:
     names = list(checks)
     unknown = [name for name in names if name not in EVERY]
     if unknown or not names:
@@ -372,55 +374,55 @@ def alike(layout: str) -> str:
 
 
 def outcome_of(
-    pool: RankPool, adapter: str, check: Check, layout: Layout, how: How | None = None
+    pool: RankPool, adapter: str, check: Check, layout: Layout, options: How | None = None
 ) -> tuple[str, float, str]:
     """Make one check on fresh ranks.
 
     Returns what is wrong, in one line, or an empty string; the largest error of a step, as a part
     of the bound for it; and the digest of `same-bits`.
     """
-    how = how or How()
+    options = options or How()
     if check.name not in STATE_CHECKS:
-        return _outcome(pool, adapter, check, layout, how)
+        return _outcome(pool, adapter, check, layout, options)
     with tempfile.TemporaryDirectory() as folder:
-        how = dataclasses.replace(how, folder=folder)
-        fault, *_ = _outcome(pool, adapter, check, layout, how)
+        options = dataclasses.replace(options, folder=folder)
+        fault, *_ = _outcome(pool, adapter, check, layout, options)
         if not fault and check.then:
-            how = dataclasses.replace(how, later=True)
+            options = dataclasses.replace(options, later=True)
             if check.reshards:
                 layout = resharded(layout, check.reshards) or layout
             else:  # once is enough: it imports all again
                 pool = pool.hashing_differently()
-            fault, *_ = _outcome(pool, adapter, check, layout, how)
+            fault, *_ = _outcome(pool, adapter, check, layout, options)
         return fault, 0.0, ""
 
 
 def _outcome(
-    pool: RankPool, adapter: str, check: Check, layout: Layout, how: How
+    pool: RankPool, adapter: str, check: Check, layout: Layout, options: How
 ) -> tuple[str, float, str]:
-    deadline_s = DEADLINE_S * (4 if how.thorough else 1)
+    deadline_s = DEADLINE_S * (4 if options.thorough else 1)
     try:
-        told: list[tuple[int, str, float, str]] = pool.run(
-            *(layout.ranks, examine, adapter, check.name, layout.name, how),
+        outcomes: list[tuple[int, str, float, str]] = pool.run(
+            *(layout.ranks, examine, adapter, check.name, layout.name, options),
             timeout_s=deadline_s,
             patience=PATIENCE,
-            already_applied=not how.stock,
+            already_applied=not options.stock,
         )
     except RankTimeout as error:
         waiting = sorted(set(range(layout.ranks)) - set(error.finished))
         text = f"rank {', '.join(map(str, waiting))} did not end within {deadline_s:g} s"
         # What the others wait for is most often a rank that has raised.
-        causes = sorted((*each[:2], rank) for rank, each in error.results.items() if each[1])
-        places = [f"on rank {rank}: {cause}" for _, cause, rank in causes[:1]]
-        places += [f"rank {rank} is {_waits(error.stacks[rank])}" for rank in waiting]
-        return "; ".join((text, *places)), 0.0, ""
+        causes = sorted((*result[:2], rank) for rank, result in error.results.items() if result[1])
+        details = [f"on rank {rank}: {cause}" for _, cause, rank in causes[:1]]
+        details += [f"rank {rank} is {_waits(error.stacks[rank])}" for rank in waiting]
+        return "; ".join((text, *details)), 0.0, ""
     except RankError as error:
-        note = stuck(Path(how.folder)) if how.folder else None
+        note = stuck(Path(options.folder)) if options.folder else None
         if note is not None:
             rank, reason, stacks = note
             return f"{reason}; rank {rank} is {_waits(stacks)}", 0.0, ""
         return error.failures[0].folded, 0.0, ""
-    return min(told)[1], max(each[2] for each in told), told[0][3]
+    return min(outcomes)[1], max(part for _, _, part, _ in outcomes), outcomes[0][3]
 
 
 def _waits(stacks: str) -> str:
@@ -439,7 +441,7 @@ def _waits(stacks: str) -> str:
     return f"{waiting} in {_short(Path(file))}:{line} ({name})".lstrip()
 
 
-def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, float, str]:
+def examine(adapter: str, check: str, layout: str, options: How) -> tuple[int, str, float, str]:
     """Run on a rank: make one check; return what is wrong, the least number if it is the cause.
 
     After that come the largest error of a step, as a part of its bound, and the digest of bits.
@@ -452,39 +454,40 @@ def examine(adapter: str, check: str, layout: str, how: How) -> tuple[int, str, 
     from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted
 
     from .bench import Bench
-    from .faults import said
+    from .faults import first_line
     from .states import States
 
     logging.disable(logging.WARNING)
-    if not how.stock:
+    if not options.stock:
         megatron_idempotent.apply()
     of_bound, bits, bench = 0.0, "", None
     try:
-        made = load(adapter)()
-        options: Any = {"draw": Draw(how.seed, layout, check), "thorough": how.thorough}
-        asked = EVERY[check]
+        judged = load(adapter)()
+        draws: Any = {"draw": Draw(options.seed, layout, check), "thorough": options.thorough}
+        definition = EVERY[check]
         if check in STATE_CHECKS:
-            state = States(made, named(layout), folder=Path(how.folder), **options)
-            (asked.then if how.later and asked.then else asked.run)(state)
+            state = States(judged, named(layout), folder=Path(options.folder), **draws)
+            later = definition.then if options.later else None
+            (later or definition.run)(state)
             hold_kept(state)
         else:
-            bench = Bench(made, named(layout), **options)
+            bench = Bench(judged, named(layout), **draws)
             try:
-                asked.run(bench)
+                definition.run(bench)
             finally:
                 of_bound, bits = bench.of_bound, bench.bits
     except (Exception, CheckpointException) as error:  # noqa: BLE001  the framework's doing
-        told = str(error)
+        fault = str(error)
         if not isinstance(error, Wrong):
-            told = f"{type(error).__name__} in {_where(error)}: {said(error)}"
-        late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in told
+            fault = f"{type(error).__name__} in {_place_of(error)}: {first_line(error)}"
+        late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in fault
         if bench is not None and bench.place:
-            told = f"{bench.place}: {told}"
-        return 0 if isinstance(error, Wrong) else 2 if late else 1, told, of_bound, bits
+            fault = f"{bench.place}: {fault}"
+        return 0 if isinstance(error, Wrong) else 2 if late else 1, fault, of_bound, bits
     return 3, "", of_bound, bits
 
 
-def _where(error: BaseException) -> str:
+def _place_of(error: BaseException) -> str:
     """Name the function that raised, and the file by its package."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{_short(Path(frame.filename))}:{frame.lineno} ({frame.name})"

@@ -21,9 +21,9 @@ from .faults import (
     Stamps,
     attempt,
     ending_hangs,
+    first_line,
     no_memory,
     no_room,
-    said,
     saved_files,
     slow_disk,
     stamps,
@@ -54,9 +54,9 @@ def save_and_go_on(bench: States) -> None:
     bench.run_through()
     adapter: Any = bench.adapter
     bench.advance(0)
-    everything = bench.held()
+    before_save = bench.snapshot()
     adapter.save()
-    bench.hold(0, "save()", everything, everything)
+    bench.hold(0, "save()", before_save, before_save)
     bench.follow(1, "save()")
     adapter.save()
     adapter.save()
@@ -69,11 +69,11 @@ def save_and_go_on(bench: States) -> None:
 )
 def load_into_new_model(bench: States) -> None:
     state = _saved_after_two(bench)
-    for what in ("load()", "load() of what was saved right after a load()"):
+    for cause in ("load()", "load() of what was saved right after a load()"):
         bench.begin_in("again")
-        _load(bench, state, what=what)
+        _load(bench, state, cause=cause)
         state = _saved(bench)
-        bench.follow(2, what)
+        bench.follow(2, cause)
 
 
 @_check(
@@ -95,7 +95,7 @@ def rollback(bench: States) -> None:
     state = _saved_after_two(bench)
     for time in ("first", "second"):
         bench.advance(5)
-        _load(bench, state, what=f"the {time} load() in place")
+        _load(bench, state, cause=f"the {time} load() in place")
         bench.follow(2, f"the {time} load() in place")
 
 
@@ -109,37 +109,37 @@ def saved_again(bench: States) -> None:
 
     adapter: Any = bench.adapter
     bench.advance(0)
-    begun = bench.held()
+    after_one = bench.snapshot()
     older = adapter.save()
-    bench.put(begun)  # a save that changes them is another check's
+    bench.put(after_one)  # a save that changes them is another check's
     bench.advance(1)
-    first, of_first = _saved(bench), bench.held()
+    first, first_snapshot = _saved(bench), bench.snapshot()
     for save in _saves(bench):
         adapter.load(older)
-        bench.put(begun)
+        bench.put(after_one)
         bench.advance(5)
-        of_later = bench.held()
+        later_snapshot = bench.snapshot()
         fault, later = attempt(_saved, bench, save)
-        told = bench.told_by_all(fault)
-        if None in told and any(told):
-            raise Wrong(f"a later {save}() is refused, and rank {told.index(None)} takes it")
+        refusals = bench.told_by_all(fault)
+        if None in refusals and any(refusals):
+            raise Wrong(f"a later {save}() is refused, and rank {refusals.index(None)} takes it")
         bench.advance(6)
-        if not any(told):
+        if not any(refusals):
+            cause = f"load() of a later {save}() after as many steps"
             adapter.load(later)
-            bench.loaded(of_later, what := f"load() of a later {save}() after as many steps")
-            bench.hold(1, what, held=of_later)
+            bench.loaded(later_snapshot, cause)
+            bench.hold(1, cause, expected=later_snapshot)
         if any(bench.told_by_all(first_difference(first, later))):  # else it took its place
+            cause = f"load() of what was saved before a later {save}()"
             adapter.load(first)
-            bench.loaded(of_first, what := f"load() of what was saved before a later {save}()")
-            bench.hold(1, what, held=of_first)
+            bench.loaded(first_snapshot, cause)
+            bench.hold(1, cause, expected=first_snapshot)
 
 
-def _saved_after_two(bench: States, *, aside: bool = False) -> Any:
-    """Take the run, and again its first two steps; then save. With `aside` save after one, too."""
+def _saved_after_two(bench: States) -> Any:
+    """Take the run, and again its first two steps; then save."""
     bench.run_through()
     bench.advance(0)
-    if aside:
-        _save_aside(bench)
     bench.advance(1)
     state = _saved(bench)
     bench.hold_saved(state)
@@ -158,9 +158,9 @@ def _saved(bench: States, save: str = "save") -> Any:
 def _save_aside(bench: States) -> Stamps:
     """Save what no check loads, so that there is an older checkpoint; return its files."""
     adapter: Any = bench.adapter
-    begun = bench.held()
+    before_save = bench.snapshot()
     adapter.save()
-    bench.put(begun)  # a save that changes them is another check's
+    bench.put(before_save)  # a save that changes them is another check's
     return stamps(bench)
 
 
@@ -169,16 +169,16 @@ def _saves(bench: States) -> list[str]:
     return [save for save in ("save", "save_async") if getattr(bench.adapter, save, None)]
 
 
-def _load(bench: States, state: Any, number: int = 1, *, what: str = "load()") -> None:
+def _load(bench: States, state: Any, number: int = 1, *, cause: str = "load()") -> None:
     """Load what was saved after a step; the checks put back what the adapter may not keep."""
     adapter: Any = bench.adapter
     adapter.load(state)
-    _hold_loaded(bench, number, what)
+    _hold_loaded(bench, number, cause)
 
 
-def _hold_loaded(bench: States, number: int, what: str) -> None:
-    bench.loaded(bench.course[number][1], what)
-    bench.hold(number, what)
+def _hold_loaded(bench: States, number: int, cause: str) -> None:
+    bench.loaded(bench.course[number][1], cause)
+    bench.hold(number, cause)
 
 
 def hold_kept(bench: States) -> None:
@@ -210,10 +210,10 @@ def async_save(bench: States) -> None:
     adapter.saved()
     bench.hold(2, "saved()")
     later = _saved(bench, "save_async")
-    _load(bench, state, what="load() of an asynchronous save")
+    _load(bench, state, cause="load() of an asynchronous save")
     bench.follow(2, "load() of an asynchronous save")
     bench.advance(5)
-    _load(bench, later, 2, what="load() of a later asynchronous save")
+    _load(bench, later, 2, cause="load() of a later asynchronous save")
 
 
 @_check(
@@ -227,21 +227,21 @@ def load_weights_alone(bench: States) -> None:
     adapter: Any = bench.adapter
     bench.advance(0)
     state = adapter.save()
-    saved, weights = bench.held(), bench.whole_state()
+    at_save, weights = bench.snapshot(), bench.whole_state()
     bench.advance(1)
-    # What they are to be, by plain copies: main parameters are weights of 16 bits, widened.
-    wanted = bench.whole_state()
-    for name, tensors in wanted.items():
+    # Plain copies load the weights: main parameters become weights of 16 bits, widened.
+    expected = bench.whole_state()
+    for name, tensors in expected.items():
         for key in tensors.keys() & {"weight", "main", "master_param"}:
             tensors[key] = weights[name]["weight"].to(tensors[key].dtype)
-    before = bench.held()
+    expected_beside = bench.snapshot()
     adapter.load_weights(state)
-    bench.hold_whole(wanted, "load_weights()")
-    loaded = bench.held()["expert bias"]
-    if first_difference(saved["expert bias"], loaded) is None:  # it may come with the weights
-        before["expert bias"] = loaded
-    bench.hold(0, "load_weights()", (*PUT, "counters"), before)
-    bench.follow_as(wanted, before, 2, "load_weights()")
+    bench.hold_whole(expected, "load_weights()")
+    biases = bench.snapshot()["expert bias"]
+    if first_difference(at_save["expert bias"], biases) is None:  # they may come with the weights
+        expected_beside["expert bias"] = biases
+    bench.hold(0, "load_weights()", (*PUT, "counters"), expected_beside)
+    bench.follow_as(expected, expected_beside, 2, "load_weights()")
 
 
 @_check(
@@ -250,60 +250,63 @@ def load_weights_alone(bench: States) -> None:
     then=lambda bench: _load_later(bench),
 )
 def load_into_new_process(bench: States) -> None:
-    _leave(bench, _saved_after_two(bench, aside=True))
-
-
-def _leave(bench: States, state: Any) -> None:
     import torch
 
-    everybody = bench.told_by_all(bench.course[1][1])
-    left = state, bench.course, bench.whole_state(), everybody
-    torch.save(left, bench.folder / f"{bench.rank}-{LATER}")
+    bench.run_through()
+    bench.advance(0)
+    older = _save_aside(bench)
+    bench.advance(1)
+    state = _saved(bench)
+    bench.hold_saved(state)
+    snapshots = bench.told_by_all(bench.course[1][1])
+    handover = state, bench.course, bench.whole_state(), snapshots, older
+    torch.save(handover, bench.folder / f"{bench.rank}-{LATER}")
 
 
-def _left(bench: States, rank: int) -> Any:
+def _handover_of(bench: States, rank: int) -> Any:
+    """Return what a rank that has saved left for these ranks, which load."""
     import torch
 
     return torch.load(bench.folder / f"{rank}-{LATER}", weights_only=False)
 
 
 def _load_later(bench: States) -> None:
-    state, bench.course, *_ = _left(bench, bench.rank)
+    state, bench.course, *_ = _handover_of(bench, bench.rank)
     _load(bench, state)
     bench.follow(2, "load() in a new process")
 
 
 def _reshard(bench: States) -> None:
     """Load what other ranks have saved; compare with what plain copies make of it."""
-    state, _, whole, everybody = _left(bench, 0)
+    state, _, model_state, snapshots, older = _handover_of(bench, 0)
     bench.advance(0)
     bench.advance(1)
-    here = bench.held()["counters"]
-    for what, spoilt in SPOILT.items():
-        _fail_to_load(bench, state, what.replace("-", " "), spoilt)
+    counters = bench.snapshot()["counters"]
+    for fault, spoilt in SPOILT.items():
+        _fail_to_load(bench, state, fault.replace("-", " "), spoilt, older=older)
     bench.begin_again()
     adapter: Any = bench.adapter
-    beside = bench.held()
-    rates, *_ = (saved["scheduler"] for saved in everybody)
-    biases = {name: bias for saved in everybody for name, bias in saved["expert bias"].items()}
-    scale = next(iter(everybody[0]["loss scale"].values()), None)
-    beside |= {
+    expected = bench.snapshot()
+    rates, *_ = (saved["scheduler"] for saved in snapshots)
+    biases = {name: bias for saved in snapshots for name, bias in saved["expert bias"].items()}
+    scale = next(iter(snapshots[0]["loss scale"].values()), None)
+    expected |= {
         "scheduler": {**rates, "groups": bench.groups_at(rates["groups"][0])},
-        "expert bias": {name: biases[name] for name in beside["expert bias"]},
-        "loss scale": dict.fromkeys(beside["loss scale"], scale),
+        "expert bias": {name: biases[name] for name in expected["expert bias"]},
+        "loss scale": dict.fromkeys(expected["loss scale"], scale),
     }
     adapter.load(state)
     # A counter is as it was saved, or follows from those by the layout, as a replica's samples do.
-    for name, value in bench.held()["counters"].items():
-        allowed = [here.get(name), *(saved["counters"].get(name) for saved in everybody)]
-        beside["counters"][name] = value if value in allowed else allowed[0]
-    kinds = {"scheduler", "expert bias", "loss scale", "counters"} & {*bench.kept}
-    bench.loaded(beside, "load() in this layout", sorted(kinds))
-    bench.hold_whole(whole, "load() in this layout")
-    bench.follow_as(whole, beside, 2, "load() in this layout")
+    for name, value in bench.snapshot()["counters"].items():
+        allowed = [counters.get(name), *(saved["counters"].get(name) for saved in snapshots)]
+        expected["counters"][name] = value if value in allowed else allowed[0]
+    kinds = {"scheduler", "expert bias", "loss scale", "counters"} & {*bench.kept_kinds}
+    bench.loaded(expected, "load() in this layout", sorted(kinds))
+    bench.hold_whole(model_state, "load() in this layout")
+    bench.follow_as(model_state, expected, 2, "load() in this layout")
 
 
-for _word, _what in {
+for _word, _ranks in {
     "dp": "replicas",
     "tp": "tensor-parallel ranks",
     "pp": "pipeline stages",
@@ -312,7 +315,7 @@ for _word, _what in {
 }.items():
     _checks[f"reshard-{_word}"] = Check(
         name=f"reshard-{_word}",
-        summary=f"a run that is loaded on another number of {_what} goes on as it was saved; a "
+        summary=f"a run that is loaded on another number of {_ranks} goes on as it was saved; a "
         "load there that fails raises on all ranks, and changes nothing",
         run=_checks["load-into-new-process"].run,
         then=_reshard,
@@ -327,12 +330,12 @@ def _keeps(kind: str) -> Callable[[States], None]:
         adapter: Any = bench.adapter
         bench.advance(0)
         bench.advance(1)
-        saved = bench.held()
+        saved = bench.snapshot()
         state = adapter.save()
-        for what in ("load() in place", "another load() in place"):
+        for cause in ("load() in place", "another load() in place"):
             bench.advance(5)
             adapter.load(state)
-            bench.hold(1, what, (kind,), saved)
+            bench.hold(1, cause, (kind,), saved)
         bench.begin_again()
         adapter = bench.adapter
         adapter.load(state)
@@ -341,7 +344,7 @@ def _keeps(kind: str) -> Callable[[States], None]:
     return run
 
 
-for _kind, _what in {
+for _kind, _contents in {
     "scheduler": "the scheduler's steps, learning rates and weight decays",
     "random": "the random states of Python, NumPy, torch and Megatron's tracker",
     "loss scale": "the loss scale and how near it is to its next change",
@@ -352,7 +355,7 @@ for _kind, _what in {
     _name = f"keeps-{_kind.replace(' ', '-')}"
     _checks[_name] = Check(
         name=_name,
-        summary=f"a load, once and twice, brings back {_what}",
+        summary=f"a load, once and twice, brings back {_contents}",
         run=_keeps(_kind),
         keeps=_kind,
         needs=_SAVES,
@@ -372,17 +375,17 @@ def offload_one_part(bench: States) -> None:
     adapter: Any = bench.adapter
     # Optimizer state last: there is none before the first step.
     for number, part in enumerate(sorted(adapter.parts, key="optimizer".__eq__)):
-        before = bench.held()
+        expected = bench.snapshot()
         bench.memories.offload(adapter, only=part)
         bench.memories.onload(adapter)
-        bench.hold(number, f"offload(only={part!r}) and onload()", before, before)
+        bench.hold(number, f"offload(only={part!r}) and onload()", expected, expected)
         _follow_with_offload(bench, number, part)
 
 
 def _follow_with_offload(bench: States, number: int, part: str) -> None:
     """Take a step in which a part is away before each microbatch, unless that is refused."""
     adapter: Any = bench.adapter
-    before = bench.held()
+    before_step = bench.snapshot()
 
     def away_and_back() -> None:
         bench.memories.offload(adapter, only=part, freeing=False)
@@ -394,17 +397,17 @@ def _follow_with_offload(bench: States, number: int, part: str) -> None:
     except Wrong:
         raise
     except Exception as error:  # noqa: BLE001  a refusal, in the framework's own words
-        fault = said(error) or type(error).__name__
-    told = bench.told_by_all(fault)
-    what = f"an offload of {part}"
-    if finished is not None and not any(told):
-        bench.hold_step(number, f"{what} in an open step", finished)
+        fault = first_line(error) or type(error).__name__
+    refusals = bench.told_by_all(fault)
+    cause = f"an offload of {part}"
+    if finished is not None and not any(refusals):
+        bench.hold_step(number, f"{cause} in an open step", finished)
         return
-    if None in told:
-        raise Wrong(f"{what} in an open step is refused, and rank {told.index(None)} goes on")
-    bench.put(before)  # what the step has drawn
-    bench.hold(number, f"a step that was refused for {what} in it", RUN, before)
-    bench.follow(number, what)
+    if None in refusals:
+        raise Wrong(f"{cause} in an open step is refused, and rank {refusals.index(None)} goes on")
+    bench.put(before_step)  # the step has drawn from random states
+    bench.hold(number, f"a step that was refused for {cause} in it", RUN, before_step)
+    bench.follow(number, cause)
 
 
 @_check(
@@ -419,19 +422,17 @@ def offload_again(bench: States) -> None:
     adapter: Any = bench.adapter
     for number in range(2):
         bench.advance(number)
-        before = bench.held()
+        expected = bench.snapshot()
         with no_memory(math.inf) as calls:
             bench.memories.offload(adapter)
             if number == 0:
                 bench.memories.offload(adapter, freeing=False)
         bench.memories.onload(adapter)
-        bench.hold(
-            number, f"{'two offloads' if number == 0 else 'another offload'}", before, before
-        )
+        bench.hold(number, "two offloads" if number == 0 else "another offload", expected, expected)
     with no_memory(len(calls) // 2):
         attempt(functools.partial(bench.memories.offload, adapter, freeing=False))
     bench.memories.onload(adapter)
-    bench.hold(1, "an offload that failed midway", before, before)
+    bench.hold(1, "an offload that failed midway", expected, expected)
     bench.follow(2, "an offload that failed midway")
 
 
@@ -447,39 +448,42 @@ def saved_while_frozen(bench: States) -> None:
 
     bench.run_through()
 
-    def own() -> list[Any]:
+    def own_parts() -> list[Any]:
         return [part for chunk in bench.model.chunks for part in parts(chunk, bench.layout)]
 
-    trained = {part.name for part in own() if part.value.requires_grad}
+    trained = {part.name for part in own_parts() if part.value.requires_grad}
     names = sorted(set[str]().union(*bench.told_by_all(trained)))[::2]
 
-    def frozen(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        still = [part.value for part in own() if part.name in names]
-        for each in still:
-            each.requires_grad_(False)
+    def frozen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        parameters = [part.value for part in own_parts() if part.name in names]
+        for parameter in parameters:
+            parameter.requires_grad_(False)
         try:
-            result = function(*args, **how)
-            thawed = any(each.requires_grad for each in still)
+            result = function(*args, **kwargs)
+            thawed = any(parameter.requires_grad for parameter in parameters)
             bench.stop_at("a weight that was frozen is trained again" if thawed else None)
             return result
         finally:
-            for each in still:
-                each.requires_grad_(True)
+            for parameter in parameters:
+                parameter.requires_grad_(True)
 
     bench.advance(0)
-    bench.held()  # gathers under way come to their end
-    before = bench.whole_state()
+    bench.snapshot()  # gathers under way come to their end
+    state_before = bench.whole_state()
     frozen(bench.advance, 1)
-    beside, after = bench.held(), bench.whole_state()
-    moved = first_difference(*({name: whole[name] for name in names} for whole in (before, after)))
+    snapshot, state_after = bench.snapshot(), bench.whole_state()
+    frozen_before, frozen_after = (
+        {name: state[name] for name in names} for state in (state_before, state_after)
+    )
+    moved = first_difference(frozen_before, frozen_after)
     bench.stop_at(moved and f"after a step while it is frozen {moved}")
-    bench.follow_as(after, beside, 2, "a step while weights were frozen")
+    bench.follow_as(state_after, snapshot, 2, "a step while weights were frozen")
     bench.begin_again()
     bench.advance(0)
     bench.advance(1)
     state = frozen(bench.adapter.save)  # type: ignore[attr-defined]
     bench.advance(5)
-    frozen(_load, bench, state, what="load() while weights are frozen")
+    frozen(_load, bench, state, cause="load() while weights are frozen")
     bench.follow(2, "load() while weights were frozen")
 
 
@@ -492,9 +496,9 @@ def failed_save(bench: States) -> None:
     bench.run_through()
     adapter: Any = bench.adapter
     bench.advance(0)
-    begun = bench.held()
+    after_one = bench.snapshot()
     older = adapter.save()
-    bench.put(begun)  # a save that succeeds and changes them is another check's
+    bench.put(after_one)  # a save that succeeds and changes them is another check's
     bench.advance(1)
     half = max((size for size, _ in saved_files(bench)), default=0) // 2
     _fail_to_save(bench, "save", 0, 0)
@@ -504,14 +508,14 @@ def failed_save(bench: States) -> None:
     bench.follow(2, "a save that failed")
     for save in _saves(bench):
         state = _saved(bench, save)
-        _load(bench, older, 0, what="load() of what was saved before")
-        _load(bench, state, 2, what=f"load() of what {save}() saved afterwards")
+        _load(bench, older, 0, cause="load() of what was saved before")
+        _load(bench, state, 2, cause=f"load() of what {save}() saved afterwards")
 
 
 def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
     """Save where a rank has room for so many bytes of a file."""
     adapter: Any = bench.adapter
-    before = bench.held()
+    expected = bench.snapshot()
     is_async = save == "save_async"
     yes, cannot_write = bench.rank == rank, f"rank {rank} could not write"
     with contextlib.ExitStack() as blocks:
@@ -519,29 +523,31 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
             disk = blocks.enter_context(slow_disk(bench)) if is_async else None
             with no_room(room, yes=yes, forked=is_async):
                 fault, state = attempt(getattr(adapter, save))
-        told = bench.told_by_all(fault)
-        if disk is not None and not any(told):
+        faults = bench.told_by_all(fault)
+        if disk is not None and not any(faults):
             disk.returned()
             reason = f"{cannot_write}, and saved() has not returned"
             with ending_hangs(bench, reason), no_room(room, yes=yes):
                 disk.release()  # threads, which a limit of their own cannot be set for
                 fault, _ = attempt(adapter.saved)
-            told = bench.told_by_all(fault)
-    bench.hold(1, f"a {save}() that failed on rank {rank}", before, before)
-    calm = told.index(None) if None in told else None
-    if any(told) and calm is not None:
-        raise Wrong(f"rank {rank} could not write, and rank {calm} takes the run for saved")
-    if calm is not None:  # that rank has nothing to write
+            faults = bench.told_by_all(fault)
+    bench.hold(1, f"a {save}() that failed on rank {rank}", expected, expected)
+    unaware = faults.index(None) if None in faults else None
+    if any(faults) and unaware is not None:
+        raise Wrong(f"rank {rank} could not write, and rank {unaware} takes the run for saved")
+    if unaware is not None:  # that rank has nothing to write
         bench.advance(5)
-        where = f"{save}() where {cannot_write}"
-        with ending_hangs(bench, f"{where} raises nothing, and load() of it has not returned"):
+        failed_save = f"{save}() where {cannot_write}"
+        with ending_hangs(
+            bench, f"{failed_save} raises nothing, and load() of it has not returned"
+        ):
             fault, _ = attempt(adapter.load, state)
-        bench.stop_at(fault and f"{where} raises nothing, and load() of it {fault}")
-        _hold_loaded(bench, 1, f"load() after a {where}")
-        bench.put(before)
+        bench.stop_at(fault and f"{failed_save} raises nothing, and load() of it {fault}")
+        _hold_loaded(bench, 1, f"load() after a {failed_save}")
+        bench.put(expected)
 
 
-def _failed_load(bench: States, what: str, spoilt: Callable[..., Any], kinds: int) -> None:
+def _failed_load(bench: States, fault: str, spoilt: Callable[..., Any], kinds: int) -> None:
     """Load where files are spoilt one by one, and then where all are whole again."""
     bench.run_through()
     for save in _saves(bench):
@@ -552,18 +558,18 @@ def _failed_load(bench: States, what: str, spoilt: Callable[..., Any], kinds: in
         bench.advance(1)
         state = _saved(bench, save)
         bench.advance(5)
-        _fail_to_load(bench, state, f"{what}; saved by {save}()", spoilt, kinds, older)
-        told = f"a load that failed ({what}; saved by {save}())"
-        _load(bench, state, what=f"{told}, and one that did not")
+        _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilt, kinds, older)
+        failed_load = f"a load that failed ({fault}; saved by {save}())"
+        _load(bench, state, cause=f"{failed_load}, and one that did not")
         # From a state whose next step is known, with nothing loaded in between.
-        _fail_to_load(bench, state, f"{what}; saved by {save}()", spoilt, older=older)
-        bench.follow(2, told)
+        _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilt, older=older)
+        bench.follow(2, failed_load)
 
 
 def _fail_to_load(
     bench: States,
     state: Any,
-    what: str,
+    fault: str,
     spoilt: Callable[..., Any],
     kinds: int = 1,
     older: Stamps = MappingProxyType({}),
@@ -574,30 +580,30 @@ def _fail_to_load(
     """
     adapter: Any = bench.adapter
     for number, (_, path) in enumerate(saved_files(bench, older)[:kinds]):
-        before = bench.held()
-        with spoilt(bench, path) as told_of:
-            with ending_hangs(bench, f"{told_of}, and load() has not returned"):
-                fault, _ = attempt(adapter.load, state)
-            told = bench.told_by_all(fault)
-        if number and not any(told):
-            _hold_loaded(bench, 1, f"a load although {told_of}")
+        expected = bench.snapshot()
+        with spoilt(bench, path) as spoilt_file:
+            with ending_hangs(bench, f"{spoilt_file}, and load() has not returned"):
+                raised, _ = attempt(adapter.load, state)
+            refusals = bench.told_by_all(raised)
+        if number and not any(refusals):
+            _hold_loaded(bench, 1, f"a load although {spoilt_file}")
             bench.advance(5)
-        elif None in told:
-            raise Wrong(f"{told_of}, and load() raises nothing on rank {told.index(None)}")
+        elif None in refusals:
+            raise Wrong(f"{spoilt_file}, and load() raises nothing on rank {refusals.index(None)}")
         else:
-            bench.hold(1, f"a load that failed ({what})", before, before)
+            bench.hold(1, f"a load that failed ({fault})", expected, expected)
 
 
-for _name, _what, _kinds in (
+for _name, _fault, _kinds in (
     ("file-missing", "a file is missing", 9),
     ("file-truncated", "a file is truncated", 9),
     ("rank-cannot-read", "one rank cannot read", 1),
 ):
     _checks[f"failed-load-{_name}"] = Check(
         name=f"failed-load-{_name}",
-        summary=f"a load raises on all ranks where {_what}, though there is an older checkpoint, "
+        summary=f"a load raises on all ranks where {_fault}, though there is an older checkpoint, "
         "and changes nothing; what was saved asynchronously too",
-        run=functools.partial(_failed_load, what=_what, spoilt=SPOILT[_name], kinds=_kinds),
+        run=functools.partial(_failed_load, fault=_fault, spoilt=SPOILT[_name], kinds=_kinds),
         needs=_SAVES,
     )
 

@@ -47,7 +47,7 @@ _SKIPPED = 10
 _RATE = 1e-2
 _BUFFERS = {"expert_bias": "expert bias", "local_tokens_per_expert": "token counts"}
 
-Held = Mapping[str, Any]
+Snapshot = Mapping[str, Any]
 """Maps each kind of state to what a rank has of it, copied: nested mappings with tensors."""
 
 
@@ -60,13 +60,13 @@ class States(Bench):
         if layout.dtype == "fp64":  # Megatron's optimizers keep no state of it
             layout = dataclasses.replace(layout, flags=layout.flags | {"fp32"})
         super().__init__(adapter, layout, **options)
-        self.course: list[tuple[Finished, Held]] = []
+        self.course: list[tuple[Finished, Snapshot]] = []
         """The result and the state of each step, in a run of nothing but steps."""
         self.lost: dict[str, str] = {}
         """Differences after a load, by kind of state that the adapter's checkpoints keep."""
 
     @property
-    def kept(self) -> list[str]:
+    def kept_kinds(self) -> list[str]:
         """The kinds that the adapter's checkpoints keep beside weights and optimizer."""
         return [kind for kind in KEEPS if kind in getattr(self.adapter, "keeps", ())]
 
@@ -125,8 +125,8 @@ class States(Bench):
             wd_incr_style="linear",
         )
         scheduler.step(1)
-        made = super().subject_of(model, forward)
-        return dataclasses.replace(made, scheduler=scheduler, folder=self.folder)
+        subject = super().subject_of(model, forward)
+        return dataclasses.replace(subject, scheduler=scheduler, folder=self.folder)
 
     def _refuse_clipping(self, cause: BaseException | None) -> None:
         """Let steps clip, as training runs do: none is held to its definition."""
@@ -152,8 +152,8 @@ class States(Bench):
         `between` is called before each of its two calls and after the last.
         """
         size = MICRO_BATCH * 2
-        inner = [each for one in unchained(self.model.optimizer) for each in _inner(one)]
-        is_first = not any(each.state for each in inner)
+        of_torch = [inner for outer in unchained(self.model.optimizer) for inner in _inner(outer)]
+        is_first = not any(inner.state for inner in of_torch)
         finished = self.step(alike(self, 10 + number, size, size), between=between)
         # What is skipped leaves nothing that a save or a load could lose.
         skipped = "the step was skipped, and shows nothing: a gradient is not finite"
@@ -166,8 +166,8 @@ class States(Bench):
 
     def _age(self) -> None:
         """Put in what a long run has: other counts than steps, a backed-off scale, odd biases."""
-        for one in unchained(self.model.optimizer):
-            for inner in _inner(one):
+        for outer in unchained(self.model.optimizer):
+            for inner in _inner(outer):
                 for state in inner.state.values():
                     state["step"] += _SKIPPED
         for scaler in grad_scalers(self.model.optimizer):
@@ -193,10 +193,10 @@ class States(Bench):
         """Take the run without anything in between, and begin again."""
         for number in range(STEPS):
             finished = self.advance(number)
-            self.course.append((finished, self.held()))
+            self.course.append((finished, self.snapshot()))
         self.begin_again()
 
-    def held(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         """Copy what this rank holds; gathers under way come to their end."""
         ensure_params_synced(self.model.chunks)
         counters = getattr(self.adapter, "counters", dict)
@@ -217,9 +217,9 @@ class States(Bench):
                 for kind in _BUFFERS.values()
             },
             "modes": [
-                (each.training, [value.requires_grad for value in each.parameters(recurse=False)])
+                (module.training, [p.requires_grad for p in module.parameters(recurse=False)])
                 for chunk in self.model.chunks
-                for each in chunk.modules()
+                for module in chunk.modules()
             ],
             "auxiliary losses": dict(enumerate(_copied(list(logged())))),
             "counters": dict(counters()),
@@ -232,8 +232,8 @@ class States(Bench):
         """
         self.told_by_all(None)  # all have written
         files = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-        trained = [each for chunk in self.model.chunks for each in chunk.parameters()]
-        least = sum(each.nbytes for each in trained if each.requires_grad) // 2
+        parameters = [p for chunk in self.model.chunks for p in chunk.parameters()]
+        least = sum(p.nbytes for p in parameters if p.requires_grad) // 2
         returned, leasts = zip(*self.told_by_all((len(pickle.dumps(state)), least)), strict=True)
         self.stop_at(
             f"save() has left {files} bytes below subject.folder, and returned {sum(returned)}, "
@@ -242,94 +242,104 @@ class States(Bench):
             else None
         )
 
-    def loaded(self, held: Held, what: str, kinds: Iterable[str] | None = None) -> None:
+    def loaded(self, expected: Snapshot, cause: str, kinds: Iterable[str] | None = None) -> None:
         """Note what a load has lost of what the adapter keeps, and put it back, and all the rest.
 
         It is `keeps-...` that says so, if other loads lose it too.
         """
-        found, rank = self.held(), f"{what} rank {self.rank}"
-        kinds = self.kept if kinds is None else kinds
-        faults = {kind: first_fault(held, found, rank, [kind]) for kind in kinds}
+        actual, moment = self.snapshot(), f"{cause} rank {self.rank}"
+        kinds = self.kept_kinds if kinds is None else kinds
+        faults = {kind: first_fault(expected, actual, moment, [kind]) for kind in kinds}
         for of_rank in self.told_by_all(faults):
             self.lost = {**{kind: fault for kind, fault in of_rank.items() if fault}, **self.lost}
-        self.put(held)
+        self.put(expected)
 
-    def put(self, held: Held) -> None:
+    def put(self, saved: Snapshot) -> None:
         """Put back what is beside weights and optimizer."""
         scheduler, optimizer = self.subject.scheduler, self.model.optimizer
-        rates = held["scheduler"]
+        rates = saved["scheduler"]
         vars(scheduler).update({name: rates[name] for name in _plain(scheduler)})
-        for group, own in zip(_groups(optimizer), rates["groups"], strict=True):
-            group.update(own)
-        put_random(held["random"])
-        for scaler, state in zip(grad_scalers(optimizer), held["loss scale"].values(), strict=True):
+        for group, options in zip(_groups(optimizer), rates["groups"], strict=True):
+            group.update(options)
+        put_random(saved["random"])
+        scales = saved["loss scale"].values()
+        for scaler, state in zip(grad_scalers(optimizer), scales, strict=True):
             scaler.load_state_dict(_copied(state))
-        values = {**held["expert bias"], **held["token counts"]}
+        values = {**saved["expert bias"], **saved["token counts"]}
         for name, buffer in _buffers(self.model.chunks):
             if name in values:
                 buffer.data = buffer.to(values[name].dtype)  # a new model's biases have 16 bits
                 buffer.copy_(values[name])
 
     def hold(
-        self, number: int, what: str, kinds: Iterable[str] = RUN, held: Held | None = None
+        self,
+        number: int,
+        cause: str,
+        kinds: Iterable[str] = RUN,
+        expected: Snapshot | None = None,
     ) -> None:
-        """Raise `Wrong` on all ranks unless one holds what it did after the step, bit for bit.
+        """Raise `Wrong` on all ranks unless each has the state that it had after the step.
 
-        `held` takes the place of the run's own.
+        Args:
+            number: of the step, in the run of nothing but steps.
+            cause: what came before, for the error.
+            kinds: of state; the others are not compared.
+            expected: takes the place of the state after the step.
         """
-        wanted = self.course[number][1] if held is None else held
-        self.stop_at(first_fault(wanted, self.held(), f"{what} rank {self.rank}", kinds))
+        if expected is None:
+            _, expected = self.course[number]
+        self.stop_at(first_fault(expected, self.snapshot(), f"{cause} rank {self.rank}", kinds))
 
-    def follow(self, number: int, what: str) -> None:
-        """Take a step, and raise `Wrong` unless it leaves and tells what it did in the run."""
-        self.hold_step(number, what, self.advance(number))
+    def follow(self, number: int, cause: str) -> None:
+        """Take a step; raise `Wrong` unless its result and state are those of the run's step."""
+        self.hold_step(number, cause, self.advance(number))
 
-    def hold_step(self, number: int, what: str, finished: Finished) -> None:
-        """Raise `Wrong` unless a step has left and tells what it did in the run."""
-        told, held = self.course[number]
-        self._compare(f"{what} and step {number + 1}", finished, self.held(), told, held)
+    def hold_step(self, number: int, cause: str, finished: Finished) -> None:
+        """Raise `Wrong` unless a step's result and state are those of the run's step."""
+        actual = finished, self.snapshot()
+        self._compare(f"{cause} and step {number + 1}", actual, self.course[number])
 
-    def follow_as(self, whole: Mapping[str, Any], beside: Held, number: int, what: str) -> None:
+    def follow_as(
+        self, model_state: Mapping[str, Any], rank_state: Snapshot, number: int, cause: str
+    ) -> None:
         """Take a step, and again in a new model that plain copies set up: they must be the same.
 
         Args:
-            whole: the weights and optimizer state of the whole model before the step.
-            beside: what else a rank holds then.
+            model_state: the weights and optimizer state of the whole model before the step.
+            rank_state: the other state of this rank then.
             number: of the step.
-            what: what the run was set up by.
+            cause: what the run was set up by, for the error.
         """
-        finished = self.advance(number)
-        found = self.held()
+        actual = self.advance(number), self.snapshot()
         self.begin_again()
-        self.put_whole(whole, steps=number)
-        self.put(beside)
-        told = self.advance(number)
-        self._compare(f"{what} and a step", finished, found, told, self.held())
+        self.put_whole(model_state, steps=number)
+        self.put(rank_state)
+        self._compare(f"{cause} and a step", actual, (self.advance(number), self.snapshot()))
 
     def _compare(
-        self, what: str, finished: Finished, found: Held, told: Finished, held: Held
+        self, cause: str, actual: tuple[Finished, Snapshot], expected: tuple[Finished, Snapshot]
     ) -> None:
-        fault = first_fault(held, found, f"{what} rank {self.rank}", RUN)
-        if fault is None and finished != told:
-            fault = f"after {what} finish() tells {finished}, and {told} is right"
+        fault = first_fault(expected[1], actual[1], f"{cause} rank {self.rank}", RUN)
+        if fault is None and actual[0] != expected[0]:
+            fault = f"after {cause} finish() tells {actual[0]}, and {expected[0]} is right"
         self.stop_at(fault)
 
     # The whole model, for another layout.
 
-    def hold_whole(self, wanted: Mapping[str, Any], what: str) -> None:
+    def hold_whole(self, expected: Mapping[str, Any], cause: str) -> None:
         """Raise `Wrong` unless the whole model's state is this, bit for bit."""
-        place = first_difference(wanted, self.whole_state())
-        self.stop_at(place and f"after {what} the whole model has another {place}")
+        difference = first_difference(expected, self.whole_state())
+        self.stop_at(difference and f"after {cause} the whole model has another {difference}")
 
     def groups_at(self, rates: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return what the optimizer's groups have, if the rates of a plain one are these."""
         return [
             {
-                **own,
+                **options,
                 "lr": rates["lr"] * group.get("lr_mult", 1.0),
                 "weight_decay": rates["weight_decay"] * bool(group.get("wd_mult", 1.0)),
             }
-            for group, own in zip(
+            for group, options in zip(
                 _groups(self.model.optimizer), _rates(self.model.optimizer), strict=True
             )
         ]
@@ -343,35 +353,35 @@ class States(Bench):
             ]
         )
         pieces: dict[tuple[str, str], dict[int, Any]] = {}
-        for theirs in everybody:
-            for part, key, start, value in theirs:
+        for shards in everybody:
+            for part, key, start, value in shards:
                 of_rank = pieces.setdefault((part.name, key), {})
                 if part.rank not in of_rank:
                     empty = torch.full((part.value.numel(),), torch.nan, dtype=value.dtype)
                     of_rank[part.rank] = part, empty
                 of_rank[part.rank][1][start : start + value.numel()] = value.flatten()
-        found: dict[str, dict[str, Tensor]] = {}
+        state: dict[str, dict[str, Tensor]] = {}
         for (name, key), of_rank in pieces.items():
             shaped = [flat.view_as(part.value) for _, (part, flat) in sorted(of_rank.items())]
             dimension = next(iter(of_rank.values()))[0].dimension
-            whole = shaped[0] if dimension is None else torch.cat(shaped, dimension)
-            found.setdefault(name, {})[key] = whole
-        return found
+            joined = shaped[0] if dimension is None else torch.cat(shaped, dimension)
+            state.setdefault(name, {})[key] = joined
+        return state
 
-    def put_whole(self, whole: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
+    def put_whole(self, model_state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         """Write the whole model's state into this rank's shards, without any loader."""
         self.advance(STEPS)  # there is no state to write into before a step
         ensure_params_synced(self.model.chunks)
         with torch.no_grad():
             for part, key, start, value in self._shards():
-                source = whole[part.name][key]
+                source = model_state[part.name][key]
                 if part.dimension is not None:
                     source = source.chunk(part.size, part.dimension)[part.rank]
                 value.copy_(source.flatten()[start : start + value.numel()].view(value.shape))
-            for one in unchained(self.model.optimizer):
-                if is_hybrid(one.optimizer):
-                    renew_copies(one.optimizer)
-                for inner in _inner(one):
+            for outer in unchained(self.model.optimizer):
+                if is_hybrid(outer.optimizer):
+                    renew_copies(outer.optimizer)
+                for inner in _inner(outer):
                     for state in inner.state.values():
                         state["step"] = torch.tensor(float(steps + _SKIPPED))
 
@@ -380,53 +390,56 @@ class States(Bench):
 
         With each come its name, and where it begins in the rank's parameter.
         """
-        kept: dict[Any, tuple[int, dict[str, Tensor]]] = {}
-        for one in unchained(self.model.optimizer):
-            for model, main in stepped(one):
-                state = one.optimizer.state.get(main, {})
+        of_optimizer: dict[Any, tuple[int, dict[str, Tensor]]] = {}
+        for outer in unchained(self.model.optimizer):
+            for model, main in stepped(outer):
+                state = outer.optimizer.state.get(main, {})
                 tensors = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dim()}
-                kept[model] = start_in(one, model), {"main": main, **tensors}
+                of_optimizer[model] = start_in(outer, model), {"main": main, **tensors}
         for chunk in self.model.chunks:
             for part in parts(chunk, self.layout):
                 yield part, "weight", 0, part.value.detach()
-                start, tensors = kept.get(part.value, (0, {}))
+                start, tensors = of_optimizer.get(part.value, (0, {}))
                 for key, value in tensors.items():
                     yield part, key, start, value.detach()
 
 
-def first_fault(wanted: Held, found: Held, where: str, kinds: Iterable[str]) -> str | None:
+def first_fault(
+    expected: Snapshot, actual: Snapshot, moment: str, kinds: Iterable[str]
+) -> str | None:
     """Return the first kind that differs, and how; None if none does."""
     for kind in kinds:
-        place = first_difference(wanted[kind], found[kind])
-        if place is not None:
-            return f"after {where} has other {kind}: {place}"
+        difference = first_difference(expected[kind], actual[kind])
+        if difference is not None:
+            return f"after {moment} has other {kind}: {difference}"
     return None
 
 
-def first_difference(wanted: Any, found: Any) -> str | None:
+def first_difference(expected: Any, actual: Any) -> str | None:
     """Return the place where two states differ in bits, with both values; None without one."""
-    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
-        if wanted.keys() != found.keys():
-            odd = sorted(map(str, wanted.keys() ^ found.keys()))
-            return f"{odd[0]} is {'missing' if odd[0] in map(str, wanted) else 'new'}"
-        for name, value in wanted.items():
-            place = first_difference(value, found[name])
-            if place is not None:
-                return f"{name}{place if place.startswith((' ', '[')) else f' {place}'}"
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        if expected.keys() != actual.keys():
+            odd = sorted(map(str, expected.keys() ^ actual.keys()))
+            return f"{odd[0]} is {'missing' if odd[0] in map(str, expected) else 'new'}"
+        for name, value in expected.items():
+            difference = first_difference(value, actual[name])
+            if difference is not None:
+                space = "" if difference.startswith((" ", "[")) else " "
+                return f"{name}{space}{difference}"
         return None
-    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
-        return first_difference(dict(enumerate(wanted)), dict(enumerate(found)))
-    if isinstance(wanted, Tensor) and isinstance(found, Tensor):
-        if wanted.dtype != found.dtype:
-            return f"is {found.dtype} instead of {wanted.dtype}"
-        if wanted.shape == found.shape and torch.equal(_bits(wanted), _bits(found)):
+    if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
+        return first_difference(dict(enumerate(expected)), dict(enumerate(actual)))
+    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        if expected.dtype != actual.dtype:
+            return f"is {actual.dtype} instead of {expected.dtype}"
+        if expected.shape == actual.shape and torch.equal(_bits(expected), _bits(actual)):
             return None
-        if wanted.shape != found.shape or not wanted.is_floating_point():
-            return f"is {_short(found)} instead of {_short(wanted)}"
-        distance = float((wanted.double() - found.double()).norm())
-        moved = int((_bits(wanted) != _bits(found)).any(-1).sum()) if wanted.dim() else 1
+        if expected.shape != actual.shape or not expected.is_floating_point():
+            return f"is {_short(actual)} instead of {_short(expected)}"
+        distance = float((expected.double() - actual.double()).norm())
+        moved = int((_bits(expected) != _bits(actual)).any(-1).sum()) if expected.dim() else 1
         return f"differs in {moved} elements, by {distance:.3g} together"
-    return None if wanted == found else f"is {_short(found)} instead of {_short(wanted)}"
+    return None if expected == actual else f"is {_short(actual)} instead of {_short(expected)}"
 
 
 def _short(value: Any) -> str:
@@ -441,7 +454,7 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {name: _copied(each) for name, each in value.items()}
+        return {name: _copied(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_copied, value))
     return value
@@ -463,17 +476,17 @@ def _kind(buffer: str) -> str | None:
     return _BUFFERS.get(buffer.rpartition(".")[2])
 
 
-def _inner(one: Any) -> list[Any]:
+def _inner(outer: Any) -> list[Any]:
     """Return the optimizers of torch in one of Megatron's, which is a stub without parameters."""
-    return stepping(one.optimizer) if one.optimizer else []
+    return stepping(outer.optimizer) if outer.optimizer else []
 
 
 def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """Yield what torch's optimizers step, and their state, the number of steps as a number."""
-    for number, one in enumerate(unchained(optimizer)):
-        for half, inner in enumerate(_inner(one)):
-            held = [each for group in inner.param_groups for each in group["params"]]
-            for index, parameter in enumerate(held):
+    for number, outer in enumerate(unchained(optimizer)):
+        for half, inner in enumerate(_inner(outer)):
+            parameters = [p for group in inner.param_groups for p in group["params"]]
+            for index, parameter in enumerate(parameters):
                 state = {
                     name: float(value) if name == "step" else _copied(value)
                     for name, value in inner.state.get(parameter, {}).items()
@@ -485,16 +498,16 @@ def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
     return [
         group
-        for one in unchained(optimizer)
-        if one.optimizer
-        for group in one.optimizer.param_groups
+        for outer in unchained(optimizer)
+        if outer.optimizer
+        for group in outer.optimizer.param_groups
     ]
 
 
 def _rates(optimizer: Any) -> list[dict[str, Any]]:
     """Copy what groups have beside parameters; Megatron leaves a count of steps in some."""
-    beside = ("params", "step")
-    return [{n: v for n, v in group.items() if n not in beside} for group in _groups(optimizer)]
+    left_out = ("params", "step")
+    return [{n: v for n, v in group.items() if n not in left_out} for group in _groups(optimizer)]
 
 
 def _plain(scheduler: Any) -> dict[str, Any]:
@@ -505,21 +518,21 @@ def random_states() -> dict[str, Any]:
     """Copy the random states of Python, NumPy, torch and Megatron's tracker."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    name, words, *rest = numpy.random.get_state()
+    name, words, *numbers = numpy.random.get_state()
     return {
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(words.copy()), *rest),
+        "numpy": (name, torch.from_numpy(words.copy()), *numbers),
         "torch": torch.get_rng_state().clone(),
         "tracker": _copied(dict(get_cuda_rng_tracker().get_states())),
     }
 
 
-def put_random(held: Mapping[str, Any]) -> None:
+def put_random(states: Mapping[str, Any]) -> None:
     """Put back what `random_states` has copied."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    random.setstate(held["python"])
-    name, words, *rest = held["numpy"]
-    numpy.random.set_state((name, words.numpy(), *rest))
-    torch.set_rng_state(held["torch"])
-    get_cuda_rng_tracker().set_states(_copied(held["tracker"]))
+    random.setstate(states["python"])
+    name, words, *numbers = states["numpy"]
+    numpy.random.set_state((name, words.numpy(), *numbers))
+    torch.set_rng_state(states["torch"])
+    get_cuda_rng_tracker().set_states(_copied(states["tracker"]))

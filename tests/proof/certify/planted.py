@@ -21,7 +21,7 @@ from megatron_idempotent.proof.certify.adapters import (
     Megatron,
     OrderStable,
     SplitStep,
-    _given,
+    _described,
     _logprobs,
     _Loss,
     buffers,
@@ -522,7 +522,7 @@ class MeanOfPacks(SplitStep):
 
     class loss_of(_Divided):
         def __call__(self, output: Any, microbatch: Any) -> Any:
-            total, count = self._subject.loss(output, _given(microbatch))
+            total, count = self._subject.loss(output, _described(microbatch))
             return total / count.clamp(min=1), {}
 
     def finish(self) -> Finished:
@@ -550,15 +550,15 @@ class TellsOfPadding(SplitStep):
     """Tells the model where padding is, so that routers leave it out; it is right."""
 
     def forward(self, chunk: Any, microbatch: Any) -> Tensor:
-        given = _given(microbatch)
-        mine = batches.own({**given, "loss_mask": given["loss_mask"].double()})
+        pack = _described(microbatch)
+        mine = batches.own({**pack, "loss_mask": pack["loss_mask"].double()})
         padding_1S = ~microbatch["pack"].mask[None]
         return chunk(
             mine["input_ids"],
             mine["position_ids"],
             None,
             labels=mine["labels"],
-            packed_seq_params=given["packed_seq_params"],
+            packed_seq_params=pack["packed_seq_params"],
             padding_mask=padding_1S,
         )
 
