@@ -113,7 +113,7 @@ def saved_again(bench: States) -> None:
     older = adapter.save()
     bench.put(after_one)  # a save that changes them is another check's
     bench.advance(1)
-    first, first_snapshot = _saved(bench), bench.snapshot()
+    first_snapshot, first = bench.snapshot(), _saved(bench)
     for save in _saves(bench):
         adapter.load(older)
         bench.put(after_one)

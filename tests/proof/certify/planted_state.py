@@ -663,7 +663,8 @@ def older_if_spoilt(self: Any, path: str) -> None:
 def written_once(self: Any, path: str, state: Any) -> None:
     """Keep the file of these steps if there is one."""
     if not Path(self.file(path)).exists():
-        Everything.write(self, path, state)
+        Everything.write(self, f"{path}.part", state)
+        Path(self.file(f"{path}.part")).rename(self.file(path))
 
 
 def refused_if_there(self: Any, path: str, state: Any) -> None:
