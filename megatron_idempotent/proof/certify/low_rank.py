@@ -209,6 +209,20 @@ class _Factor(nn.Module):
         values = (0.02 * (number + 1).sin()).reshape(shape).to(dtype)
         self.weight = mark(nn.Parameter(values), base, dimension)
 
+    def forward(self) -> Tensor:
+        """Return the weight: DDP gathers what the optimizer has updated when a module is called."""
+        return self.weight
+
+
+class _Adapter(nn.Module):
+    def __init__(self, linear_in: _Factor, linear_out: _Factor) -> None:
+        super().__init__()
+        self.linear_in, self.linear_out = linear_in, linear_out
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return both factors, and DoRA's magnitudes."""
+        return self.linear_in(), self.linear_out(), getattr(self, "weight_magnitude", None)
+
 
 class Adapted(nn.Module):
     """A parallel linear layer with an adapter, of which one factor is cut as the weight is."""
@@ -216,13 +230,15 @@ class Adapted(nn.Module):
     def __init__(self, base: Any, rank: int, magnitudes: bool, wide: bool) -> None:
         super().__init__()
         dtype = torch.float32 if wide else base.weight.dtype
-        self.to_wrap, self.adapter = base, nn.Module()
+        self.to_wrap = base
         self.column = "Column" in type(base).__name__
         self.scale = SCALE
         outputs, inputs = base.weight.shape
         cuts = (None, 0, 0) if self.column else (1, None, None)
-        self.adapter.linear_in = _Factor((rank, inputs), base, cuts[0], dtype)
-        self.adapter.linear_out = _Factor((outputs, rank), base, cuts[1], dtype)
+        self.adapter = _Adapter(
+            _Factor((rank, inputs), base, cuts[0], dtype),
+            _Factor((outputs, rank), base, cuts[1], dtype),
+        )
         if magnitudes:
             norm = nn.Parameter(self._norm().clone())
             self.adapter.weight_magnitude = mark(norm, base, cuts[2])
@@ -245,9 +261,9 @@ class Adapted(nn.Module):
         from megatron.core.tensor_parallel import mappings as m
 
         base: Any = self.to_wrap
-        adapter: Any = self.adapter
         output, bias = base(x, *args, **kwargs)
-        low = functional.linear(x.to(adapter.linear_in.weight.dtype), adapter.linear_in.weight)
+        linear_in, linear_out, magnitude = self.adapter()
+        low = functional.linear(x.to(linear_in.dtype), linear_in)
         if _sharing(base) > 1:
             if self.column and base.sequence_parallel:
                 low = m.gather_from_sequence_parallel_region(low)
@@ -257,11 +273,11 @@ class Adapted(nn.Module):
                 low = m.reduce_scatter_to_sequence_parallel_region(low)
             else:
                 low = m.reduce_from_tensor_model_parallel_region(low)
-        product = self.scale * functional.linear(low, adapter.linear_out.weight)
+        product = self.scale * functional.linear(low, linear_out)
         output = output + product.to(output.dtype)
-        if hasattr(adapter, "weight_magnitude"):
+        if magnitude is not None:
             inside = 0.0 if bias is not None or base.bias is None else base.bias
-            output = (output - inside) * (adapter.weight_magnitude / self._norm()) + inside
+            output = (output - inside) * (magnitude / self._norm()) + inside
         return output, bias
 
     def sharded_state_dict(

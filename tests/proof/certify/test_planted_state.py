@@ -174,6 +174,7 @@ def test_no_other_check_catches_it(megatron_rank_pool, bug, check, where, said):
         ("planted_state:Threaded", "failed-save", TWO),
         (f"{FORMATS}:DPReshardable", "load-into-live-run", ALONE),
         (f"{FORMATS}:LowRank", "load-into-new-model", ALONE),
+        (f"{FORMATS}:LowRank", "rollback", ALONE),  # two steps that nobody looks between
         *(
             pytest.param(*row, marks=WEEKLY)
             for row in (
