@@ -1,8 +1,8 @@
 """Runs one optimizer step in pieces: `TrainStep` on Megatron, `FSDPTrainStep` on FSDP2.
 
 A batch flows through `lifecycle`, `open_step` and `microbatches` into a backend (`megatron`,
-`fsdp`), and back as a `Receipt`; the step ends in a `StepResult`. A step without packs, tenants
-and order-stable sums enters neither `packs` nor `tenants` nor `exact_sums`.
+`fsdp`), and back as a `Receipt`; the step ends in a `StepResult`. A step without packs and
+order-stable sums enters neither `packs` nor `exact_sums`.
 """
 
 from megatron_idempotent.lazy import attributes

@@ -62,7 +62,7 @@ class Options:
 
     `ValueError` says which is wrong: the deadline is no positive finite number, a choice is
     unknown, `shared` is no collection of names or names tokens or masks, `shape` or `counts` cannot
-    be called, `alignment` is no `TokenAlignment`, or `tenant` is no name.
+    be called, or `alignment` is no `TokenAlignment`.
 
     `TypeError` says the same of `forward` and of switches.
 
@@ -83,8 +83,6 @@ class Options:
     nothing_valid: NothingValid = "skip"
     alignment: TokenAlignment | None = None
     """Multiples of tokens that packs are padded to; None for those of the model's config."""
-    tenant: str | None = None
-    """The name of a `TrainStep` beside which others are open over the same modules; else None."""
     undo: bool = False
     order_stable: bool = False
     router_replay: ReplayMode = "off"
@@ -102,8 +100,6 @@ class Options:
         checked_deadline(self.deadline_s)
         if self.alignment is not None and not isinstance(self.alignment, TokenAlignment):
             raise ValueError(f"alignment takes a TokenAlignment, got {self.alignment!r}")
-        if self.tenant is not None and (not isinstance(self.tenant, str) or not self.tenant):
-            raise ValueError(f"tenant takes a name, got {self.tenant!r}")
         for name in ("shape", "counts"):
             function = getattr(self, name)
             if function is not None and not callable(function):

@@ -6,7 +6,7 @@ Legend: B rows, T positions of a row or of a pack.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,7 +94,6 @@ from .snapshot import (
     first_not_finite,
     size_of,
 )
-from .tenants import TenantState, check_neighbours
 
 
 def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
@@ -198,8 +197,6 @@ class MegatronBackend:
         """Gives routers the experts that microbatches bring; None with router_replay="off"."""
         if options.router_replay != "off":
             self.replay = ExpertReplay(self.chunks, mode=options.router_replay, of="TrainStep()")
-        name = options.tenant
-        self.tenant = None if name is None else TenantState(name, self.chunks)
         self._scheduler = scheduler
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
@@ -207,7 +204,7 @@ class MegatronBackend:
         self._shifted: int | None = None
         self._snapshot: MegatronSnapshot | None = None
         self._released = False
-        self._window = _StepWindow(self, name)
+        self._window = _StepWindow(self)
         self._parameter = next(self.chunks[0].parameters())
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.replicas = int(parallel_state.get_data_parallel_world_size())
@@ -259,33 +256,32 @@ class MegatronBackend:
         if are_held(self.chunks):
             raise RuntimeError(
                 "begin(): an accumulation_window() or another TrainStep is open for these chunks, "
-                "and gradients of two steps cannot be in one buffer: finish() or abort() it first. "
-                "For adapters give each a DDP and a TrainStep(…, tenant=…) of its own"
+                "and gradients of two steps cannot be in one buffer: finish() or abort() it first"
             )
         # A new one each time: an interrupted call may have left the last one marked as running.
-        self._window = _StepWindow(self, self._window.tenant)
-        windows = [each for each in open_windows if isinstance(each, _StepWindow)]
-        if windows:
-            check_neighbours(self._window.tenant, self.chunks, windows)
-        if self.tenant is not None:
-            self.tenant.open()
-        with self.in_force():
-            self._snapshot = MegatronSnapshot(
-                self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
+        self._window = _StepWindow(self)
+        if any(window.shares_modules(self.chunks) for window in _step_windows()):
+            raise RuntimeError(
+                "begin(): a TrainStep is open for another DDP over the same modules, and to abort "
+                "one of the two would undo what the other has done: finish() or abort() the open "
+                "one first"
             )
-            self._step.open()
-            self._released, self._shifted, self.shift = False, None, 0
-            open_windows.append(self._window)
-            modules = self._snapshot.modules
-            forget_inference(modules.modules)
-            for chunk in self.chunks:
-                if not modules.training:
-                    chunk.train()
-                chunk.zero_grad_buffer()
-            if self.optimizer is not None:
-                self.optimizer.zero_grad()
-            if self._sums is not None:
-                self._sums.open()
+        self._snapshot = MegatronSnapshot(
+            self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
+        )
+        self._step.open()
+        self._released, self._shifted, self.shift = False, None, 0
+        open_windows.append(self._window)
+        modules = self._snapshot.modules
+        forget_inference(modules.modules)
+        for chunk in self.chunks:
+            if not modules.training:
+                chunk.train()
+            chunk.zero_grad_buffer()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        if self._sums is not None:
+            self._sums.open()
 
     def writes(self) -> Writes:
         trained_here = (each for chunk in self.chunks for each in chunk.param_to_bucket_group)
@@ -298,10 +294,6 @@ class MegatronBackend:
     def gradient_writes(self) -> tuple[int, ...]:
         """Return the counters of `writes` for gradients alone."""
         return tuple(number for chunk in self.chunks for number in versions(chunk))
-
-    def in_force(self) -> AbstractContextManager[None]:
-        """Give modules and process the tenant's state in a `with`; without a tenant do nothing."""
-        return nullcontext() if self.tenant is None else self.tenant.in_force()
 
     def accept_loss(self, loss: StepLoss) -> None:
         if self.has_auxiliary and needs_weight(loss):
@@ -333,12 +325,11 @@ class MegatronBackend:
     def _refuse_frozen(self) -> None:
         """Raise `RuntimeError` if nothing is trained any more of what DDP was built with.
 
-        Upstream asserts then, as it waits for gradients. A tenant's parameters are trained in its
-        calls, whatever `requires_grad` says.
+        Upstream asserts then, as it waits for gradients.
         """
         held = [chunk.param_to_bucket_group for chunk in self.chunks]
         frozen = not any(param.requires_grad for each in held for param in each)
-        if frozen and any(held) and self.tenant is None:
+        if frozen and any(held):
             raise RuntimeError(
                 f"all {sum(map(len, held))} parameters that DDP was built with are frozen now "
                 "(requires_grad=False), and it waits for their gradients: freeze parameters before "
@@ -387,8 +378,7 @@ class MegatronBackend:
         # Exact sums are reduced when all of them are there.
         reduce = reduce and self._sums is None
         self._released = self._released or reduce
-        with self.in_force():
-            return run_schedule(self, pieces, loss, reduce=reduce, ghosts=ghosts)
+        return run_schedule(self, pieces, loss, reduce=reduce, ghosts=ghosts)
 
     def check_ready(self, increment: int | None) -> None:
         if self.optimizer is None:
@@ -440,7 +430,7 @@ class MegatronBackend:
     def update(
         self, totals: Totals, local: float, increment: int | None, timeout_s: float
     ) -> Update:
-        with collective_timeout(self.groups(), timeout_s), self.in_force():
+        with collective_timeout(self.groups(), timeout_s):
             self._finalize(totals, local)
             grad_norm, skipped = self._step.run()
         if skipped is None and self._scheduler is not None:
@@ -474,20 +464,10 @@ class MegatronBackend:
                 chunk.scale_gradients(size * 2.0**self.shift / totals.normalizer)
 
     def skip(self) -> None:
-        with self.in_force():
-            abort_window(self.chunks, self.optimizer)
+        abort_window(self.chunks, self.optimizer)
         self.close()
 
     def close(self) -> None:
-        self._forget()
-        if self.tenant is not None:
-            # Here all ranks come in one order. The first forward of a tenant may be before another
-            # one's on this rank and after it on others, and gathers pair up by order alone.
-            self.join(wait=False)
-
-    def _forget(self) -> None:
-        if self.tenant is not None:
-            self.tenant.close(None if self._snapshot is None else self._snapshot.modules)
         self._snapshot = None
         self._step.reset()
         if self._sums is not None:
@@ -498,11 +478,6 @@ class MegatronBackend:
     def restore(self) -> None:
         if self._snapshot is None:
             return  # another step is open for these chunks, and this one never was
-        with self.in_force():
-            self._restore(self._snapshot)
-        self._forget()
-
-    def _restore(self, snapshot: MegatronSnapshot) -> None:
         if is_poisoned():
             drop_collectives(self.chunks)
         # Of other models, which an abort clears too; the snapshot has this model's.
@@ -515,9 +490,10 @@ class MegatronBackend:
             abort_window(self.chunks, self.optimizer)
         if self._step.undo is not None:
             self._step.undo()
-        snapshot.restore()
+        self._snapshot.restore()
         if logs is not None:
             logs.restore()
+        self.close()
 
 
 def _check_routes(replay: ExpertReplay, lists: Sequence[Sequence[Piece]], *, read: bool) -> None:
@@ -583,12 +559,17 @@ class _StepWindow:
     See `megatron/schedules.py`.
     """
 
-    def __init__(self, backend: MegatronBackend, tenant: str | None) -> None:
+    def __init__(self, backend: MegatronBackend) -> None:
         self._backend = backend
-        self.chunks, self.tenant = backend.chunks, tenant
+        self.chunks = backend.chunks
 
     def holds(self, chunk: Any) -> bool:
         return any(chunk is mine for mine in self.chunks)
+
+    def shares_modules(self, chunks: Sequence[Any]) -> bool:
+        """Return whether chunks, wrapped in this DDP or in another one, have modules of these."""
+        own = {id(module) for chunk in self.chunks for module in chunk.modules()}
+        return any(id(module) in own for chunk in chunks for module in chunk.modules())
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
         if call.get("forward_only", False) or self._backend.running:
@@ -598,6 +579,10 @@ class _StepWindow:
             "would reduce in the middle of the step. Use step.microbatch(), or finish() or "
             "abort() the step first"
         )
+
+
+def _step_windows() -> list[_StepWindow]:
+    return [window for window in open_windows if isinstance(window, _StepWindow)]
 
 
 class TrainStep(SplitStep):
@@ -640,9 +625,6 @@ class TrainStep(SplitStep):
         undo: copy parameters and optimizer state to the host before each update, so that one that
             fails half-way can be aborted too. Without it a step that fails inside of the inner
             optimizer ends in an error that asks for a checkpoint.
-        tenant: a name, the same on all ranks, if several `TrainStep`s over the same modules are
-            open at the same time, each with a DDP and parameters of its own: see
-            docs/train-step/adapters.md.
         order_stable: add gradients of microbatches up exactly, so that the same microbatches give
             the same bits on any number of replicas, in any order and any calls; see
             docs/train-step/same-bits.md. The same on all ranks.
@@ -680,7 +662,6 @@ class TrainStep(SplitStep):
         nothing_valid: NothingValid = "skip",
         deadline_s: float = DEADLINE_S,
         undo: bool = False,
-        tenant: str | None = None,
         order_stable: bool = False,
         router_replay: ReplayMode = "off",
     ) -> None:
@@ -694,7 +675,6 @@ class TrainStep(SplitStep):
             counts=counts,
             nothing_valid=nothing_valid,
             alignment=alignment,
-            tenant=tenant,
             undo=undo,
             order_stable=order_stable,
             router_replay=router_replay,
@@ -703,7 +683,6 @@ class TrainStep(SplitStep):
         check_applied("TrainStep()", _NEEDS, backend.chunks)
         super().__init__(backend, options)
         self._chunks = backend.chunks
-        self._in_force = backend.in_force
         self.replay = backend.replay
 
     @contextmanager
@@ -721,7 +700,7 @@ class TrainStep(SplitStep):
                 weights = {n: p.clone() for n, p in chunks[0].module.named_parameters()}
         """
         self._backend.join()
-        with self._in_force(), evaluating(self._chunks):
+        with evaluating(self._chunks):
             yield self._chunks
 
 

@@ -261,8 +261,6 @@ class OpenStep:
             **backend.must_agree,
         }
         self._begun = {name: repr(value) for name, value in alike.items()}
-        # Ids of different tenants may be equal, and ranks tell each other which step they are in.
-        self._told_id = step_id if options.tenant is None else f"{options.tenant}: {step_id}"
         self._shift: int | None = None
         # This rank's, so far. Counts are on the device until the end, so that none waits for it.
         self._rows: list[Row] = []
@@ -683,7 +681,7 @@ class OpenStep:
         if differing and not found:
             found = {0: differing}
         self.owes = not found
-        elsewhere = any(each.doing == "abort" or each.step_id != self._told_id for each in said)
+        elsewhere = any(each.doing == "abort" or each.step_id != self.step_id for each in said)
         if elsewhere or begun_otherwise(said, range(len(said))):
             self._fail("; ".join(found.values()), known=group is None)
             stop(found, "No rank has run this batch; abort() the step.", bad)
@@ -738,7 +736,7 @@ class OpenStep:
             stop(found, "No rank has updated its parameters; abort() the step.", error)
 
     def _say(self, doing: Doing, **more: Any) -> RankStatus:
-        return RankStatus(doing=doing, step_id=self._told_id, updates=self._updates, **more)
+        return RankStatus(doing=doing, step_id=self.step_id, updates=self._updates, **more)
 
     def _hear(self, say: RankStatus, group: Any = None) -> list[RankStatus]:
         try:

@@ -36,11 +36,6 @@ class ModuleSnapshot:
         self._buffers = [(b, b.clone()) for b in held.values()]
 
     @property
-    def buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Each buffer, with a copy of the value that it had."""
-        return self._buffers
-
-    @property
     def training(self) -> bool:
         """True if all modules were in training mode."""
         return all(training for _, training in self._modes)
@@ -58,31 +53,21 @@ class ModuleSnapshot:
                 buffer.copy_(value)
 
 
-def keep_random() -> Restore:
-    """Keep torch's random states on host and device.
+def keep_torch() -> Restore:
+    """Keep torch's random states on host and device, and whether gradients are recorded.
 
-    Those of Python and NumPy belong to the caller, who may draw from them while a step is open.
+    The states of Python and NumPy belong to the caller, who may draw while a step is open.
     """
     host = torch.get_rng_state()
     device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-
-    def restore() -> None:
-        torch.set_rng_state(host)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
-
-    return restore
-
-
-def keep_torch() -> Restore:
-    """Keep torch's random states, and whether gradients are recorded."""
-    restore_random = keep_random()
     # An exception inside of `no_grad`'s own exit leaves it off.
     records = torch.is_grad_enabled()
 
     def restore() -> None:
         torch.set_grad_enabled(records)
-        restore_random()
+        torch.set_rng_state(host)
+        if device is not None:
+            torch.cuda.set_rng_state(device)
 
     return restore
 
@@ -207,12 +192,8 @@ class MegatronSnapshot:
         scheduler: Any = None,
         *,
         auxiliary: bool = True,
-        hooks: bool = True,
     ) -> None:
-        """Keep with `auxiliary` what layers log, and scale their own losses by, too.
-
-        With `hooks` what stands around methods of bucket groups is put back, of patches too.
-        """
+        """Keep with `auxiliary` what layers log, and scale their own losses by, too."""
         from megatron.core.pipeline_parallel import schedules
 
         from megatron_idempotent.window.accumulation import configs_of
@@ -226,7 +207,8 @@ class MegatronSnapshot:
             *(keep_functions(config, _ASIDE) for config in configs_of(chunks)),
             keep_functions(schedules, steps),
         ]
-        groups = [group for chunk in chunks for group in bucket_groups(chunk)] if hooks else []
+        # What patches put around methods of bucket groups is put back too.
+        groups = [group for chunk in chunks for group in bucket_groups(chunk)]
         self._parts += [keep_functions(group, _OVERRIDDEN) for group in groups]
         if auxiliary:
             self._parts.append(LogSnapshot().restore)
@@ -269,10 +251,10 @@ def keep_tracker() -> Restore:
 
 
 class LogSnapshot:
-    """Keeps the totals that MoE, MTP and DSA layers log; with `empty`, zeros instead."""
+    """Keeps the totals that MoE, MTP and DSA layers log."""
 
-    def __init__(self, *, empty: bool = False) -> None:
-        self._values = [] if empty else [(value, value.clone()) for value in logged()]
+    def __init__(self) -> None:
+        self._values = [(value, value.clone()) for value in logged()]
 
     def restore(self) -> None:
         """Put the totals back; those that layers have begun to log since then become zero."""
@@ -283,11 +265,6 @@ class LogSnapshot:
                 value.zero_()
             else:
                 value.copy_(before)
-
-    def add(self) -> None:
-        """Add the kept totals to those that are logged now."""
-        for value, before in self._values:
-            value.add_(before)
 
 
 def logged() -> Iterator[Tensor]:

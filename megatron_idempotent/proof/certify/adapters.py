@@ -158,7 +158,6 @@ class SplitStep(Stateful):
     packs = True
     sequences = True
     order_stable = False
-    name: str | None = None  # of one of several tenants
     loss_of: type[_Loss] = _Loss
     options: Mapping[str, Any] = MappingProxyType({"deadline_s": 20.0})
     """Further arguments of `TrainStep`."""
@@ -171,15 +170,9 @@ class SplitStep(Stateful):
             subject.chunks,
             subject.optimizer,
             forward=self.forward,
-            tenant=self.name,
             order_stable=self.order_stable,
             **self.options,
         )
-
-    def tenant(self, name: str) -> SplitStep:
-        adapter = type(self)()
-        adapter.name = name
-        return adapter
 
     def forward(self, chunk: Any, microbatch: Any) -> Tensor:
         return self.subject.forward(chunk, _described(microbatch))
@@ -297,9 +290,6 @@ class Megatron(Stateful):
         self.subject = subject
         wire_train_config(subject.chunks, subject.optimizer)
 
-    def tenant(self, name: str) -> Megatron:
-        return type(self)()
-
     def begin(self) -> None:
         self.rows: list[Rows | Packed] = []
         self.fail = False
@@ -361,7 +351,6 @@ class Window(Megatron):
         {
             **Megatron.cannot,
             "replica-without-rows": "a window in which a rank has no call raises, and others wait",
-            "swapped-adapters/tp": "finalizing adds up all adapters' gradients over these ranks",
         }
     )
 

@@ -51,7 +51,7 @@ class Check:
     plain: bool = False
     """True if it takes a plain layout."""
     adapters: bool = False
-    """True if it takes a layout in which several adapters can be judged over one base."""
+    """True if it takes a layout in which adapters can be judged over a frozen base."""
     bits: bool = False
     """True if it takes an adapter that says `order_stable = True`, and compares bits of layouts."""
     then: Callable[[Any], None] | None = None
@@ -605,42 +605,6 @@ def offload_in_mid_step(bench: Bench) -> None:
 
     if _refused(bench, step, calls, "a step with an offload in it"):
         bench.take(alike(bench, 1, CALL), after="an offload in an open step, which was refused")
-
-
-@_check(
-    "two adapters over one base are trained in turn, and by steps that are open together",
-    needs=("tenant",),
-    adapters=True,
-)
-def swapped_adapters(bench: Bench) -> None:
-    from .tenants import Base, Tenant
-
-    names = "alice", "bob"
-    base = Base(bench, names)
-    alice, bob = pair = [Tenant(bench, base, name) for name in names]
-    calls = {each: alike(bench, seed, CALL, CALL) for seed, each in enumerate(pair)}
-    for each in (alice, bob, alice):  # one after the other
-        each.take(calls[each])
-    bob.unchanged("a step of alice")
-    try:
-        for each in pair:
-            each.begin(calls[each])
-        for each in pair * 2:
-            each.microbatch()
-        for each in pair:
-            each.finish()
-        for each in reversed(pair):  # of which one is dropped
-            each.begin(calls[each])
-            each.microbatch()
-        bob.abort()
-        alice.microbatch()
-        alice.finish()
-        bob.unchanged("abort()")
-        bob.take(calls[bob])
-    except Exception:
-        for each in pair:
-            each.abort()
-        raise
 
 
 @_check(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,28 +38,29 @@ _OFF = 2.7
 _SUMS = 16.0
 
 
-class OverBase(Bench):
-    """Holds what is trained over a frozen base, which stays as it is, bit for bit."""
+class LowRank(Bench):
+    """Holds a model with adapters of a rank in its linear layers; `known` are base and factors.
 
-    def __init__(self, host: Bench, adapter: Any, trained: Callable[[str], bool]) -> None:
-        """Build the model of the host's layout; `trained` says so of a parameter's name."""
+    The base is frozen, and stays as it is, bit for bit.
+
+    Example: `LowRank(bench, rank=1, magnitudes=False).take(calls)`.
+    """
+
+    def __init__(self, host: Bench, *, rank: int, **kinds: bool) -> None:
+        """Build a model of the host's layout; `kinds` are those that `add` takes."""
+        self._rank, self._kinds = rank, kinds
+        self._still: tuple[str, ...] = ()
         self._host, self._ratio = host, 1.0
-        super().__init__(adapter, host.layout)
-        self._frozen = {n: value for n, value in self.known.items() if not trained(n)}
+        super().__init__(type(host.adapter)(), host.layout)
+        self._base = {n: value for n, value in self.known.items() if not n.endswith(_FACTORS)}
 
     def expect(self, finished: Finished, everybody: Sequence[Rows], **how: Any) -> None:
         """Hold the step to its definition, and the base to its bits."""
-        frozen = self._frozen | {name: self.known[name] for name in self.update.frozen}
+        frozen = self._base | {name: self.known[name] for name in self.update.frozen}
         super().expect(finished, everybody, **how)
         moved = [name for name, value in frozen.items() if not torch.equal(value, self.known[name])]
         if moved:
-            raise Wrong(f"{self._whose_step} has moved {moved[0]}, which is frozen")
-
-    _whose_step = "the step"
-
-    def tolerance(self, truth: Truth) -> float:
-        """Return the bound of the whole gradient's error, as a part of the norm of what trains."""
-        return super().tolerance(truth) * self._ratio
+            raise Wrong(f"the step has moved {moved[0]}, which is frozen")
 
     def _within(self, error: float, bound: float) -> bool:
         return self._host._within(error, bound)
@@ -73,19 +74,6 @@ class OverBase(Bench):
         # Momentum holds the errors of earlier steps too.
         self._ratio = max(self._ratio, truth.grad_norm * reach / norm)
         return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
-
-
-class LowRank(OverBase):
-    """Holds a model with adapters of a rank in its linear layers; `known` are base and factors.
-
-    Example: `LowRank(bench, rank=1, magnitudes=False).take(calls)`.
-    """
-
-    def __init__(self, host: Bench, *, rank: int, **kinds: bool) -> None:
-        """Build a model of the host's layout; `kinds` are those that `add` takes."""
-        self._rank, self._kinds = rank, kinds
-        self._still: tuple[str, ...] = ()
-        super().__init__(host, type(host.adapter)(), lambda name: name.endswith(_FACTORS))
 
     def make_model(self) -> None:
         """Build the model, put adapters into it before DDP, and draw their factors."""
@@ -131,7 +119,7 @@ class LowRank(OverBase):
     def tolerance(self, truth: Truth) -> float:
         """Return what independent roundings come to; in float64 what softmaxes do at worst."""
         if self.double:
-            return super().tolerance(truth)
+            return super().tolerance(truth) * self._ratio
         if self.half:
             return _OFF * Bench.tolerance(self, truth)
         of_bfloat16 = OF_BFLOAT16[self.layout.loss_kind, self.layout.auxiliary]

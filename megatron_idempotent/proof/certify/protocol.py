@@ -154,12 +154,9 @@ class Adapter(Protocol):
     stepped too; `offload()`, which moves parameters,
     gradient buffers and optimizer state to the host or frees them, as colocated frameworks do while
     engines sample, and `onload(training=True)`, which brings all of it back, or with
-    `training=False` at least what log-probs read; an open step may keep its
-    gradients or refuse; `tenant(name)`, which returns an adapter of the same kind, not built yet,
-    for one of several sets of trained parameters over one frozen base. Each gets a `Subject` of its
-    own, with its own DDP and optimizer over the same modules, and steps of two of them may be open
-    together. Checks that need what it lacks are not made. A class attribute `config_overrides` has
-    fields of `TransformerConfig` that the framework sets. With a class attribute `packs = True` it
+    `training=False` at least what log-probs read; an open step may keep its gradients or refuse.
+    Checks that need what it lacks are not made. A class attribute `config_overrides` has fields of
+    `TransformerConfig` that the framework sets. With a class attribute `packs = True` it
     trains on packs of rows that have `lengths`: it makes packs of them with the framework's own
     code, and gives those to the chunk or to `Subject.forward`. Without, layouts of packs are not
     judged. With `sequences = True` it also trains on a loss that is a mean over sequences, where

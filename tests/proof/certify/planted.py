@@ -291,22 +291,6 @@ class DropsGradientsOffloaded(SplitStep):
         super().offload(only="weights")
 
 
-class FinishZeroesAll(SplitStep):
-    """Zeroes the gradients of all that it has built when one of them has updated."""
-
-    built: list[Any] = []  # noqa: RUF012
-
-    def build(self, subject: Any) -> None:
-        super().build(subject)
-        self.built.append(subject)
-
-    def finish(self) -> Finished:
-        found = super().finish()
-        for subject in self.built:
-            zero_unseen(subject)
-        return found
-
-
 class ForgetsTheRank(SplitStep):
     """Multiplies the factors' product by alpha, not by alpha over the rank."""
 
@@ -349,10 +333,9 @@ class DeclaresAnUnknownWord(SplitStep):
 
 
 class NoPacks(SplitStep):
-    """Takes rows alone, a mean over positions alone, and trains one set of parameters."""
+    """Takes rows alone, and a mean over positions alone."""
 
     packs = sequences = False
-    tenant = None  # type: ignore[assignment]
 
 
 class OneRankReportsAnotherNorm(SplitStep):
@@ -791,19 +774,19 @@ class OneRankRefusesTooLate(OffloadsNothing):
         pass
 
 
-# --- Several adapters over one base, whose steps disturb each other, or the base.
+# --- Adapters over a frozen base.
 
 
 class NudgesTheBase(SplitStep):
     """Moves a frozen parameter by less than roundings can explain."""
 
-    @torch.no_grad()
     def finish(self) -> Finished:
-        found = super().finish()
-        if self.name:
-            module = self.subject.chunks[0].module
-            module.decoder.layers[0].mlp.linear_fc1.weight[0, 0] += 2.0**-40
-        return found
+        finished = super().finish()
+        layer = self.subject.chunks[0].module.decoder.layers[0].mlp.linear_fc1
+        if hasattr(layer, "to_wrap"):
+            with torch.no_grad():
+                layer.to_wrap.weight[0, 0] += 2.0**-40
+        return finished
 
 
 class SharedFactorUnmarked(SplitStep):
@@ -814,39 +797,3 @@ class SharedFactorUnmarked(SplitStep):
         for name, parameter in module.named_parameters():
             if ".adapter." in name:
                 parameter.sequence_parallel = False
-
-
-class SharesMoments(SplitStep):
-    """Has one state of the optimizer for all tenants."""
-
-    shared: dict[int, Any] = {}  # noqa: RUF012
-
-    def finish(self) -> Finished:
-        inner = self.subject.optimizer
-        places = [
-            (one.optimizer.state, each)
-            for one in getattr(inner, "chained_optimizers", [inner])
-            for chunk in self.subject.chunks
-            for each in (chunk.param_to_bucket_group if self.name else ())
-        ]
-        for index, (state, each) in enumerate(places):
-            if index in self.shared:
-                state[each] = self.shared[index]
-        found = super().finish()
-        for index, (state, each) in enumerate(places):
-            self.shared[index] = state[each]
-        return found
-
-
-class AbortsAll(SplitStep):
-    """Drops the steps of all tenants with one."""
-
-    all_of_them: list[Any] = []  # noqa: RUF012
-
-    def build(self, subject: Any) -> None:
-        super().build(subject)
-        self.all_of_them.append(self)
-
-    def abort(self) -> None:
-        for each in self.all_of_them:
-            each.step.abort()
