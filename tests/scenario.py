@@ -24,7 +24,7 @@ import torch
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.step import own_positions
-from megatron_idempotent.step.packs import context_parallel_ranks
+from megatron_idempotent.step.pack_layout import context_parallel_ranks
 
 ROWS, T = tiny.BATCH, tiny.SEQUENCE
 DEADLINE_S = 20.0

@@ -1,8 +1,8 @@
 """Runs one optimizer step in pieces: `TrainStep` on Megatron, `FSDPTrainStep` on FSDP2.
 
 A batch flows through `lifecycle`, `open_step` and `microbatches` into a backend (`megatron`,
-`fsdp`), and back as a `Receipt`; the step ends in a `StepResult`. A step without packs and
-order-stable sums enters neither `packs` nor `exact_sums`.
+`fsdp`), and back as a `BatchResult`; the step ends in a `StepResult`. A step of rows on one rank
+enters none of `packs`, `pack_layout`, `ready`, `dummies`, `status` and `exact_sums`.
 """
 
 from megatron_idempotent.lazy import attributes

@@ -36,19 +36,19 @@ class ExactSums:
         self._sums: dict[Tensor, Tensor] = {}
         self._groups: list[tuple[Any, Tensor, list[Tensor]]] = []
         self._nodes: list[Any] = []
-        everything = [each for chunk in chunks for each in chunk.param_to_bucket_group]
-        experts = [each for each in everything if not getattr(each, "allreduce", True)]
-        dense = [each for each in everything if getattr(each, "allreduce", True)]
+        parameters = [param for chunk in chunks for param in chunk.param_to_bucket_group]
+        experts = [param for param in parameters if not getattr(param, "allreduce", True)]
+        dense = [param for param in parameters if getattr(param, "allreduce", True)]
         if dense:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             self._hold(dense, group)
         if experts:
             self._hold(experts, parallel_state.get_expert_data_parallel_group())
         # The largest of a microbatch, for the message; NaN is larger than anything.
-        self._largest = torch.zeros((), dtype=torch.float64, device=everything[0].device)
+        self._largest = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
 
     def _hold(self, parameters: list[Tensor], group: Any) -> None:
-        sizes = [each.numel() for each in parameters]
+        sizes = [parameter.numel() for parameter in parameters]
         flat = torch.zeros(sum(sizes), dtype=torch.int64, device=parameters[0].device)
         self._groups.append((group, flat, parameters))
         for parameter, sums in zip(parameters, torch.split(flat, sizes), strict=True):
@@ -117,6 +117,6 @@ class ExactSums:
 
 def _take(sums: Callable[[], ExactSums | None], parameter: Any, *_: Any) -> None:
     # DDP keeps the hook for as long as the model lives, and not the step that has made it.
-    found = sums()
-    if found is not None:
-        found.take(parameter)
+    exact_sums = sums()
+    if exact_sums is not None:
+        exact_sums.take(parameter)

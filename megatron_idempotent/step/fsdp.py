@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.patching.settings import looks
-from megatron_idempotent.window.agreement import DEADLINE_S, collective_timeout
+from megatron_idempotent.window.agreement import collective_timeout
 
+from .backend import Forward, Options
 from .fsdp_run import (
     FSDPCall,
     Shards,
@@ -25,18 +26,11 @@ from .fsdp_run import (
     keep_scaler,
     keep_scheduler,
     keep_sync,
-    token_table_of,
+    vocabulary_of,
 )
-from .lifecycle import (
-    Forward,
-    NonFinite,
-    NothingValid,
-    Options,
-    SplitStep,
-    skipped_for,
-)
-from .loss import Reported, StepLoss, Totals, Update, is_number
-from .microbatches import TOKENS, Batch, Piece, check_ids
+from .lifecycle import SplitStep
+from .loss import LossResult, StepLoss, StepTotals, Update, reason_to_skip
+from .microbatches import TOKENS, Batch, Calls, Microbatch, check_ids
 from .packs import NO_ALIGNMENT
 from .snapshot import (
     ModuleSnapshot,
@@ -48,7 +42,7 @@ from .snapshot import (
     keep_torch,
     keep_update,
     refuse_update,
-    size_of,
+    sum_of_norms,
 )
 
 
@@ -73,7 +67,7 @@ class FSDPBackend:
         self._clip_grad = clip_grad
         self._scaler = grad_scaler
         self._watch = Watch(self._model)
-        self._tables = token_table_of(self._model)
+        self._sizes = vocabulary_of(self._model)
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
         self._snapshot: list[Restore] = []
@@ -91,7 +85,7 @@ class FSDPBackend:
         self.has_losses = self.is_reporting_rank = shards.is_reporting_rank
         self.narrow = False  # a GradScaler finds the scale at which sums are in range
         self.alignment, self.microbatch_multiple = NO_ALIGNMENT, 1
-        self.attention = 0.0  # of a model of which nothing is known
+        self.attention = 0.0  # nothing is known of the model
 
     @property
     def partially_updated(self) -> bool:
@@ -125,22 +119,22 @@ class FSDPBackend:
         return self.shards.writes()
 
     def gradient_bits(self) -> None:
-        """Return None: nobody puts gradients back that are not sharded yet."""
+        """Return None: no offload puts back gradients that are not sharded yet."""
 
     def accept_loss(self, loss: StepLoss) -> None:
-        """Accept any loss, because models here add none of their own that it had to weigh."""
+        """Accept any loss, because these models add no auxiliary losses that it would weigh."""
 
-    def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
+    def accept(self, calls: Calls) -> None:
         """Accept any shapes, but known tokens alone, and packs if `forward` knows sequences."""
-        packed = any(piece.segments is not None for pieces in lists for piece in pieces)
-        if packed and self._options.forward is tokens_forward:
+        if self._options.forward is not tokens_forward:
+            return
+        if any(microbatch.packed is not None for call in calls for microbatch in call):
             raise ValueError(
                 "microbatch() got packs, and FSDPTrainStep() no forward, without which a model "
                 "would take a pack for one sequence: give it a forward that hands the pack's "
                 "cu_seqlens and position_ids on to the model's attention"
             )
-        if self._options.forward is tokens_forward:
-            check_ids(self._tables, lists, read=self._reads_ids)
+        check_ids(self._sizes, calls, read=self._reads_ids)
 
     def lockstep_group(self) -> tuple[bool, Any]:
         return True, None  # every layer's parameters are gathered from all ranks
@@ -149,32 +143,32 @@ class FSDPBackend:
         """Do nothing: gradients are not `narrow`."""
 
     def run(
-        self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
-    ) -> list[Reported]:
+        self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
+    ) -> list[LossResult]:
         self._released = self._released or reduce
         call = FSDPCall(self.shards, self._watch, self._options.forward, self._scaler)
-        found = []
+        results = []
         with ExitStack() as stack:
             # Half, so that a rank whose peer has left the model still meets it below.
             stack.enter_context(
                 collective_timeout(self.shards.process_groups(), self._options.deadline_s / 2)
             )
-            if ghosts:
+            if dummies:
                 # Buffers and random states stay as if no dummy microbatch had been run.
                 stack.callback(keep_torch())
                 stack.callback(ModuleSnapshot([self._model]).restore_buffers)
             if not self._model.training:  # an evaluation may have left it so
                 self._model.train()
-            for number, piece in enumerate(pieces, start=1):
-                last = reduce and number == len(pieces)
+            for number, microbatch in enumerate(microbatches, start=1):
+                last = reduce and number == len(microbatches)
                 self._model.set_requires_gradient_sync(last)
-                here = call.run(piece, None if ghosts else loss)
+                result = call.run(microbatch, None if dummies else loss)
                 if call.stopped:
                     break
-                if here is not None:
-                    found.append(here)
+                if result is not None:
+                    results.append(result)
         call.settle(self._options.deadline_s)
-        return found
+        return results
 
     def check_ready(self, increment: int | None) -> None:
         strangers = stranger_shapes(self.shards, self.optimizer)
@@ -188,8 +182,8 @@ class FSDPBackend:
     def join(self, *, wait: bool = True) -> None:
         """Do nothing: FSDP2 starts nothing in a forward that it does not end there."""
 
-    def size_of_parameters(self) -> Any:
-        return size_of(self.shards.trained())
+    def parameter_norm(self) -> Any:
+        return sum_of_norms(self.shards.trained())
 
     def outdated_main_parameters(self) -> int:
         """Return 0: FSDP2 steps on the parameters of the model."""
@@ -207,7 +201,7 @@ class FSDPBackend:
         """Do nothing: FSDP2 refuses no gradient, and `update` looks at the norm of all ranks'."""
 
     def update(
-        self, totals: Totals, local: float, increment: int | None, timeout_s: float
+        self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
     ) -> Update:
         with collective_timeout(self.shards.process_groups(), timeout_s):
             if not self._released:
@@ -249,13 +243,13 @@ class FSDPBackend:
         if not math.isfinite(grad_norm):
             if self._scaler is not None:
                 self._scaler.update()
-                now = self._scaler.get_scale()
-                if now < scale:
+                new_scale = self._scaler.get_scale()
+                if new_scale < scale:
                     return (
                         None,
-                        f"gradients overflowed; the loss scale is {now:g} now, not {scale:g}",
+                        f"gradients overflowed; the loss scale is {new_scale:g} now, not {scale:g}",
                     )
-            skipped = skipped_for(grad_norm, self._options.non_finite)
+            skipped = reason_to_skip(grad_norm, self._options.non_finite)
             if skipped is not None:
                 return grad_norm, skipped
         if self._clip_grad is not None:
@@ -307,12 +301,12 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def stranger_shapes(shards: Shards, optimizer: Any) -> list[tuple[int, ...]]:
     """Return the shapes of those parameters of the optimizer that are not the model's."""
-    known = {id(parameter) for parameter in shards.parameters()}
+    of_model = {id(parameter) for parameter in shards.parameters()}
     return [
         tuple(parameter.shape)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if id(parameter) not in known
+        if id(parameter) not in of_model
     ]
 
 
@@ -322,6 +316,7 @@ def tokens_forward(model: Any, microbatch: Batch) -> torch.Tensor:
     return output
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class FSDPTrainStep(SplitStep):
     """Runs `TrainStep`'s calls on a model that torch's `fully_shard` shards; needs no Megatron.
 
@@ -371,51 +366,24 @@ class FSDPTrainStep(SplitStep):
         result = step.finish(step_id)
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any = None,
-        *,
-        forward: Forward = tokens_forward,
-        shared: Collection[str] = (),
-        shape: Callable[[Any], tuple[int, int]] | None = None,
-        counts: Callable[[Any], Any] | None = None,
-        alignment: TokenAlignment | None = None,
-        non_finite: NonFinite = "refuse",
-        nothing_valid: NothingValid = "skip",
-        clip_grad: float | None = 1.0,
-        grad_scaler: Any = None,
-        deadline_s: float = DEADLINE_S,
-        undo: bool = False,
-    ) -> None:
-        self._shards = _checked(model, optimizer)
-        if clip_grad is not None and not (is_number(clip_grad) and clip_grad > 0):
-            raise ValueError(f"clip_grad must be positive or None, got {clip_grad!r}")
-        if grad_scaler is not None and not isinstance(grad_scaler, torch.amp.GradScaler):
-            raise ValueError(f"grad_scaler takes a torch.amp.GradScaler, got {grad_scaler!r}")
-        _check_scheduler(scheduler)
-        options = Options(
-            of="FSDPTrainStep",
-            forward=forward,
-            deadline_s=deadline_s,
-            non_finite=non_finite,
-            shared=shared,
-            shape=shape,
-            counts=counts,
-            nothing_valid=nothing_valid,
-            alignment=alignment,
-            undo=undo,
-        )
-        backend = FSDPBackend(
+    model: Any
+    optimizer: Any
+    scheduler: Any = None
+    forward: Forward = dataclasses.field(default=tokens_forward, kw_only=True)
+    clip_grad: float | None = dataclasses.field(default=1.0, kw_only=True)
+    grad_scaler: Any = dataclasses.field(default=None, kw_only=True)
+
+    def _make_backend(self) -> FSDPBackend:
+        self._shards = _checked_shards(self.model, self.optimizer)
+        _check_scheduler(self.scheduler)
+        return FSDPBackend(
             self._shards,
-            optimizer,
-            scheduler,
-            options,
-            clip_grad=clip_grad,
-            grad_scaler=grad_scaler,
+            self.optimizer,
+            self.scheduler,
+            self,
+            clip_grad=self.clip_grad,
+            grad_scaler=self.grad_scaler,
         )
-        super().__init__(backend, options)
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
@@ -444,8 +412,8 @@ class FSDPTrainStep(SplitStep):
 
 def _check_scheduler(scheduler: Any) -> None:
     needed = ("step", "state_dict", "load_state_dict")
-    made = not isinstance(scheduler, type)
-    lacking = [n for n in needed if not (made and callable(getattr(scheduler, n, None)))]
+    is_object = not isinstance(scheduler, type)
+    lacking = [n for n in needed if not (is_object and callable(getattr(scheduler, n, None)))]
     if scheduler is not None and lacking:
         raise ValueError(
             f"FSDPTrainStep() got a {type(scheduler).__name__} as scheduler, without "
@@ -454,7 +422,7 @@ def _check_scheduler(scheduler: Any) -> None:
         )
 
 
-def _checked(model: Any, optimizer: Any) -> Shards:
+def _checked_shards(model: Any, optimizer: Any) -> Shards:
     if not isinstance(model, FSDPModule):
         raise ValueError(
             f"FSDPTrainStep() got a {type(model).__name__} that is not fully sharded: apply "

@@ -38,9 +38,10 @@ from megatron_idempotent.window.agreement import (
     poison,
 )
 
-from .lifecycle import Forward
-from .loss import OWN_BACKWARD, Reported, StepLoss, called, evaluate
-from .microbatches import Batch, Piece, Tables, explained, ghost, spec
+from .backend import Forward
+from .dummies import dummy, template
+from .loss import OWN_BACKWARD, LossResult, StepLoss, call_user, evaluate
+from .microbatches import Batch, EmbeddingSizes, Microbatch, name_the_token
 from .snapshot import Restore, Writes
 
 
@@ -83,16 +84,16 @@ class Shards:
         DTensor caches by mesh, and meshes of the same ranks are equal: it sums norms in the group
         of the mesh that came first.
         """
-        found = []
-        for group in self._groups:
-            meshes = [group.mesh_info.mesh, *(p._sharding_spec.mesh for p in group.fsdp_params)]
-            found += [each for mesh in dict.fromkeys(meshes) for each in mesh.get_all_groups()]
-        ranks = {tuple(dist.get_process_group_ranks(each)) for each in found}
-        for each in list(distributed_c10d._world.pg_map):
-            of_mesh = each is dist.group.WORLD or each.group_desc.startswith("mesh_")
-            if of_mesh and tuple(dist.get_process_group_ranks(each)) in ranks:
-                found.append(each)
-        return list(dict.fromkeys(found))
+        groups = []
+        for params in self._groups:
+            meshes = [params.mesh_info.mesh, *(p._sharding_spec.mesh for p in params.fsdp_params)]
+            groups += [group for mesh in dict.fromkeys(meshes) for group in mesh.get_all_groups()]
+        ranks = {tuple(dist.get_process_group_ranks(group)) for group in groups}
+        for group in list(distributed_c10d._world.pg_map):
+            of_mesh = group is dist.group.WORLD or group.group_desc.startswith("mesh_")
+            if of_mesh and tuple(dist.get_process_group_ranks(group)) in ranks:
+                groups.append(group)
+        return list(dict.fromkeys(groups))
 
     def parameters(self) -> list[nn.Parameter]:
         """Reshard, and return the parameters in the model's order, in which norms add up."""
@@ -103,26 +104,26 @@ class Shards:
         """Return this rank's shards of the parameters that need gradients; reshard nothing."""
         sharded = (param.sharded_param for group in self._groups for param in group.fsdp_params)
         with torch.no_grad():  # else each is a call of autograd's, which takes longer than the look
-            return [each.to_local() for each in sharded if each.requires_grad]
+            return [param.to_local() for param in sharded if param.requires_grad]
 
     def writes(self) -> Writes:
         """Return what `Backend.writes` does."""
         params = [param for group in self._groups for param in group.fsdp_params]
         gradients = (
-            each
+            gradient
             for param in params
-            for each in (
+            for gradient in (
                 param.unsharded_accumulated_grad,
                 getattr(getattr(param, "_unsharded_param", None), "grad", None),
                 param.sharded_param.grad,
             )
         )
         return Writes(
-            tuple(-1 if each is None else _version(each) for each in gradients),
+            tuple(-1 if gradient is None else _version(gradient) for gradient in gradients),
             tuple(_version(p.sharded_param) for p in params if p.sharded_param.requires_grad),
         )
 
-    def place(self) -> str:
+    def progress(self) -> str:
         """Describe this rank's progress in the model's collectives, to be compared with others."""
         order = len(getattr(self._root._comm_ctx, "post_forward_order", ()))
         groups = (
@@ -182,7 +183,7 @@ class Shards:
 
 
 def _version(tensor: Any) -> int:
-    # A DTensor and this rank's part of it count the writes that each is the target of.
+    # A DTensor and this rank's part of it each count the writes into themselves alone.
     part = getattr(tensor, "_local_tensor", None)
     return int(tensor._version) + (0 if part is None else int(part._version))
 
@@ -212,15 +213,15 @@ def refusing_backward(output: Any) -> Iterator[None]:
         yield
 
 
-def token_table_of(model: nn.Module) -> Tables:
+def vocabulary_of(model: nn.Module) -> EmbeddingSizes:
     """Return the size of the vocabulary: that of the input embeddings of models that name them."""
-    found: list[Any] = list(model.modules())
-    if callable(named := getattr(model, "get_input_embeddings", None)):
+    modules: list[Any] = list(model.modules())
+    if callable(get_embeddings := getattr(model, "get_input_embeddings", None)):
         with contextlib.suppress(NotImplementedError):  # of a model that names none after all
-            found = [named()]
-    sizes = [each.num_embeddings for each in found if isinstance(each, nn.Embedding)]
+            modules = [get_embeddings()]
+    sizes = [each.num_embeddings for each in modules if isinstance(each, nn.Embedding)]
     # Without a name, no token can be looked up that is outside of the largest table.
-    return Tables(max(sizes, default=None), None)
+    return EmbeddingSizes(max(sizes, default=None), None)
 
 
 def keep_gradients(shards: Shards) -> Restore:
@@ -230,13 +231,13 @@ def keep_gradients(shards: Shards) -> Restore:
     """
     params = [param for group in shards._groups for param in group.fsdp_params]
     accumulated = [(param, param.unsharded_accumulated_grad) for param in params]
-    both = ((param.sharded_param, getattr(param, "_unsharded_param", None)) for param in params)
-    held = [(each, each.grad) for pair in both for each in pair if each is not None]
+    pairs = ((param.sharded_param, getattr(param, "_unsharded_param", None)) for param in params)
+    gradients = [(owner, owner.grad) for pair in pairs for owner in pair if owner is not None]
 
     def restore() -> None:
         for param, grad in accumulated:
             accumulate(param, grad)
-        for parameter, grad in held:
+        for parameter, grad in gradients:
             parameter.grad = grad
 
     return restore
@@ -352,27 +353,27 @@ class FSDPCall:
         self._forward = forward
         self._scaler = scaler
         self._error: Exception | None = None
-        self._told: str | None = None
-        self._place = _THROUGH
+        self._failure: str | None = None
+        self._progress = _THROUGH
         self._number = 0
 
     @property
     def stopped(self) -> bool:
         """True if this rank has left the model in the middle and can run nothing more."""
-        return self._place is not _THROUGH
+        return self._progress is not _THROUGH
 
-    def run(self, piece: Piece, loss: StepLoss | None) -> Reported | None:
-        """Run one forward and backward, and return what the loss reported.
+    def run(self, microbatch: Microbatch, loss: StepLoss | None) -> LossResult | None:
+        """Run one forward and backward, and return what the loss returned.
 
         Without a loss, or after a failure, zeros go backwards, and None is returned.
         """
         self._number += 1
         self._watch.start()
         try:
-            backward, found = self._forward_and_loss(piece, loss)
+            backward, result = self._forward_and_loss(microbatch, loss)
             if not self.stopped:
                 backward()
-            return found
+            return result
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
             self._stop(error, "backward")
             return None
@@ -386,70 +387,70 @@ class FSDPCall:
             WindowAborted: all ranks are through, or have stopped at the same place.
             SessionPoisoned: some rank has stopped where others may wait for it.
         """
-        failures = exchange(self._told, deadline_s)
+        failures = exchange(self._failure, deadline_s)
         if not failures:
             return
-        places = compare(self._place, control_group(deadline_s))
+        progress = compare(self._progress, control_group(deadline_s))
         if self._error is not None:
             # The caller may hold the error for long; its frames hold activations.
             traceback.clear_frames(self._error.__traceback__)
-        if len(set(places)) != 1:
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        if len(set(progress)) != 1:
+            by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
             raise poison(
-                f"{told}; not all ranks have stopped at the same place, and others may wait there "
-                "in a collective of FSDP2's"
+                f"{by_rank}; not all ranks have stopped at the same place, and others may wait "
+                "there in a collective of FSDP2's"
             ) from self._error
         raise WindowAborted(
             failures, "No rank waits for another; abort() the step."
         ) from self._error
 
     def _forward_and_loss(
-        self, piece: Piece, loss: StepLoss | None
-    ) -> tuple[Callable[[], None], Reported | None]:
-        """Run the forward and the loss; return the backward to run, and what the loss reported."""
-        microbatch = piece.batch
+        self, microbatch: Microbatch, loss: StepLoss | None
+    ) -> tuple[Callable[[], None], LossResult | None]:
+        """Run the forward and the loss; return the backward to run, and what the loss returned."""
+        inputs = microbatch.inputs
         try:
-            output = called("forward", self._forward, self._shards.model, microbatch)
+            output = call_user("forward", self._forward, self._shards.model, inputs)
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
-            error = explained(error, token_table_of(self._shards.model), microbatch)
-            return functools.partial(_send, self._zeros_after(error, microbatch)), None
+            error = name_the_token(error, vocabulary_of(self._shards.model), inputs)
+            return functools.partial(_send, self._zeros_after(error, inputs)), None
         if loss is None or self._error is not None:
             return functools.partial(_send, zeros_for(output)), None
         try:
             with refusing_backward(output):
-                total, found = evaluate(loss, output, piece)
+                total, result = evaluate(loss, output, microbatch)
             if total is None:
-                return functools.partial(_send, zeros_for(output)), found
+                return functools.partial(_send, zeros_for(output)), result
             scaled = total if self._scaler is None else self._scaler.scale(total)
-            return scaled.backward, found
+            return scaled.backward, result
         except Exception as error:  # noqa: BLE001  told to all ranks, and raised on all
-            self._carry(error, "loss")
+            self._note_failure(error, "loss")
             return functools.partial(_send, zeros_for(output)), None
 
-    def _zeros_after(self, error: Exception, microbatch: Batch) -> Zeros:
+    def _zeros_after(self, error: Exception, inputs: Batch) -> Zeros:
         """Return zeros that can go backwards through the model after `forward` has failed."""
         if self._watch.inside:
             self._stop(error, "forward of the model")
             return []
-        self._carry(error, "forward")
+        self._note_failure(error, "forward")
         if not self._watch.began:
-            # What was to go into the model could not be made of the batch; of zeros it may be.
+            # `forward` failed before it called the model; with zeros it may come that far.
             try:
-                zeros = ghost(spec(microbatch), self._shards.device)
+                zeros = dummy(template(inputs), self._shards.device)
                 return zeros_for(self._forward(self._shards.model, zeros))
-            except Exception as again:  # noqa: BLE001  told to all ranks, and raised on all
-                self._stop(again, "forward")
+            except Exception as second_error:  # noqa: BLE001  told to all ranks, raised on all
+                self._stop(second_error, "forward")
         return self._watch.zeros
 
-    def _carry(self, error: Exception, where: str) -> None:
+    def _note_failure(self, error: Exception, phase: str) -> None:
         if self._error is None:
-            self._error, self._told = error, f"{where}: {describe(error)}"
+            self._error, self._failure = error, f"{phase}: {describe(error)}"
 
-    def _stop(self, error: Exception, where: str) -> None:
-        self._carry(error, where)
+    def _stop(self, error: Exception, phase: str) -> None:
+        self._note_failure(error, phase)
         frames = traceback.extract_tb(error.__traceback__)
         lines = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
-        self._place = f"microbatch {self._number}; {self._shards.place()}; {lines}"
+        self._progress = f"microbatch {self._number}; {self._shards.progress()}; {lines}"
 
 
 def zeros_for(output: Any) -> Zeros:
@@ -473,28 +474,29 @@ def check_internals(model: Any) -> None:
     """
     lacking: list[str] = []
 
-    def found(owner: Any, *names: str) -> list[Any]:
+    def require(owner: Any, *names: str) -> list[Any]:
+        """Note the attributes that an object lacks; return the values of all of them."""
         if owner is not None:  # else it is named already, or the model has none
             lacking.extend(f"{type(owner).__name__}.{n}" for n in names if not hasattr(owner, n))
         return [getattr(owner, name, None) for name in names]
 
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    shared, *_ = found(
+    shared, *_ = require(
         states[0], "_state_ctx", "_comm_ctx", "_is_root", "_root_post_backward_final_callback"
     )
-    found(shared, "is_last_backward")
+    require(shared, "is_last_backward")
     if not hasattr(states[0], "_fsdp_param_groups"):
-        found(states[0], "_fsdp_param_group")
+        require(states[0], "_fsdp_param_group")
     group = next((group for state in states for group in groups_of(state)), None)
-    params, mesh_info, *_ = found(
+    params, mesh_info, *_ = require(
         group,
         *("fsdp_params", "mesh_info", "device", "gradient_divide_factor", "reduce_grads"),
         *("all_reduce_grads", "_sharded_state", "_training_state", "_all_gather_result"),
         "_post_forward_indices",
     )
-    found(mesh_info, "mesh")
+    require(mesh_info, "mesh")
     param = params[0] if params else None
-    found(param, "to_sharded", "sharded_param", "unsharded_accumulated_grad", "_sharding_spec")
+    require(param, "to_sharded", "sharded_param", "unsharded_accumulated_grad", "_sharding_spec")
     # The first gather sets it, so that it can only be looked for among what the class announces.
     # Under another name its gradients would stay without a word.
     if param is not None and "_unsharded_param" not in type(param).__annotations__:
@@ -511,8 +513,8 @@ def groups_of(state: Any) -> list[Any]:
     """Return the parameter groups of a module's state; before torch 2.12 one, or none."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    one = getattr(state, "_fsdp_param_group", None)
-    return [] if one is None else [one]
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]
 
 
 def accumulate(param: Any, grad: Any) -> None:
@@ -531,19 +533,19 @@ def reset(model: Any) -> None:
         model.reset_iter_state()
         return
     root = model._get_fsdp_state()
-    shared, talk = root._state_ctx, root._comm_ctx
+    shared, communication = root._state_ctx, root._comm_ctx
     groups = [group for state in shared.all_states for group in groups_of(state)]
     # The memory of what is dropped is given away: it has to be done with on the device by then.
     stream = root._device_handle.current_stream()
-    for event in _in_flight(talk, groups):
+    for event in _in_flight(communication, groups):
         if event is not None:
             stream.wait_event(event)
-    talk.all_gather_state = None
-    if hasattr(talk, "reduce_scatter_states"):
-        talk.reduce_scatter_states.clear()
+    communication.all_gather_state = None
+    if hasattr(communication, "reduce_scatter_states"):
+        communication.reduce_scatter_states.clear()
     else:
-        talk.reduce_scatter_state = None
-    talk.post_forward_order.clear()
+        communication.reduce_scatter_state = None
+    communication.post_forward_order.clear()
     idle = type(root._training_state).IDLE
     for group in groups:
         # The event of a reshard stays, because the next gather waits for it.
@@ -559,15 +561,15 @@ def reset(model: Any) -> None:
     shared.post_backward_final_callback_queued = False
 
 
-def _in_flight(talk: Any, groups: list[Any]) -> Iterator[Any]:
+def _in_flight(communication: Any, groups: list[Any]) -> Iterator[Any]:
     """Yield events after which nothing on the device uses what FSDP2 holds for collectives."""
-    held = [talk.all_gather_state, *(group._all_reduce_state for group in groups)]
-    one = getattr(talk, "reduce_scatter_state", None)
-    held += getattr(talk, "reduce_scatter_states", [one])
+    states = [communication.all_gather_state, *(group._all_reduce_state for group in groups)]
+    one_state = getattr(communication, "reduce_scatter_state", None)
+    states += getattr(communication, "reduce_scatter_states", [one_state])
     for group in groups:
         if (gathered := group._all_gather_result) is not None:
             if isinstance(gathered.all_gather_work, Work):
                 gathered.all_gather_work.wait()
             yield gathered.all_gather_event
         yield group._post_reduce_event
-    yield from (each.event for each in held if each is not None)
+    yield from (state.event for state in states if state is not None)

@@ -8,266 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar, cast, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from megatron_idempotent.fp8.packing import TokenAlignment
-from megatron_idempotent.megatron.expert_replay import ReplayMode
-from megatron_idempotent.window.agreement import (
-    checked_deadline,
-    control_group,
-    refuse_if_poisoned,
-)
+from megatron_idempotent.window.agreement import control_group, refuse_if_poisoned
 
+from .backend import Backend, Options
 from .loss import (
+    BatchResult,
     Divisor,
-    Receipt,
-    Reported,
     StepLoss,
     StepResult,
-    Totals,
-    Update,
+    check_arguments,
     check_begin,
-    check_divisor,
-    check_size,
-    check_type,
-    is_number,
     refuse_no_grad,
 )
-from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Batch, Piece
+from .microbatches import Batch
 from .open_step import OpenStep
 from .packs import capacity_of
-from .snapshot import Writes
 
-NonFinite = Literal["refuse", "skip", "update"]
-"""The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the
-gradients and go on, or update all the same."""
-
-NothingValid = Literal["skip", "update"]
-"""The act of `finish` if nothing is valid on any rank: leave all as it is, or let the optimizer
-step with gradients that are divided by 1."""
-
-
-Forward = Callable[[Any, Batch], Any]
-"""Computes the output of a model, or of a chunk of it, for a microbatch."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """Holds the options that `TrainStep` and `FSDPTrainStep` share, and checks them.
-
-    `ValueError` says which is wrong: the deadline is no positive finite number, a choice is
-    unknown, `shared` is no collection of names or names tokens or masks, `shape` or `counts` cannot
-    be called, or `alignment` is no `TokenAlignment`.
-
-    `TypeError` says the same of `forward` and of switches.
-
-    Example: `Options(of="TrainStep", forward=print, deadline_s=20.0, non_finite="refuse")`.
-    """
-
-    of: str
-    """The name of the class that is made."""
-    forward: Forward
-    deadline_s: float
-    non_finite: NonFinite
-    shared: Collection[str] = ()
-    """Names in batches that all rows share."""
-    shape: Callable[[Any], tuple[int, int]] | None = None
-    """A function that returns rows and positions of a ready microbatch; None for `input_ids`'."""
-    counts: Callable[[Any], Any] | None = None
-    """A function that returns valid sequences and tokens of a ready microbatch; None to count."""
-    nothing_valid: NothingValid = "skip"
-    alignment: TokenAlignment | None = None
-    """Multiples of tokens that packs are padded to; None for those of the model's config."""
-    undo: bool = False
-    order_stable: bool = False
-    router_replay: ReplayMode = "off"
-
-    def __post_init__(self) -> None:
-        if not callable(self.forward):
-            raise TypeError(
-                f"{self.of}() takes a function of (model, microbatch) as forward, got "
-                f"{self.forward!r}: leave it out for the usual one"
-            )
-        for name in ("undo", "order_stable"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{self.of}() takes True or False as {name}, got {value!r}")
-        checked_deadline(self.deadline_s)
-        if self.alignment is not None and not isinstance(self.alignment, TokenAlignment):
-            raise ValueError(f"alignment takes a TokenAlignment, got {self.alignment!r}")
-        for name in ("shape", "counts"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise ValueError(f"{name} takes a function of a ready microbatch, got {function!r}")
-        for name, choices in (
-            ("non_finite", get_args(NonFinite)),
-            ("nothing_valid", get_args(NothingValid)),
-            ("router_replay", get_args(ReplayMode)),
-        ):
-            value, known = getattr(self, name), ", ".join(map(repr, choices))
-            if value not in choices:
-                raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        names = not isinstance(self.shared, str) and isinstance(self.shared, Collection)
-        if not names or not all(isinstance(name, str) for name in self.shared):
-            raise ValueError(
-                f"shared must be a collection of names in batches, got {self.shared!r}"
-            )
-        counted = {TOKENS, SAMPLE_MASK, TOKEN_MASK}.intersection(self.shared)
-        if counted:
-            raise ValueError(
-                f"shared names {sorted(counted)}, by whose rows a step counts: leave them out"
-            )
-
-
-class Backend(Protocol):
-    """Runs a model, its optimizer and its scheduler on this rank; a step calls it in this order."""
-
-    optimizer: Any
-    """None if the step cannot finish."""
-    replica: int
-    """The data-parallel rank of this process; ranks of one replica get the same batches."""
-    replicas: int
-    """The number of data-parallel ranks."""
-    is_reporting_rank: bool
-    """True on the one rank of a replica that reports what is valid in its batches."""
-    has_losses: bool
-    """True on the reporting rank, and on ranks that compute the loss of other positions."""
-    lowers_scale: bool
-    """True if gradients that are not finite lower a loss scale, and the step is skipped."""
-    microbatch_multiple: int
-    """The number that the microbatches of a call are a multiple of; 1 if any number will do."""
-    attention: float
-    """Work that a token adds for each token of its sequence; its other work counts as 1."""
-
-    @property
-    def device(self) -> Any:
-        """The device of the parameters, on which dummy microbatches are made."""
-
-    @property
-    def must_agree(self) -> Mapping[str, Any]:
-        """Settings by name; where they differ between ranks, the step fails on all of them."""
-
-    @property
-    def narrow(self) -> bool:
-        """True if gradients of a loss that is summed over a whole step may overflow their type."""
-
-    @property
-    def alignment(self) -> TokenAlignment:
-        """Multiples of tokens that packs are padded to. `ValueError` where they are not known."""
-
-    @property
-    def partially_updated(self) -> bool:
-        """True if parameters may be half updated, and there is no copy to go back to."""
-
-    def accept_loss(self, loss: StepLoss) -> None:
-        """Raise `ValueError` if the loss lacks a weight for auxiliary losses that the model has."""
-
-    def open(self) -> None:
-        """Zero gradients, switch to training, and remember what `restore` puts back.
-
-        Until `update` or the end of the step the optimizer refuses to step.
-        """
-
-    def writes(self) -> Writes:
-        """Return counters that are equal to earlier ones if nothing was written; wait for nothing.
-
-        Only trained parameters and their gradients count.
-        """
-
-    def gradient_bits(self) -> Any:
-        """Return a sum of the gradients' bits, by which those that were put back are known.
-
-        It may be on the device, and nothing waits. None if gradients may not be written at all.
-        """
-
-    def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
-        """Raise `ValueError` if microbatches, a list for each call, cannot run; change nothing."""
-
-    def lockstep_group(self) -> tuple[bool, Any]:
-        """Return whether ranks meet inside of a microbatch, and the gloo group of those that do.
-
-        The group is None if it has all ranks. The first call is a collective of all ranks.
-        """
-
-    def divide_losses(self, shift: int) -> None:
-        """Have later losses of the step, and the gradients so far, divided by 2 ** shift.
-
-        Called only where gradients are `narrow`. The update multiplies by 2 ** shift again.
-        """
-
-    def run(
-        self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
-    ) -> list[Reported]:
-        """Run forward and backward, with the loss not normalised; return what it reported.
-
-        There is an item per microbatch on ranks that have the loss. With `reduce`, reductions
-        start as they would in the last microbatch of a one-shot step. With `ghosts` the
-        microbatches are dummies, of which nothing may reach a gradient. Raises `LocalFailure` for a
-        failure on this rank after which it did all that other ranks wait for, and `WindowAborted`
-        for one that all know.
-        """
-
-    def check_ready(self, increment: int | None) -> None:
-        """Raise `RuntimeError` if gradients could not be finalized; start no collective.
-
-        Raise `ValueError` if the scheduler needs a batch size to advance by, and `increment` is
-        None.
-        """
-
-    def join(self, *, wait: bool = True) -> None:
-        """Take part in gathers that peers start in a forward, if this rank has run none.
-
-        With `wait`, return when the gathers have ended.
-        """
-
-    def size_of_parameters(self) -> Any:
-        """Return a scalar of all trained parameters of this rank, finite unless one is not.
-
-        It may be on the device. It costs one pass over them, and no wait.
-        """
-
-    def outdated_main_parameters(self) -> Any:
-        """Return the number of this rank's main elements that do not round to the model's.
-
-        It may be on the device. It costs one pass over both, and no wait.
-        """
-
-    def bad_parameter(self) -> str | None:
-        """Name the first trained parameter that is NaN or infinite, and where; None without one.
-
-        The host waits for the device, so it is called only if the size was not finite.
-        """
-
-    def check_gradients(self) -> None:
-        """Raise here for a gradient that the reduction would refuse while peers wait in it."""
-
-    def update(
-        self, totals: Totals, local: float, increment: int | None, timeout_s: float
-    ) -> Update:
-        """Reduce and finalize once, divide, step the optimizer and the scheduler.
-
-        `local` is this replica's part of the normalizer, where that counts tokens or sequences. All
-        ranks take part; none waits longer than `timeout_s` in a collective whose backend has
-        timeouts. Raises `RuntimeError` on all ranks if the norm is not finite and the step refuses
-        that; then nothing is updated.
-        """
-
-    def skip(self) -> None:
-        """Drop the gradients of a step that is not to update; parameters stay."""
-
-    def close(self) -> None:
-        """Forget what `restore` would put back, because the step has ended with a result."""
-
-    def restore(self) -> None:
-        """Drop the gradients, and put back what `open` found; do nothing if it was refused."""
-
-
-_REMEMBERED = 8
+_REMEMBERED_STEPS = 8
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -280,40 +43,45 @@ def _by_one_thread(call: _Call) -> _Call:
 
     @functools.wraps(call)
     def alone(self: SplitStep, *args: Any, **kwargs: Any) -> Any:
-        mine = threading.get_ident(), call.__name__
+        caller = threading.get_ident(), call.__name__
         try:
             # One operation, so that of two threads one is the first.
-            thread, name = self._caller.setdefault("here", mine)
-            if thread != mine[0]:
+            thread, name = self._caller.setdefault("thread", caller)
+            if thread != caller[0]:
                 raise RuntimeError(
                     f"{call.__name__}(): another thread is in {name}() of this step: make the "
                     "calls of a step from one thread, or one after the other"
                 )
             return call(self, *args, **kwargs)
         finally:
-            if self._caller.get("here", mine)[0] == mine[0]:
-                self._caller.pop("here", None)
+            if self._caller.get("thread", caller)[0] == caller[0]:
+                self._caller.pop("thread", None)
 
     return cast("_Call", alone)
 
 
-class SplitStep:
-    """Has the calls of a step, which `TrainStep` and `FSDPTrainStep` share.
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class SplitStep(Options):
+    """Has the options and calls of a step, which `TrainStep` and `FSDPTrainStep` share.
 
     One process per rank calls it, one thread at a time. Every rank makes the same `begin` and
     `finish` or `abort` calls; ranks may get different numbers of batches, see `microbatch`.
     """
 
-    def __init__(self, backend: Backend, options: Options) -> None:
-        self._backend = backend
-        self._options = options
+    def __post_init__(self) -> None:
+        self.check_options()
+        self._backend = self._make_backend()
         self._open: OpenStep | None = None
         # The steps that ended last: their results, or why there is none.
         self._ended: dict[str, StepResult | str] = {}
-        self._begun = self._updates = 0
+        self._steps_begun = self._updates = 0
         self._partially_updated = False
         # The thread that is in a call now, and the call's name; empty between calls.
         self._caller: dict[str, tuple[int, str]] = {}
+
+    def _make_backend(self) -> Backend:
+        """Check the model, the optimizer and the scheduler, and make the backend of them."""
+        raise NotImplementedError
 
     @property
     def open_step_id(self) -> str | None:
@@ -396,9 +164,8 @@ class SplitStep:
         check_begin(begun_with, step_id)
         self._backend.accept_loss(loss)
         if max_tokens_per_microbatch is not None:
-            alignment = self._options.alignment or self._backend.alignment
             try:
-                capacity_of(max_tokens_per_microbatch, alignment)
+                capacity_of(max_tokens_per_microbatch, self.alignment or self._backend.alignment)
             except ValueError as error:
                 raise ValueError(f"begin() got {error}") from None
         if step_id is not None and self._is_repeated(step_id, begun_with):
@@ -413,16 +180,16 @@ class SplitStep:
                 "begin(): an earlier step failed inside of the optimizer's update, so parameters "
                 "may be half updated: load a checkpoint and make a new TrainStep"
             )
-        step_id = f"step-{self._begun}" if step_id is None else step_id
-        # Here, where all ranks come by: later one may be in a forward while another asks.
+        step_id = f"step-{self._steps_begun}" if step_id is None else step_id
+        # Create groups now, while all ranks are here; later one may be in a forward pass.
         self._make_groups()
         try:
             self._backend.open()
         except BaseException:
             self._backend.restore()
             raise
-        self._begun += 1
-        self._open = OpenStep(self._backend, step_id, begun_with, self._options, self._updates)
+        self._steps_begun += 1
+        self._open = OpenStep(self._backend, step_id, begun_with, self, self._updates)
         return step_id
 
     @_by_one_thread
@@ -434,7 +201,7 @@ class SplitStep:
         microbatches: Sequence[Any] | None = None,
         last: bool = False,
         microbatch_id: str | None = None,
-    ) -> Receipt:
+    ) -> BatchResult:
         """Run forward and backward of some rows of the step, or of microbatches that are ready.
 
         Nothing is updated. A batch is cut into microbatches of `micro_batch_size` rows, or packed
@@ -463,9 +230,9 @@ class SplitStep:
                 again, and another batch is refused.
 
         Returns:
-            The receipt of the batch. On ranks that have the loss it holds the loss's `outputs` for
-            each sequence, and sums (`Receipt.metrics()`) for callers that want them before
-            `finish()`. For a batch that was sent again, the receipt of the first time.
+            The result of the batch. On ranks that have the loss it holds the loss's `outputs` for
+            each sequence, and sums (`BatchResult.metrics()`) for callers that want them before
+            `finish()`. For a batch that was sent again, the result of the first time.
 
         Raises:
             RuntimeError: no such step is open, it has failed, or has had its last batch; torch
@@ -482,9 +249,9 @@ class SplitStep:
             Exception: what the model or the loss raised, if nobody waits for this rank. The step
                 has failed then, and stays open until `abort()`.
         """
-        check_type("microbatch", "step_id", step_id, str)
+        check_arguments("microbatch", step_id=step_id)
         step = self._current(step_id, "microbatch")
-        if isinstance(microbatch_id, str) and microbatch_id in step.receipts:
+        if isinstance(microbatch_id, str) and microbatch_id in step.results:
             return step.repeated(microbatch_id, batch, microbatches)
         self._refuse_failed(step, "microbatch")
         if step.last:
@@ -528,17 +295,14 @@ class SplitStep:
                 and the step stays open until `abort()`.
             SessionPoisoned: a rank did not come within the deadline.
         """
-        check_type("finish", "step_id", step_id, str)
+        check_arguments("finish", step_id=step_id)
         if isinstance(ended := self._ended.get(step_id), StepResult):
             return ended
         refuse_no_grad("finish")
         step = self._current(step_id, "finish")
-        check_size("finish", "global_batch_size", global_batch_size)
-        check_divisor("finish", divisor)
-        if lr is not None and (not is_number(lr) or not (0 <= lr < math.inf)):
-            raise ValueError(f"finish() takes a finite number from 0 on as lr, got {lr!r}")
-        increment = _given(step, "global_batch_size", global_batch_size)
-        divisor = _given(step, "divisor", divisor)
+        check_arguments("finish", global_batch_size=global_batch_size, divisor=divisor, lr=lr)
+        increment = _argument_of_step(step, "global_batch_size", global_batch_size)
+        divisor = _argument_of_step(step, "divisor", divisor)
         if not step.committed:
             self._refuse_failed(step, "finish")
             self._backend.check_ready(increment)
@@ -564,9 +328,9 @@ class SplitStep:
         """
         step = self._open
         if step_id is not None:
-            check_type("abort", "step_id", step_id, str)
+            check_arguments("abort", step_id=step_id)
             if isinstance(self._ended.get(step_id), StepResult):
-                raise _no_way_back(step_id, "abort")
+                raise _already_updated(step_id, "abort")
         if step is None:
             return
         if step_id is not None and step_id != step.step_id:
@@ -574,9 +338,9 @@ class SplitStep:
                 f"abort(): got step {step_id!r}, which is not open; step {step.step_id!r} is"
             )
         if step.committed:
-            raise _no_way_back(step.step_id, "abort")
+            raise _already_updated(step.step_id, "abort")
         try:
-            step.tell_of_abort()
+            step.announce_abort()
         finally:
             self._partially_updated = self._partially_updated or step.partially_updated
             self._backend.restore()
@@ -584,7 +348,7 @@ class SplitStep:
 
     def _make_groups(self) -> None:
         if dist.is_initialized():
-            control_group(self._options.deadline_s)
+            control_group(self.deadline_s)
             self._backend.lockstep_group()
 
     def _is_repeated(self, step_id: str, begun_with: dict[str, Any]) -> bool:
@@ -607,64 +371,45 @@ class SplitStep:
             raise RuntimeError(f"begin(): step {step_id!r} has ended, {ended}; take another id")
         return ended is not None
 
-    def _current(self, step_id: str, what: str) -> OpenStep:
+    def _current(self, step_id: str, call: str) -> OpenStep:
         if self._open is not None and self._open.step_id == step_id:
             return self._open
         if step_id in self._ended:
             ended = self._ended[step_id]
-            how = ended if isinstance(ended, str) else "it was finished"
-            raise RuntimeError(f"{what}(): step {step_id!r} is not open, {how}; begin() a new one")
+            end = ended if isinstance(ended, str) else "it was finished"
+            raise RuntimeError(f"{call}(): step {step_id!r} is not open, {end}; begin() a new one")
         open_one = "no step is" if self._open is None else f"step {self._open.step_id!r} is"
-        raise RuntimeError(f"{what}(): step {step_id!r} is not open, {open_one}; begin() it first")
+        raise RuntimeError(f"{call}(): step {step_id!r} is not open, {open_one}; begin() it first")
 
-    def _refuse_failed(self, step: OpenStep, what: str) -> None:
+    def _refuse_failed(self, step: OpenStep, call: str) -> None:
         if step.committed:
-            raise _no_way_back(step.step_id, what)
-        if step.failure is not None or step.owes:
-            how = step.failure or "it was interrupted"
-            raise RuntimeError(f"{what}(): step {step.step_id!r} has failed: {how}; abort() it")
+            raise _already_updated(step.step_id, call)
+        if step.failure is not None or step.peers_wait:
+            failure = step.failure or "it was interrupted"
+            raise RuntimeError(f"{call}(): step {step.step_id!r} has failed: {failure}; abort() it")
         refuse_if_poisoned()
 
-    def _end(self, step_id: str, how: StepResult | str) -> None:
+    def _end(self, step_id: str, end: StepResult | str) -> None:
         self._open = None
-        self._ended[step_id] = how
-        while len(self._ended) > _REMEMBERED:
+        self._ended[step_id] = end
+        while len(self._ended) > _REMEMBERED_STEPS:
             del self._ended[next(iter(self._ended))]
 
 
-def _given(step: OpenStep, name: str, value: Any) -> Any:
+def _argument_of_step(step: OpenStep, name: str, value: Any) -> Any:
     """Return the argument that `begin()` or `finish()` was given; both may be, if equal."""
-    begun = step.begun_with[name]
-    if value is None or begun is None:
-        return begun if value is None else value
-    if value != begun:
+    of_begin = step.begun_with[name]
+    if value is None or of_begin is None:
+        return of_begin if value is None else value
+    if value != of_begin:
         raise ValueError(
-            f"finish() got {name}={value!r}, and begin() {begun!r}: give it once, or the same"
+            f"finish() got {name}={value!r}, and begin() {of_begin!r}: give it once, or the same"
         )
     return value
 
 
-def _no_way_back(step_id: str, what: str) -> RuntimeError:
+def _already_updated(step_id: str, call: str) -> RuntimeError:
     """Make the error for a call other than `finish` after all ranks have updated."""
     return RuntimeError(
-        f"{what}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
-    )
-
-
-def skipped_for(grad_norm: float, rule: NonFinite) -> str | None:
-    """Return the reason to skip the update; None if it is to be made.
-
-    All ranks decide the same, because the norm is that of all ranks.
-
-    Raises:
-        RuntimeError: the norm is not finite, and the rule is "refuse".
-    """
-    if math.isfinite(grad_norm) or rule == "update":
-        return None
-    found = f"the norm of the gradients is {grad_norm}"
-    if rule == "skip":
-        return f"{found}, and non_finite='skip'"
-    raise RuntimeError(
-        f"{found}, and the update would spread that to all parameters; no rank has begun it. "
-        "non_finite='skip' drops such steps"
+        f"{call}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
     )

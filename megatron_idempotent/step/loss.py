@@ -1,4 +1,4 @@
-"""Defines the loss of a split step, adds up what it returns, and makes the step's result of it.
+"""Checks arguments of a step's calls, calls its loss, and makes the step's result of the sums.
 
 Legend: B rows, n sequences of a microbatch, T positions of a row, or all tokens of a pack.
 """
@@ -11,15 +11,24 @@ import signal
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
+from megatron_idempotent.fp8.packing import TokenAlignment
+from megatron_idempotent.megatron.expert_replay import ReplayMode
 from megatron_idempotent.window.agreement import describe
 
-if TYPE_CHECKING:
-    from .microbatches import Piece
+from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Microbatch
+
+NonFinite = Literal["refuse", "skip", "update"]
+"""The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the
+gradients and go on, or update all the same."""
+
+NothingValid = Literal["skip", "update"]
+"""The act of `finish` if nothing is valid on any rank: leave all as it is, or let the optimizer
+step with gradients that are divided by 1."""
 
 Normalizer = Literal["tokens", "sequences", "groups", "microbatches", "none"]
 """Denominator of a metric: the valid tokens or sequences, groups or microbatches of all ranks in
@@ -29,11 +38,11 @@ Kind = Literal["token", "sequence", "group", "none"]
 """The unit of a loss's mean: valid tokens, valid sequences or groups of the step; or "none", if the
 caller has divided already."""
 
-Returned = Literal["part", "whole"]
+ContextScope = Literal["part", "whole"]
 """Scope of a loss's sums under context parallelism: this rank's positions, which are added up over
 the ranks, or whole rows, the same on each rank."""
 
-_USUAL: Mapping[Normalizer, str] = {
+_METRIC_NAMES: Mapping[Normalizer, str] = {
     "tokens": "nll entropy approx_entropy kl approx_kl ppo_kl policy_kl_error gen_kl_error "
     "js_divergence_error token_mult_prob_error ratio probs_ratio probs_ratio_clamped "
     "clip_fraction clip_ratio pg_clipfrac pg_clipfrac_lower sampling_importance_ratio "
@@ -45,7 +54,7 @@ _USUAL: Mapping[Normalizer, str] = {
     "positive_nll_loss",
 }
 POLICY_GRADIENT_NORMALIZERS: Mapping[str, Normalizer] = MappingProxyType(
-    {name: kind for kind, names in _USUAL.items() for name in names.split()}
+    {name: kind for kind, names in _METRIC_NAMES.items() for name in names.split()}
 )
 """Denominators of the usual policy-gradient metrics, by name, for sums that a loss returns.
 
@@ -130,90 +139,39 @@ class StepLoss(Protocol):
         """
 
 
-def returned_by(loss: StepLoss) -> Returned:
+def context_scope(loss: StepLoss) -> ContextScope:
     """Return the loss's `context_parallel`, "part" if it has none."""
-    found: Returned = getattr(loss, "context_parallel", "part")
-    return found
+    scope: ContextScope = getattr(loss, "context_parallel", "part")
+    return scope
 
 
-def _wrong_with(loss: Any) -> str | None:
-    """Describe what keeps a step from being begun with the loss; None if nothing does."""
-    kinds, normalizers = get_args(Kind), get_args(Normalizer)
-    if isinstance(loss, type):
-        return (
-            f"the class {loss.__name__} as loss, of which a call makes an object and no loss: pass "
-            f"an object of it, {loss.__name__}(…)"
-        )
-    if not callable(loss) or getattr(loss, "kind", None) not in kinds:
-        return (
-            f"{loss!r} as loss, with kind {getattr(loss, 'kind', None)!r}: pass a callable object "
-            f"whose `kind` is one of {', '.join(kinds)}"
-        )
-    if returned_by(loss) not in get_args(Returned):
-        known = ", ".join(map(repr, get_args(Returned)))
-        return f"a loss with context_parallel {returned_by(loss)!r}: give it one of {known}"
-    named = getattr(loss, "normalizers", None)
-    if not isinstance(named, Mapping):
-        return (
-            f"a loss whose `normalizers` is {named!r}: give it a mapping from names of metrics to "
-            f"one of {', '.join(normalizers)}; empty where all use the gradient's"
-        )
-    wrong = {n: v for n, v in named.items() if not isinstance(n, str) or v not in normalizers}
-    if wrong:
-        known = ", ".join(normalizers)
-        return f"a loss with normalizers {wrong!r}: give names of metrics one of {known}"
-    outputs = getattr(loss, "outputs", ())
-    listed = isinstance(outputs, Collection) and not isinstance(outputs, str)
-    if not listed or not all(isinstance(name, str) for name in outputs):
-        return f"a loss whose `outputs` is {outputs!r}: give it a tuple of names"
-    weight = getattr(loss, "auxiliary_weight", None)
-    number = isinstance(weight, (int, float)) and math.isfinite(weight)
-    if weight is not None and not number and not callable(weight):
-        return (
-            f"a loss whose `auxiliary_weight` is {weight!r}: give it a finite number, or a "
-            "function of a microbatch that returns one"
-        )
-    return None
-
-
-def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
-    """Raise `ValueError` unless a step can begin with these arguments."""
-    if (told := _wrong_with(begun_with["loss"])) is not None:
-        raise ValueError(f"begin() got {told}")
-    check_divisor("begin", begun_with["divisor"])
-    sizes = "micro_batch_size", "max_tokens_per_microbatch"
-    for name in ("global_batch_size", *sizes, "rank_batch_size"):
-        check_size("begin", name, begun_with[name])
-    if all(begun_with[name] is not None for name in sizes):
-        told = ", ".join(f"{name}={begun_with[name]!r}" for name in sizes)
-        raise ValueError(
-            f"begin() got {told}: microbatches are cut by rows or by tokens; give one of the two"
-        )
-    if step_id is not None:
-        check_type("begin", "step_id", step_id, str)
-    refuse_no_grad("begin")
-
-
-def needs_groups(loss: StepLoss) -> bool:
+def counts_groups(loss: StepLoss) -> bool:
     """Return whether groups have to be counted for the loss or one of its metrics."""
     return loss.kind == "group" or "groups" in loss.normalizers.values()
 
 
-def needs_weight(loss: StepLoss) -> bool:
+def lacks_auxiliary_weight(loss: StepLoss) -> bool:
     """Return whether the loss needs an `auxiliary_weight` for auxiliary losses, and has none."""
-    given = getattr(loss, "auxiliary_weight", None) is not None
-    return loss.kind in ("group", "none") and not given
+    return loss.kind in ("group", "none") and getattr(loss, "auxiliary_weight", None) is None
 
 
-def auxiliary_weight(loss: StepLoss, piece: Piece, number: int) -> float:
+def auxiliary_weight(loss: StepLoss, microbatch: Microbatch, number: int) -> float:
     """Return the number that a microbatch's auxiliary losses are multiplied by.
 
     They are means over `number` positions, or over its tokens if padding is left out.
     """
-    given = getattr(loss, "auxiliary_weight", None)
-    if given is not None:
-        return float(given(piece.batch) if callable(given) else given)
-    return float(number if loss.kind == "token" else piece.sequences)
+    weight = getattr(loss, "auxiliary_weight", None)
+    if weight is not None:
+        return float(weight(microbatch.inputs) if callable(weight) else weight)
+    return float(number if loss.kind == "token" else microbatch.sequences)
+
+
+class _Rule(NamedTuple):
+    """Says which values an argument takes, in words and by a function."""
+
+    takes: str
+    accepts: Callable[[Any], bool]
+    error: type[Exception] = ValueError
 
 
 def is_number(value: Any) -> bool:
@@ -221,72 +179,181 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_type(what: str, name: str, value: Any, kind: type) -> None:
-    """Raise `ValueError` unless the value is of the type."""
-    if not isinstance(value, kind):
-        raise ValueError(f"{what}() takes a {kind.__name__} as {name}, got {value!r}")
+def _are_names(value: Any) -> bool:
+    is_listed = isinstance(value, Collection) and not isinstance(value, str)
+    return is_listed and all(isinstance(name, str) for name in value)
 
 
-def refuse_no_grad(what: str) -> None:
+def _optional(takes: str, accepts: Callable[[Any], bool]) -> _Rule:
+    return _Rule(takes, lambda value: value is None or accepts(value))
+
+
+def _one_of(choices: tuple[str, ...]) -> _Rule:
+    return _Rule(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
+
+
+def _instance(kind: type) -> _Rule:
+    return _Rule(f"a {kind.__name__}", lambda value: isinstance(value, kind))
+
+
+_COUNTED = {TOKENS, SAMPLE_MASK, TOKEN_MASK}
+_SIZE = _optional("a positive int", lambda value: type(value) is int and value >= 1)
+_SWITCH = _Rule("True or False", lambda value: isinstance(value, bool), TypeError)
+_OF_READY = _optional("a function of a ready microbatch", callable)
+ARGUMENTS: Mapping[str, _Rule] = {
+    "forward": _Rule(
+        "a function of (model, microbatch), or nothing for the usual one", callable, TypeError
+    ),
+    "shared": _Rule(
+        "a collection of names in batches, but for those by whose rows a step counts "
+        f"({', '.join(sorted(_COUNTED))}),",
+        lambda value: _are_names(value) and _COUNTED.isdisjoint(value),
+    ),
+    "shape": _OF_READY,
+    "counts": _OF_READY,
+    "alignment": _optional("a TokenAlignment", lambda value: isinstance(value, TokenAlignment)),
+    "non_finite": _one_of(get_args(NonFinite)),
+    "nothing_valid": _one_of(get_args(NothingValid)),
+    "router_replay": _one_of(get_args(ReplayMode)),
+    "undo": _SWITCH,
+    "order_stable": _SWITCH,
+    "clip_grad": _optional(
+        "a positive number or None", lambda value: is_number(value) and value > 0
+    ),
+    "grad_scaler": _optional(
+        "a torch.amp.GradScaler", lambda value: isinstance(value, torch.amp.GradScaler)
+    ),
+    "global_batch_size": _SIZE,
+    "micro_batch_size": _SIZE,
+    "max_tokens_per_microbatch": _SIZE,
+    "rank_batch_size": _SIZE,
+    "divisor": _optional(
+        "a positive number, or a function of StepCounts that returns one,",
+        lambda value: callable(value) or (is_number(value) and 0 < value < math.inf),
+    ),
+    "lr": _optional(
+        "a finite number from 0 on", lambda value: is_number(value) and 0 <= value < math.inf
+    ),
+    "step_id": _instance(str),
+    "microbatch_id": _optional("a str", lambda value: isinstance(value, str)),
+    "last": _instance(bool),
+}
+"""The arguments of a step's calls, by name: what each takes."""
+
+_OF_LOSS: Mapping[str, tuple[Any, _Rule]] = {
+    "kind": (None, _one_of(get_args(Kind))),
+    "context_parallel": ("part", _one_of(get_args(ContextScope))),
+    "normalizers": (
+        None,
+        _Rule(
+            "a mapping from names of metrics, empty where all use the gradients', to one of "
+            f"{', '.join(get_args(Normalizer))}",
+            lambda value: (
+                isinstance(value, Mapping)
+                and _are_names(value)
+                and all(kind in get_args(Normalizer) for kind in value.values())
+            ),
+        ),
+    ),
+    "outputs": ((), _Rule("a tuple of names", _are_names)),
+    "auxiliary_weight": (
+        None,
+        _optional(
+            "a finite number, or a function of a microbatch that returns one",
+            lambda value: (
+                callable(value) or (isinstance(value, (int, float)) and math.isfinite(value))
+            ),
+        ),
+    ),
+}
+"""The attributes of a loss, by name: the value of one that is not there, and what each takes."""
+
+
+def check_arguments(call: str, **values: Any) -> None:
+    """Raise what `ARGUMENTS` says, unless the call takes these values.
+
+    Raises:
+        ValueError, TypeError: names the argument, its value, and what it takes.
+    """
+    for name, value in values.items():
+        rule = ARGUMENTS[name]
+        if not rule.accepts(value):
+            raise rule.error(f"{call}() takes {rule.takes} as {name}, got {value!r}")
+
+
+def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
+    """Raise `ValueError` unless a step can begin with these arguments."""
+    _check_loss(begun_with["loss"])
+    check_arguments("begin", **{name: v for name, v in begun_with.items() if name != "loss"})
+    if step_id is not None:
+        check_arguments("begin", step_id=step_id)
+    rows, tokens = begun_with["micro_batch_size"], begun_with["max_tokens_per_microbatch"]
+    if rows is not None and tokens is not None:
+        raise ValueError(
+            f"begin() got micro_batch_size={rows!r}, max_tokens_per_microbatch={tokens!r}: "
+            "microbatches are cut by rows or by tokens; give one of the two"
+        )
+    refuse_no_grad("begin")
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, type):
+        raise ValueError(
+            f"begin() got the class {loss.__name__} as loss, of which a call makes an object and "
+            f"no loss: pass an object of it, {loss.__name__}(…)"
+        )
+    if not callable(loss):
+        raise ValueError(f"begin() takes a callable object as loss, got {loss!r}")
+    for name, (default, rule) in _OF_LOSS.items():
+        value = getattr(loss, name, default)
+        if not rule.accepts(value):
+            raise ValueError(
+                f"begin() got {loss!r} as loss, whose `{name}` is {value!r}: give it {rule.takes}"
+            )
+
+
+def refuse_no_grad(call: str) -> None:
     """Raise `RuntimeError` where torch records no gradient."""
     if not torch.is_grad_enabled():
         context = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RuntimeError(
-            f"{what}() was called inside of torch.{context}(), where a step would have no "
+            f"{call}() was called inside of torch.{context}(), where a step would have no "
             "gradient: leave that context around the call"
         )
 
 
-def check_size(what: str, name: str, value: Any) -> None:
-    """Raise `ValueError` unless the value is None or a positive integer."""
-    if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"{what}() takes a positive int as {name}, got {value!r}")
-
-
-def check_divisor(what: str, divisor: Any) -> None:
-    """Raise `ValueError` unless the divisor is None, a positive number or a function."""
-    if divisor is None or callable(divisor):
-        return
-    if not is_number(divisor) or not (0 < divisor < math.inf):
-        raise ValueError(
-            f"{what}() got divisor={divisor!r}: give a positive number, or a function of "
-            "StepCounts that returns one"
-        )
-
-
-def divided_by(divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
+def call_divisor(divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
     """Return what a divisor's function returns for the counts; 0 says that nothing is valid.
 
     Raises:
         ValueError: it returned no finite number from 0 on.
     """
-    found = called("divisor", divisor, counts)
-    if isinstance(found, torch.Tensor) and found.numel() == 1:
-        found = found.item()
-    if not is_number(found) or not (0 <= found < math.inf):
+    value = call_user("divisor", divisor, counts)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if not is_number(value) or not (0 <= value < math.inf):
         raise ValueError(
-            f"divisor({counts}) returned {found!r}: return a finite number from 0 on, the same on "
+            f"divisor({counts}) returned {value!r}: return a finite number from 0 on, the same on "
             "all ranks"
         )
-    return float(found)
+    return float(value)
 
 
 RESERVED = ("loss", "lr", "wd", "global_valid_seqs", "global_valid_toks", "rank", "replica")
 """Names that the step puts into each row by itself, so that a loss may not report them."""
 
-# Per microbatch: what the loss reported, with tensors still on the device.
-Row = Mapping[str, Any]
+Metrics = Mapping[str, Any]
+"""The sum of a loss over a microbatch, as "loss", and its metrics; tensors are on the device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Reported:
+class LossResult:
     """Holds what a loss has returned for one microbatch.
 
-    Example: `evaluate(loss, output, piece)[1]`.
+    Example: `evaluate(loss, output, microbatch)[1]`.
     """
 
-    row: Row
-    """The loss's sum, as "loss", and its metrics."""
+    metrics: Metrics
     outputs: Mapping[str, Sequence[Tensor]]
     """A tensor for each of the n sequences, without its graph, by name."""
 
@@ -295,7 +362,7 @@ OWN_BACKWARD = (
     "the loss ran a backward through the model by itself, and the step's own would add gradients a "
     "second time: return the sum alone, and leave its backward to the step"
 )
-_ENDS: Mapping[type[BaseException], str] = {
+_MISTAKEN: Mapping[type[BaseException], str] = {
     StopIteration: "which a `for` around the step would take for its end: give its next() a "
     "default, or put what it reads into the batch",
     SystemExit: "which would end this rank while others wait for it: raise an exception that says "
@@ -303,7 +370,7 @@ _ENDS: Mapping[type[BaseException], str] = {
 }
 
 
-def called(name: str, function: Callable[..., Any], *args: Any) -> Any:
+def call_user(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """Return what a function of the user's returns; `name` is its name in errors.
 
     Raises:
@@ -311,49 +378,46 @@ def called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """
     try:
         return function(*args)
-    except tuple(_ENDS) as error:
+    except tuple(_MISTAKEN) as error:
         handlers = [getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()]
         if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
-        end = next(text for kind, text in _ENDS.items() if isinstance(error, kind))
-        raise RuntimeError(f"{name} raised {describe(error)}, {end}") from error
+        remedy = next(text for kind, text in _MISTAKEN.items() if isinstance(error, kind))
+        raise RuntimeError(f"{name} raised {describe(error)}, {remedy}") from error
 
 
-def evaluate(loss: StepLoss, output: Any, piece: Piece) -> tuple[Tensor | None, Reported]:
-    """Call the loss on a microbatch's output; return its sum, and what it has reported.
+def evaluate(
+    loss: StepLoss, output: Any, microbatch: Microbatch
+) -> tuple[Tensor | None, LossResult]:
+    """Call the loss on a microbatch's output; return its sum, and what it has returned.
 
-    The sum is a scalar that a backward can start at, or None for the constant 0. What it reported
-    is taken over, so that later changes do not reach it.
+    The sum is a scalar that a backward can start at, or None for the constant 0. Metrics and
+    outputs are copied or detached, so that later changes do not reach them.
 
     Raises:
         ValueError: it returned something else than a sum and metrics, the sum is neither a scalar
             with its graph nor the constant 0, a metric is no scalar or has no name or one that the
             step uses itself, or an output is missing or has not one entry for each sequence or
             token.
-        RuntimeError: see `called`.
+        RuntimeError: see `call_user`.
     """
-    returned: Any = called("the loss", loss, output, piece.batch)
-    two = isinstance(returned, (tuple, list)) and len(returned) == 2
-    if not two or not hasattr(returned[1], "items"):
-        told = _kind(returned)
-        if isinstance(returned, (tuple, list)):
-            told = f"({', '.join(map(_kind, returned))})"
+    returned: Any = call_user("the loss", loss, output, microbatch.inputs)
+    is_sequence = isinstance(returned, (tuple, list))
+    if not is_sequence or len(returned) != 2 or not hasattr(returned[1], "items"):
+        kinds = f"({', '.join(map(_kind, returned))})" if is_sequence else _kind(returned)
         raise ValueError(
-            f"the loss returned {told}: return two values, the sum over the microbatch and a "
+            f"the loss returned {kinds}: return two values, the sum over the microbatch and a "
             "mapping from names of metrics to their sums, {} if there are none"
         )
-    total, metrics = returned
-    names = tuple(getattr(loss, "outputs", ()))
-    nameless = [name for name in metrics if not isinstance(name, str)]
+    total, values = returned
+    nameless = [name for name in values if not isinstance(name, str)]
     if nameless:
+        raise ValueError(f"the loss reported metrics named {_listed(nameless)}: names are str")
+    reserved = [name for name in RESERVED if name in values]
+    if reserved:
         raise ValueError(
-            f"the loss reported metrics named {', '.join(map(repr, nameless))}: names are str"
-        )
-    taken = [name for name in RESERVED if name in metrics]
-    if taken:
-        raise ValueError(
-            f"the loss reported metrics named {', '.join(map(repr, taken))}, which the step puts "
-            f"into each row itself, as {', '.join(map(repr, RESERVED))}: give them other names"
+            f"the loss reported metrics named {_listed(reserved)}, which the step puts into each "
+            f"row itself, as {_listed(RESERVED)}: give them other names"
         )
     has_graph = isinstance(total, Tensor) and total.requires_grad
     scalar = isinstance(total, (int, float)) or (isinstance(total, Tensor) and total.numel() == 1)
@@ -366,15 +430,16 @@ def evaluate(loss: StepLoss, output: Any, piece: Piece) -> tuple[Tensor | None, 
             "sum over the microbatch, a scalar with the graph that it was computed by, or the "
             "constant 0 where nothing is valid"
         )
-    missing = [name for name in names if name not in metrics]
+    output_names = tuple(getattr(loss, "outputs", ()))
+    missing = [name for name in output_names if name not in values]
     if missing:
         raise ValueError(
-            f"the loss names {', '.join(map(repr, missing))} in its `outputs`, and has returned "
-            f"{', '.join(map(repr, metrics)) or 'no metric'}: return them beside the metrics"
+            f"the loss names {_listed(missing)} in its `outputs`, and has returned "
+            f"{_listed(values) or 'no metric'}: return them beside the metrics"
         )
-    row = {"loss": _kept(total)}
-    for name, value in metrics.items():
-        if name in names:
+    metrics = {"loss": _detached_copy(total)}
+    for name, value in values.items():
+        if name in output_names:
             continue
         if isinstance(value, Tensor):
             if value.numel() != 1:
@@ -388,74 +453,80 @@ def evaluate(loss: StepLoss, output: Any, piece: Piece) -> tuple[Tensor | None, 
                 f"the loss reported {name!r} as {type(value).__name__}: metrics are numbers or "
                 "tensors of one element"
             )
-        row[name] = _kept(value)
-    outputs = {name: _by_sample(name, metrics[name], piece) for name in names}
-    return total.reshape(()) if has_graph else None, Reported(row=row, outputs=outputs)
+        metrics[name] = _detached_copy(value)
+    outputs = {name: _by_sequence(name, values[name], microbatch) for name in output_names}
+    return total.reshape(()) if has_graph else None, LossResult(metrics=metrics, outputs=outputs)
 
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _kept(value: Any) -> Any:
+def _listed(names: Iterable[Any]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _detached_copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _by_sample(name: str, value: Any, piece: Piece) -> tuple[Tensor, ...]:
+def _by_sequence(name: str, value: Any, microbatch: Microbatch) -> tuple[Tensor, ...]:
     """Split a value that has an entry for each sequence, or for each token of a pack."""
-    segments = piece.segments
-    number = piece.sequences if segments is None else len(segments.lengths)
-    if isinstance(value, (list, tuple)) and all(isinstance(each, Tensor) for each in value):
+    packed, number = microbatch.packed, microbatch.entries
+    if isinstance(value, (list, tuple)) and all(isinstance(entry, Tensor) for entry in value):
         if len(value) == number:
-            return tuple(each.detach() for each in value)
-        told = f"{len(value)} tensors"
+            return tuple(entry.detach() for entry in value)
+        kind = f"{len(value)} tensors"
     elif isinstance(value, Tensor) and value.dim():
         value = value.detach()
-        if segments is not None:
-            flat = value[0] if value.dim() > 1 and len(value) == 1 else value
-            if len(flat) == piece.positions:
-                spans = zip(segments.starts, segments.lengths, strict=True)
-                return tuple(flat[start : start + length] for start, length in spans)
+        if packed is not None:
+            tokens_T = value[0] if value.dim() > 1 and len(value) == 1 else value
+            if len(tokens_T) == microbatch.positions:
+                spans = zip(packed.starts, packed.lengths, strict=True)
+                return tuple(tokens_T[start : start + length] for start, length in spans)
         if len(value) == number:
             return tuple(value.unbind())
-        told = f"shape {tuple(value.shape)}"
+        kind = f"shape {tuple(value.shape)}"
     else:
-        told = type(value).__name__
-    tokens = "" if segments is None else f", or {piece.positions}, one for each token of the pack"
+        kind = type(value).__name__
+    or_tokens = f", or {microbatch.positions}, one for each token of the pack" if packed else ""
     raise ValueError(
-        f"the loss returned the output {name!r} as {told} for {number} sequences: return a tensor "
-        f"or list whose first dimension is {number}{tokens}"
+        f"the loss returned the output {name!r} as {kind} for {number} sequences: return a tensor "
+        f"or list whose first dimension is {number}{or_tokens}"
     )
 
 
-def as_numbers(rows: Sequence[Row]) -> tuple[dict[str, float], ...]:
-    """Return the rows with floats as values; all come from the device in one transfer."""
-    found = [(index, name, value) for index, row in enumerate(rows) for name, value in row.items()]
+def as_numbers(rows: Sequence[Metrics]) -> tuple[dict[str, float], ...]:
+    """Return the metrics with floats as values; all come from the device in one transfer."""
     tensors = [
         value.detach().reshape(()).to(torch.float64)
-        for _, _, value in found
+        for row in rows
+        for value in row.values()
         if isinstance(value, Tensor)
     ]
     numbers = iter(torch.stack(tensors).tolist() if tensors else ())
-    result: tuple[dict[str, float], ...] = tuple({} for _ in rows)
-    for index, name, value in found:
-        result[index][name] = next(numbers) if isinstance(value, Tensor) else float(value)
-    return result
+    return tuple(
+        {
+            name: next(numbers) if isinstance(value, Tensor) else float(value)
+            for name, value in row.items()
+        }
+        for row in rows
+    )
 
 
-def over_all(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def merge(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the rows' metrics as one row: minima and maxima by name, everything else summed."""
-    found: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
-            found.setdefault(name, []).append(value)
+            by_name.setdefault(name, []).append(value)
     return {
         name: (min if "_min" in name else max if "_max" in name else sum)(values)
-        for name, values in found.items()
+        for name, values in by_name.items()
     }
 
 
-_OF_GRADIENT: Mapping[Kind, Normalizer] = {
+_NORMALIZER_OF: Mapping[Kind, Normalizer] = {
     "token": "tokens",
     "sequence": "sequences",
     "group": "groups",
@@ -463,7 +534,7 @@ _OF_GRADIENT: Mapping[Kind, Normalizer] = {
 }
 
 
-class Totals:
+class StepTotals:
     """Sums counts and metrics of a step over all ranks; `counts` has what is valid."""
 
     def __init__(
@@ -477,31 +548,35 @@ class Totals:
 
         Under context parallelism several ranks of a replica have rows of the same microbatches.
         """
-        self._told = rows
+        self._rank_rows = rows
         number: dict[int, int] = {}
         parts: dict[tuple[int, int], list[tuple[int, Mapping[str, float]]]] = {}
         for rank, replica, row in rows:
             index = number[rank] = number.get(rank, -1) + 1
             parts.setdefault((replica, index), []).append((rank, row))
         # One row for each microbatch, under the first rank: rows of its parts are added up.
-        add = returned_by(loss) == "part"
+        are_added = context_scope(loss) == "part"
         self._rows = [
-            (told[0][0], replica, over_all(row for _, row in told) if add else told[0][1])
-            for (replica, _), told in parts.items()
+            (
+                of_ranks[0][0],
+                replica,
+                merge(r for _, r in of_ranks) if are_added else of_ranks[0][1],
+            )
+            for (replica, _), of_ranks in parts.items()
         ]
         sequences = tokens = 0.0
-        self.is_whole = True
+        self.is_integral = True
         """True if no rank's counts have fractions."""
-        for here in counts:
-            self.is_whole = self.is_whole and all(each == int(each) for each in here)
-            sequences += here[0]
-            tokens += here[1]
+        for rank_sequences, rank_tokens in counts:
+            self.is_integral &= rank_sequences.is_integer() and rank_tokens.is_integer()
+            sequences += rank_sequences
+            tokens += rank_tokens
         self.counts = StepCounts(
             tokens=tokens,
             sequences=sequences,
-            groups=len({each for ids in groups for each in ids}),
+            groups=len({group for ids in groups for group in ids}),
             microbatches=len(self._rows),
-            reported=over_all(row for _, _, row in self._rows),
+            reported=merge(row for _, _, row in self._rows),
         )
         self.divisor: float | None = None
         """The number that gradients are divided by, if one was given instead of a count."""
@@ -525,37 +600,39 @@ class Totals:
 
     @property
     def _count(self) -> float:
-        return self._counted(_OF_GRADIENT[self._kind]) if self.divisor is None else self.divisor
+        if self.divisor is not None:
+            return self.divisor
+        return self._counted(_NORMALIZER_OF[self._kind])
 
     def _counted(self, kind: Normalizer) -> float:
         return 1.0 if kind == "none" else float(getattr(self.counts, kind))
 
     def bad_losses(self) -> dict[int, str]:
         """Name the first loss of each rank that is NaN or infinite, by global rank."""
-        found: dict[int, str] = {}
+        faults: dict[int, str] = {}
         number: dict[int, int] = {}
-        for rank, _, row in self._told:
+        for rank, _, row in self._rank_rows:
             number[rank] = number.get(rank, 0) + 1
             if not math.isfinite(row["loss"]):
-                found.setdefault(
+                faults.setdefault(
                     rank, f"the loss of its microbatch {number[rank]} is {row['loss']}"
                 )
-        return found
+        return faults
 
-    def rows(self, **also: float) -> tuple[dict[str, float], ...]:
+    def rows(self, **constants: float) -> tuple[dict[str, float], ...]:
         """Return each microbatch's metrics, divided by their normalizers, and the step's counts.
 
-        Each row also has the items of `also`, its rank and its replica.
+        Each row also has the `constants`, its rank and its replica.
         """
-        everywhere = {
-            **also,
+        constants = {
+            **constants,
             "global_valid_seqs": self.counts.sequences,
             "global_valid_toks": self.counts.tokens,
         }
         return tuple(
             {
                 **{name: value * self._scale(name) for name, value in row.items()},
-                **everywhere,
+                **constants,
                 "rank": rank,
                 "replica": replica,
             }
@@ -587,8 +664,27 @@ class Update:
     """Norm of the gradients before clipping; None where it was not computed."""
 
 
+def reason_to_skip(grad_norm: float, rule: NonFinite) -> str | None:
+    """Return the reason to skip the update; None if it is to be made.
+
+    All ranks decide the same, because the norm is that of all ranks.
+
+    Raises:
+        RuntimeError: the norm is not finite, and the rule is "refuse".
+    """
+    if math.isfinite(grad_norm) or rule == "update":
+        return None
+    fault = f"the norm of the gradients is {grad_norm}"
+    if rule == "skip":
+        return f"{fault}, and non_finite='skip'"
+    raise RuntimeError(
+        f"{fault}, and the update would spread that to all parameters; no rank has begun it. "
+        "non_finite='skip' drops such steps"
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Receipt:
+class BatchResult:
     """Says what one `microbatch()` has run. Example: `step.microbatch(step_id, batch).rows`."""
 
     microbatch_id: str
@@ -599,7 +695,7 @@ class Receipt:
     outputs: Mapping[str, tuple[Tensor, ...]] = dataclasses.field(default_factory=dict, repr=False)
     """A tensor for each sequence, in the order given, by the names in the loss's `outputs`. Only
     ranks that have the loss (those of the last pipeline stage) have any."""
-    reported: tuple[Row, ...] = dataclasses.field(default=(), repr=False)
+    reported: tuple[Metrics, ...] = dataclasses.field(default=(), repr=False)
     """The sum and the metrics that the loss returned for each microbatch, on ranks that have it."""
 
     def metrics(self) -> dict[str, float]:
@@ -608,7 +704,7 @@ class Receipt:
         It waits for the device, as `finish()` does once for the whole step. Empty on ranks that do
         not have the loss.
         """
-        return over_all(as_numbers(self.reported))
+        return merge(as_numbers(self.reported))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

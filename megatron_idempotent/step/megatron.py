@@ -5,25 +5,24 @@ Legend: B rows, T positions of a row or of a pack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_model_config
 
 from megatron_idempotent.fp8.packing import TokenAlignment
-from megatron_idempotent.megatron import gather, moe
+from megatron_idempotent.megatron import moe
 from megatron_idempotent.megatron.ddp import (
     bits,
     bucket_groups,
     checked_chunks,
     start_held,
     trained,
-    versions,
 )
 from megatron_idempotent.megatron.expert_replay import (
     ROUTED_EXPERTS,
@@ -31,39 +30,29 @@ from megatron_idempotent.megatron.expert_replay import (
     ReplayMode,
     Span,
 )
-from megatron_idempotent.megatron.optimizers import count_outdated, parts, trained_by
-from megatron_idempotent.megatron.process_groups import live_groups
+from megatron_idempotent.megatron.optimizers import count_outdated
 from megatron_idempotent.megatron.schedules import (
     are_held,
     open_windows,
     sums_tokens_of_context_ranks,
 )
-from megatron_idempotent.patching.needs import Need, check_applied
+from megatron_idempotent.patching.needs import check_applied
 from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.window.abort import abort_window, drop_collectives
-from megatron_idempotent.window.accumulation import configs_of
 from megatron_idempotent.window.agreement import (
-    DEADLINE_S,
     collective_timeout,
     describe,
     is_poisoned,
-    lockstep_group,
     poison,
-    shared_group,
 )
-from megatron_idempotent.window.guard import across_replicas
 from megatron_idempotent.window.missed_collectives import gather_params
 
+from .backend import Forward, Options
 from .exact_sums import ExactSums
-from .lifecycle import (
-    Forward,
-    NonFinite,
-    NothingValid,
-    Options,
-    SplitStep,
-)
-from .loss import Reported, StepLoss, Totals, Update, needs_weight
-from .megatron_run import CheckedUpdate, forget_inference, run_schedule
+from .lifecycle import SplitStep
+from .loss import LossResult, StepLoss, StepTotals, Update, lacks_auxiliary_weight
+from .megatron_checks import NEEDS, refuse_chunks, refuse_scheduler, refuse_strangers
+from .megatron_run import CheckedUpdate, MegatronModel, forget_inference
 from .microbatches import (
     ATTENTION_MASK,
     LENGTHS,
@@ -71,28 +60,28 @@ from .microbatches import (
     TOKEN_MASK,
     TOKENS,
     Batch,
-    Piece,
-    Tables,
+    Calls,
+    Microbatch,
     check_ids,
     field_of,
     is_packed,
     on_host,
 )
-from .packs import (
+from .pack_layout import (
     context_parallel_ranks,
     has_auxiliary_losses,
     own_positions,
     packed_inputs,
     padding_inputs,
-    real_tokens,
 )
+from .packs import real_tokens
 from .snapshot import (
     LogSnapshot,
     MegatronSnapshot,
     Writes,
     evaluating,
     first_not_finite,
-    size_of,
+    sum_of_norms,
 )
 
 
@@ -118,8 +107,8 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     Routers with quantile balancing are not told, which Megatron refuses, and those with an expert
     bias only with `expert-bias-refuses-padding`.
 
-    Under context parallelism rows and packs come whole, and the model is given this rank's
-    `own_positions`; a mask [B, 1, T, T] is cut to the rank's queries.
+    Under context parallelism a microbatch has whole rows and packs, and the model is given this
+    rank's `own_positions`; a mask [B, 1, T, T] is cut to the rank's queries.
 
     Args:
         model: a chunk, in any wrappers.
@@ -144,7 +133,7 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     parts = {TOKENS: tokens, POSITIONS: positions}
     if padded:
         real_BT = place_T < torch.as_tensor(lengths, device=tokens.device)[:, None]
-        # Where nothing is real all is, because means over no tokens are no numbers.
+        # In a microbatch of padding alone all counts as real: a mean over no tokens is NaN.
         parts |= padding_inputs(config, real_BT | ~real_BT.any())
     if config.context_parallel_size > 1:
         if mask is not None and mask.dim() == 4 and mask.shape[2] == tokens.shape[1]:
@@ -153,60 +142,37 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     return {**parts, ATTENTION_MASK: mask}
 
 
-def tables_of(chunks: Sequence[Any]) -> Tables:
-    """Return the sizes of a `GPTModel`'s vocabulary and of its learned positions, if it has them.
-
-    All stages of a pipeline know them.
-    """
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, GPTModel):
-                learned = module.position_embedding_type == "learned_absolute"
-                return Tables(module.vocab_size, module.max_sequence_length if learned else None)
-    return Tables(None, None)
-
-
-class MegatronBackend:
+class MegatronBackend(MegatronModel):
     """Implements `Backend` on this rank's model chunks, Megatron optimizer and scheduler."""
 
-    def __init__(self, chunks: Any, optimizer: Any, scheduler: Any, options: Options) -> None:
-        self.chunks = checked_chunks("TrainStep()", chunks, optimizer)
-        refuse_chunks(self.chunks, order_stable=options.order_stable)
-        refuse_strangers(self.chunks, optimizer)
+    def __init__(
+        self,
+        chunks: Any,
+        optimizer: Any,
+        scheduler: Any,
+        options: Options,
+        *,
+        order_stable: bool,
+        router_replay: ReplayMode,
+    ) -> None:
+        chunks = checked_chunks("TrainStep()", chunks, optimizer)
+        refuse_chunks(chunks, order_stable=order_stable)
+        refuse_strangers(chunks, optimizer)
         refuse_scheduler(scheduler)
-        self.configs = configs_of(self.chunks)
-        self.optimizer = optimizer
-        self.optimizer_parts = parts(optimizer)
-        self.forward = options.forward
-        self.deadline_s = options.deadline_s
-        self.tables = tables_of(self.chunks)
-        self.running = False
-        """True while a schedule runs for the step."""
-        self.shift = 0
-        """The exponent of the power of two that losses are divided by; it changes no mantissa."""
-        self.finalize_options: dict[str, Any] = {}
-        """Arguments that the schedule passes to the finalize function after chunks and tokens."""
-        # Parts that a step without them never enters.
-        config = self.configs[0]
-        self.has_auxiliary = moe.has_layers_with_losses(config)
-        """True if layers may add losses of their own, such as MoE's."""
-        self._context_rank, self._context_ranks = context_parallel_ranks()
-        self._meets_replicas = across_replicas(config) is not None
-        self._sums = ExactSums(self.chunks) if options.order_stable else None
-        self.replay: ExpertReplay | None = None
-        """Gives routers the experts that microbatches bring; None with router_replay="off"."""
-        if options.router_replay != "off":
-            self.replay = ExpertReplay(self.chunks, mode=options.router_replay, of="TrainStep()")
+        super().__init__(chunks, optimizer, options.forward, options.deadline_s)
         self._scheduler = scheduler
         # Those on a device end the process there; a look at them before would wait for it.
         self._reads_ids = looks()
         self._step = CheckedUpdate(self.chunks, optimizer, options)
-        self._shifted: int | None = None
+        # Parts that a step without them never enters.
+        self._sums = ExactSums(self.chunks) if order_stable else None
+        if router_replay != "off":
+            self.replay = ExpertReplay(self.chunks, mode=router_replay, of="TrainStep()")
+        self._last_shift: int | None = None
         self._snapshot: MegatronSnapshot | None = None
         self._released = False
         self._window = _StepWindow(self)
-        self._parameter = next(self.chunks[0].parameters())
-        self.replica = int(parallel_state.get_data_parallel_rank())
+        self._context_rank, self._context_ranks = context_parallel_ranks()
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.has_losses = bool(
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -215,10 +181,10 @@ class MegatronBackend:
         self.is_reporting_rank = self.has_losses and self._context_rank == 0
         stages = int(parallel_state.get_pipeline_model_parallel_world_size())
         self.microbatch_multiple = stages if len(self.chunks) > 1 else 1
-        # A layer has 12 x hidden x hidden weights, and 2 x hidden products for each token before.
-        self.attention = 1.0 / (6 * int(config.hidden_size))
+        # A layer has 12 x hidden x hidden weights, and 2 x hidden products for each token of the
+        # context.
+        self.attention = 1.0 / (6 * int(self.configs[0].hidden_size))
         self.lowers_scale = self._step.lowers_scale
-        self._groups: tuple[Any, list[Any]] = None, []
 
     @property
     def must_agree(self) -> dict[str, Any]:
@@ -232,20 +198,11 @@ class MegatronBackend:
     @property
     def narrow(self) -> bool:
         # With calculate_per_token_loss Megatron sums too, and has the same bits.
-        return not self.per_token and any(each.fp16 for each in self.configs)
-
-    @property
-    def device(self) -> Any:
-        return self._parameter.device
+        return not self.per_token and any(config.fp16 for config in self.configs)
 
     @property
     def alignment(self) -> TokenAlignment:
         return TokenAlignment.of_config(self.configs[0])
-
-    @property
-    def per_token(self) -> bool:
-        """True if DDP sums gradients over ranks, instead of averaging them."""
-        return bool(self.configs[0].calculate_per_token_loss)
 
     @property
     def partially_updated(self) -> bool:
@@ -270,7 +227,7 @@ class MegatronBackend:
             self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
         )
         self._step.open()
-        self._released, self._shifted, self.shift = False, None, 0
+        self._released, self._last_shift, self.shift = False, None, 0
         open_windows.append(self._window)
         modules = self._snapshot.modules
         forget_inference(modules.modules)
@@ -284,37 +241,33 @@ class MegatronBackend:
             self._sums.open()
 
     def writes(self) -> Writes:
-        trained_here = (each for chunk in self.chunks for each in chunk.param_to_bucket_group)
-        return Writes(self.gradient_writes(), tuple(each._version for each in trained_here))
+        of_ddp = (param for chunk in self.chunks for param in chunk.param_to_bucket_group)
+        return Writes(self.gradient_writes(), tuple(param._version for param in of_ddp))
 
     def gradient_bits(self) -> Any:
         # Exact sums take what a backward adds out of these gradients.
         return None if self._sums is not None else sum(map(bits, self.chunks))
 
-    def gradient_writes(self) -> tuple[int, ...]:
-        """Return the counters of `writes` for gradients alone."""
-        return tuple(number for chunk in self.chunks for number in versions(chunk))
-
     def accept_loss(self, loss: StepLoss) -> None:
-        if self.has_auxiliary and needs_weight(loss):
-            found = ", ".join(moe.auxiliary_losses(self.configs[0]))
-            if found:
+        if self.has_auxiliary and lacks_auxiliary_weight(loss):
+            names = ", ".join(moe.auxiliary_losses(self.configs[0]))
+            if names:
                 raise ValueError(
-                    f"begin() got a loss of kind {loss.kind!r} for a model with {found}, whose "
+                    f"begin() got a loss of kind {loss.kind!r} for a model with {names}, whose "
                     "losses are means over a microbatch: give the loss an `auxiliary_weight`, the "
                     "number that each of these means is multiplied by before the divisor applies"
                 )
 
-    def accept(self, lists: Sequence[Sequence[Piece]]) -> None:
+    def accept(self, calls: Calls) -> None:
         self._refuse_frozen()
         self._refuse_autocast()
         if self.forward is gpt_forward:
-            _check_positions(lists, self.configs[0], self._context_ranks)
-            check_ids(self.tables, lists, read=self._reads_ids)
+            _check_positions(calls, self.configs[0], self._context_ranks)
+            check_ids(self.sizes, calls, read=self._reads_ids)
         if self.replay is not None:
-            _check_routes(self.replay, lists, read=self._reads_ids)
+            _check_routes(self.replay, calls, read=self._reads_ids)
         stages = self.microbatch_multiple
-        for microbatches in lists:
+        for microbatches in calls:
             if len(microbatches) % stages:
                 raise ValueError(
                     f"microbatch() got {len(microbatches)} microbatches of equal size for an "
@@ -327,58 +280,39 @@ class MegatronBackend:
 
         Upstream asserts then, as it waits for gradients.
         """
-        held = [chunk.param_to_bucket_group for chunk in self.chunks]
-        frozen = not any(param.requires_grad for each in held for param in each)
-        if frozen and any(held):
+        of_ddp = [chunk.param_to_bucket_group for chunk in self.chunks]
+        frozen = not any(param.requires_grad for of_chunk in of_ddp for param in of_chunk)
+        if frozen and any(of_ddp):
             raise RuntimeError(
-                f"all {sum(map(len, held))} parameters that DDP was built with are frozen now "
+                f"all {sum(map(len, of_ddp))} parameters that DDP was built with are frozen now "
                 "(requires_grad=False), and it waits for their gradients: freeze parameters before "
                 "you build DDP and the optimizer, and read a model that is not trained in reading()"
             )
 
     def _refuse_autocast(self) -> None:
         """Raise `RuntimeError` where Megatron's backward would meet weights of another type."""
-        of = self.device.type
-        whole = self.configs[0].params_dtype == torch.float32
-        if whole and torch.is_autocast_enabled(of):
+        device = self.device.type
+        is_float32 = self.configs[0].params_dtype == torch.float32
+        if is_float32 and torch.is_autocast_enabled(device):
             raise RuntimeError(
-                f"microbatch() got a model in float32 inside of torch.autocast({of!r}), which "
-                f"computes in {torch.get_autocast_dtype(of)}, where Megatron's layers take the "
+                f"microbatch() got a model in float32 inside of torch.autocast({device!r}), which "
+                f"computes in {torch.get_autocast_dtype(device)}, where Megatron's layers take the "
                 "type of their config: leave the context, or build the model with bf16=True"
             )
 
-    def lockstep_group(self) -> tuple[bool, Any]:
-        if self._meets_replicas:
-            return True, None
-        config = self.configs[0]
-        inside = max(config.tensor_model_parallel_size, config.context_parallel_size)
-        if max(inside, config.pipeline_model_parallel_size) == 1:
-            return False, None
-        if inside > 1:
-            lockstep_group()  # which a guarded call would make in mid-step
-        return True, shared_group("replica", self.replica, self.deadline_s)
-
-    def groups(self) -> list[Any]:
-        """Return Megatron's process groups that this rank is in, and the default one (for 0.12)."""
-        # The group itself tells one initialisation from the next.
-        known = parallel_state.get_tensor_model_parallel_group()
-        if self._groups[0] is not known:
-            self._groups = known, [*live_groups(), dist.group.WORLD]
-        return self._groups[1]
-
     def divide_losses(self, shift: int) -> None:
-        if self._shifted is not None:
+        if self._last_shift is not None:
             for chunk in self.chunks:
-                chunk.scale_gradients(2.0 ** (self._shifted - shift))
-        self._shifted = self.shift = shift
+                chunk.scale_gradients(2.0 ** (self._last_shift - shift))
+        self._last_shift = self.shift = shift
 
     def run(
-        self, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
-    ) -> list[Reported]:
+        self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
+    ) -> list[LossResult]:
         # Exact sums are reduced when all of them are there.
         reduce = reduce and self._sums is None
         self._released = self._released or reduce
-        return run_schedule(self, pieces, loss, reduce=reduce, ghosts=ghosts)
+        return self.run_schedule(microbatches, loss, reduce=reduce, dummies=dummies)
 
     def check_ready(self, increment: int | None) -> None:
         if self.optimizer is None:
@@ -399,8 +333,8 @@ class MegatronBackend:
             for chunk in self.chunks:
                 gather_params(chunk, wait=wait)
 
-    def size_of_parameters(self) -> Any:
-        return size_of(each for chunk in self.chunks for each in trained(chunk))
+    def parameter_norm(self) -> Any:
+        return sum_of_norms(param for chunk in self.chunks for param in trained(chunk))
 
     def outdated_main_parameters(self) -> Any:
         return count_outdated(self.optimizer, self.device)
@@ -428,7 +362,7 @@ class MegatronBackend:
                     )
 
     def update(
-        self, totals: Totals, local: float, increment: int | None, timeout_s: float
+        self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
     ) -> Update:
         with collective_timeout(self.groups(), timeout_s):
             self._finalize(totals, local)
@@ -437,7 +371,7 @@ class MegatronBackend:
             self._scheduler.step(increment=increment)
         return Update(skipped=skipped, grad_norm=grad_norm)
 
-    def _finalize(self, totals: Totals, local: float) -> None:
+    def _finalize(self, totals: StepTotals, local: float) -> None:
         if self._sums is not None:
             self._sums.put()
         for chunk in self.chunks:
@@ -452,7 +386,7 @@ class MegatronBackend:
             counts = self._context_rank == 0 or not sums_tokens_of_context_ranks()
             # As the schedules count. Counts of a caller may have fractions, on some of the ranks
             # that are to sum numbers of one type.
-            kind = torch.int if totals.is_whole else torch.float64
+            kind = torch.int if totals.is_integral else torch.float64
             tokens = torch.tensor(local if counts else 0.0, device=self.device).to(kind)
         finalize(self.chunks, tokens, **self.finalize_options)
         if not counted:
@@ -496,27 +430,28 @@ class MegatronBackend:
         self.close()
 
 
-def _check_routes(replay: ExpertReplay, lists: Sequence[Sequence[Piece]], *, read: bool) -> None:
+def _check_routes(replay: ExpertReplay, calls: Calls, *, read: bool) -> None:
     """Raise `ValueError` for the first microbatch whose routed experts do not fit."""
-    for index, piece in enumerate(each for pieces in lists for each in pieces):
-        given = field_of(piece.batch, ROUTED_EXPERTS)
-        looked = isinstance(given, torch.Tensor) and (read or on_host(given))
-        told = replay.fault(given, piece.shape, _need_routes(piece) if looked else None)
-        if told is not None:
-            raise ValueError(f"microbatch() got a batch whose microbatch {index} {told}")
+    for index, microbatch in enumerate(itertools.chain.from_iterable(calls)):
+        routes = field_of(microbatch.inputs, ROUTED_EXPERTS)
+        is_read = isinstance(routes, torch.Tensor) and (read or on_host(routes))
+        spans = _spans_with_routes(microbatch) if is_read else None
+        fault = replay.fault(routes, microbatch.shape, spans)
+        if fault is not None:
+            raise ValueError(f"microbatch() got a batch whose microbatch {index} {fault}")
 
 
-def _need_routes(piece: Piece) -> list[Span]:
+def _spans_with_routes(microbatch: Microbatch) -> list[Span]:
     """Return the tokens of each sequence that predict one that counts, which an engine has run."""
-    if piece.segments is not None:
-        each = zip(piece.segments.starts, piece.segments.lengths, strict=True)
-        return [(0, start, start + max(length - 1, 0)) for start, length in each]
-    rows, width = piece.shape
-    mask_BT = field_of(piece.batch, ATTENTION_MASK)
+    if microbatch.packed is not None:
+        sequences = zip(microbatch.packed.starts, microbatch.packed.lengths, strict=True)
+        return [(0, start, start + max(length - 1, 0)) for start, length in sequences]
+    rows, width = microbatch.shape
+    mask_BT = field_of(microbatch.inputs, ATTENTION_MASK)
     firsts, counts = [0] * rows, [width] * rows
-    if field_of(piece.batch, LENGTHS) is not None or getattr(mask_BT, "ndim", 0) == 2:
-        firsts, counts = real_tokens(piece.batch, rows)
-    elif (mask_BT := field_of(piece.batch, TOKEN_MASK)) is not None:
+    if field_of(microbatch.inputs, LENGTHS) is not None or getattr(mask_BT, "ndim", 0) == 2:
+        firsts, counts = real_tokens(microbatch.inputs, rows)
+    elif (mask_BT := field_of(microbatch.inputs, TOKEN_MASK)) is not None:
         place_T = torch.arange(1, 1 + mask_BT.shape[1], device=mask_BT.device)
         counts = torch.where(mask_BT > 0, place_T, 0).amax(1).tolist()
     return [
@@ -525,14 +460,14 @@ def _need_routes(piece: Piece) -> list[Span]:
     ]
 
 
-def _check_positions(lists: Sequence[Sequence[Piece]], config: Any, size: int) -> None:
+def _check_positions(calls: Calls, config: Any, size: int) -> None:
     """Raise `ValueError` unless ranks can share the positions, and each sequence of a pack.
 
     There are `size` context-parallel ranks.
     """
     sharing = size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-    for piece in (each for pieces in lists for each in pieces):
-        length = piece.shape[1]
+    for microbatch in itertools.chain.from_iterable(calls):
+        length = microbatch.shape[1]
         if size > 1 and length % (2 * size):
             raise ValueError(
                 f"microbatch() got rows of {length} positions for {size} context-parallel ranks: "
@@ -543,7 +478,7 @@ def _check_positions(lists: Sequence[Sequence[Piece]], config: Any, size: int) -
                 f"microbatch() got {length} positions for {sharing} ranks that share them by "
                 f"sequence parallelism: pad them to a multiple of {sharing}"
             )
-        starts = () if piece.segments is None else piece.segments.starts
+        starts = () if microbatch.packed is None else microbatch.packed.starts
         for index, start in enumerate(starts):
             if size > 1 and start % (2 * size):
                 raise ValueError(
@@ -564,7 +499,7 @@ class _StepWindow:
         self.chunks = backend.chunks
 
     def holds(self, chunk: Any) -> bool:
-        return any(chunk is mine for mine in self.chunks)
+        return any(chunk is own_chunk for own_chunk in self.chunks)
 
     def shares_modules(self, chunks: Sequence[Any]) -> bool:
         """Return whether chunks, wrapped in this DDP or in another one, have modules of these."""
@@ -585,6 +520,7 @@ def _step_windows() -> list[_StepWindow]:
     return [window for window in open_windows if isinstance(window, _StepWindow)]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TrainStep(SplitStep):
     """Runs one Megatron optimizer step in any number of pieces, and is safe to stop anywhere.
 
@@ -647,43 +583,26 @@ class TrainStep(SplitStep):
         result = step.finish(step_id)
     """
 
-    def __init__(
-        self,
-        model_chunks: Any,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        *,
-        forward: Forward = gpt_forward,
-        shared: Collection[str] = (),
-        shape: Callable[[Any], tuple[int, int]] | None = None,
-        counts: Callable[[Any], Any] | None = None,
-        alignment: TokenAlignment | None = None,
-        non_finite: NonFinite = "refuse",
-        nothing_valid: NothingValid = "skip",
-        deadline_s: float = DEADLINE_S,
-        undo: bool = False,
-        order_stable: bool = False,
-        router_replay: ReplayMode = "off",
-    ) -> None:
-        options = Options(
-            of="TrainStep",
-            forward=forward,
-            deadline_s=deadline_s,
-            non_finite=non_finite,
-            shared=shared,
-            shape=shape,
-            counts=counts,
-            nothing_valid=nothing_valid,
-            alignment=alignment,
-            undo=undo,
-            order_stable=order_stable,
-            router_replay=router_replay,
+    model_chunks: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    forward: Forward = dataclasses.field(default=gpt_forward, kw_only=True)
+    order_stable: bool = dataclasses.field(default=False, kw_only=True)
+    router_replay: ReplayMode = dataclasses.field(default="off", kw_only=True)
+
+    def _make_backend(self) -> MegatronBackend:
+        backend = MegatronBackend(
+            self.model_chunks,
+            self.optimizer,
+            self.scheduler,
+            self,
+            order_stable=self.order_stable,
+            router_replay=self.router_replay,
         )
-        backend = MegatronBackend(model_chunks, optimizer, scheduler, options)
-        check_applied("TrainStep()", _NEEDS, backend.chunks)
-        super().__init__(backend, options)
+        check_applied("TrainStep()", NEEDS, backend.chunks)
         self._chunks = backend.chunks
         self.replay = backend.replay
+        return backend
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
@@ -702,157 +621,3 @@ class TrainStep(SplitStep):
         self._backend.join()
         with evaluating(self._chunks):
             yield self._chunks
-
-
-def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
-    """Raise `ValueError` for options of Megatron with which gradients would be wrong or missing.
-
-    With `order_stable` also for those with which `ExactSums` cannot take or keep all gradients.
-    """
-    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    for chunk in chunks:
-        config = get_model_config(chunk)
-        averages = not config.calculate_per_token_loss and ranks & (ranks - 1)
-        for wrong, told in (
-            (
-                getattr(config, "overlap_moe_expert_parallel_comm", False),
-                "overlap_moe_expert_parallel_comm=True, whose schedule runs two microbatches in "
-                "one and cannot be taken apart: set it to False",
-            ),
-            *(
-                (
-                    (getattr(config, name, None) or 1) > 1,
-                    f"{name}={getattr(config, name, None)}, whose ranks share weights and not "
-                    "batches, so that they are neither one replica nor several: set it to 1",
-                )
-                for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-            ),
-            (
-                getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
-                "reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of parameters would "
-                "overwrite the gradients of an open step: set it to False",
-            ),
-            *(
-                (
-                    order_stable and getattr(config, name, False),
-                    f"{name}=True and order_stable=True: one computes gradients after the backward "
-                    "in which the other takes them. Set one of the two to False",
-                )
-                for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute")
-            ),
-            (
-                order_stable and config.fp16,
-                "fp16=True, whose loss scale changes what a gradient is rounded to: train in bf16, "
-                "or leave order_stable out",
-            ),
-            (
-                order_stable and averages,
-                f"{ranks} ranks over which DDP averages, which rounds unless they are a power of "
-                "two: set calculate_per_token_loss=True, so that it sums, or leave order_stable "
-                "out",
-            ),
-        ):
-            if wrong:
-                raise ValueError(f"TrainStep() got {told}")
-
-
-def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Raise `ValueError` if the optimizer steps on parameters that are not these chunks'.
-
-    Gradients come into the memory of the chunks' parameters, and others would never be updated.
-    """
-    known = {id(param) for chunk in chunks for param in chunk.parameters()}
-    held = {id(param) for chunk in chunks for param in chunk.param_to_bucket_group}
-    found = trained_by(optimizer)
-    strangers = [param for param in found if id(param) not in known]
-    if strangers:
-        raise ValueError(
-            f"TrainStep() got an optimizer of which {len(strangers)} of {len(found)} parameters "
-            f"are not the chunks', such as one of shape {tuple(strangers[0].shape)}: pass what "
-            "get_megatron_optimizer() returned for these chunks"
-        )
-    if found and not any(id(param) in held for param in found):
-        raise ValueError(
-            f"TrainStep() got an optimizer whose {len(found)} parameters none of the chunks' DDP "
-            "reduces: pass what get_megatron_optimizer() returned for these chunks, not that of "
-            "another DDP over the same modules"
-        )
-
-
-def refuse_scheduler(scheduler: Any) -> None:
-    """Raise `ValueError` for a scheduler that cannot be stepped, or put back after a failure."""
-    if scheduler is None:
-        return
-    lacking = [] if callable(getattr(scheduler, "step", None)) else ["step()"]
-    if not hasattr(scheduler, "__dict__"):
-        lacking.append("__dict__")
-    if lacking or isinstance(scheduler, type):
-        told = " and ".join(lacking) or "an object of it"
-        raise ValueError(
-            f"TrainStep() got {scheduler!r} as scheduler, without {told}: abort() puts back its "
-            "attributes. Pass an OptimizerParamScheduler, or an object with step(increment=…) and "
-            "without __slots__"
-        )
-
-
-def _set(name: str) -> Callable[[Any], bool]:
-    return lambda chunk: bool(getattr(get_model_config(chunk), name, False))
-
-
-def _gathers_layer_wise(chunk: Any) -> bool:
-    return bool(chunk.ddp_config.overlap_param_gather) and any(
-        map(gather.is_layer_wise, bucket_groups(chunk))
-    )
-
-
-def _defers_with_mtp(chunk: Any) -> bool:
-    config = get_model_config(chunk)
-    return bool(config.defer_embedding_wgrad_compute and getattr(config, "mtp_num_layers", None))
-
-
-def _shares_sequences_per_token(chunk: Any) -> bool:
-    config = get_model_config(chunk)
-    ranks = config.tensor_model_parallel_size * config.context_parallel_size
-    routers = any(name.startswith("moe_") for name in moe.auxiliary_losses(config))
-    return ranks > 1 and config.calculate_per_token_loss and routers
-
-
-# The step itself holds back reductions, scales losses, and drops what an aborted batch leaves. The
-# rest is asked for only where a chunk has what is patched.
-_NEEDS = (
-    Need(
-        "schedules-ask-windows",
-        "a schedule that is called to train while a step is open reduces in the middle of it",
-        a_door=True,
-    ),
-    Need(
-        "layer-wise-gathers-watched",
-        "reading() sees parameters of other ranks without the last update",
-        _gathers_layer_wise,
-    ),
-    Need(
-        "deferred-embedding-drained",
-        "a batch of one microbatch raises",
-        _set("defer_embedding_wgrad_compute"),
-    ),
-    Need(
-        "deferred-embedding-ordered",
-        "with last=True the output layer's gradient is reduced before it is computed",
-        _set("defer_embedding_wgrad_compute"),
-    ),
-    Need(
-        "deferred-embedding-paired",
-        "with MTP layers the output layer's gradient is another one, in another weight",
-        _defers_with_mtp,
-    ),
-    Need(
-        "forward-only-counts-nothing",
-        "a forward-only schedule while a step is open counts for its expert bias",
-        _set("moe_router_enable_expert_bias"),
-    ),
-    Need(
-        "aux-losses-count-all-tokens",
-        "with calculate_per_token_loss MoE's losses have 1/(TP x CP) of their weight",
-        _shares_sequences_per_token,
-    ),
-)

@@ -2,7 +2,7 @@
 
 Both run with the step's own functions. Wrappers over the same modules mostly have one config, whose
 functions are those of the DDP that was wired last. With them a step would hold back the reductions
-of the other one and not its own, or scale its loss for the other's optimizer.
+of that DDP and not its own, or scale its loss for that DDP's optimizer.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_idempotent.megatron import moe
+from megatron_idempotent.megatron.ddp import versions
+from megatron_idempotent.megatron.expert_replay import ExpertReplay
 from megatron_idempotent.megatron.optimizers import (
     LossScale,
     grad_scalers,
@@ -27,7 +32,9 @@ from megatron_idempotent.megatron.optimizers import (
     stepping,
     unchained,
 )
+from megatron_idempotent.megatron.process_groups import live_groups
 from megatron_idempotent.window.accumulation import (
+    configs_of,
     dividing_by,
     multiplies_by_ranks,
     set_for,
@@ -37,23 +44,39 @@ from megatron_idempotent.window.agreement import (
     WindowAborted,
     collective_timeout,
     exchange,
+    lockstep_group,
+    shared_group,
 )
-from megatron_idempotent.window.guard import GuardedCall, no_gradient
+from megatron_idempotent.window.guard import GuardedCall, across_replicas, no_gradient
 from megatron_idempotent.window.missed_collectives import (
     MissedCollectives,
     gather_params,
     gathers_by_hooks,
 )
 
-from .lifecycle import Options, skipped_for
-from .loss import OWN_BACKWARD, Reported, StepLoss, auxiliary_weight, called, evaluate
-from .microbatches import Piece, explained
-from .open_step import LocalFailure
-from .packs import own_routes
+from .backend import Forward, LocalFailure, Options
+from .loss import (
+    OWN_BACKWARD,
+    LossResult,
+    StepLoss,
+    auxiliary_weight,
+    call_user,
+    evaluate,
+    reason_to_skip,
+)
+from .microbatches import EmbeddingSizes, Microbatch, name_the_token
+from .pack_layout import own_routes
 from .snapshot import MegatronSnapshot, Restore, keep_update, refuse_update
 
-if TYPE_CHECKING:
-    from .megatron import MegatronBackend
+# Functions by which a config weighs auxiliary losses itself, instead of with grad_scale_func.
+_OWN_SCALES = ("moe_grad_scale_func", "mtp_grad_scale_func")
+
+# Field of the config → the method of DDP that belongs there.
+_METHODS = {
+    "no_sync_func": "no_sync",
+    "grad_sync_func": "start_grad_sync",
+    "param_sync_func": "start_param_sync",
+}
 
 
 def forget_inference(modules: list[Any]) -> None:
@@ -71,229 +94,326 @@ def _has(module: Any, name: str) -> bool:
     return name in vars(module) or hasattr(type(module), name)
 
 
-# Functions by which a config weighs auxiliary losses itself, instead of with grad_scale_func.
-_OWN_SCALES = ("moe_grad_scale_func", "mtp_grad_scale_func")
+class CurrentMicrobatch:
+    """Holds the microbatch whose forward runs now, for shapes and weights that depend on it."""
 
-
-def run_schedule(
-    backend: MegatronBackend, pieces: Sequence[Piece], loss: StepLoss, *, reduce: bool, ghosts: bool
-) -> list[Reported]:
-    """Run the schedule on this rank's chunks; it divides no loss, and reduces if asked.
-
-    Returns what the loss reported, see `Backend.run`.
-    """
-    found: list[Reported] = []
-    iterators = [iter(pieces) for _ in backend.chunks]
-    arguments: dict[str, Any] = {
-        "data_iterator": iterators if len(iterators) > 1 else iterators[0],
-        "model": backend.chunks,
-        "num_microbatches": len(pieces),
-        "seq_length": pieces[0].shape[1],
-        "micro_batch_size": pieces[0].shape[0],
-        "forward_only": False,
-    }
-    now = _Now(arguments, weigh=functools.partial(_weight, backend, loss, ghosts))
-    arguments["forward_step_func"] = _forward_step(backend, loss, found, ghosts, now)
-    # What auxiliary losses are means over is known once the forward was called.
-    padded = backend.has_auxiliary and any(piece.may_be_padded for piece in pieces)
-    weights = {now.weigh(piece) for piece in pieces} if backend.has_auxiliary else {1.0}
-    even = len(weights) == 1 and not padded
-    with ExitStack() as stack:
-        if ghosts:
-            # Routing counts and logs of microbatches that nobody has are not kept.
-            kept = MegatronSnapshot(backend.chunks, auxiliary=backend.has_auxiliary)
-            stack.callback(kept.restore)
-        _hold(backend, stack, reduce)
-        if backend.replay is not None:
-            stack.callback(backend.replay.clear)
-        weight = weights.pop() if even else now.weight
-        # The ranks' sums are added up as they are; `update` takes back what DDP averages.
-        stack.enter_context(dividing_by(1, auxiliary_weight=weight, context_parallel=False))
-        if not even:
-            _scale_with_their_forward(stack)
-        if padded:
-            for chunk in backend.chunks:
-                hook = chunk.register_forward_pre_hook(now.look, with_kwargs=True)
-                stack.callback(hook.remove)
-        if len({piece.shape for piece in pieces}) > 1:
-            for config in backend.configs:
-                set_for(stack, config, "variable_seq_lengths", True)
-        for chunk in backend.chunks:
-            if not chunk.training:  # an evaluation may have left it so
-                chunk.train()
-        _call(backend, arguments, now, reduce)
-    return found
-
-
-def _hold(backend: MegatronBackend, stack: ExitStack, reduce: bool) -> None:
-    def note_finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
-        backend.finalize_options = options
-
-    set_for(stack, backend, "running", True)
-    _use_own_functions(stack, backend)
-    for config in backend.configs:
-        # The schedule would start the parameter gathers again in every call. Peers may make more
-        # calls or fewer in a step, and gathers pair up by order alone.
-        if config.param_sync_func is not None and all(map(gathers_by_hooks, backend.chunks)):
-            with collective_timeout(backend.groups(), backend.deadline_s):
-                for chunk in backend.chunks:
-                    gather_params(chunk, wait=False)
-            set_for(stack, config, "param_sync_func", None)
-    if reduce:
-        for config in backend.configs:
-            set_for(stack, config, "finalize_model_grads_func", note_finalize)
-            if config.no_sync_func is None and backend.chunks[0].ddp_config.overlap_grad_reduce:
-                # Else each microbatch registers its gradients, and 0.16 and later reduce when
-                # as many have come as in the first call, whatever number this one has.
-                no_sync = [chunk.no_sync for chunk in backend.chunks]
-                set_for(stack, config, "no_sync_func", no_sync if len(no_sync) > 1 else no_sync[0])
-    else:
-        suppress_grad_sync(stack, backend.chunks, backend.configs, note_finalize)
-    if backend.optimizer is not None:
-        for config in backend.configs:
-            if config.grad_scale_func is None:
-                set_for(stack, config, "grad_scale_func", LossScale(backend.optimizer))
-    if backend.shift:
-        for config in backend.configs:
-            for name in _OWN_SCALES:
-                own = getattr(config, name, None)
-                if own is not None:
-                    set_for(stack, config, name, _times(2.0**-backend.shift, own))
-
-
-def _call(backend: MegatronBackend, arguments: dict[str, Any], now: _Now, reduce: bool) -> None:
-    schedule = get_forward_backward_func()
-    coupled, group = backend.lockstep_group()
-    if not coupled and not reduce:
-        # No rank waits for this one but in gathers of parameters, which `join` makes up for.
-        # It may wait there itself, for one that was interrupted in one.
-        with (
-            collective_timeout(backend.groups(), backend.deadline_s),
-            MissedCollectives(backend.chunks).watched(),
-        ):
-            schedule(**arguments)
-        return
-    tell: Callable[[str | None], dict[int, str]] = _nobody
-    if coupled:
-        tell = functools.partial(exchange, deadline_s=backend.deadline_s, group=group)
-    call = GuardedCall(arguments, tell, check=False, skip=lambda pieces: now.begin(next(pieces)))
-    with collective_timeout(backend.groups(), backend.deadline_s):
-        call.run(schedule)
-    if call.failures:
-        raise WindowAborted(
-            call.failures, "All ranks that share the model have finished the window."
-        ) from call.error
-    if call.error is not None:
-        raise LocalFailure(call.error)
-
-
-def _forward_step(
-    backend: MegatronBackend, loss: StepLoss, found: list[Reported], ghosts: bool, now: _Now
-) -> Callable[..., Any]:
-    # The token count of each microbatch, because dividing by what is valid comes at the end.
-    one = torch.ones((), dtype=torch.int, device=backend.device)
-    multiplied = 1
-    if not backend.per_token and multiplies_by_ranks():
-        multiplied = backend.configs[0].context_parallel_size
-
-    def computed(model: Any, microbatch: Any) -> Any:
-        run = functools.partial(called, "forward", backend.forward, model, microbatch)
-        if backend.replay is None:
-            return run()
-        return backend.replay.run(model, own_routes(microbatch), run)
-
-    def forward_step(data_iterator: Iterator[Piece], model: Any) -> tuple[Any, Any]:
-        piece = next(data_iterator)
-        now.begin(piece)
-        microbatch, before = piece.batch, backend.gradient_writes()
-        try:
-            output = computed(model, microbatch)
-        except IndexError as error:
-            raise explained(error, backend.tables, microbatch)  # noqa: B904  it has its cause
-
-        def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            if ghosts:
-                return no_gradient(output), one, {}
-            # What it reports is kept now, because the schedule works on it in place.
-            total, here = evaluate(loss, output, piece)
-            if backend.gradient_writes() != before:
-                raise ValueError(OWN_BACKWARD)
-            found.append(here)
-            if total is None:
-                # Nothing is valid, but other ranks wait in the backward.
-                return no_gradient(output), one, {}
-            if total._base is not None:
-                # With deallocate_pipeline_outputs, which Megatron's arguments set, a schedule
-                # frees what the last stage returns as well, and refuses a view.
-                total = total.clone()
-            if multiplied > 1:
-                total = total / multiplied
-            if backend.shift:
-                total = total.float() * 2.0**-backend.shift
-            return total, one, {}
-
-        return output, loss_func
-
-    return forward_step
-
-
-def _weight(
-    backend: MegatronBackend, loss: StepLoss, ghosts: bool, piece: Piece, masked: bool = False
-) -> float:
-    """Return the number that Megatron is to multiply a microbatch's auxiliary losses by.
-
-    They are means over a microbatch: over its positions, or over its tokens if the model was
-    told where padding is (`masked`). With calculate_per_token_loss Megatron multiplies them by
-    that number itself. Like the loss, they are divided by the step's normalizer at the end.
-    """
-    if ghosts or not piece.sequences:
-        return 0.0
-    number = piece.tokens if masked else piece.positions
-    share = auxiliary_weight(loss, piece, number)
-    if backend.per_token:
-        share /= number
-    return share * 2.0**-backend.shift
-
-
-class _Now:
-    """Knows the microbatch whose forward runs now, for shapes and weights that depend on it."""
-
-    def __init__(self, arguments: dict[str, Any], *, weigh: Callable[..., float]) -> None:
+    def __init__(
+        self, arguments: dict[str, Any], weigh: Callable[[Microbatch, bool], float]
+    ) -> None:
+        """Keep a schedule's arguments, and the function that weighs auxiliary losses."""
         self._arguments = arguments
-        self.weigh = weigh
-        self._piece: Piece | None = None
-        self._masked = False
+        self._weigh = weigh
+        self._microbatch: Microbatch | None = None
+        self._is_masked = False
 
-    def begin(self, piece: Piece) -> None:
+    def start(self, microbatch: Microbatch) -> None:
         """Note that the forward of this microbatch begins."""
-        self._piece, self._masked = piece, False
+        self._microbatch, self._is_masked = microbatch, False
         # Read where this rank's forward fails and zeros go to the next stage in its place.
-        self._arguments.update(micro_batch_size=piece.shape[0], seq_length=piece.shape[1])
+        rows, positions = microbatch.shape
+        self._arguments.update(micro_batch_size=rows, seq_length=positions)
 
     def weight(self) -> float:
         """Return the weight of the microbatch's auxiliary losses; 0 before the first one."""
-        return 0.0 if self._piece is None else self.weigh(self._piece, self._masked)
+        return 0.0 if self._microbatch is None else self._weigh(self._microbatch, self._is_masked)
 
-    def look(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note, as a hook before a chunk's forward, whether the chunk is told where padding is."""
+    def note_mask(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note, as a hook before a chunk's forward, whether the chunk is given a padding mask."""
         # Without experts it is MTP heads alone that are.
         name = "padding_mask" if get_model_config(model).num_moe_experts else "loss_mask"
-        self._masked = kwargs.get(name) is not None
+        self._is_masked = kwargs.get(name) is not None
 
 
-def _scale_with_their_forward(stack: ExitStack) -> None:
+class MegatronModel:
+    """Holds this rank's model chunks in a step, and runs Megatron's schedule on them."""
+
+    def __init__(self, chunks: list[Any], optimizer: Any, forward: Forward, deadline_s: float):
+        self.chunks = chunks
+        self.configs = configs_of(chunks)
+        self.optimizer = optimizer
+        self.forward = forward
+        self.deadline_s = deadline_s
+        self.sizes = embedding_sizes(chunks)
+        self.running = False
+        """True while a schedule runs for the step."""
+        self.shift = 0
+        """The exponent of the power of two that losses are divided by; it changes no mantissa."""
+        self.finalize_options: dict[str, Any] = {}
+        """Arguments that the schedule passes to the finalize function after chunks and tokens."""
+        config = self.configs[0]
+        self.has_auxiliary = moe.has_layers_with_losses(config)
+        """True if layers may add losses of their own, such as MoE's."""
+        self.replay: ExpertReplay | None = None
+        """Gives routers the experts that microbatches bring; None with router_replay="off"."""
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self._optimizer_parts = parts(optimizer)
+        self._meets_replicas = across_replicas(config) is not None
+        self._parameter = next(chunks[0].parameters())
+        self._groups: tuple[Any, list[Any]] = None, []
+
+    @property
+    def device(self) -> Any:
+        return self._parameter.device
+
+    @property
+    def per_token(self) -> bool:
+        """True if DDP sums gradients over ranks, instead of averaging them."""
+        return bool(self.configs[0].calculate_per_token_loss)
+
+    def lockstep_group(self) -> tuple[bool, Any]:
+        if self._meets_replicas:
+            return True, None
+        config = self.configs[0]
+        in_layers = max(config.tensor_model_parallel_size, config.context_parallel_size)
+        if max(in_layers, config.pipeline_model_parallel_size) == 1:
+            return False, None
+        if in_layers > 1:
+            lockstep_group()  # which a guarded call would make in mid-step
+        return True, shared_group("replica", self.replica, self.deadline_s)
+
+    def groups(self) -> list[Any]:
+        """Return Megatron's process groups that this rank is in, and the default one (for 0.12)."""
+        # The group itself tells one initialisation from the next.
+        tensor_group = parallel_state.get_tensor_model_parallel_group()
+        if self._groups[0] is not tensor_group:
+            self._groups = tensor_group, [*live_groups(), dist.group.WORLD]
+        return self._groups[1]
+
+    def gradient_writes(self) -> tuple[int, ...]:
+        """Return the counters of `writes` for gradients alone."""
+        return tuple(number for chunk in self.chunks for number in versions(chunk))
+
+    def run_schedule(
+        self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
+    ) -> list[LossResult]:
+        """Run the schedule on this rank's chunks; it divides no loss, and reduces if asked.
+
+        Returns what the loss returned, see `Backend.run`.
+        """
+        results: list[LossResult] = []
+        iterators = [iter(microbatches) for _ in self.chunks]
+        arguments: dict[str, Any] = {
+            "data_iterator": iterators if len(iterators) > 1 else iterators[0],
+            "model": self.chunks,
+            "num_microbatches": len(microbatches),
+            "seq_length": microbatches[0].shape[1],
+            "micro_batch_size": microbatches[0].shape[0],
+            "forward_only": False,
+        }
+
+        def weigh(microbatch: Microbatch, is_masked: bool) -> float:
+            return 0.0 if dummies else self._auxiliary_weight(loss, microbatch, is_masked)
+
+        current = CurrentMicrobatch(arguments, weigh)
+        arguments["forward_step_func"] = self._forward_step(loss, results, dummies, current)
+        # What auxiliary losses are means over is known once the forward was called.
+        padded = self.has_auxiliary and any(each.may_be_padded for each in microbatches)
+        weights = {weigh(each, False) for each in microbatches} if self.has_auxiliary else {1.0}
+        even = len(weights) == 1 and not padded
+        with ExitStack() as stack:
+            if dummies:
+                # Routing counts and logs of microbatches that nobody has are not kept.
+                snapshot = MegatronSnapshot(self.chunks, auxiliary=self.has_auxiliary)
+                stack.callback(snapshot.restore)
+            self._set_aside(stack, reduce)
+            if self.replay is not None:
+                stack.callback(self.replay.clear)
+            # The ranks' sums are added up as they are; `update` takes back what DDP averages.
+            weight = weights.pop() if even else current.weight
+            stack.enter_context(dividing_by(1, auxiliary_weight=weight, context_parallel=False))
+            if not even:
+                _keep_scale_of_each_forward(stack)
+            if padded:
+                for chunk in self.chunks:
+                    hook = chunk.register_forward_pre_hook(current.note_mask, with_kwargs=True)
+                    stack.callback(hook.remove)
+            if len({microbatch.shape for microbatch in microbatches}) > 1:
+                for config in self.configs:
+                    set_for(stack, config, "variable_seq_lengths", True)
+            for chunk in self.chunks:
+                if not chunk.training:  # an evaluation may have left it so
+                    chunk.train()
+            self._call(arguments, current, reduce)
+        return results
+
+    def _set_aside(self, stack: ExitStack, reduce: bool) -> None:
+        """Replace functions of the configs, until the stack is left, by those of this call."""
+
+        def note_finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
+            self.finalize_options = options
+
+        set_for(stack, self, "running", True)
+        self._use_own_functions(stack)
+        for config in self.configs:
+            # The schedule would start the parameter gathers again in every call. Peers may make
+            # more calls or fewer in a step, and gathers pair up by order alone.
+            if config.param_sync_func is not None and all(map(gathers_by_hooks, self.chunks)):
+                with collective_timeout(self.groups(), self.deadline_s):
+                    for chunk in self.chunks:
+                        gather_params(chunk, wait=False)
+                set_for(stack, config, "param_sync_func", None)
+        if reduce:
+            for config in self.configs:
+                set_for(stack, config, "finalize_model_grads_func", note_finalize)
+                if config.no_sync_func is None and self.chunks[0].ddp_config.overlap_grad_reduce:
+                    # Else each microbatch registers its gradients, and 0.16 and later reduce when
+                    # as many have come as in the first call, whatever number this one has.
+                    set_for(stack, config, "no_sync_func", self._of_chunks("no_sync"))
+        else:
+            suppress_grad_sync(stack, self.chunks, self.configs, note_finalize)
+        for config in self.configs:
+            if self.optimizer is not None and config.grad_scale_func is None:
+                set_for(stack, config, "grad_scale_func", LossScale(self.optimizer))
+            for name in _OWN_SCALES if self.shift else ():
+                scale = getattr(config, name, None)
+                if scale is not None:
+                    set_for(stack, config, name, _times(2.0**-self.shift, scale))
+
+    def _use_own_functions(self, stack: ExitStack) -> None:
+        """Let configs call this model's chunks and optimizer, and no others, in this call.
+
+        Functions that belong to neither a DDP nor an optimizer are the caller's, and stay.
+        """
+        for config in self.configs:
+            for name, method in _METHODS.items():
+                function = getattr(config, name)
+                functions = function if isinstance(function, list) else [function]
+                owners = [getattr(bound, "__self__", None) for bound in functions]
+                ddps = [owner for owner in owners if hasattr(owner, "bucket_groups")]
+                if any(all(ddp is not chunk for chunk in self.chunks) for ddp in ddps):
+                    set_for(stack, config, name, self._of_chunks(method))
+            # The optimizer whose loss scale the function applies, if that is known.
+            scale = config.grad_scale_func
+            is_known = isinstance(scale, LossScale)
+            owner = scale.optimizer if is_known else getattr(scale, "__self__", None)
+            if not is_known and not hasattr(owner, "scale_loss"):
+                continue
+            if all(owner is not part for part in self._optimizer_parts):
+                scale = None if self.optimizer is None else LossScale(self.optimizer)
+                set_for(stack, config, "grad_scale_func", scale)
+
+    def _of_chunks(self, method: str) -> Any:
+        """Return a chunk's method, or a list of the chunks' methods, as a config has it."""
+        methods = [getattr(chunk, method) for chunk in self.chunks]
+        return methods if len(methods) > 1 else methods[0]
+
+    def _call(self, arguments: dict[str, Any], current: CurrentMicrobatch, reduce: bool) -> None:
+        schedule = get_forward_backward_func()
+        coupled, group = self.lockstep_group()
+        if not coupled and not reduce:
+            # Peers can only block in parameter gathers, which `join` completes. This rank may wait
+            # there itself, for one that was interrupted in one.
+            with (
+                collective_timeout(self.groups(), self.deadline_s),
+                MissedCollectives(self.chunks).watched(),
+            ):
+                schedule(**arguments)
+            return
+        tell: Callable[[str | None], dict[int, str]] = _tell_no_rank
+        if coupled:
+            tell = functools.partial(exchange, deadline_s=self.deadline_s, group=group)
+        call = GuardedCall(
+            arguments, tell, check=False, skip=lambda iterator: current.start(next(iterator))
+        )
+        with collective_timeout(self.groups(), self.deadline_s):
+            call.run(schedule)
+        if call.failures:
+            raise WindowAborted(
+                call.failures, "All ranks that share the model have finished the window."
+            ) from call.error
+        if call.error is not None:
+            raise LocalFailure(call.error)
+
+    def _forward_step(
+        self, loss: StepLoss, results: list[LossResult], dummies: bool, current: CurrentMicrobatch
+    ) -> Callable[..., Any]:
+        # The token count of each microbatch, because dividing by what is valid comes at the end.
+        one = torch.ones((), dtype=torch.int, device=self.device)
+        multiplied = 1
+        if not self.per_token and multiplies_by_ranks():
+            multiplied = self.configs[0].context_parallel_size
+
+        def forward(model: Any, inputs: Any) -> Any:
+            run = functools.partial(call_user, "forward", self.forward, model, inputs)
+            return run() if self.replay is None else self.replay.run(model, own_routes(inputs), run)
+
+        def forward_step(data_iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Any]:
+            microbatch = next(data_iterator)
+            current.start(microbatch)
+            writes = self.gradient_writes()
+            try:
+                output = forward(model, microbatch.inputs)
+            except IndexError as error:
+                raise name_the_token(error, self.sizes, microbatch.inputs)  # noqa: B904  has it
+
+            def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+                if dummies:
+                    return no_gradient(output), one, {}
+                # Its metrics are copied now, because the schedule works on them in place.
+                total, result = evaluate(loss, output, microbatch)
+                if self.gradient_writes() != writes:
+                    raise ValueError(OWN_BACKWARD)
+                results.append(result)
+                if total is None:
+                    # Nothing is valid, but other ranks wait in the backward.
+                    return no_gradient(output), one, {}
+                if total._base is not None:
+                    # With deallocate_pipeline_outputs, which Megatron's arguments set, a schedule
+                    # frees what the last stage returns as well, and refuses a view.
+                    total = total.clone()
+                if multiplied > 1:
+                    total = total / multiplied
+                if self.shift:
+                    total = total.float() * 2.0**-self.shift
+                return total, one, {}
+
+            return output, loss_func
+
+        return forward_step
+
+    def _auxiliary_weight(self, loss: StepLoss, microbatch: Microbatch, is_masked: bool) -> float:
+        """Return the number that Megatron is to multiply a microbatch's auxiliary losses by.
+
+        They are means over a microbatch: over its positions, or over its tokens if the model was
+        given a padding mask. With calculate_per_token_loss Megatron multiplies them by that number
+        itself. Like the loss, they are divided by the step's normalizer at the end.
+        """
+        if not microbatch.sequences:
+            return 0.0
+        number = microbatch.tokens if is_masked else microbatch.positions
+        weight = auxiliary_weight(loss, microbatch, number)
+        if self.per_token:
+            weight /= number
+        return weight * 2.0**-self.shift
+
+
+def embedding_sizes(chunks: Sequence[Any]) -> EmbeddingSizes:
+    """Return the sizes of a `GPTModel`'s vocabulary and of its learned positions, if it has them.
+
+    All stages of a pipeline know them.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, GPTModel):
+                is_learned = module.position_embedding_type == "learned_absolute"
+                positions = module.max_sequence_length if is_learned else None
+                return EmbeddingSizes(module.vocab_size, positions)
+    return EmbeddingSizes(None, None)
+
+
+def _keep_scale_of_each_forward(stack: ExitStack) -> None:
     """Have each backward scale auxiliary losses as the forward of its microbatch did.
 
     Upstream sets the scale in each forward, and reads it in each backward. In a pipeline that is
     another microbatch's, which is the same as long as all count alike.
     """
     forward, backward = schedules.forward_step, schedules.backward_step
-    kept: dict[int, list[tuple[Any, Any]]] = {}
+    scales: dict[int, list[tuple[Any, Any]]] = {}
 
     def forward_step(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
         # A copy: newer releases write each scale into the tensor of the one before.
-        kept[id(_first_tensor(result[0]))] = [
+        scales[id(_first_tensor(result[0]))] = [
             (scaler, torch.clone(scaler.main_loss_backward_scale))
             for scaler in moe.scalers()
             if isinstance(scaler.main_loss_backward_scale, Tensor)
@@ -302,7 +422,7 @@ def _scale_with_their_forward(stack: ExitStack) -> None:
 
     @functools.wraps(backward)
     def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        for scaler, scale in kept.pop(id(_first_tensor(output_tensor)), ()):
+        for scaler, scale in scales.pop(id(_first_tensor(output_tensor)), ()):
             if scaler.main_loss_backward_scale.shape == scale.shape:
                 scaler.main_loss_backward_scale.copy_(scale)
             else:
@@ -322,48 +442,13 @@ def _times(factor: float, scale: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: scale() * factor
 
 
-def _nobody(failure: str | None) -> dict[int, str]:
+def _tell_no_rank(failure: str | None) -> dict[int, str]:
     """Tell no rank of a failure, because the others learn of it in `finish` or `abort`."""
     return {}
 
 
-# Field of the config → the method of DDP that belongs there.
-_METHODS = {
-    "no_sync_func": "no_sync",
-    "grad_sync_func": "start_grad_sync",
-    "param_sync_func": "start_param_sync",
-}
-
-
-def _use_own_functions(stack: ExitStack, backend: MegatronBackend) -> None:
-    """Let configs call the backend's chunks and optimizer, and no others, until the stack is left.
-
-    Functions that belong to neither a DDP nor an optimizer are the caller's, and stay.
-    """
-    for config in backend.configs:
-        for name, method in _METHODS.items():
-            found = getattr(config, name)
-            owners = [
-                getattr(each, "__self__", None)
-                for each in (found if isinstance(found, list) else [found])
-            ]
-            ddps = [each for each in owners if hasattr(each, "bucket_groups")]
-            if any(all(ddp is not chunk for chunk in backend.chunks) for ddp in ddps):
-                own = [getattr(chunk, method) for chunk in backend.chunks]
-                set_for(stack, config, name, own if len(own) > 1 else own[0])
-        # The optimizer whose loss scale the function applies, if that is known.
-        scale = config.grad_scale_func
-        known = isinstance(scale, LossScale)
-        owner = scale.optimizer if known else getattr(scale, "__self__", None)
-        if not known and not hasattr(owner, "scale_loss"):
-            continue
-        if all(owner is not part for part in backend.optimizer_parts):
-            scale = None if backend.optimizer is None else LossScale(backend.optimizer)
-            set_for(stack, config, "grad_scale_func", scale)
-
-
 class CheckedUpdate:
-    """Runs an optimizer's `step()`, checks the norm in it, and knows how far it has come."""
+    """Runs an optimizer's `step()`, checks the norm in it, and tells how far it has come."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, options: Options) -> None:
         self.updating = False
@@ -380,7 +465,7 @@ class CheckedUpdate:
         """Begin a step, in which the optimizer steps in `run` alone."""
         self.reset()
         if self._optimizer is not None:
-            self._allow = [refuse_update(each) for each in parts(self._optimizer)]
+            self._allow = [refuse_update(part) for part in parts(self._optimizer)]
 
     def reset(self) -> None:
         """Forget an earlier step."""
@@ -391,7 +476,8 @@ class CheckedUpdate:
     @property
     def lowers_scale(self) -> bool:
         """True if a loss scale is lowered where gradients are not finite."""
-        return any(isinstance(each, DynamicGradScaler) for each in grad_scalers(self._optimizer))
+        scalers = grad_scalers(self._optimizer)
+        return any(isinstance(scaler, DynamicGradScaler) for scaler in scalers)
 
     def run(self) -> tuple[float | None, str | None]:
         """Call `step()`; return the gradients' norm, and the reason if there was no update.
@@ -425,12 +511,12 @@ class CheckedUpdate:
         optimizer, reasons = self._optimizer, list[str]()
         begin_update = optimizer.step_with_ready_grads
 
-        def noting(compute: Callable[..., Any]) -> Callable[..., Any]:
-            def noted(*args: Any, **kwargs: Any) -> Any:
+        def keep_norm_of(compute: Callable[..., Any]) -> Callable[..., Any]:
+            def compute_and_keep(*args: Any, **kwargs: Any) -> Any:
                 self._norms = [compute(*args, **kwargs)]
                 return self._norms[0]
 
-            return noted
+            return compute_and_keep
 
         def update(*args: Any, **kwargs: Any) -> Any:
             reason = self._reason_to_skip()
@@ -438,20 +524,22 @@ class CheckedUpdate:
                 reasons.append(reason)
                 return False
             if self._options.undo:
-                inner = [one.optimizer for one in unchained(optimizer)]
+                inner = [part.optimizer for part in unchained(optimizer)]
                 # A hybrid one holds the state of those inside of it, and they hold copies.
-                inner += [one for each in inner if is_hybrid(each) for one in stepping(each)]
+                inner += [
+                    part for hybrid in inner if is_hybrid(hybrid) for part in stepping(hybrid)
+                ]
                 self.undo = keep_update(
                     [param for chunk in self._chunks for param in chunk.param_to_bucket_group],
-                    [one for one in inner if one is not None],
+                    [part for part in inner if part is not None],
                 )
             self.updating = True
             return begin_update(*args, **kwargs)
 
         replaced = {"step_with_ready_grads": update}
         if self._options.non_finite != "update":
-            replaced["get_grad_norm"] = noting(optimizer.get_grad_norm)
-            replaced["clip_grad_norm"] = noting(optimizer.clip_grad_norm)
+            replaced["get_grad_norm"] = keep_norm_of(optimizer.get_grad_norm)
+            replaced["clip_grad_norm"] = keep_norm_of(optimizer.clip_grad_norm)
         try:
             for name, function in replaced.items():
                 setattr(optimizer, name, function)
@@ -465,21 +553,24 @@ class CheckedUpdate:
         by_group = getattr(self._optimizer, "grad_norms_by_group", None) or {}
         for norm in (*self._norms, *by_group.values()):
             if norm is not None:
-                reason = skipped_for(float(norm), self._options.non_finite)
+                reason = reason_to_skip(float(norm), self._options.non_finite)
                 if reason is not None:
                     return reason
         return None
 
 
 def _overflow(scales: Sequence[tuple[Any, Any]]) -> str:
-    """Return the reason for a skip after an overflow, with what became of the loss scale."""
-    found = [(scaler, float(before), float(scaler.scale)) for scaler, before in scales]
-    lowered = [each for each in found if each[2] < each[1]]
-    scaler, before, now = (lowered or found)[0]
+    """Return the reason for a skip after an overflow, with the loss scale before and after it.
+
+    `scales` has each scaler with its scale from before the update.
+    """
+    changes = [(scaler, float(old), float(scaler.scale)) for scaler, old in scales]
+    lowered = [change for change in changes if change[2] < change[1]]
+    scaler, old, new = (lowered or changes)[0]
     if lowered:
-        return f"gradients overflowed; the loss scale is {now:g} now, not {before:g}"
+        return f"gradients overflowed; the loss scale is {new:g} now, not {old:g}"
     if not isinstance(scaler, DynamicGradScaler):
-        return f"gradients overflowed, or are NaN, under a fixed loss scale of {now:g}: lower it"
-    if now <= float(scaler.min_scale):
-        return f"gradients overflowed, and the loss scale of {now:g} is the least that is allowed"
-    return f"gradients overflowed; the loss scale stays at {now:g}, as its hysteresis says"
+        return f"gradients overflowed, or are NaN, under a fixed loss scale of {new:g}: lower it"
+    if new <= float(scaler.min_scale):
+        return f"gradients overflowed, and the loss scale of {new:g} is the least that is allowed"
+    return f"gradients overflowed; the loss scale stays at {new:g}, as its hysteresis says"

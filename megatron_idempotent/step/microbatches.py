@@ -1,31 +1,22 @@
-"""Makes microbatches of what a caller gives, counts what is valid, and plans the calls of ranks.
+"""Describes microbatches, cuts rows into them, and counts what is valid in them.
 
 Legend: B rows of the batch, T positions of a row, n sequences.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from megatron_idempotent.fp8.packing import Pack
 from megatron_idempotent.logprobs.errors import not_dense
-from megatron_idempotent.megatron.replica_check import checksum
-
-from .loss import called, is_number, needs_groups
-
-if TYPE_CHECKING:
-    from .lifecycle import Options
-    from .open_step import RankStatus
 
 Batch = Mapping[str, Any]
 """Tensors, lists and tuples with an item per row; scalars, and what a step shares, are for all."""
@@ -49,22 +40,25 @@ PACK = "pack"
 GROUP_IDS = "group_ids"
 """Name in a batch of the id of each sequence's group, if a loss is divided by groups."""
 
-ListShape = tuple[int, int, int, int]
-"""Microbatches of one call: how many, their largest rows and positions, and a checksum of all
-shapes, 0 for rows of one shape."""
-
-# No rows can be taken out of these, so they are the same for all of them.
-_SCALARS = (bool, int, float, str, bytes, type(None))
+SCALARS = (bool, int, float, str, bytes, type(None))
+"""Types of values from which no rows can be taken, so that they are the same for all rows."""
 
 Shape = tuple[int, int]
 """Rows and positions of a microbatch: what a schedule calls micro_batch_size and seq_length."""
 
+CallShape = tuple[int, int, int, int]
+"""Microbatches of one call: their number, their largest rows and positions, and a checksum of all
+shapes, 0 if all are rows of one shape."""
+
+Groups = tuple[Tensor, Tensor | None]
+"""Group ids of sequences [n], and which sequences are valid [n]; None if all are."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Segments:
-    """Says where a pack's sequences are, on the host.
+class PackedSequences:
+    """Holds the places of a pack's sequences, on the host.
 
-    Example: `Segments(starts=(0, 8), lengths=(5, 3))`.
+    Example: `PackedSequences(starts=(0, 8), lengths=(5, 3))`.
     """
 
     starts: tuple[int, ...]
@@ -74,15 +68,15 @@ class Segments:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """Holds one microbatch. Example: `Piece(batch=batch, shape=(4, 512), sequences=4)`."""
+class Microbatch:
+    """Holds one microbatch. Example: `Microbatch(inputs=batch, shape=(4, 512), sequences=4)`."""
 
-    batch: Any
+    inputs: Any
     """The argument of `forward` and the loss."""
     shape: Shape
     sequences: int
     """The number of sequences, masked ones included: rows, or a pack's that are not empty."""
-    segments: Segments | None = None
+    packed: PackedSequences | None = None
     """The sequences of a pack; None if the sequences are rows."""
     counts: Tensor | None = None
     """Valid sequences and tokens, float64 [2]; None if they are counted for a whole batch."""
@@ -93,11 +87,16 @@ class Piece:
         return self.shape[0] * self.shape[1]
 
     @property
+    def entries(self) -> int:
+        """The number of sequences, empty ones of a pack included."""
+        return self.sequences if self.packed is None else len(self.packed.lengths)
+
+    @property
     def tokens(self) -> int:
         """The number of positions without padding, read from the device for rows with lengths."""
-        if self.segments is not None:
-            return sum(self.segments.lengths)
-        lengths = field_of(self.batch, LENGTHS)
+        if self.packed is not None:
+            return sum(self.packed.lengths)
+        lengths = field_of(self.inputs, LENGTHS)
         if lengths is None:
             return self.positions
         return int(torch.as_tensor(lengths).clamp(max=self.shape[1]).sum()) or self.positions
@@ -105,70 +104,49 @@ class Piece:
     @property
     def may_be_padded(self) -> bool:
         """True if it is known where padding is."""
-        return self.segments is not None or field_of(self.batch, LENGTHS) is not None
+        return self.packed is not None or field_of(self.inputs, LENGTHS) is not None
+
+
+Calls = Sequence[Sequence[Microbatch]]
+"""The microbatches of each call of the schedule."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """Holds a batch as it is run and counted.
-
-    Example: `share_of(batch, None, begun_with, options)`.
-    """
+class PreparedBatch:
+    """Holds a batch as it is run and counted. Example: `cut_rows(batch, 4)`."""
 
     sequences: int = 0
     """The number of sequences, masked ones included."""
-    lists: Sequence[Sequence[Piece]] = ()
-    """The microbatches of each call of the schedule."""
+    calls: Calls = ()
     counts: Sequence[Tensor] = ()
     """Valid sequences and tokens, float64 [2] each, which add up to the batch's."""
-    groups: Sequence[tuple[Tensor, Tensor | None]] = ()
+    groups: Sequence[Groups] = ()
     """Group ids of sequences and which of them are valid, if the loss counts groups."""
 
-
-def share_of(
-    batch: Batch | None,
-    ready: Sequence[Any] | None,
-    begun_with: Mapping[str, Any],
-    options: Options,
-) -> Share:
-    """Cut a batch into microbatches, or take microbatches that are ready, as they are.
-
-    Raises:
-        ValueError: both a batch and microbatches, or one that cannot be run or counted; the message
-            has the index of a ready one.
-    """
-    grouped = needs_groups(begun_with["loss"])
-    if ready is not None:
-        if batch is not None:
-            raise ValueError(
-                "microbatch() got a batch and microbatches: pass rows to be cut, or a list of "
-                "microbatches that are run as they are"
-            )
-        if isinstance(ready, (str, bytes, Mapping)) or not isinstance(ready, Sequence):
-            raise ValueError(
-                f"microbatch() got a {type(ready).__name__} as microbatches: pass a list of them"
-            )
-        pieces, groups = [], []
-        for index, each in enumerate(ready):
-            try:
-                piece = _piece(each, options)
-                if grouped:
-                    segments = piece.segments
-                    number = piece.sequences if segments is None else len(segments.lengths)
-                    groups.append(group_ids(each, number))
-            except ValueError as error:
-                raise ValueError(f"microbatch() got microbatches[{index}], {error}") from None
-            pieces.append(piece)
-        return Share(
-            sequences=sum(piece.sequences for piece in pieces),
-            lists=[pieces] if pieces else (),
-            counts=[piece.counts for piece in pieces if piece.counts is not None],
+    @classmethod
+    def of_one_call(
+        cls, microbatches: Sequence[Microbatch], sequences: int, groups: Sequence[Groups]
+    ) -> PreparedBatch:
+        """Make a batch whose microbatches are run in one call, and have counts of their own."""
+        return cls(
+            sequences=sequences,
+            calls=[microbatches] if microbatches else (),
+            counts=[each.counts for each in microbatches if each.counts is not None],
             groups=groups,
         )
-    rows = 0 if batch is None else rows_of(batch, options.shared)
-    if batch is None or not rows:
-        return Share()
-    size = begun_with["micro_batch_size"]
+
+
+def cut_rows(
+    batch: Batch, size: int | None, *, shared: Collection[str] = (), grouped: bool = False
+) -> PreparedBatch:
+    """Cut a batch into microbatches of `size` rows; `grouped` says that groups are counted.
+
+    Raises:
+        ValueError: the batch cannot be cut or counted.
+    """
+    rows = checked_rows(batch, shared)
+    if not rows:
+        return PreparedBatch()
     if size is None:
         raise ValueError(
             f"microbatch() got {rows} rows, and begin() no micro_batch_size to cut them by: "
@@ -179,18 +157,47 @@ def share_of(
             f"microbatch() got {rows} nested rows, and begin() micro_batch_size={size}, which cuts "
             "rows of one length: begin with max_tokens_per_microbatch, or pass microbatches=[…]"
         )
-    return Share(
+    return PreparedBatch(
         sequences=rows,
-        lists=split(batch, rows, size, options.shared),
-        counts=[doubtful(valid_counts(batch), batch)],
-        groups=groups_of_rows(batch, rows, options.shared) if grouped else (),
+        calls=_split(batch, rows, size, shared),
+        counts=[nan_if_wrong(valid_counts(batch), batch)],
+        groups=groups_of_rows(batch, rows, shared) if grouped else (),
     )
 
 
-def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
+def _split(batch: Batch, rows: int, size: int, shared: Collection[str]) -> Calls:
+    """Cut a batch into microbatches of `size` rows, in order; rows left over are a smaller one.
+
+    Returns a call for each size, because the messages of a pipeline have one shape per call.
+    """
+    full = rows - rows % size
+    borders = [[(start, start + size) for start in range(0, full, size)], [(full, rows)]]
+    positions = int(batch[TOKENS].shape[1])
+    by_row = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, (Tensor, list, tuple)) and name not in shared
+    }
+    calls = [
+        [
+            Microbatch(
+                inputs={**batch, **{name: value[start:end] for name, value in by_row.items()}},
+                shape=(end - start, positions),
+                sequences=end - start,
+            )
+            for start, end in spans
+            if start < end
+        ]
+        for spans in borders
+    ]
+    return [call for call in calls if call]
+
+
+def checked_rows(batch: Any, shared: Collection[str] = (), *, one_more: bool = True) -> int:
     """Check a batch, and return its number of rows, B.
 
-    Values named in `shared` may be anything; all others have B rows, or are scalars.
+    Values named in `shared` may be anything; all others have B rows, or are scalars. For `one_more`
+    see `check_mask_shapes`.
 
     Raises:
         ValueError: the batch is no mapping or has no `input_ids` [B, T], or a value has another
@@ -200,42 +207,28 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
     if not isinstance(tokens_BT, Tensor) or tokens_BT.dim() < 2:
         raise ValueError(
             f"microbatch() got a {type(batch).__name__} whose {TOKENS!r} is "
-            f"{_told_value(tokens_BT)}: pass a mapping of tensors with "
+            f"{_shape_or_type(tokens_BT)}: pass a mapping of tensors with "
             f"{TOKENS!r} of shape [rows, positions]"
         )
     rows = int(tokens_BT.shape[0])
-    other = {
+    misshapen = {
         name: tuple(value.shape)
         for name, value in batch.items()
         if isinstance(value, Tensor)
         and name not in shared
         and (value.dim() == 0 or value.shape[0] != rows)
     }
-    if other:
+    if misshapen:
         raise ValueError(
-            f"microbatch() got {rows} rows of {TOKENS!r}, and tensors of other shapes: {other}; "
-            "the first dimension of every tensor is the rows. Name one that all rows share in "
+            f"microbatch() got {rows} rows of {TOKENS!r}, and tensors of other shapes: {misshapen};"
+            " the first dimension of every tensor is the rows. Name one that all rows share in "
             "shared=(…) when you make the step"
         )
     for name, value in batch.items():
         _refuse_rowless(name, value, rows, name in shared)
-    for name, dims in ((SAMPLE_MASK, 1), (TOKEN_MASK, 2)):
-        mask = batch.get(name)
-        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != dims):
-            raise ValueError(
-                f"microbatch() got {name!r} of {_told_value(mask)}: {SAMPLE_MASK!r} is [rows] and "
-                f"{TOKEN_MASK!r} [rows, positions], of zeros and ones"
-            )
-    mask_BT = batch.get(TOKEN_MASK)
-    # One more than there are inputs, where these are a sequence without its last token.
-    allowed = (tokens_BT.shape[1], tokens_BT.shape[1] + 1) if not tokens_BT.is_nested else ()
-    if mask_BT is not None and allowed and mask_BT.shape[1] not in allowed:
-        raise ValueError(
-            f"microbatch() got {TOKEN_MASK!r} of {tuple(mask_BT.shape)} for {TOKENS!r} of "
-            f"{tuple(tokens_BT.shape)}: give one for each position"
-        )
     try:
-        check_zeros_and_ones(batch)
+        check_mask_shapes(batch, one_more=one_more)
+        check_masks(batch)
     except ValueError as error:
         raise ValueError(f"microbatch() got a batch {error}") from None
     return rows
@@ -244,112 +237,49 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
 def _refuse_rowless(name: str, value: Any, rows: int, shared: bool) -> None:
     """Raise `ValueError` for a value with a pack, or with another number of items than rows."""
     per_row = isinstance(value, (list, tuple))
-    for each in value if per_row else (value,):
-        if isinstance(each, Pack):
+    for item in value if per_row else (value,):
+        if isinstance(item, Pack):
             raise ValueError(
-                f"microbatch() got {name!r} with a Pack of {len(each.lengths)} sequences and "
-                f"{sum(each.lengths)} tokens, which would count as one sequence of {each.tokens} "
+                f"microbatch() got {name!r} with a Pack of {len(item.lengths)} sequences and "
+                f"{sum(item.lengths)} tokens, which would count as one sequence of {item.tokens} "
                 "tokens, and cannot be cut into rows: send a list of packs as microbatches=[…], or "
                 "one sequence a row"
             )
-    fits = shared or isinstance(value, (Tensor, *_SCALARS)) or (per_row and len(value) == rows)
+    fits = shared or isinstance(value, (Tensor, *SCALARS)) or (per_row and len(value) == rows)
     if not fits:
-        told = f"a {type(value).__name__}{f' of {len(value)} items' if per_row else ''}"
+        items = f" of {len(value)} items" if per_row else ""
         raise ValueError(
-            f"microbatch() got {name!r}, {told}, for {rows} rows of {TOKENS!r}: give a tensor, "
-            "list or tuple with an item per row, or if all rows share it, name it in "
-            f"shared=({name!r},) when you make the step"
+            f"microbatch() got {name!r}, a {type(value).__name__}{items}, for {rows} rows of "
+            f"{TOKENS!r}: give a tensor, list or tuple with an item per row, or if all rows share "
+            f"it, name it in shared=({name!r},) when you make the step"
         )
 
 
-def _told_value(value: Any) -> str:
+def _shape_or_type(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
-def split(batch: Batch, rows: int, size: int, shared: Collection[str] = ()) -> list[list[Piece]]:
-    """Cut a batch into microbatches of `size` rows, in order; rows left over are a smaller one.
+def check_mask_shapes(batch: Any, *, one_more: bool = False) -> None:
+    """Raise `ValueError` for a mask of rows that has another shape than its tokens [B, T].
 
-    Returns a list for each size, because the messages of a pipeline have one shape per schedule
-    call.
+    With `one_more` a token mask may have an entry more than there are inputs, which are then a
+    sequence without its last token. Nested rows have masks of any width, and a flat row any masks.
     """
-    whole = rows - rows % size
-    cuts = [[(start, start + size) for start in range(0, whole, size)]]
-    if whole < rows:
-        cuts.append([(whole, rows)])
-    positions = int(batch[TOKENS].shape[1])
-    by_row = {
-        name: value
-        for name, value in batch.items()
-        if isinstance(value, (Tensor, list, tuple)) and name not in shared
-    }
-    return [
-        [
-            Piece(
-                batch={**batch, **{name: value[start:end] for name, value in by_row.items()}},
-                shape=(end - start, positions),
-                sequences=end - start,
-            )
-            for start, end in each
-        ]
-        for each in cuts
-        if each
-    ]
-
-
-def _piece(batch: Any, options: Options) -> Piece:
-    shape = _shape(batch, options.shape)
-    segments: Segments | None = None
-    if is_packed(batch):
-        from .packs import packed_counts, segments_of
-
-        segments = segments_of(batch)
-    sequences = shape[0] if segments is None else sum(length > 0 for length in segments.lengths)
-    if options.counts is not None:
-        counts = _given(called("counts", options.counts, batch))
-    elif (given := field_of(batch, COUNTS)) is not None:
-        counts = _given(given)
-    elif segments is not None:
-        check_zeros_and_ones(batch)
-        counts = doubtful(packed_counts(batch, segments), batch)
-    elif isinstance(field_of(batch, TOKENS), Tensor):
-        tokens_BT = field_of(batch, TOKENS)
-        whole = not tokens_BT.is_nested and tokens_BT.dim() > 1
-        for name, dims in ((SAMPLE_MASK, 1), (TOKEN_MASK, 2)) if whole else ():
-            mask, wanted = field_of(batch, name), tuple(tokens_BT.shape[:dims])
-            if isinstance(mask, Tensor) and tuple(mask.shape) != wanted:
-                raise ValueError(
-                    f"whose {name!r} has shape {tuple(mask.shape)}: give it {wanted}, as its tokens"
-                )
-        check_zeros_and_ones(batch)
-        counts = doubtful(valid_counts(batch), batch)
-    else:
+    tokens_BT = field_of(batch, TOKENS)
+    for name, dims in ((SAMPLE_MASK, 1), (TOKEN_MASK, 2)):
+        mask = field_of(batch, name)
+        if tokens_BT.dim() < 2 or not isinstance(mask, Tensor):
+            continue  # `check_masks` refuses what is no tensor
+        expected = tuple(tokens_BT.shape[:dims])
+        widths = (0, 1) if one_more and dims == 2 else (0,)
+        if mask.dim() == dims and (
+            tokens_BT.is_nested
+            or any(tuple(mask.shape) == (*expected[:-1], expected[-1] + n) for n in widths)
+        ):
+            continue
         raise ValueError(
-            f"a {type(batch).__name__} that does not say how many valid sequences and tokens it "
-            f"has: put {COUNTS!r} into it, or make the step with counts="
+            f"whose {name!r} has shape {tuple(mask.shape)}: give it {expected}, as its tokens"
         )
-    return Piece(batch=batch, shape=shape, sequences=sequences, segments=segments, counts=counts)
-
-
-def _shape(batch: Any, ask: Callable[[Any], Shape] | None) -> Shape:
-    if ask is not None:
-        found = called("shape", ask, batch)
-        whole = isinstance(found, (tuple, list)) and len(found) == 2
-        if not whole or any(type(each) is not int or each < 1 for each in found):
-            raise ValueError(f"for which shape= returned {found!r}: give (rows, positions)")
-        return found[0], found[1]
-    tokens = field_of(batch, TOKENS)
-    if not isinstance(tokens, Tensor) or not tokens.dim():
-        raise ValueError(
-            f"a {type(batch).__name__} whose {TOKENS!r} is "
-            f"{'not there' if tokens is None else type(tokens).__name__}: give it that tensor, "
-            "[rows, positions] or [positions], or make the step with shape="
-        )
-    if tokens.is_nested:
-        lengths = [len(each) for each in tokens.unbind()]
-        return len(lengths), max(lengths, default=0)
-    if tokens.dim() == 1:
-        return 1, int(tokens.shape[0])
-    return int(tokens.shape[0]), int(tokens.shape[1])
 
 
 def field_of(batch: Any, name: str) -> Any:
@@ -358,32 +288,6 @@ def field_of(batch: Any, name: str) -> Any:
     if callable(get):
         return get(name, None)  # a TensorDict raises without a default
     return getattr(batch, name, None)
-
-
-def _given(counts: Any) -> Tensor:
-    if isinstance(counts, Tensor):
-        if tuple(counts.shape) != (2,):
-            raise ValueError(
-                f"whose counts have shape {tuple(counts.shape)}: give [2], valid sequences and "
-                "tokens"
-            )
-        if counts.dtype == torch.bool or counts.is_complex():
-            raise ValueError(f"whose counts are of {counts.dtype}: give two numbers")
-        found = counts.detach().to(torch.float64)
-        if not on_host(found):
-            return torch.where((found >= 0) & (found <= _MOST), found, math.nan)
-        counts = found.tolist()
-    pair = isinstance(counts, (tuple, list)) and len(counts) == 2
-    if not pair or not all(is_number(each) and 0 <= each <= _MOST for each in counts):
-        raise ValueError(
-            f"whose counts are {counts!r}: give (valid sequences, valid tokens), two numbers from "
-            f"0 to {_MOST:g}"
-        )
-    return torch.tensor(counts, dtype=torch.float64)
-
-
-# Above it float64 leaves numbers out, so that it is no count.
-_MOST = 2.0**53
 
 
 def is_packed(batch: Any) -> bool:
@@ -412,11 +316,12 @@ def on_host(values: Tensor) -> bool:
     return values.device.type == "cpu"
 
 
-def check_zeros_and_ones(batch: Any) -> None:
+def check_masks(batch: Any) -> None:
     """Raise `ValueError` if a mask on the host has another value than 0 and 1.
 
-    So do tokens and masks that are no dense tensors. A step counts what is valid, and a loss may
-    multiply by a mask or ask what is above 0: with any other value the two differ without a word.
+    Tokens and masks that are no dense tensors are refused too. A step counts what is valid, and a
+    loss may multiply by a mask or ask what is above 0: with any other value the two differ without
+    a word.
     """
     for name in (TOKENS, SAMPLE_MASK, TOKEN_MASK):
         value = field_of(batch, name)
@@ -429,38 +334,39 @@ def check_zeros_and_ones(batch: Any) -> None:
         kind = not_dense(value)
         if kind is not None or value.is_complex():
             raise ValueError(f"whose {name!r} is {kind or value.dtype}: give a dense tensor")
-    for name, mask, wrong in _marked_masks(batch, host=True):
+    for name, mask, wrong in _wrong_in_masks(batch, host=True):
         if wrong.any():
             place = _first_place(mask, wrong)
-            at = ", ".join(f"{of} {n}" for of, n in zip(("row", "position"), place, strict=False))
+            dimensions = zip(("row", "position"), place, strict=False)
             raise ValueError(
-                f"whose {name!r} has {_flat(mask)[wrong][0].item()!r} in {at}: give 1 for what "
-                "counts and 0 for all else. Weights belong into a value of another name"
+                f"whose {name!r} has {flat(mask)[wrong][0].item()!r} in "
+                f"{', '.join(f'{dimension} {index}' for dimension, index in dimensions)}: give 1 "
+                "for what counts and 0 for all else. Weights belong into a value of another name"
             )
 
 
-def doubtful(counts: Tensor, batch: Any) -> Tensor:
+def nan_if_wrong(counts: Tensor, batch: Any) -> Tensor:
     """Return the counts [2], NaN if a mask on a device has another value than 0 and 1.
 
     The host reads counts at the end of a step, and waits for the device no more often.
     """
-    for _, _, wrong in _marked_masks(batch, host=False):
+    for _, _, wrong in _wrong_in_masks(batch, host=False):
         counts = torch.where(wrong.any().to(counts.device), math.nan, counts)
     return counts
 
 
-def _marked_masks(batch: Any, *, host: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _wrong_in_masks(batch: Any, *, host: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield masks of numbers, on the host or on devices, and what is neither 0 nor 1 in each."""
     for name in (SAMPLE_MASK, TOKEN_MASK):
         mask = field_of(batch, name)
         if isinstance(mask, Tensor) and mask.dtype != torch.bool and on_host(mask) is host:
-            yield name, mask, (_flat(mask) != 0) & (_flat(mask) != 1)
+            yield name, mask, (flat(mask) != 0) & (flat(mask) != 1)
 
 
-def _flat(values: Any) -> Tensor:
+def flat(values: Any) -> Tensor:
     """Return the values of all rows of a nested tensor one after the other; others as they are."""
-    found: Tensor = values.values() if values.is_nested else values
-    return found
+    joined: Tensor = values.values() if values.is_nested else values
+    return joined
 
 
 def _first_place(values: Any, wrong: Tensor) -> list[int]:
@@ -491,75 +397,74 @@ def valid_counts(batch: Any) -> Tensor:
         sequences, tokens = valid_counts({"input_ids": tokens_BT, "token_mask": mask_BT})
     """
     tokens_BT = field_of(batch, TOKENS)
-    rows = tokens_BT.shape[0]
     sample_mask_B = field_of(batch, SAMPLE_MASK)
     if sample_mask_B is None:
-        sample_mask_B = torch.ones(rows, device=tokens_BT.device)
+        sample_mask_B = torch.ones(tokens_BT.shape[0], device=tokens_BT.device)
     sample_mask_B = sample_mask_B.double()
     token_mask_BT = field_of(batch, TOKEN_MASK)
     tokens_B: Tensor | int
     if token_mask_BT is not None and token_mask_BT.is_nested:
-        tokens_B = torch.stack([each[1:].sum(dtype=torch.float64) for each in token_mask_BT])
+        tokens_B = torch.stack([row[1:].sum(dtype=torch.float64) for row in token_mask_BT])
     elif token_mask_BT is not None:
         tokens_B = token_mask_BT[:, 1:].sum(1, dtype=torch.float64)
     elif tokens_BT.is_nested:
-        predicted = [max(len(each) - 1, 0) for each in tokens_BT.unbind()]
+        predicted = [max(len(row) - 1, 0) for row in tokens_BT.unbind()]
         tokens_B = torch.tensor(predicted, dtype=torch.float64, device=sample_mask_B.device)
     else:
         tokens_B = tokens_BT.shape[1]
     return torch.stack((sample_mask_B, sample_mask_B * tokens_B)).sum(1)
 
 
-class Tables(NamedTuple):
-    """Says how many rows a model's tables of embeddings have, by what looks them up."""
+class EmbeddingSizes(NamedTuple):
+    """Holds the number of rows of a model's embeddings: of its vocabulary, and of positions."""
 
     tokens: int | None
+    """None where the size of the vocabulary is not known."""
     positions: int | None
     """None where positions are not looked up."""
 
 
-def check_ids(tables: Tables, lists: Sequence[Sequence[Piece]], *, read: bool) -> None:
-    """Raise `ValueError` for tokens or positions that the model's tables do not have.
+def check_ids(sizes: EmbeddingSizes, calls: Calls, *, read: bool) -> None:
+    """Raise `ValueError` for tokens or positions that the model's embeddings do not have.
 
     The host looks at those that it holds, and with `read` waits for those on a device.
     """
-    if tables == Tables(None, None):
+    if sizes == EmbeddingSizes(None, None):
         return
-    for index, piece in enumerate(itertools.chain.from_iterable(lists)):
-        told = outside(tables, piece.batch, read=read)
-        if told is not None:
-            raise ValueError(f"microbatch() got a batch whose microbatch {index} {told}")
+    for index, microbatch in enumerate(itertools.chain.from_iterable(calls)):
+        fault = _unknown_id(sizes, microbatch.inputs, read=read)
+        if fault is not None:
+            raise ValueError(f"microbatch() got a batch whose microbatch {index} {fault}")
 
 
-def explained(error: Exception, tables: Tables, microbatch: Any) -> Exception:
-    """Return an error of a forward, or for one of an embedding's the token that it does not have.
+def name_the_token(error: Exception, sizes: EmbeddingSizes, inputs: Any) -> Exception:
+    """Return an error of a forward; for an embedding's IndexError, one that names the token.
 
     The embedding's own, on the host, says neither the token nor where it is. This looks after the
     fact, because a forward may change what it gets.
     """
-    told = outside(tables, microbatch, read=True) if isinstance(error, IndexError) else None
-    if told is None:
+    fault = _unknown_id(sizes, inputs, read=True) if isinstance(error, IndexError) else None
+    if fault is None:
         return error
-    named = ValueError(f"the microbatch {told}")
-    named.__cause__ = error
-    return named.with_traceback(error.__traceback__)
+    naming = ValueError(f"the microbatch {fault}")
+    naming.__cause__ = error
+    return naming.with_traceback(error.__traceback__)
 
 
-def outside(tables: Tables, microbatch: Any, *, read: bool) -> str | None:
-    """Describe the first token or position that the tables do not have; None without one."""
-    tokens = field_of(microbatch, TOKENS)
-    positions = field_of(microbatch, POSITIONS)
-    known = tables.positions
-    if known is not None and positions is None and isinstance(tokens, Tensor):
+def _unknown_id(sizes: EmbeddingSizes, inputs: Any, *, read: bool) -> str | None:
+    """Describe the first token or position that the embeddings do not have; None without one."""
+    tokens = field_of(inputs, TOKENS)
+    positions = field_of(inputs, POSITIONS)
+    if sizes.positions is not None and positions is None and isinstance(tokens, Tensor):
         longest = int(tokens.shape[-1])
-        if longest > known and not is_packed(microbatch):
+        if longest > sizes.positions and not is_packed(inputs):
             return (
-                f"has rows of {longest} positions, and the model has {known}: cut them, or build "
-                "it with a larger max_sequence_length"
+                f"has rows of {longest} positions, and the model has {sizes.positions}: cut them, "
+                "or build it with a larger max_sequence_length"
             )
     for name, values, size in (
-        (TOKENS, tokens, tables.tokens),
-        (POSITIONS, positions, tables.positions),
+        (TOKENS, tokens, sizes.tokens),
+        (POSITIONS, positions, sizes.positions),
     ):
         if size is None or not isinstance(values, Tensor):
             continue
@@ -569,26 +474,21 @@ def outside(tables: Tables, microbatch: Any, *, read: bool) -> str | None:
                 f"up in a table of {size} entries: give torch.int64 or torch.int32, "
                 "[rows, positions]"
             )
-        if not values.numel():
+        if not values.numel() or not (read or on_host(values)):
             continue
-        if not read and not on_host(values):
-            continue
-        found = _flat(values)
-        least, most = (int(each) for each in found.aminmax())
-        if least < 0 or most >= size:
-            wrong = (found < 0) | (found >= size)
+        ids = flat(values)
+        smallest, largest = (int(bound) for bound in ids.aminmax())
+        if smallest < 0 or largest >= size:
+            wrong = (ids < 0) | (ids >= size)
             *row, position = _first_place(values, wrong)
-            where = f"row {row[0] if row else 0}, position {position}"
             return (
-                f"has {int(found[wrong][0])} in {name!r} at {where}, and the model's table has "
-                f"{size} entries, 0 to {size - 1}"
+                f"has {int(ids[wrong][0])} in {name!r} at row {row[0] if row else 0}, position "
+                f"{position}, and the model's table has {size} entries, 0 to {size - 1}"
             )
     return None
 
 
-def groups_of_rows(
-    batch: Batch, rows: int, shared: Collection[str]
-) -> list[tuple[Tensor, Tensor | None]]:
+def groups_of_rows(batch: Batch, rows: int, shared: Collection[str]) -> list[Groups]:
     """Return the group ids of all rows, and which rows are valid.
 
     Raises:
@@ -605,20 +505,20 @@ def groups_of_rows(
         raise ValueError(f"microbatch() got {error}") from None
 
 
-def group_ids(batch: Any, sequences: int) -> tuple[Tensor, Tensor | None]:
-    """Return each sequence's group id [n], and which sequences are valid [n]; None if all are.
+def group_ids(batch: Any, sequences: int) -> Groups:
+    """Return each sequence's group id, and which sequences are valid.
 
     Raises:
         ValueError: `group_ids` is missing, or is not one integer for each sequence.
     """
-    found = field_of(batch, GROUP_IDS)
-    if found is None:
+    ids = field_of(batch, GROUP_IDS)
+    if ids is None:
         raise ValueError(
             f"a {type(batch).__name__} without {GROUP_IDS!r}, and a loss or metric that is divided "
             f"by the number of groups: give it the group of each of its {sequences} sequences, "
             "integers [sequences]"
         )
-    ids_n = torch.as_tensor(found)
+    ids_n = torch.as_tensor(ids)
     if ids_n.is_floating_point() or ids_n.dtype == torch.bool or ids_n.numel() != sequences:
         raise ValueError(
             f"whose {GROUP_IDS!r} are {ids_n.dtype} of shape {tuple(ids_n.shape)} for {sequences} "
@@ -628,198 +528,24 @@ def group_ids(batch: Any, sequences: int) -> tuple[Tensor, Tensor | None]:
     return ids_n.reshape(-1), None if mask_n is None else mask_n.reshape(-1) > 0
 
 
-def distinct(found: Iterable[tuple[Tensor, Tensor | None]]) -> tuple[int, ...]:
+def distinct_groups(groups: Iterable[Groups]) -> tuple[int, ...]:
     """Return the ids of groups with a valid sequence, each once; read from the device once."""
-    valid = [ids_n if mask_n is None else ids_n[mask_n] for ids_n, mask_n in found]
+    valid = [ids_n if mask_n is None else ids_n[mask_n] for ids_n, mask_n in groups]
     if not valid:
         return ()
     device = valid[0].device
-    ids = torch.unique(torch.cat([each.to(device, torch.int64) for each in valid]))
+    ids = torch.unique(torch.cat([ids_n.to(device, torch.int64) for ids_n in valid]))
     return tuple(ids.tolist())
 
 
-def list_shape(pieces: Sequence[Piece]) -> ListShape:
-    """Describe the microbatches of one call: how many, their largest shape, a checksum of all."""
-    rows = max(piece.shape[0] for piece in pieces)
-    positions = max(piece.shape[1] for piece in pieces)
-    shapes = [piece.shape for piece in pieces]
-    # In short: a list may have hundreds, and what ranks exchange should fit into one gather.
-    lengths = [piece.segments.lengths for piece in pieces if piece.segments is not None]
-    told = 0
-    if lengths or len(set(shapes)) > 1:
-        told = zlib.crc32(repr((shapes, lengths)).encode())
-    return len(pieces), rows, positions, told
-
-
-def spec(microbatch: Any, name: str = "") -> Any:
-    """Describe a microbatch so that another rank can make its `ghost`.
-
-    Tensors, however deep in mappings, dataclasses, lists and tuples, are replaced by a description
-    without values; all else is kept. The description of packs and of `cu_seqlens` has their
-    borders, without which attention knows no sequences. `name` is the name of a value in its
-    microbatch.
-    """
-    if isinstance(microbatch, Pack):
-        return _MARK, "pack", microbatch.lengths, microbatch.segments
-    if isinstance(microbatch, Tensor) and name.startswith("cu_seqlens"):
-        return _MARK, "borders", microbatch.tolist(), microbatch.dtype
-    if isinstance(microbatch, Tensor):
-        lengths = [len(each) for each in microbatch.unbind()] if microbatch.is_nested else None
-        return _MARK, "tensor", tuple(_flat(microbatch).shape), microbatch.dtype, lengths
-    if hasattr(microbatch, "keys") and hasattr(microbatch, "items"):  # a TensorDict is no Mapping
-        return {name: spec(value, str(name)) for name, value in microbatch.items()}
-    if dataclasses.is_dataclass(microbatch) and not isinstance(microbatch, type):
-        found = copy.copy(microbatch)
-        for field in dataclasses.fields(found):
-            object.__setattr__(found, field.name, spec(getattr(found, field.name), field.name))
-        return found
-    described: Any = _pytree.tree_map_only(Tensor, spec, microbatch)
-    return described
-
-
-def fingerprint(batch: Any) -> dict[str, Any]:
-    """Describe what is in a batch or a list of microbatches, to tell another one by.
-
-    Returns an item for each tensor, number, string and None in it, by its place: of a tensor shape,
-    type and a checksum that stays on its device, so that nothing waits. Objects of other kinds
-    count by their type.
-    """
-    return dict(_leaves(batch, "batch"))
-
-
-def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor):
-        if value.is_nested:
-            jagged: Any = value
-            yield f"{place}.offsets", _tensor_leaf(jagged.offsets())
-        yield place, _tensor_leaf(_flat(value))
-    elif isinstance(value, _SCALARS):
-        yield place, repr(value)
-    elif hasattr(value, "keys") and hasattr(value, "items"):
-        for name, each in value.items():
-            yield from _leaves(each, f"{place}[{name!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _leaves(each, f"{place}[{index}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name, None), f"{place}.{field.name}")
-    else:
-        yield place, f"a {type(value).__name__}"
-
-
-def _tensor_leaf(value: Tensor) -> tuple[Any, ...]:
-    values = torch.view_as_real(value) if value.is_complex() else value
-    return tuple(value.shape), value.dtype, checksum(values)
-
-
-def told_leaf(leaf: Any) -> str:
-    """Describe an item of a `fingerprint`; this reads a checksum from its device."""
-    if leaf is None:
-        return "not there"
-    if isinstance(leaf, str):
-        return leaf
-    shape, dtype, sum_of_bits = leaf
-    return f"{dtype} of {shape} with checksum {int(sum_of_bits) % 2**64:016x}"
-
-
-def ghost(example: Any, device: Any) -> Any:
-    """Make a microbatch of zeros that looks like a peer's `spec`; nothing in it is valid."""
-    if _is_described(example):
-        return _made(example, device)
-    if isinstance(example, Mapping):
-        batch = {name: ghost(value, device) for name, value in example.items()}
-        if isinstance(batch.get(TOKENS), Tensor) and SAMPLE_MASK not in batch:
-            batch[SAMPLE_MASK] = torch.zeros(batch[TOKENS].shape[0], device=device)
-        return batch
-    if dataclasses.is_dataclass(example) and not isinstance(example, type):
-        found = copy.copy(example)
-        for field in dataclasses.fields(found):
-            object.__setattr__(found, field.name, ghost(getattr(found, field.name), device))
-        return found
-    return _pytree.tree_map(
-        lambda each: _made(each, device) if _is_described(each) else each,
-        example,
-        is_leaf=_is_described,
+def call_shape(microbatches: Sequence[Microbatch]) -> CallShape:
+    """Describe the microbatches of one call, in few bytes: there may be hundreds of them."""
+    shapes = [microbatch.shape for microbatch in microbatches]
+    lengths = [each.packed.lengths for each in microbatches if each.packed is not None]
+    is_uneven = bool(lengths) or len(set(shapes)) > 1
+    return (
+        len(shapes),
+        max(rows for rows, _ in shapes),
+        max(positions for _, positions in shapes),
+        zlib.crc32(repr((shapes, lengths)).encode()) if is_uneven else 0,
     )
-
-
-#: Begins what `spec` puts in the place of a tensor or a pack. No class, because plain pickle does
-#: not find one that has itself arrived pickled by value.
-_MARK = "megatron_idempotent"
-
-
-def _is_described(value: Any) -> bool:
-    return type(value) is tuple and value[:1] == (_MARK,)
-
-
-def _made(described: tuple[Any, ...], device: Any) -> Any:
-    """Return a pack or borders as they were, or zeros of a tensor's shape and type."""
-    match described:
-        case _, "pack", lengths, segments:
-            return Pack.laid_out(lengths, segments, device=device)
-        case _, "borders", ends, dtype:
-            return torch.tensor(ends, dtype=dtype, device=device)
-    _, _, shape, dtype, lengths = described
-    values = torch.zeros(shape, dtype=dtype, device=device)
-    if lengths is None:
-        return values
-    ends = torch.tensor([0, *lengths], device=device).cumsum(0)
-    return torch.nested.nested_tensor_from_jagged(values, ends)
-
-
-def calls(
-    lists: Sequence[Sequence[Piece]], said: Sequence[RankStatus], device: object
-) -> Iterator[tuple[list[Piece], bool]]:
-    """Yield the calls that this rank makes, and whether their microbatches are dummies.
-
-    Ranks that share a model's collectives make calls of the same sizes in the same order: up to
-    the fewest microbatches that a rank has, up to the second fewest, and so on. A rank that ran
-    out sends dummy microbatches through its model, shaped like those of the fullest rank. `said`
-    is empty if ranks run by themselves.
-    """
-    if not said:
-        for pieces in lists:
-            yield list(pieces), False
-        return
-    for place in range(max(len(say.lists) for say in said)):
-        numbers = [say.lists[place][0] if place < len(say.lists) else 0 for say in said]
-        fullest = said[numbers.index(max(numbers))]
-        mine = lists[place] if place < len(lists) else []
-        done = 0
-        for number in sorted(set(numbers) - {0}):
-            if done < len(mine):
-                yield list(mine[done:number]), False
-            else:
-                example, shape = fullest.specs[place]
-                yield (
-                    [
-                        Piece(batch=ghost(example, device), shape=shape, sequences=0)
-                        for _ in range(number - done)
-                    ],
-                    True,
-                )
-            done = number
-
-
-def differing_replicas(said: Sequence[RankStatus]) -> str | None:
-    """Describe the difference if ranks of one replica were given different batches; else None."""
-    first: dict[int, RankStatus] = {}
-    for say in said:
-        other = first.setdefault(say.replica, say)
-        if (say.doing, say.lists) != (other.doing, other.lists):
-            return (
-                f"data-parallel rank {say.replica} was given {_told_share(other)} on one of its "
-                f"model parallel ranks and {_told_share(say)} on another; give all of them "
-                f"the same batch"
-            )
-    return None
-
-
-def _told_share(say: RankStatus) -> str:
-    shapes = ", ".join(
-        f"{n} microbatches of {'' if not told else 'up to '}{rows} x {t}"
-        + (f" (shapes and lengths {told:08x})" if told else "")
-        for n, rows, t, told in say.lists
-    )
-    return f"{say.doing}({shapes or 'nothing'})"

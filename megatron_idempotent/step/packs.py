@@ -1,51 +1,38 @@
-"""Packs rows into microbatches within a budget of tokens, and cuts them to context-parallel ranks.
+"""Packs rows into microbatches within a budget of tokens.
 
-A step without packs and context parallelism enters nothing in this file.
+A step without a budget enters nothing in this file.
 
-Legend: B rows, T positions of a row, or all tokens of a pack; n sequences of a pack, S its tokens
-with padding.
+Legend: B rows, T positions of a row; n sequences of a pack, S its tokens with padding.
 """
 
 from __future__ import annotations
 
 import heapq
-import inspect
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_idempotent.fp8.packing import Pack, TokenAlignment
-from megatron_idempotent.logprobs.targets import context_parallel_part, context_parallel_whole
-from megatron_idempotent.megatron.expert_replay import ROUTED_EXPERTS
-from megatron_idempotent.patching.needs import absent, is_provided
 
-from .loss import needs_groups
 from .microbatches import (
     ATTENTION_MASK,
     LENGTHS,
     PACK,
     POSITIONS,
-    SAMPLE_MASK,
     TOKEN_MASK,
     TOKENS,
     Batch,
-    Piece,
-    Segments,
-    Share,
-    doubtful,
-    field_of,
+    Microbatch,
+    PreparedBatch,
+    checked_rows,
     groups_of_rows,
-    is_packed,
-    pack_in,
-    rows_of,
+    nan_if_wrong,
 )
-
-if TYPE_CHECKING:
-    from .lifecycle import Backend, Options
+from .pack_layout import packed_counts, sequences_of
 
 Bins = tuple[tuple[int, ...], ...]
 """The indices of each bin's sequences, in rising order; the bin with most work comes first."""
@@ -74,8 +61,8 @@ def bin_sequences(
         alignment: what sequences and packs are padded to, as `token_alignment` says.
         bins: the least number of bins; some are empty where there are fewer sequences.
         multiple: the number of bins is a multiple of it, as interleaved pipelines need.
-        attention: work that a token adds for each token of its sequence; its other work counts as
-            1. About 1 / (6 · hidden size) for a transformer; 0 to count tokens alone.
+        attention: the cost of attention for each token of its context, relative to a token's
+            fixed cost of 1. About 1 / (6 · hidden size) for a transformer; 0 to count tokens alone.
 
     Returns:
         The indices of each bin's sequences; no bins without sequences, unless `bins` is 2 or more.
@@ -85,7 +72,7 @@ def bin_sequences(
             not a positive int (`bins` may be 0).
 
     Example:
-        for bin in bin_sequences([len(each) for each in sequences], 4096, alignment=alignment):
+        for bin in bin_sequences([len(tokens) for tokens in sequences], 4096, alignment=alignment):
             pack = Pack.of([len(sequences[index]) for index in bin], alignment)
     """
     for name, value in (("max_tokens", max_tokens), ("bins", bins), ("multiple", multiple)):
@@ -94,9 +81,9 @@ def bin_sequences(
     capacity = capacity_of(max_tokens, alignment)
     sizes = [alignment.of_sequence(length) for length in lengths]
     for index, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
-        if length < 0 or size > capacity:
-            if length < 0:
-                raise ValueError(f"sequence {index} has length {length}: give lengths of 0 or more")
+        if length < 0:
+            raise ValueError(f"sequence {index} has length {length}: give lengths of 0 or more")
+        if size > capacity:
             padded = f", {size} with its padding," if size != length else ""
             usable = f", of which {capacity} can be used" if capacity != max_tokens else ""
             raise ValueError(
@@ -110,17 +97,20 @@ def bin_sequences(
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     tight = _tightly(order, sizes, capacity)
     least = max(-(-sum(sizes) // capacity), bins, 1)
-    wanted = {-(-number // multiple) * multiple for number in (least, max(len(tight), least))}
-    found: list[list[int]] | None = None
-    for number in sorted(wanted):
-        found = _evenly(order, sizes, work, number, capacity)
-        if found is not None:
+    numbers = {-(-number // multiple) * multiple for number in (least, max(len(tight), least))}
+    filled: list[list[int]] | None = None
+    for number in sorted(numbers):
+        filled = _evenly(order, sizes, work, number, capacity)
+        if filled is not None:
             break
-    if found is None:
-        found = tight + [[] for _ in range(max(wanted) - len(tight))]
-    filled = [tuple(sorted(each)) for each in found]
-    filled.sort(key=lambda each: (-sum(work[index] for index in each), each))
-    return tuple(filled)
+    if filled is None:
+        filled = tight + [[] for _ in range(max(numbers) - len(tight))]
+    return tuple(
+        sorted(
+            (tuple(sorted(indices)) for indices in filled),
+            key=lambda indices: (-sum(work[index] for index in indices), indices),
+        )
+    )
 
 
 def capacity_of(max_tokens: int, alignment: TokenAlignment) -> int:
@@ -148,19 +138,19 @@ def _evenly(
     """Put each sequence into the bin with least work that has room; None if no bin has room."""
     bins: list[list[int]] = [[] for _ in range(number)]
     rooms = [capacity] * number
-    heap = [(0.0, place) for place in range(number)]
+    heap = [(0.0, index) for index in range(number)]
     for index in order:
         full = []
         while heap and rooms[heap[0][1]] < sizes[index]:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
-        load, place = heap[0]
-        bins[place].append(index)
-        rooms[place] -= sizes[index]
-        heapq.heapreplace(heap, (load + work[index], place))
-        for each in full:
-            heapq.heappush(heap, each)
+        load, emptiest = heap[0]
+        bins[emptiest].append(index)
+        rooms[emptiest] -= sizes[index]
+        heapq.heapreplace(heap, (load + work[index], emptiest))
+        for load_of_bin in full:
+            heapq.heappush(heap, load_of_bin)
     return bins
 
 
@@ -169,14 +159,14 @@ def _tightly(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for index in order:
-        at = bisect_left(rooms, (sizes[index], -1))
-        if at == len(rooms):
+        fullest = bisect_left(rooms, (sizes[index], -1))
+        if fullest == len(rooms):
             bins.append([])
-            room, place = capacity, len(bins) - 1
+            room, number = capacity, len(bins) - 1
         else:
-            room, place = rooms.pop(at)
-        bins[place].append(index)
-        insort(rooms, (room - sizes[index], place))
+            room, number = rooms.pop(fullest)
+        bins[number].append(index)
+        insort(rooms, (room - sizes[index], number))
     return bins
 
 
@@ -207,7 +197,7 @@ def pack_batches(
         alignment: what sequences and packs are padded to, as `token_alignment` says.
         bins: the least number of packs; those without sequences have padding alone.
         multiple: the number of packs is a multiple of it.
-        attention: work that a token adds for each token of its sequence, see `bin_sequences`.
+        attention: the cost of attention, see `bin_sequences`.
         shared: names in the batch that are the same for all rows, whatever they hold.
 
     Returns:
@@ -223,34 +213,41 @@ def pack_batches(
         microbatches = pack_batches(batch, 8192, alignment=TokenAlignment.of_config(config))
         step.microbatch(step_id, microbatches=microbatches)
     """
-    how = {"alignment": alignment, "multiple": multiple, "attention": attention}
-    rows = PackedRows(batch, max_tokens, how, shared)
-    lists = rows.share(bins if rows.rows or bins > 1 else 0).lists
-    return [piece.batch for pieces in lists for piece in pieces]
+    rows = PackedRows(
+        batch,
+        max_tokens,
+        alignment=alignment,
+        multiple=multiple,
+        attention=attention,
+        shared=shared,
+    )
+    prepared = rows.prepare(bins if rows.rows or bins > 1 else 0)
+    return [microbatch.inputs for call in prepared.calls for microbatch in call]
 
 
 class PackedRows:
-    """Checks the rows of a batch, and packs them into as many bins as ranks have agreed on."""
+    """Checks the rows of a batch, and packs them into as many packs as ranks have agreed on."""
 
     def __init__(
         self,
         batch: Batch,
         max_tokens: int,
-        how: dict[str, Any],
-        shared: Collection[str],
         *,
+        alignment: TokenAlignment,
+        multiple: int,
+        attention: float,
+        shared: Collection[str],
         grouped: bool = False,
     ) -> None:
-        """Take the rows; `how` has the alignment, multiple and work of `bin_sequences`."""
-        self.rows = rows_of(batch, shared)
-        self._batch, self._max_tokens, self._how = batch, max_tokens, how
+        """Take the rows; `alignment`, `multiple` and `attention` are those of `bin_sequences`.
+
+        Raises:
+            ValueError: the batch cannot be packed within the budget.
+        """
+        self.rows = checked_rows(batch, shared, one_more=False)
+        self._batch, self._max_tokens, self._alignment = batch, max_tokens, alignment
+        self._multiple, self._attention = multiple, attention
         self._shared = frozenset(shared)
-        mask_BT, tokens_BT = batch.get(TOKEN_MASK), batch[TOKENS]
-        if mask_BT is not None and not tokens_BT.is_nested and mask_BT.shape != tokens_BT.shape[:2]:
-            raise ValueError(
-                f"microbatch() got {TOKEN_MASK!r} of {tuple(mask_BT.shape)} for {TOKENS!r} of "
-                f"{tuple(tokens_BT.shape)}: give one for each position"
-            )
         if PACK in batch:
             raise ValueError(
                 f"microbatch() got {PACK!r} in a batch of rows, where a budget of tokens puts the "
@@ -258,105 +255,88 @@ class PackedRows:
             )
         self._groups = groups_of_rows(batch, self.rows, shared) if grouped else ()
         self._firsts, self._lengths = real_tokens(batch, self.rows)
-        self._bins = self._binned(1 if self.rows else 0)
-
-    @classmethod
-    def of_step(
-        cls, batch: Batch, begun_with: Mapping[str, Any], options: Options, backend: Backend
-    ) -> PackedRows:
-        """Return the rows of a batch that a step with a budget is to pack.
-
-        Raises:
-            ValueError: the batch cannot be packed within the budget.
-        """
-        how = {
-            "alignment": options.alignment or backend.alignment,
-            "multiple": backend.microbatch_multiple,
-            "attention": backend.attention,
-        }
-        tokens, grouped = begun_with["max_tokens_per_microbatch"], needs_groups(begun_with["loss"])
-        return cls(batch, tokens, how, options.shared, grouped=grouped)
+        self._bins = self._rows_of_packs(1 if self.rows else 0)
 
     @property
-    def bins(self) -> int:
+    def packs(self) -> int:
         """The number of packs that the rows need; 0 without rows."""
         return len(self._bins)
 
-    def share(self, bins: int) -> Share:
-        """Make at least `bins` packs, which are run in one call.
+    def prepare(self, packs: int) -> PreparedBatch:
+        """Make at least `packs` packs, which are run in one call.
 
         There are no more packs than rows, rounded up to the multiple that a call takes.
         """
-        multiple = self._how["multiple"]
-        most = min(bins, -(-max(self.rows, 1) // multiple) * multiple)
-        found = self._bins if most <= self.bins else self._binned(most)
-        pieces = [self._piece(each) for each in found]
-        return Share(
-            sequences=self.rows,
-            lists=[pieces] if pieces else (),
-            counts=[piece.counts for piece in pieces if piece.counts is not None],
-            groups=self._groups,
-        )
+        limit = -(-max(self.rows, 1) // self._multiple) * self._multiple
+        number = min(packs, limit)
+        bins = self._bins if number <= self.packs else self._rows_of_packs(number)
+        return PreparedBatch.of_one_call(list(map(self._pack, bins)), self.rows, self._groups)
 
-    def _binned(self, bins: int) -> tuple[tuple[int, ...], ...]:
-        if not bins:
+    def _rows_of_packs(self, packs: int) -> Bins:
+        if not packs:
             return ()
         try:
-            return bin_sequences(self._lengths, self._max_tokens, bins=bins, **self._how)
+            return bin_sequences(
+                self._lengths,
+                self._max_tokens,
+                bins=packs,
+                alignment=self._alignment,
+                multiple=self._multiple,
+                attention=self._attention,
+            )
         except ValueError as error:
             raise ValueError(f"microbatch() got {self.rows} rows, of which {error}") from None
 
-    def _piece(self, rows: tuple[int, ...]) -> Piece:
+    def _pack(self, rows: tuple[int, ...]) -> Microbatch:
         tokens_BT = self._batch[TOKENS]
         lengths = [self._lengths[row] for row in rows]
-        alignment = self._how["alignment"]
         # A pack of no sequences is of the least padding that can be computed.
-        tokens = None if sum(lengths) else alignment.pack
-        pack = Pack.of(lengths, alignment, tokens=tokens, device=tokens_BT.device)
-        # Where each token is among all of the batch's, one row after the other.
+        tokens = None if sum(lengths) else self._alignment.pack
+        pack = Pack.of(lengths, self._alignment, tokens=tokens, device=tokens_BT.device)
+        # The place of each token among all of the batch's, one row after the other.
         width = 0 if tokens_BT.is_nested else tokens_BT.shape[1]
         starts = [self._firsts[row] + row * width for row in rows]
         spans = zip(starts, lengths, strict=True)
-        place_N = torch.cat([torch.arange(0), *(torch.arange(at, at + n) for at, n in spans)])
-        found = {
+        source_N = torch.cat([torch.arange(0), *(torch.arange(at, at + n) for at, n in spans)])
+        inputs = {
             name: value
             if name in self._shared
-            else _chosen(name, value, rows, place_N, pack, tokens_BT)
+            else _values_of(name, value, rows, source_N, pack, tokens_BT)
             for name, value in self._batch.items()
             if name != ATTENTION_MASK or name in self._shared
         }
-        found.setdefault(TOKEN_MASK, pack.mask.float()[None])
-        found.setdefault(POSITIONS, pack.position_ids[None])
-        found[PACK] = pack
-        segments = segments_of_pack(pack)
-        return Piece(
-            batch=found,
+        inputs.setdefault(TOKEN_MASK, pack.mask.float()[None])
+        inputs.setdefault(POSITIONS, pack.position_ids[None])
+        inputs[PACK] = pack
+        packed = sequences_of(pack)
+        return Microbatch(
+            inputs=inputs,
             shape=(1, pack.tokens),
             sequences=sum(length > 0 for length in lengths),
-            counts=doubtful(packed_counts(found, segments), found),
-            segments=segments,
+            counts=nan_if_wrong(packed_counts(inputs, packed), inputs),
+            packed=packed,
         )
 
 
-def _chosen(
-    name: str, value: Any, rows: tuple[int, ...], place_N: Tensor, pack: Pack, tokens_BT: Tensor
+def _values_of(
+    name: str, value: Any, rows: tuple[int, ...], source_N: Tensor, pack: Pack, tokens_BT: Tensor
 ) -> Any:
-    """Take the rows of one pack out of a value of the batch, whose tokens are at `place_N`."""
+    """Take the rows of one pack out of a value of the batch, whose tokens are at `source_N`."""
     if isinstance(value, (list, tuple)):
-        chosen = [value[row] for row in rows]
-        return chosen if isinstance(value, list) else tuple(chosen)
+        items = [value[row] for row in rows]
+        return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, Tensor):
         return value
     if value.is_nested:
         jagged: Any = value
-        flat = jagged.values()
+        tokens = jagged.values()
     elif not tokens_BT.is_nested and value.shape[:2] == tokens_BT.shape[:2]:
-        flat = value.flatten(0, 1)
+        tokens = value.flatten(0, 1)
     else:
         index_n = torch.tensor(rows, dtype=torch.int64, device=value.device)
         return value.index_select(0, index_n)
     # The batch's values [all tokens, …], laid out as the pack's [1, S, …].
-    picked = flat.index_select(0, place_N.to(value.device))
+    picked = tokens.index_select(0, source_N.to(value.device))
     joined = picked.new_full((pack.tokens, *picked.shape[1:]), _FILLS.get(name, 0))
     return joined.index_copy(0, pack.place_N.to(value.device), picked)[None]
 
@@ -373,7 +353,7 @@ def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
     tokens_BT = batch[TOKENS]
     lengths, mask = batch.get(LENGTHS), batch.get(ATTENTION_MASK)
     if tokens_BT.is_nested:
-        return _nested(batch, tokens_BT)
+        return _nested_tokens(batch, tokens_BT)
     width = int(tokens_BT.shape[1])
     if lengths is None and mask is None:
         raise ValueError(
@@ -382,7 +362,7 @@ def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
             f"or {ATTENTION_MASK!r} [rows, positions]"
         )
     firsts = [0] * rows
-    counted: list[int] = []
+    masked_lengths: list[int] = []
     if mask is not None:
         if not isinstance(mask, Tensor) or tuple(mask.shape) != tuple(tokens_BT.shape[:2]):
             shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -390,40 +370,40 @@ def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
                 f"microbatch() got {ATTENTION_MASK!r} of {shape} for {TOKENS!r} of "
                 f"{tuple(tokens_BT.shape)}: give it that shape, with 1 for each real token"
             )
-        firsts, counted = _runs(mask > 0, width)
+        firsts, masked_lengths = _masked_tokens(mask > 0, width)
     if lengths is None:
-        return firsts, counted
-    found = _as_numbers(lengths, rows, width)
-    for row, (length, real) in enumerate(zip(found, counted, strict=False)):
-        if length != real:
+        return firsts, masked_lengths
+    checked_lengths = _checked_lengths(lengths, rows, width)
+    for row, (length, masked) in enumerate(zip(checked_lengths, masked_lengths, strict=False)):
+        if length != masked:
             raise ValueError(
-                f"microbatch() got row {row} with {LENGTHS!r} {length} and {real} tokens in "
+                f"microbatch() got row {row} with {LENGTHS!r} {length} and {masked} tokens in "
                 f"{ATTENTION_MASK!r}: give one of the two"
             )
-    return firsts, found
+    return firsts, checked_lengths
 
 
-def _nested(batch: Batch, tokens: Tensor) -> tuple[list[int], list[int]]:
+def _nested_tokens(batch: Batch, tokens: Tensor) -> tuple[list[int], list[int]]:
     starts, lengths = _jagged(tokens)
     for name, value in batch.items():
-        if isinstance(value, Tensor) and value.is_nested:
-            _, theirs = _jagged(value)
-            for row, (found, length) in enumerate(zip(theirs, lengths, strict=True)):
-                if found != length:
-                    raise ValueError(
-                        f"microbatch() got {name!r} with {found} entries in row {row}, which has "
-                        f"{length} tokens: give one for each token"
-                    )
+        if not isinstance(value, Tensor) or not value.is_nested:
+            continue
+        for row, (entries, length) in enumerate(zip(_jagged(value)[1], lengths, strict=True)):
+            if entries != length:
+                raise ValueError(
+                    f"microbatch() got {name!r} with {entries} entries in row {row}, which has "
+                    f"{length} tokens: give one for each token"
+                )
     return starts, lengths
 
 
 def _jagged(nested: Any) -> tuple[list[int], list[int]]:
-    """Return where each row begins among all of a nested tensor's, and the lengths."""
+    """Return the first place of each row among a nested tensor's values, and the lengths."""
     ends = nested.offsets().tolist()
     return ends[:-1], [end - start for start, end in itertools.pairwise(ends)]
 
 
-def _runs(real_BT: Tensor, width: int) -> tuple[list[int], list[int]]:
+def _masked_tokens(real_BT: Tensor, width: int) -> tuple[list[int], list[int]]:
     """Return first place and number of the real tokens of each row, which lie side by side."""
     if not real_BT.numel():
         return [0] * len(real_BT), [0] * len(real_BT)
@@ -440,7 +420,7 @@ def _runs(real_BT: Tensor, width: int) -> tuple[list[int], list[int]]:
     return [first if number else 0 for first, _, number in zip(*facts, strict=True)], facts[2]
 
 
-def _as_numbers(lengths: Any, rows: int, width: int) -> list[int]:
+def _checked_lengths(lengths: Any, rows: int, width: int) -> list[int]:
     if isinstance(lengths, Tensor):
         if lengths.dim() != 1 or lengths.is_floating_point():
             raise ValueError(
@@ -459,271 +439,3 @@ def _as_numbers(lengths: Any, rows: int, width: int) -> list[int]:
                 f"{width}, its positions"
             )
     return list(lengths)
-
-
-def segments_of(batch: Any) -> Segments | None:
-    """Return the sequences of a microbatch that holds a pack; None if its sequences are rows.
-
-    A pack is a `Pack`, Megatron's `PackedSeqParams`, or a tensor `cu_seqlens`, with
-    `cu_seqlens_padded` where sequences are padded. A tensor on a device is read by the host.
-
-    Raises:
-        ValueError: the borders do not begin at 0, fall, leave a sequence no room, or do not end
-            with the last token.
-    """
-    found = pack_in(batch)
-    if isinstance(found, Pack):
-        tokens = field_of(batch, TOKENS)
-        if isinstance(tokens, Tensor) and tokens.numel() != found.tokens:
-            raise ValueError(
-                f"whose Pack has {found.tokens} tokens, and whose {TOKENS!r} has "
-                f"{tokens.numel()}: give one for each token of the Pack, padding included"
-            )
-        return segments_of_pack(found)
-    if found is not None:
-        padded = getattr(found, "cu_seqlens_q_padded", None)
-        return _checked(found.cu_seqlens_q, padded, batch)
-    borders = field_of(batch, "cu_seqlens")
-    if borders is None:
-        return None
-    return _checked(borders, field_of(batch, "cu_seqlens_padded"), batch)
-
-
-def segments_of_pack(pack: Pack) -> Segments:
-    """Return the sequences of a pack, which the host knows."""
-    starts = itertools.accumulate(pack.segments, initial=0)
-    return Segments(starts=tuple(starts)[: len(pack.lengths)], lengths=pack.lengths)
-
-
-def _checked(borders: Any, padded: Any, batch: Any) -> Segments:
-    ends = [int(each) for each in torch.as_tensor(borders).reshape(-1).tolist()]
-    places = ends
-    if padded is not None:
-        places = [int(each) for each in torch.as_tensor(padded).reshape(-1).tolist()]
-    for name, found in (("cu_seqlens", ends), ("cu_seqlens_padded", places)):
-        if not found or found[0] != 0:
-            raise ValueError(f"whose {name} begin with {found[:1]}: let them begin with 0")
-        for index, (start, end) in enumerate(itertools.pairwise(found)):
-            if end < start:
-                raise ValueError(
-                    f"whose {name} fall from {start} to {end} in sequence {index}: give rising ones"
-                )
-    lengths = [end - start for start, end in itertools.pairwise(ends)]
-    rooms = [end - start for start, end in itertools.pairwise(places)]
-    if len(rooms) != len(lengths):
-        raise ValueError(
-            f"whose cu_seqlens have {len(lengths)} sequences, and cu_seqlens_padded {len(rooms)}: "
-            "give both the same"
-        )
-    for index, (length, room) in enumerate(zip(lengths, rooms, strict=True)):
-        if length > room:
-            raise ValueError(
-                f"whose sequence {index} has {length} tokens and {room} places: let "
-                "cu_seqlens_padded leave it as many or more"
-            )
-    tokens = field_of(batch, TOKENS)
-    if isinstance(tokens, Tensor) and not tokens.is_nested and places[-1] != tokens.numel():
-        raise ValueError(
-            f"whose cu_seqlens end at {places[-1]}, and which has {tokens.numel()} tokens: let "
-            "them end with the last token, padding included"
-        )
-    return Segments(starts=tuple(places[:-1]), lengths=tuple(lengths))
-
-
-def packed_counts(batch: Any, segments: Segments) -> Tensor:
-    """Return valid sequences and tokens of a pack, float64 [2], as `valid_counts` does of rows.
-
-    `sample_mask` is [n], one for each sequence; `token_mask` has an entry for each of the pack's
-    tokens, and the first of each sequence does not count. Empty sequences do not count.
-    """
-    sample_mask_n, token_mask_T = field_of(batch, SAMPLE_MASK), field_of(batch, TOKEN_MASK)
-    masks = [each for each in (sample_mask_n, token_mask_T) if isinstance(each, Tensor)]
-    device = masks[0].device if masks else torch.device("cpu")
-    lengths_n = torch.tensor(segments.lengths, dtype=torch.int64, device=device)
-    there_n = (lengths_n > 0).double()
-    if sample_mask_n is not None:
-        if sample_mask_n.numel() != len(segments.lengths):
-            raise ValueError(
-                f"whose {SAMPLE_MASK!r} has {sample_mask_n.numel()} entries for "
-                f"{len(segments.lengths)} sequences: give one for each"
-            )
-        there_n = there_n * sample_mask_n.reshape(-1).double()
-    if token_mask_T is None:
-        tokens_n = (lengths_n - 1).clamp(min=0).double()
-    else:
-        ends = [sum(each) for each in zip(segments.starts, segments.lengths, strict=True)]
-        end = max(ends, default=0)
-        tokens = field_of(batch, TOKENS)
-        known = isinstance(tokens, Tensor) and not tokens.is_nested
-        whole = tokens.numel() if known else token_mask_T.numel()
-        if token_mask_T.numel() != whole or token_mask_T.numel() < end:
-            needed = f"which has {whole} tokens" if known else f"whose sequences end at {end}"
-            raise ValueError(
-                f"whose {TOKEN_MASK!r} has {token_mask_T.numel()} entries, and {needed}: give one "
-                "for each token, padding included"
-            )
-        sums_T = torch.nn.functional.pad(token_mask_T.reshape(-1).double(), (1, 0)).cumsum(0)
-        starts_n = torch.tensor(segments.starts, dtype=torch.int64, device=device)
-        last = len(sums_T) - 1
-        first_n = (starts_n + 1).clamp(max=last)
-        tokens_n = (sums_T[starts_n + lengths_n] - sums_T[first_n]) * (lengths_n > 0)
-    return torch.stack((there_n, there_n * tokens_n)).sum(1)
-
-
-def packed_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
-    """Return the arguments that a `GPTModel` is called with for a pack, see `gpt_inputs`."""
-    from megatron.core.utils import get_model_config
-
-    tokens, positions = microbatch[TOKENS], microbatch.get(POSITIONS)
-    pack = pack_in(microbatch)
-    packed = _packed_seq_params(microbatch, pack)
-    tokens_1T = tokens[None] if tokens.dim() == 1 else tokens
-    if tokens_1T.dim() != 2 or len(tokens_1T) != 1:
-        raise ValueError(
-            f"gpt_forward() got a pack with {TOKENS!r} of {tuple(tokens.shape)}: give it as "
-            "[1, positions] or [positions]"
-        )
-    if positions is None:
-        counted = isinstance(pack, Pack)
-        positions = pack.position_ids if counted else _positions(packed, tokens_1T)
-    found = {TOKENS: tokens_1T, POSITIONS: positions[None] if positions.dim() == 1 else positions}
-    if isinstance(pack, Pack) and 0 < sum(pack.lengths) < pack.tokens:
-        found |= padding_inputs(get_model_config(model), pack.mask[None])
-    borders = _borders(packed)
-    parts = {name: own_positions(value, cu_seqlens=borders) for name, value in found.items()}
-    return {**parts, ATTENTION_MASK: None, "packed_seq_params": packed}
-
-
-def _packed_seq_params(microbatch: Batch, pack: Any) -> Any:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    if isinstance(pack, Pack):
-        borders, longest = pack.cu_seqlens, pack.max_seqlen
-    elif pack is not None:
-        return pack
-    else:
-        given = microbatch.get("cu_seqlens_padded")
-        given = microbatch["cu_seqlens"] if given is None else given
-        borders = given.reshape(-1).to(torch.int32)
-        known = microbatch.get("max_seqlen")
-        longest = int(borders.diff().amax() if known is None else known)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-
-
-def _borders(packed: Any) -> Any:
-    padded = packed.cu_seqlens_q_padded
-    return packed.cu_seqlens_q if padded is None else padded
-
-
-def own_routes(microbatch: Any) -> Tensor:
-    """Return a microbatch's routed experts [B, T, L, K] at this rank's `own_positions`."""
-    given: Tensor = field_of(microbatch, ROUTED_EXPERTS)
-    given = given[None] if given.dim() == 3 else given
-    if context_parallel_ranks()[1] == 1:
-        return given
-    borders = None
-    if is_packed(microbatch):
-        borders = _borders(_packed_seq_params(microbatch, pack_in(microbatch))).to(given.device)
-    return own_positions(given, cu_seqlens=borders)
-
-
-def _positions(packed: Any, tokens_1T: Tensor) -> Tensor:
-    """Count positions [T] from 0 in each sequence, and in the padding after the last one."""
-    borders: Tensor = _borders(packed).to(tokens_1T.device, torch.int64)
-    place_T = torch.arange(tokens_1T.shape[1], device=tokens_1T.device)
-    number_T = torch.searchsorted(borders[1:].contiguous(), place_T, right=True)
-    return place_T - borders[number_T]
-
-
-def has_auxiliary_losses(config: Any) -> bool:
-    """Tell if a model with this config has routers or MTP heads, whose losses count positions."""
-    routes = getattr(config, "num_moe_experts", None) is not None
-    return routes or bool(getattr(config, "mtp_num_layers", None))
-
-
-def padding_inputs(config: Any, real_BT: Tensor) -> dict[str, Tensor]:
-    """Return arguments that tell routers and MTP heads which positions are no padding."""
-    from megatron.core.models.gpt import GPTModel
-
-    found: dict[str, Tensor] = {}
-    balanced = getattr(config, "moe_router_load_balancing_type", None)
-    routes = getattr(config, "num_moe_experts", None) is not None
-    if routes and balanced != "quantile_balancing":  # quantiles know no padding
-        knows = "padding_mask" in inspect.signature(GPTModel.forward).parameters
-        if getattr(config, "moe_router_enable_expert_bias", False):
-            # Upstream combines masks of other shapes for the bias.
-            name = "expert-bias-knows-padding"
-            knows = knows and (is_provided(name) or not absent(name, a_door=False))
-        if knows:
-            found["padding_mask"] = ~real_BT
-    if getattr(config, "mtp_num_layers", None):
-        found["loss_mask"] = real_BT.float()
-    return found
-
-
-def context_parallel_ranks() -> tuple[int, int]:
-    """Return this rank's place in its context-parallel group, and its size; (0, 1) without one."""
-    from megatron.core import parallel_state  # FSDPTrainStep packs without Megatron
-
-    if not parallel_state.model_parallel_is_initialized():
-        return 0, 1
-    return (
-        int(parallel_state.get_context_parallel_rank()),
-        int(parallel_state.get_context_parallel_world_size()),
-    )
-
-
-def own_positions(values: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Cut whole rows, or a whole pack, down to the positions that this rank computes.
-
-    Without context parallelism these are all. Shift targets before you cut them: the position after
-    a part's last one is on another rank.
-
-    Args:
-        values: [B, T, …], the same on all context-parallel ranks.
-        dim: the dimension of positions.
-        cu_seqlens: [n + 1], the borders of a pack's n sequences, padding included; None for rows.
-
-    Returns:
-        [B, T / ranks, …]
-
-    Raises:
-        ValueError: the positions are no multiple of 2 * ranks.
-
-    Example:
-        stats = token_logprobs(logits=output, targets=own_positions(shift_targets(tokens_BT)))
-    """
-    rank, size = context_parallel_ranks()
-    return context_parallel_part(values, rank=rank, size=size, dim=dim, cu_seqlens=cu_seqlens)
-
-
-def all_positions(part: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Gather what `own_positions` has cut, for a loss over whole sequences. A collective.
-
-    All ranks of a context-parallel group take part. In the backward each rank keeps the gradient of
-    its own positions, without a collective: all of these ranks compute the same loss of whole
-    sequences, and the model's gradients are summed over them.
-
-    Args:
-        part: [B, T / ranks, …], this rank's positions.
-        dim: the dimension of positions.
-        cu_seqlens: as for `own_positions`.
-
-    Returns:
-        [B, T, …], the same on all context-parallel ranks.
-
-    Example:
-        logprob_BT = all_positions(stats.logprob)  # and the loss says context_parallel = "whole"
-    """
-    if context_parallel_ranks()[1] == 1:
-        return part
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_context_parallel_group()
-    return context_parallel_whole(part, group=group, cu_seqlens=cu_seqlens, dim=dim)

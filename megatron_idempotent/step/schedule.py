@@ -69,8 +69,8 @@ class StepSchedule:
             optimizer,
             scheduler,
             forward=_forward,
-            shape=lambda one: one.shape,
-            counts=lambda one: one.shape,
+            shape=_shape_of,
+            counts=_shape_of,
             **options,
         )
         """The `TrainStep`, for `reading()`."""
@@ -85,7 +85,7 @@ class StepSchedule:
         seq_length: int,
         micro_batch_size: int,
         forward_only: bool = False,
-        **others: Any,
+        **options: Any,
     ) -> list[Any]:
         """Run forward and backward of the next `num_microbatches`; reduce and update nothing.
 
@@ -101,31 +101,32 @@ class StepSchedule:
             Exception: as `TrainStep.microbatch`; the step stays open until `abort()`.
         """
         if forward_only:
-            call = {"seq_length": seq_length, "micro_batch_size": micro_batch_size, **others}
-            found: list[Any] = get_forward_backward_func()(
+            outputs: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step_func,
                 data_iterator=data_iterator,
                 model=model,
                 num_microbatches=num_microbatches,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
                 forward_only=True,
-                **call,
+                **options,
             )
-            return found
-        given = list(model) if isinstance(model, (list, tuple)) else [model]
-        if [id(chunk) for chunk in given] != [id(chunk) for chunk in self._chunks]:
+            return outputs
+        chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+        if [id(chunk) for chunk in chunks] != [id(chunk) for chunk in self._chunks]:
             raise ValueError(
-                f"StepSchedule() was called with {len(given)} model chunks that are not the "
+                f"StepSchedule() was called with {len(chunks)} model chunks that are not the "
                 f"{len(self._chunks)} that it was made with: make one for each model"
             )
         if isinstance(data_iterator, (list, tuple)):
             data_iterator = data_iterator[0]
         shape = micro_batch_size, seq_length
-        ready = [
-            _Microbatch(next(data_iterator), shape, forward_step_func, num_microbatches, self)
+        batches = [
+            _ScheduleBatch(next(data_iterator), shape, forward_step_func, num_microbatches, self)
             for _ in range(num_microbatches)
         ]
-        self.step.microbatch(self.begin(), microbatches=ready)
-        return [each.reported[0] for each in ready if each.reported]
+        self.step.microbatch(self.begin(), microbatches=batches)
+        return [batch.reported[0] for batch in batches if batch.reported]
 
     def prepare(self) -> None:
         """Make the groups in which ranks agree: see `TrainStep.prepare`. All ranks call it.
@@ -161,19 +162,24 @@ class StepSchedule:
         self.step.abort()
 
 
-class _Microbatch:
-    """Holds what the framework's iterator yielded, and what its loss function made of it."""
+class _ScheduleBatch:
+    """Holds what the framework's iterator yielded, and what its loss function returned for it."""
 
     def __init__(
-        self, batch: Any, shape: tuple[int, int], step: Any, number: int, of: StepSchedule
+        self,
+        batch: Any,
+        shape: tuple[int, int],
+        forward_step: Any,
+        number: int,
+        schedule: StepSchedule,
     ) -> None:
-        self.batch, self.shape, self.forward_step = batch, shape, step
-        config = get_model_config(of._chunks[0])
+        self.batch, self.shape, self.forward_step = batch, shape, forward_step
+        config = get_model_config(schedule._chunks[0])
         self.per_token = bool(config.calculate_per_token_loss)
         self.parts = parallel_state.get_context_parallel_world_size()
         # A schedule multiplies with the parts, which DDP takes back where it averages.
         self.factor = number / self.parts if self.per_token else float(number)
-        self.auxiliary_weight = of._auxiliary_weight
+        self.auxiliary_weight = schedule._auxiliary_weight
         self.loss_func: Any = None
         self.reported: list[Any] = []
 
@@ -184,20 +190,20 @@ class _ScheduleLoss:
     kind: Kind = "none"
     normalizers: ClassVar[Mapping[str, Normalizer]] = {"num_tokens": "none"}
 
-    def auxiliary_weight(self, one: _Microbatch) -> float:
-        positions = one.shape[0] * one.shape[1] if one.per_token else 1
-        if one.auxiliary_weight is not None:
-            return one.auxiliary_weight(one.batch) * positions
-        return float(positions) if one.per_token else 1 / one.factor
+    def auxiliary_weight(self, batch: _ScheduleBatch) -> float:
+        positions = batch.shape[0] * batch.shape[1] if batch.per_token else 1
+        if batch.auxiliary_weight is not None:
+            return batch.auxiliary_weight(batch.batch) * positions
+        return float(positions) if batch.per_token else 1 / batch.factor
 
-    def __call__(self, output: Any, one: _Microbatch) -> tuple[Tensor, dict[str, Any]]:
-        loss, *tokens, reported = one.loss_func(output)
-        one.reported.append(reported)
+    def __call__(self, output: Any, batch: _ScheduleBatch) -> tuple[Tensor, dict[str, Any]]:
+        loss, *tokens, reported = batch.loss_func(output)
+        batch.reported.append(reported)
         if not tokens:
-            return loss / one.factor, {}
-        if one.per_token:
+            return loss / batch.factor, {}
+        if batch.per_token:
             return loss, {"num_tokens": tokens[0]}
-        return loss / tokens[0].clamp(min=1) / (one.factor * one.parts), {}
+        return loss / tokens[0].clamp(min=1) / (batch.factor * batch.parts), {}
 
 
 def _tokens(counts: StepCounts) -> float:
@@ -205,6 +211,10 @@ def _tokens(counts: StepCounts) -> float:
     return max(counts.reported.get("num_tokens", 0.0), 1.0)
 
 
-def _forward(model: Any, one: Any) -> Any:
-    output, one.loss_func = one.forward_step(iter([one.batch]), model)
+def _forward(model: Any, batch: Any) -> Any:
+    output, batch.loss_func = batch.forward_step(iter([batch.batch]), model)
     return output
+
+
+def _shape_of(batch: _ScheduleBatch) -> tuple[int, int]:
+    return batch.shape

@@ -32,8 +32,8 @@ class ModuleSnapshot:
         """The modules with all modules inside of them."""
         self._modes = [(m, m.training) for m in self.modules]
         # Not module.buffers(): Megatron's DDP has a list of that name, and it would walk once more.
-        held = {id(b): b for m in self.modules for b in m._buffers.values() if b is not None}
-        self._buffers = [(b, b.clone()) for b in held.values()]
+        by_id = {id(b): b for m in self.modules for b in m._buffers.values() if b is not None}
+        self._buffers = [(b, b.clone()) for b in by_id.values()]
 
     @property
     def training(self) -> bool:
@@ -77,15 +77,15 @@ def keep_attributes(owner: Any, names: Iterable[str] | None = None) -> Restore:
 
     Tensors are put back in place, because captured graphs and aliases hold their memory.
     """
-    held = vars(owner) if names is None else {name: getattr(owner, name) for name in names}
-    kept = {
+    values = vars(owner) if names is None else {name: getattr(owner, name) for name in names}
+    copies = {
         name: (value, _copied(value))
-        for name, value in held.items()
+        for name, value in values.items()
         if value is None or isinstance(value, (Tensor, bool, int, float, str, list, tuple))
     }
 
     def restore() -> None:
-        for name, (value, copied) in kept.items():
+        for name, (value, copied) in copies.items():
             if isinstance(value, Tensor):
                 with torch.no_grad():
                     value.copy_(copied)
@@ -99,12 +99,12 @@ def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
 
     Functions that it does not override now are its class's again.
     """
-    own = {name: vars(owner)[name] for name in names if name in vars(owner)}
+    overrides = {name: vars(owner)[name] for name in names if name in vars(owner)}
 
     def restore() -> None:
         for name in names:
-            if name in own:
-                setattr(owner, name, own[name])
+            if name in overrides:
+                setattr(owner, name, overrides[name])
             else:
                 vars(owner).pop(name, None)
 
@@ -120,17 +120,17 @@ class Writes(NamedTuple):
     gradients: tuple[int, ...]
     parameters: tuple[int, ...]
 
-    def since(self, before: Writes) -> tuple[int, int]:
+    def since(self, earlier: Writes) -> tuple[int, int]:
         """Return how many of the gradients, and of the parameters, were written or dropped."""
         gradients, parameters = (
-            sum(now > then or now < 0 <= then for now, then in zip(*pair, strict=True))
-            for pair in zip(self, before, strict=True)
+            sum(new > old or new < 0 <= old for new, old in zip(*pair, strict=True))
+            for pair in zip(self, earlier, strict=True)
         )
         return gradients, parameters
 
 
 def refuse_update(optimizer: Any) -> Restore:
-    """Have an optimizer's `step()` raise until the function that is returned is called."""
+    """Make an optimizer's `step()` raise until the function that this returns is called."""
     restore = keep_functions(optimizer, ["step"])
     optimizer.step = partial(_refused, type(optimizer).__name__)
     return restore
@@ -146,13 +146,13 @@ def _refused(name: str, *args: Any, **kwargs: Any) -> None:
 
 def keep_groups(groups: Iterable[dict[str, Any]]) -> Restore:
     """Keep the settings in an optimizer's parameter groups."""
-    kept = [
+    copies = [
         (group, {name: _copied(value) for name, value in group.items() if name != "params"})
         for group in groups
     ]
 
     def restore() -> None:
-        for group, values in kept:
+        for group, values in copies:
             for name, value in values.items():
                 _put(group, name, value)
 
@@ -169,8 +169,8 @@ def _put(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 _MOE = "megatron.core.transformer.moe"
-# What a step sets aside while it runs. Each is back when a call ends, in whatever way; but that a
-# second exception interrupts the putting back.
+# What a step sets aside while it runs. All are restored when the call ends, unless a second
+# exception interrupts the restore.
 _ASIDE = (
     "finalize_model_grads_func",
     "grad_scale_func",
@@ -183,7 +183,7 @@ _OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "ch
 
 
 class MegatronSnapshot:
-    """Keeps all that a step changes, but for gradients, parameters and the optimizer's state."""
+    """Keeps all that a step changes, except gradients, parameters and the optimizer's state."""
 
     def __init__(
         self,
@@ -216,12 +216,12 @@ class MegatronSnapshot:
             self._parts.append(keep_attributes(scaler, ["main_loss_backward_scale"]))
         if optimizer is not None:
             self._parts.append(keep_functions(optimizer, _WATCHED))
-        for one in unchained(optimizer):
-            scaler = getattr(one, "grad_scaler", None)
+        for part in unchained(optimizer):
+            scaler = getattr(part, "grad_scaler", None)
             if scaler is not None:
                 self._parts.append(keep_attributes(scaler))
-            if getattr(one, "optimizer", None) is not None:
-                self._parts.append(keep_groups(one.optimizer.param_groups))
+            if getattr(part, "optimizer", None) is not None:
+                self._parts.append(keep_groups(part.optimizer.param_groups))
         if scheduler is not None:
             self._parts.append(keep_attributes(scheduler))
 
@@ -258,13 +258,13 @@ class LogSnapshot:
 
     def restore(self) -> None:
         """Put the totals back; those that layers have begun to log since then become zero."""
-        known = {id(value): before for value, before in self._values}
+        totals = {id(value): total for value, total in self._values}
         for value in logged():
-            before = known.get(id(value))
-            if before is None:
+            total = totals.get(id(value))
+            if total is None:
                 value.zero_()
             else:
-                value.copy_(before)
+                value.copy_(total)
 
 
 def logged() -> Iterator[Tensor]:
@@ -294,10 +294,10 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
     values = [(p, p.detach().to("cpu", copy=True)) for p in all_of_them.values()]
 
     def on_host(value: Any) -> Any:
-        held = isinstance(value, Tensor)
-        return value.detach().to("cpu", copy=True) if held else _copied(value)
+        is_tensor = isinstance(value, Tensor)
+        return value.detach().to("cpu", copy=True) if is_tensor else _copied(value)
 
-    kept = [
+    copies = [
         (o, {p: {n: on_host(v) for n, v in state.items()} for p, state in o.state.items()})
         for o in optimizers
     ]
@@ -306,7 +306,7 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
         with torch.no_grad():
             for parameter, value in values:
                 parameter.copy_(value)
-        for optimizer, states in kept:
+        for optimizer, states in copies:
             for parameter in list(optimizer.state):
                 if parameter not in states:
                     del optimizer.state[parameter]
@@ -323,7 +323,7 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put modules in eval mode without gradients; then restore modes, buffers, random states."""
-    kept, restore_torch = ModuleSnapshot(modules), keep_torch()
+    snapshot, restore_torch = ModuleSnapshot(modules), keep_torch()
     for module in modules:
         module.eval()
     try:
@@ -333,17 +333,18 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
         close_contexts(error)  # what they put back comes before, not after, what is put back here
         raise
     finally:
-        kept.restore()
+        snapshot.restore()
         restore_torch()
 
 
-def size_of(tensors: Iterable[Tensor]) -> Tensor:
+def sum_of_norms(tensors: Iterable[Tensor]) -> Tensor:
     """Return a float64 scalar that is finite unless an element is not, or the tensors are huge."""
     by_kind: dict[Any, list[Tensor]] = {}
-    for each in tensors:
+    for tensor in tensors:
         # Quantized parameters are no plain tensors, and have no NaN of their own.
-        if type(each) in (Tensor, nn.Parameter) and each.is_floating_point() and each.numel():
-            by_kind.setdefault((each.device, each.dtype), []).append(each.detach())
+        is_plain = type(tensor) in (Tensor, nn.Parameter)
+        if is_plain and tensor.is_floating_point() and tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
     norms = [torch.nn.utils.get_total_norm(group).double() for group in by_kind.values()]
     if not norms:
         return torch.zeros((), dtype=torch.float64)
@@ -355,9 +356,9 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
     for name, value in named:
         wrong = ~value.detach().isfinite()
         if wrong.any():
-            place = wrong.nonzero()[0].tolist()
+            index = wrong.nonzero()[0].tolist()
             return (
-                f"its parameter {name!r} is {value.detach()[tuple(place)].item()} at {place}: load "
+                f"its parameter {name!r} is {value.detach()[tuple(index)].item()} at {index}: load "
                 "a checkpoint on all ranks"
             )
     return None
@@ -366,11 +367,11 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
 def set_learning_rate(optimizer: Any, lr: float) -> None:
     """Set the learning rate of all groups, times their multiplier, as Megatron's scheduler does."""
     for group in getattr(optimizer, "param_groups", ()):
-        found = lr * group.get("lr_mult", 1.0)
+        group_lr = lr * group.get("lr_mult", 1.0)
         if isinstance(group.get("lr"), Tensor):  # a captured graph reads it there
-            group["lr"].fill_(found)
+            group["lr"].fill_(group_lr)
         else:
-            group["lr"] = found
+            group["lr"] = group_lr
 
 
 def lr_and_weight_decay(optimizer: Any) -> tuple[float, float] | None:

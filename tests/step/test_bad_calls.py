@@ -220,8 +220,8 @@ SHAPES = _rows(
     (lambda batch: {"batch": {"tokens": batch["input_ids"]}}, "NoneType"),
     (lambda _: {"batch": {"input_ids": _ones(3)(None)}}, r"\(3,\)"),
     (_with(token_mask=_ones(3, 4)), r"of other shapes: .*\(3, 4\)"),
-    (_with(sample_mask=_ones(4, 2)), r"'sample_mask' of \(4, 2\)"),
-    (_with(sample_mask=[1.0] * 4), "'sample_mask' of list"),
+    (_with(sample_mask=_ones(4, 2)), r"'sample_mask' has shape \(4, 2\): give it \(4,\)"),
+    (_with(sample_mask=[1.0] * 4), "'sample_mask' is a list: give a dense tensor"),
     (_with(weight=lambda _: _tensor(1.0).sum()), r"'weight': \(\)"),
     (_with(images=[1] * 3), r"a list of 3 items, for 4 rows .*shared=\("),
     (_with(images=lambda _: _ones(4, 2)(None).numpy()), r"a ndarray.*shared=\("),
@@ -500,14 +500,26 @@ OTHERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "deadline_s='1'": ({"deadline_s": "1"}, ValueError, "'1'"),
     "shared='rope'": ({"shared": "rope"}, ValueError, "'rope'"),
     "shared=(1,)": ({"shared": (1,)}, ValueError, r"\(1,\)"),
-    "shared masks": ({"shared": ("token_mask",)}, ValueError, r"names \['token_mask'\]"),
-    "nothing_valid": ({"nothing_valid": "ignore"}, ValueError, "one of 'skip', 'update', got 'ig"),
+    "shared masks": (
+        {"shared": ("token_mask",)},
+        ValueError,
+        r"token_mask\), as shared, got \('token_mask',\)",
+    ),
+    "nothing_valid": (
+        {"nothing_valid": "ignore"},
+        ValueError,
+        "one of 'skip', 'update' as nothing_valid, got 'ig",
+    ),
 }
 ON_FSDP: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "clip_grad='1'": ({"clip_grad": "1"}, ValueError, "positive or None, got '1'"),
+    "clip_grad='1'": (
+        {"clip_grad": "1"},
+        ValueError,
+        "a positive number or None as clip_grad, got '1'",
+    ),
     "clip_grad=nan": ({"clip_grad": float("nan")}, ValueError, "got nan"),
     "clip_grad of two": ({"clip_grad": torch.ones(2)}, ValueError, r"got tensor\(\[1"),
-    "grad_scaler='x'": ({"grad_scaler": "x"}, ValueError, "GradScaler, got 'x'"),
+    "grad_scaler='x'": ({"grad_scaler": "x"}, ValueError, "GradScaler as grad_scaler, got 'x'"),
     "a class of scalers": ({"grad_scaler": torch.amp.GradScaler}, ValueError, "got <class"),
     "a class of schedulers": (
         {"scheduler": torch.optim.lr_scheduler.LinearLR},
@@ -519,7 +531,7 @@ _SIZES = ("micro_batch_size", "max_tokens_per_microbatch")
 #: Arguments of `begin()`, beside usual ones, and what it says.
 BEGUN: dict[str, tuple[dict[str, Any], str]] = {
     **{
-        f"divisor={each!r}": ({"divisor": each}, f"got divisor={each!r}")
+        f"divisor={each!r}": ({"divisor": each}, f"as divisor, got {each!r}")
         for each in (0, -1.0, float("nan"), float("inf"), "2", True)
     },
     "no size": ({"global_batch_size": 0}, "global_batch_size, got 0"),

@@ -143,7 +143,7 @@ def refused(options: dict[str, Any], **how: Any) -> str:
     [
         (2, {"bad_rank": 1}, "rank 1: the loss of its microbatch 1 is nan"),
         (2, {"positions": 30}, r"rows of 30 positions for 2 .* a multiple of 4"),
-        (1, {"returned": "half"}, "context_parallel 'half': give it one of 'part'"),
+        (1, {"returned": "half"}, "`context_parallel` is 'half': give it one of 'part'"),
     ],
     ids=["a part that is NaN", "rows that cannot be dealt out", "neither part nor whole"],
 )

@@ -423,7 +423,9 @@ def test_bad_arguments_are_errors_that_name_the_remedy():
     refuse(r"of which 13 parameters are not.*\(128, 16\).*after", plain, early)
     refuse("got a NoneType as optimizer", model, None)
     for wrong in (0.0, -1.0):
-        refuse("clip_grad must be positive or None, got", model, optimizer, clip_grad=wrong)
+        refuse(
+            "takes a positive number or None as clip_grad, got", model, optimizer, clip_grad=wrong
+        )
     step_id = made.begin()
     made.step.microbatch(step_id, made.batch(1))
     with torch.no_grad():

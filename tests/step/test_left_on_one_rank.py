@@ -11,7 +11,7 @@ import torch
 from ranks import on_ranks
 from scenario import Bench, cut, raised_by
 
-from megatron_idempotent.step import open_step
+from megatron_idempotent.step import open_step, status
 from megatron_idempotent.window.agreement import is_poisoned
 
 
@@ -158,7 +158,7 @@ def test_what_all_ranks_have_done_is_not_dropped_by_one(engine: str) -> None:
         name = bench.begin()
         step.microbatch(name, batch)
         if interrupted and bench.rank == 1:
-            _raise_behind(open_step, "failures", "doing='updated'")
+            _raise_behind(open_step, "failures_of", "phase='updated'")
             assert isinstance(raised_by(step.finish, name), Broken)
             for call, *args in ((step.abort, name), (step.abort,), (step.microbatch, name, batch)):
                 assert "finish() it again" in str(raised_by(call, *args))
@@ -178,7 +178,7 @@ def test_ranks_of_which_one_went_back_do_not_train_on() -> None:
     batch = bench.batch(2)
     bench.run([batch])
     if bench.rank == 1:
-        _raise_behind(open_step, "_gathered", r"\x07updated")  # as pickle writes the word
+        _raise_behind(status, "_all_gather_bytes", r"\x07updated")  # as pickle writes the word
     told = []
     for _ in range(2):
         told.append(str(raised_by(bench.run, [batch])))

@@ -183,12 +183,12 @@ def test_a_step_is_told_its_learning_rate_and_batch_size_when_it_ends(engine: st
 
 def messages(lengths: list[int]) -> list[tuple[str, int]]:
     """Runs on a rank: what is heard of ranks that each bring so many rows of metrics."""
-    from megatron_idempotent.step.open_step import RankStatus, all_gather_status
+    from megatron_idempotent.step.status import RankStatus, all_gather_status
 
     rank = dist.get_rank()
     rows = tuple({"loss": float(row), f"of {rank}": 1.0} for row in range(lengths[rank]))
     said = all_gather_status(
-        RankStatus(doing="finish", step_id=f"step of {rank}", updates=0, rows=rows), 20.0
+        RankStatus(phase="finish", step_id=f"step of {rank}", updates=0, rows=rows), 20.0
     )
     assert all(say.rows[-1]["loss"] == len(say.rows) - 1 for say in said if say.rows)
     return [(say.step_id, len(say.rows)) for say in said]

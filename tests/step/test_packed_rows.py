@@ -142,7 +142,7 @@ def holes() -> torch.Tensor:
         ({"lengths": torch.tensor([5, 10])}, "row 1 with 'lengths' 10: give an int from 0 to 9"),
         ({"lengths": torch.tensor([-1, 9])}, "row 0 with 'lengths' -1"),
         ({"lengths": torch.tensor([5.0, 9.0])}, "'lengths' of torch.float32"),
-        ({"token_mask": torch.ones(2, T + 1)}, "'token_mask' of (2, 10) for 'input_ids' of (2, 9)"),
+        ({"token_mask": torch.ones(2, T + 1)}, "'token_mask' has shape (2, 10): give it (2, 9)"),
         ({"pack": 1}, "'pack' in a batch of rows"),
     ],
 )

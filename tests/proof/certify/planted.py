@@ -29,7 +29,7 @@ from megatron_idempotent.proof.certify.adapters import (
 )
 from megatron_idempotent.proof.certify.oracle import counted
 from megatron_idempotent.step import own_positions
-from megatron_idempotent.step.packs import context_parallel_ranks
+from megatron_idempotent.step.pack_layout import context_parallel_ranks
 
 
 class Counting(SplitStep):

@@ -1,0 +1,171 @@
+"""Refuses models, optimizers and schedulers that `TrainStep` cannot train right, and names patches.
+
+All of it runs once, when a step is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron_idempotent.megatron import gather, moe
+from megatron_idempotent.megatron.ddp import bucket_groups
+from megatron_idempotent.megatron.optimizers import trained_by
+from megatron_idempotent.patching.needs import Need
+
+
+def _refused_settings(chunk: Any, ranks: int, *, order_stable: bool) -> Iterator[tuple[bool, str]]:
+    """Yield whether a chunk has each setting that a step refuses, and why."""
+    config = get_model_config(chunk)
+    yield (
+        getattr(config, "overlap_moe_expert_parallel_comm", False),
+        "overlap_moe_expert_parallel_comm=True, whose schedule runs two microbatches in one and "
+        "cannot be taken apart: set it to False",
+    )
+    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
+        size = getattr(config, name, None) or 1
+        yield (
+            size > 1,
+            f"{name}={size}, whose ranks share weights and not batches, so that they are neither "
+            "one replica nor several: set it to 1",
+        )
+    yield (
+        getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
+        "reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of parameters would overwrite the "
+        "gradients of an open step: set it to False",
+    )
+    if not order_stable:
+        return
+    for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute"):
+        yield (
+            getattr(config, name, False),
+            f"{name}=True and order_stable=True: one computes gradients after the backward in "
+            "which the other takes them. Set one of the two to False",
+        )
+    yield (
+        config.fp16,
+        "fp16=True, whose loss scale changes what a gradient is rounded to: train in bf16, or "
+        "leave order_stable out",
+    )
+    yield (
+        not config.calculate_per_token_loss and bool(ranks & (ranks - 1)),
+        f"{ranks} ranks over which DDP averages, which rounds unless they are a power of two: set "
+        "calculate_per_token_loss=True, so that it sums, or leave order_stable out",
+    )
+
+
+def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
+    """Raise `ValueError` for options of Megatron with which gradients would be wrong or missing.
+
+    With `order_stable` also for those with which `ExactSums` cannot take or keep all gradients.
+    """
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    for chunk in chunks:
+        for is_set, reason in _refused_settings(chunk, ranks, order_stable=order_stable):
+            if is_set:
+                raise ValueError(f"TrainStep() got {reason}")
+
+
+def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
+    """Raise `ValueError` if the optimizer steps on parameters that are not these chunks'.
+
+    Gradients come into the memory of the chunks' parameters, and others would never be updated.
+    """
+    of_chunks = {id(param) for chunk in chunks for param in chunk.parameters()}
+    of_ddp = {id(param) for chunk in chunks for param in chunk.param_to_bucket_group}
+    trained = trained_by(optimizer)
+    strangers = [param for param in trained if id(param) not in of_chunks]
+    if strangers:
+        raise ValueError(
+            f"TrainStep() got an optimizer of which {len(strangers)} of {len(trained)} parameters "
+            f"are not the chunks', such as one of shape {tuple(strangers[0].shape)}: pass what "
+            "get_megatron_optimizer() returned for these chunks"
+        )
+    if trained and not any(id(param) in of_ddp for param in trained):
+        raise ValueError(
+            f"TrainStep() got an optimizer whose {len(trained)} parameters none of the chunks' DDP "
+            "reduces: pass what get_megatron_optimizer() returned for these chunks, not that of "
+            "another DDP over the same modules"
+        )
+
+
+def refuse_scheduler(scheduler: Any) -> None:
+    """Raise `ValueError` for a scheduler that cannot be stepped, or put back after a failure."""
+    if scheduler is None:
+        return
+    lacking = [] if callable(getattr(scheduler, "step", None)) else ["step()"]
+    if not hasattr(scheduler, "__dict__"):
+        lacking.append("__dict__")
+    if lacking or isinstance(scheduler, type):
+        missing = " and ".join(lacking) or "an object of it"
+        raise ValueError(
+            f"TrainStep() got {scheduler!r} as scheduler, without {missing}: abort() puts back its "
+            "attributes. Pass an OptimizerParamScheduler, or an object with step(increment=…) and "
+            "without __slots__"
+        )
+
+
+def _set(name: str) -> Callable[[Any], bool]:
+    return lambda chunk: bool(getattr(get_model_config(chunk), name, False))
+
+
+def _gathers_layer_wise(chunk: Any) -> bool:
+    return bool(chunk.ddp_config.overlap_param_gather) and any(
+        map(gather.is_layer_wise, bucket_groups(chunk))
+    )
+
+
+def _defers_with_mtp(chunk: Any) -> bool:
+    config = get_model_config(chunk)
+    return bool(config.defer_embedding_wgrad_compute and getattr(config, "mtp_num_layers", None))
+
+
+def _shares_sequences_per_token(chunk: Any) -> bool:
+    config = get_model_config(chunk)
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    routers = any(name.startswith("moe_") for name in moe.auxiliary_losses(config))
+    return ranks > 1 and config.calculate_per_token_loss and routers
+
+
+# The step itself holds back reductions, scales losses, and drops what an aborted batch leaves. The
+# rest is asked for only where a chunk has what is patched.
+NEEDS = (
+    Need(
+        "schedules-ask-windows",
+        "a schedule that is called to train while a step is open reduces in the middle of it",
+        a_door=True,
+    ),
+    Need(
+        "layer-wise-gathers-watched",
+        "reading() sees parameters of other ranks without the last update",
+        _gathers_layer_wise,
+    ),
+    Need(
+        "deferred-embedding-drained",
+        "a batch of one microbatch raises",
+        _set("defer_embedding_wgrad_compute"),
+    ),
+    Need(
+        "deferred-embedding-ordered",
+        "with last=True the output layer's gradient is reduced before it is computed",
+        _set("defer_embedding_wgrad_compute"),
+    ),
+    Need(
+        "deferred-embedding-paired",
+        "with MTP layers the output layer's gradient is another one, in another weight",
+        _defers_with_mtp,
+    ),
+    Need(
+        "forward-only-counts-nothing",
+        "a forward-only schedule while a step is open counts for its expert bias",
+        _set("moe_router_enable_expert_bias"),
+    ),
+    Need(
+        "aux-losses-count-all-tokens",
+        "with calculate_per_token_loss MoE's losses have 1/(TP x CP) of their weight",
+        _shares_sequences_per_token,
+    ),
+)

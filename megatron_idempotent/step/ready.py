@@ -1,0 +1,141 @@
+"""Takes microbatches that are ready, as a caller has made them: their shapes, packs and counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .loss import call_user, is_number
+from .microbatches import (
+    COUNTS,
+    TOKENS,
+    Microbatch,
+    PreparedBatch,
+    Shape,
+    check_mask_shapes,
+    check_masks,
+    field_of,
+    group_ids,
+    is_packed,
+    nan_if_wrong,
+    on_host,
+    valid_counts,
+)
+from .pack_layout import packed_counts, packed_sequences
+
+Count = Callable[[Any], Any]
+
+# Above it float64 leaves numbers out, so that it is no count.
+_LARGEST_COUNT = 2.0**53
+
+
+def take_ready(
+    ready: Any,
+    *,
+    shape: Callable[[Any], Shape] | None = None,
+    counts: Count | None = None,
+    grouped: bool = False,
+) -> PreparedBatch:
+    """Take a list of microbatches, which are run as they are.
+
+    `shape` and `counts` are the step's functions; `grouped` says that groups are counted.
+
+    Raises:
+        ValueError: no list, or one of a microbatch that cannot be run or counted, which the message
+            names by its index.
+    """
+    if isinstance(ready, (str, bytes, Mapping)) or not isinstance(ready, Sequence):
+        raise ValueError(
+            f"microbatch() got a {type(ready).__name__} as microbatches: pass a list of them"
+        )
+    microbatches, groups = [], []
+    for index, inputs in enumerate(ready):
+        try:
+            microbatch = _microbatch(inputs, shape, counts)
+            if grouped:
+                groups.append(group_ids(inputs, microbatch.entries))
+        except ValueError as error:
+            raise ValueError(f"microbatch() got microbatches[{index}], {error}") from None
+        microbatches.append(microbatch)
+    sequences = sum(microbatch.sequences for microbatch in microbatches)
+    return PreparedBatch.of_one_call(microbatches, sequences, groups)
+
+
+def _microbatch(
+    inputs: Any, shape: Callable[[Any], Shape] | None, counts: Count | None
+) -> Microbatch:
+    size = _shape(inputs) if shape is None else _called_shape(shape, inputs)
+    packed = packed_sequences(inputs) if is_packed(inputs) else None
+    if counts is not None:
+        counted = _checked_counts(call_user("counts", counts, inputs))
+    elif (of_caller := field_of(inputs, COUNTS)) is not None:
+        counted = _checked_counts(of_caller)
+    elif packed is None and not isinstance(field_of(inputs, TOKENS), Tensor):
+        raise ValueError(
+            f"a {type(inputs).__name__} that does not say how many valid sequences and tokens it "
+            f"has: put {COUNTS!r} into it, or make the step with counts="
+        )
+    else:
+        if packed is None:
+            check_mask_shapes(inputs)
+        check_masks(inputs)
+        valid = valid_counts(inputs) if packed is None else packed_counts(inputs, packed)
+        counted = nan_if_wrong(valid, inputs)
+    return Microbatch(
+        inputs=inputs,
+        shape=size,
+        sequences=size[0] if packed is None else sum(length > 0 for length in packed.lengths),
+        packed=packed,
+        counts=counted,
+    )
+
+
+def _called_shape(shape: Callable[[Any], Shape], inputs: Any) -> Shape:
+    size = call_user("shape", shape, inputs)
+    is_pair = isinstance(size, (tuple, list)) and len(size) == 2
+    if not is_pair or any(type(number) is not int or number < 1 for number in size):
+        raise ValueError(f"for which shape= returned {size!r}: give (rows, positions)")
+    return size[0], size[1]
+
+
+def _shape(inputs: Any) -> Shape:
+    tokens = field_of(inputs, TOKENS)
+    if not isinstance(tokens, Tensor) or not tokens.dim():
+        raise ValueError(
+            f"a {type(inputs).__name__} whose {TOKENS!r} is "
+            f"{'not there' if tokens is None else type(tokens).__name__}: give it that tensor, "
+            "[rows, positions] or [positions], or make the step with shape="
+        )
+    if tokens.is_nested:
+        lengths = [len(row) for row in tokens.unbind()]
+        return len(lengths), max(lengths, default=0)
+    if tokens.dim() == 1:
+        return 1, int(tokens.shape[0])
+    return int(tokens.shape[0]), int(tokens.shape[1])
+
+
+def _checked_counts(counts: Any) -> Tensor:
+    if isinstance(counts, Tensor):
+        if tuple(counts.shape) != (2,):
+            raise ValueError(
+                f"whose counts have shape {tuple(counts.shape)}: give [2], valid sequences and "
+                "tokens"
+            )
+        if counts.dtype == torch.bool or counts.is_complex():
+            raise ValueError(f"whose counts are of {counts.dtype}: give two numbers")
+        counts_2 = counts.detach().to(torch.float64)
+        if not on_host(counts_2):
+            is_count = (counts_2 >= 0) & (counts_2 <= _LARGEST_COUNT)
+            return torch.where(is_count, counts_2, math.nan)
+        counts = counts_2.tolist()
+    is_pair = isinstance(counts, (tuple, list)) and len(counts) == 2
+    if not is_pair or not all(is_number(n) and 0 <= n <= _LARGEST_COUNT for n in counts):
+        raise ValueError(
+            f"whose counts are {counts!r}: give (valid sequences, valid tokens), two numbers from "
+            f"0 to {_LARGEST_COUNT:g}"
+        )
+    return torch.tensor(counts, dtype=torch.float64)
