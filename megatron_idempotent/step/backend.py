@@ -50,8 +50,8 @@ class Options:
             ValueError, TypeError: names the option, its value, and what it takes.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        known = {name: value for name, value in values.items() if name in ARGUMENTS}
-        check_arguments(type(self).__name__, **known)
+        options = {name: value for name, value in values.items() if name in ARGUMENTS}
+        check_arguments(type(self).__name__, **options)
         checked_deadline(self.deadline_s)
 
 

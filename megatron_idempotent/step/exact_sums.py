@@ -19,15 +19,15 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 _QUANTA = 2.0**40
-#: Of one microbatch, in quanta: 4096. Then 2^11 of them fit into 63 bits.
+#: The largest gradient of one microbatch, in quanta: 2^11 of them fit into 63 bits.
 _LIMIT = 2.0**52
 
 
 class ExactSums:
     """Takes each microbatch's gradients out of `main_grad`, and puts exact sums there at the end.
 
-    It holds 8 bytes for each trained parameter of this rank. Parameters whose gradients come
-    otherwise than by their own backward, such as deferred embeddings, are not taken.
+    It holds 8 bytes for each trained parameter of this rank. It does not take gradients that come
+    after the backward, such as those of deferred embeddings.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
@@ -44,7 +44,7 @@ class ExactSums:
             self._hold(dense, group)
         if experts:
             self._hold(experts, parallel_state.get_expert_data_parallel_group())
-        # The largest of a microbatch, for the message; NaN is larger than anything.
+        # The largest gradient of a microbatch, for the message; NaN if any gradient was NaN.
         self._largest = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
 
     def _hold(self, parameters: list[Tensor], group: Any) -> None:

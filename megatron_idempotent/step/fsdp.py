@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.window.agreement import collective_timeout
 
-from .backend import Forward, Options
+from .backend import Forward
 from .fsdp_run import (
     FSDPCall,
     Shards,
@@ -49,36 +49,27 @@ from .snapshot import (
 class FSDPBackend:
     """Implements `Backend` on this rank's FSDP2 model, torch optimizer and scheduler."""
 
-    def __init__(
-        self,
-        shards: Shards,
-        optimizer: Any,
-        scheduler: Any,
-        options: Options,
-        *,
-        clip_grad: float | None,
-        grad_scaler: Any,
-    ) -> None:
-        self.shards = shards
+    def __init__(self, step: FSDPTrainStep) -> None:
+        self._options = step
+        self.shards = shards = _checked_shards(step.model, step.optimizer)
+        _check_scheduler(step.scheduler)
         self._model = shards.model
-        self.optimizer = optimizer
-        self._scheduler = scheduler
-        self._options = options
-        self._clip_grad = clip_grad
-        self._scaler = grad_scaler
+        self.optimizer = step.optimizer
+        self._scheduler = step.scheduler
+        self._scaler = step.grad_scaler
         self._watch = Watch(self._model)
         self._sizes = vocabulary_of(self._model)
-        # Those on a device end the process there; a look at them before would wait for it.
+        # An unknown id on a device ends the process there; to check it the host would have to wait.
         self._reads_ids = looks()
         self._snapshot: list[Restore] = []
         self._undo: Restore | None = None
         self._allow_update: list[Restore] = []
         self._updating = False
         self._released = False
-        self.lowers_scale = grad_scaler is not None and bool(grad_scaler.is_enabled())
+        self.lowers_scale = self._scaler is not None and bool(self._scaler.is_enabled())
         self.must_agree = {
-            "clip_grad": clip_grad,
-            "scheduler": type(scheduler).__name__,
+            "clip_grad": step.clip_grad,
+            "scheduler": type(step.scheduler).__name__,
             "grad_scaler": self.lowers_scale,
         }
         self.replica, self.replicas, self.device = shards.replica, shards.replicas, shards.device
@@ -252,8 +243,8 @@ class FSDPBackend:
             skipped = reason_to_skip(grad_norm, self._options.non_finite)
             if skipped is not None:
                 return grad_norm, skipped
-        if self._clip_grad is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
+        if self._options.clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._options.clip_grad, norm)
         return grad_norm, None
 
     def skip(self) -> None:
@@ -374,16 +365,9 @@ class FSDPTrainStep(SplitStep):
     grad_scaler: Any = dataclasses.field(default=None, kw_only=True)
 
     def _make_backend(self) -> FSDPBackend:
-        self._shards = _checked_shards(self.model, self.optimizer)
-        _check_scheduler(self.scheduler)
-        return FSDPBackend(
-            self._shards,
-            self.optimizer,
-            self.scheduler,
-            self,
-            clip_grad=self.clip_grad,
-            grad_scaler=self.grad_scaler,
-        )
+        backend = FSDPBackend(self)
+        self._shards = backend.shards
+        return backend
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:

@@ -219,7 +219,7 @@ def vocabulary_of(model: nn.Module) -> EmbeddingSizes:
     if callable(get_embeddings := getattr(model, "get_input_embeddings", None)):
         with contextlib.suppress(NotImplementedError):  # of a model that names none after all
             modules = [get_embeddings()]
-    sizes = [each.num_embeddings for each in modules if isinstance(each, nn.Embedding)]
+    sizes = [table.num_embeddings for table in modules if isinstance(table, nn.Embedding)]
     # Without a name, no token can be looked up that is outside of the largest table.
     return EmbeddingSizes(max(sizes, default=None), None)
 
@@ -291,7 +291,7 @@ class Watch:
         self._handles: list[Any] = []
         self._running = False
         self._entered = self._left = 0
-        # Not the output itself, which may be large, and done with before the loss is computed.
+        # Not the output itself: it may be large, and may be freed before the loss is computed.
         self.zeros: Zeros = []
 
     def is_taken(self) -> bool:
@@ -535,7 +535,7 @@ def reset(model: Any) -> None:
     root = model._get_fsdp_state()
     shared, communication = root._state_ctx, root._comm_ctx
     groups = [group for state in shared.all_states for group in groups_of(state)]
-    # The memory of what is dropped is given away: it has to be done with on the device by then.
+    # The memory of dropped tensors is used again, so the device has to have finished with them.
     stream = root._device_handle.current_stream()
     for event in _in_flight(communication, groups):
         if event is not None:

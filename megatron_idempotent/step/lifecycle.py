@@ -36,9 +36,9 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _by_one_thread(call: _Call) -> _Call:
-    """Have a call refuse a thread that comes while another one is in any of the step's calls.
+    """Make a call raise while another thread is in any call of the same step.
 
-    Two threads would be in one gather of gloo's, which ends the process.
+    Two threads in one gather of gloo end the process.
     """
 
     @functools.wraps(call)

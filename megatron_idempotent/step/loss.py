@@ -223,10 +223,8 @@ ARGUMENTS: Mapping[str, _Rule] = {
     "grad_scaler": _optional(
         "a torch.amp.GradScaler", lambda value: isinstance(value, torch.amp.GradScaler)
     ),
-    "global_batch_size": _SIZE,
-    "micro_batch_size": _SIZE,
-    "max_tokens_per_microbatch": _SIZE,
-    "rank_batch_size": _SIZE,
+    **dict.fromkeys(("global_batch_size", "micro_batch_size"), _SIZE),
+    **dict.fromkeys(("max_tokens_per_microbatch", "rank_batch_size"), _SIZE),
     "divisor": _optional(
         "a positive number, or a function of StepCounts that returns one,",
         lambda value: callable(value) or (is_number(value) and 0 < value < math.inf),

@@ -47,7 +47,7 @@ from megatron_idempotent.window.agreement import (
 )
 from megatron_idempotent.window.missed_collectives import gather_params
 
-from .backend import Forward, Options
+from .backend import Forward
 from .exact_sums import ExactSums
 from .lifecycle import SplitStep
 from .loss import LossResult, StepLoss, StepTotals, Update, lacks_auxiliary_weight
@@ -145,29 +145,19 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
 class MegatronBackend(MegatronModel):
     """Implements `Backend` on this rank's model chunks, Megatron optimizer and scheduler."""
 
-    def __init__(
-        self,
-        chunks: Any,
-        optimizer: Any,
-        scheduler: Any,
-        options: Options,
-        *,
-        order_stable: bool,
-        router_replay: ReplayMode,
-    ) -> None:
-        chunks = checked_chunks("TrainStep()", chunks, optimizer)
-        refuse_chunks(chunks, order_stable=order_stable)
-        refuse_strangers(chunks, optimizer)
-        refuse_scheduler(scheduler)
-        super().__init__(chunks, optimizer, options.forward, options.deadline_s)
-        self._scheduler = scheduler
-        # Those on a device end the process there; a look at them before would wait for it.
+    def __init__(self, step: TrainStep) -> None:
+        chunks = checked_chunks("TrainStep()", step.model_chunks, step.optimizer)
+        refuse_chunks(chunks, order_stable=step.order_stable)
+        refuse_strangers(chunks, step.optimizer)
+        refuse_scheduler(step.scheduler)
+        super().__init__(chunks, step.optimizer, step.forward, step.deadline_s)
+        self._scheduler = step.scheduler
+        # An unknown id on a device ends the process there; to check it the host would have to wait.
         self._reads_ids = looks()
-        self._step = CheckedUpdate(self.chunks, optimizer, options)
-        # Parts that a step without them never enters.
-        self._sums = ExactSums(self.chunks) if order_stable else None
-        if router_replay != "off":
-            self.replay = ExpertReplay(self.chunks, mode=router_replay, of="TrainStep()")
+        self._update = CheckedUpdate(self.chunks, step.optimizer, step)
+        self._sums = ExactSums(self.chunks) if step.order_stable else None
+        if step.router_replay != "off":
+            self.replay = ExpertReplay(self.chunks, mode=step.router_replay, of="TrainStep()")
         self._last_shift: int | None = None
         self._snapshot: MegatronSnapshot | None = None
         self._released = False
@@ -184,7 +174,7 @@ class MegatronBackend(MegatronModel):
         # A layer has 12 x hidden x hidden weights, and 2 x hidden products for each token of the
         # context.
         self.attention = 1.0 / (6 * int(self.configs[0].hidden_size))
-        self.lowers_scale = self._step.lowers_scale
+        self.lowers_scale = self._update.lowers_scale
 
     @property
     def must_agree(self) -> dict[str, Any]:
@@ -206,7 +196,7 @@ class MegatronBackend(MegatronModel):
 
     @property
     def partially_updated(self) -> bool:
-        return self._step.updating and self._step.undo is None
+        return self._update.updating and self._update.undo is None
 
     def open(self) -> None:
         self.close()  # a step whose end was interrupted may still be here
@@ -215,7 +205,7 @@ class MegatronBackend(MegatronModel):
                 "begin(): an accumulation_window() or another TrainStep is open for these chunks, "
                 "and gradients of two steps cannot be in one buffer: finish() or abort() it first"
             )
-        # A new one each time: an interrupted call may have left the last one marked as running.
+        # A new window each time: an interrupted call may have left the last one marked as running.
         self._window = _StepWindow(self)
         if any(window.shares_modules(self.chunks) for window in _step_windows()):
             raise RuntimeError(
@@ -226,7 +216,7 @@ class MegatronBackend(MegatronModel):
         self._snapshot = MegatronSnapshot(
             self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
         )
-        self._step.open()
+        self._update.open()
         self._released, self._last_shift, self.shift = False, None, 0
         open_windows.append(self._window)
         modules = self._snapshot.modules
@@ -245,7 +235,7 @@ class MegatronBackend(MegatronModel):
         return Writes(self.gradient_writes(), tuple(param._version for param in of_ddp))
 
     def gradient_bits(self) -> Any:
-        # Exact sums take what a backward adds out of these gradients.
+        # Exact sums move gradients out of these buffers after each backward.
         return None if self._sums is not None else sum(map(bits, self.chunks))
 
     def accept_loss(self, loss: StepLoss) -> None:
@@ -366,7 +356,7 @@ class MegatronBackend(MegatronModel):
     ) -> Update:
         with collective_timeout(self.groups(), timeout_s):
             self._finalize(totals, local)
-            grad_norm, skipped = self._step.run()
+            grad_norm, skipped = self._update.run()
         if skipped is None and self._scheduler is not None:
             self._scheduler.step(increment=increment)
         return Update(skipped=skipped, grad_norm=grad_norm)
@@ -384,8 +374,8 @@ class MegatronBackend(MegatronModel):
             # Context-parallel ranks are given the same rows, so that only the first of them counts,
             # where finalizing sums over them too.
             counts = self._context_rank == 0 or not sums_tokens_of_context_ranks()
-            # As the schedules count. Counts of a caller may have fractions, on some of the ranks
-            # that are to sum numbers of one type.
+            # An int, as schedules count. A caller's counts may have fractions on some of the ranks,
+            # and all ranks have to sum numbers of one type.
             kind = torch.int if totals.is_integral else torch.float64
             tokens = torch.tensor(local if counts else 0.0, device=self.device).to(kind)
         finalize(self.chunks, tokens, **self.finalize_options)
@@ -403,7 +393,7 @@ class MegatronBackend(MegatronModel):
 
     def close(self) -> None:
         self._snapshot = None
-        self._step.reset()
+        self._update.reset()
         if self._sums is not None:
             self._sums.close()
         if self._window in open_windows:
@@ -414,7 +404,7 @@ class MegatronBackend(MegatronModel):
             return  # another step is open for these chunks, and this one never was
         if is_poisoned():
             drop_collectives(self.chunks)
-        # Of other models, which an abort clears too; the snapshot has this model's.
+        # An abort clears the logs of other models too; the snapshot has this model's alone.
         logs = None if self.has_auxiliary else LogSnapshot()
         try:
             abort_window(self.chunks, self.optimizer)
@@ -422,8 +412,8 @@ class MegatronBackend(MegatronModel):
             poison(f"a reduction of an aborted step did not end: {describe(lost)}")
             drop_collectives(self.chunks)
             abort_window(self.chunks, self.optimizer)
-        if self._step.undo is not None:
-            self._step.undo()
+        if self._update.undo is not None:
+            self._update.undo()
         self._snapshot.restore()
         if logs is not None:
             logs.restore()
@@ -503,8 +493,8 @@ class _StepWindow:
 
     def shares_modules(self, chunks: Sequence[Any]) -> bool:
         """Return whether chunks, wrapped in this DDP or in another one, have modules of these."""
-        own = {id(module) for chunk in self.chunks for module in chunk.modules()}
-        return any(id(module) in own for chunk in chunks for module in chunk.modules())
+        own_ids = {id(module) for chunk in self.chunks for module in chunk.modules()}
+        return any(id(module) in own_ids for chunk in chunks for module in chunk.modules())
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
         if call.get("forward_only", False) or self._backend.running:
@@ -591,14 +581,7 @@ class TrainStep(SplitStep):
     router_replay: ReplayMode = dataclasses.field(default="off", kw_only=True)
 
     def _make_backend(self) -> MegatronBackend:
-        backend = MegatronBackend(
-            self.model_chunks,
-            self.optimizer,
-            self.scheduler,
-            self,
-            order_stable=self.order_stable,
-            router_replay=self.router_replay,
-        )
+        backend = MegatronBackend(self)
         check_applied("TrainStep()", NEEDS, backend.chunks)
         self._chunks = backend.chunks
         self.replay = backend.replay

@@ -207,8 +207,8 @@ class MegatronModel:
         current = CurrentMicrobatch(arguments, weigh)
         arguments["forward_step_func"] = self._forward_step(loss, results, dummies, current)
         # What auxiliary losses are means over is known once the forward was called.
-        padded = self.has_auxiliary and any(each.may_be_padded for each in microbatches)
-        weights = {weigh(each, False) for each in microbatches} if self.has_auxiliary else {1.0}
+        padded = self.has_auxiliary and any(mb.may_be_padded for mb in microbatches)
+        weights = {weigh(mb, False) for mb in microbatches} if self.has_auxiliary else {1.0}
         even = len(weights) == 1 and not padded
         with ExitStack() as stack:
             if dummies:
@@ -328,7 +328,7 @@ class MegatronModel:
         self, loss: StepLoss, results: list[LossResult], dummies: bool, current: CurrentMicrobatch
     ) -> Callable[..., Any]:
         # The token count of each microbatch, because dividing by what is valid comes at the end.
-        one = torch.ones((), dtype=torch.int, device=self.device)
+        one_token = torch.ones((), dtype=torch.int, device=self.device)
         multiplied = 1
         if not self.per_token and multiplies_by_ranks():
             multiplied = self.configs[0].context_parallel_size
@@ -348,7 +348,7 @@ class MegatronModel:
 
             def loss_func(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
                 if dummies:
-                    return no_gradient(output), one, {}
+                    return no_gradient(output), one_token, {}
                 # Its metrics are copied now, because the schedule works on them in place.
                 total, result = evaluate(loss, output, microbatch)
                 if self.gradient_writes() != writes:
@@ -356,7 +356,7 @@ class MegatronModel:
                 results.append(result)
                 if total is None:
                     # Nothing is valid, but other ranks wait in the backward.
-                    return no_gradient(output), one, {}
+                    return no_gradient(output), one_token, {}
                 if total._base is not None:
                     # With deallocate_pipeline_outputs, which Megatron's arguments set, a schedule
                     # frees what the last stage returns as well, and refuses a view.
@@ -365,7 +365,7 @@ class MegatronModel:
                     total = total / multiplied
                 if self.shift:
                     total = total.float() * 2.0**-self.shift
-                return total, one, {}
+                return total, one_token, {}
 
             return output, loss_func
 

@@ -131,7 +131,7 @@ class PreparedBatch:
         return cls(
             sequences=sequences,
             calls=[microbatches] if microbatches else (),
-            counts=[each.counts for each in microbatches if each.counts is not None],
+            counts=[mb.counts for mb in microbatches if mb.counts is not None],
             groups=groups,
         )
 
@@ -336,8 +336,7 @@ def check_masks(batch: Any) -> None:
             raise ValueError(f"whose {name!r} is {kind or value.dtype}: give a dense tensor")
     for name, mask, wrong in _wrong_in_masks(batch, host=True):
         if wrong.any():
-            place = _first_place(mask, wrong)
-            dimensions = zip(("row", "position"), place, strict=False)
+            dimensions = zip(("row", "position"), _first_index(mask, wrong), strict=False)
             raise ValueError(
                 f"whose {name!r} has {flat(mask)[wrong][0].item()!r} in "
                 f"{', '.join(f'{dimension} {index}' for dimension, index in dimensions)}: give 1 "
@@ -369,14 +368,14 @@ def flat(values: Any) -> Tensor:
     return joined
 
 
-def _first_place(values: Any, wrong: Tensor) -> list[int]:
-    """Return the place of the first marked value, in its row also if rows are nested."""
-    place: list[int] = wrong.nonzero()[0].tolist()
+def _first_index(values: Any, wrong: Tensor) -> list[int]:
+    """Return the index of the first marked value: row and position, also if rows are nested."""
+    index: list[int] = wrong.nonzero()[0].tolist()
     if values.is_nested:
         starts = values.offsets().tolist()
-        row = max(index for index, start in enumerate(starts) if start <= place[0])
-        return [row, place[0] - starts[row]]
-    return place
+        row = max(number for number, start in enumerate(starts) if start <= index[0])
+        return [row, index[0] - starts[row]]
+    return index
 
 
 def valid_counts(batch: Any) -> Tensor:
@@ -480,7 +479,7 @@ def _unknown_id(sizes: EmbeddingSizes, inputs: Any, *, read: bool) -> str | None
         smallest, largest = (int(bound) for bound in ids.aminmax())
         if smallest < 0 or largest >= size:
             wrong = (ids < 0) | (ids >= size)
-            *row, position = _first_place(values, wrong)
+            *row, position = _first_index(values, wrong)
             return (
                 f"has {int(ids[wrong][0])} in {name!r} at row {row[0] if row else 0}, position "
                 f"{position}, and the model's table has {size} entries, 0 to {size - 1}"
@@ -541,7 +540,7 @@ def distinct_groups(groups: Iterable[Groups]) -> tuple[int, ...]:
 def call_shape(microbatches: Sequence[Microbatch]) -> CallShape:
     """Describe the microbatches of one call, in few bytes: there may be hundreds of them."""
     shapes = [microbatch.shape for microbatch in microbatches]
-    lengths = [each.packed.lengths for each in microbatches if each.packed is not None]
+    lengths = [mb.packed.lengths for mb in microbatches if mb.packed is not None]
     is_uneven = bool(lengths) or len(set(shapes)) > 1
     return (
         len(shapes),

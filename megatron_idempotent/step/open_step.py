@@ -50,7 +50,7 @@ from .microbatches import (
     cut_rows,
     distinct_groups,
 )
-from .packs import PackedRows
+from .packs import Budget, PackedRows
 from .ready import take_ready
 from .snapshot import lr_and_weight_decay, set_learning_rate
 from .status import (
@@ -63,7 +63,7 @@ from .status import (
 
 
 def failures_of(statuses: Sequence[RankStatus], group: Any = None) -> dict[int, str]:
-    """Return what stops the step, by global rank: failures, aborts, ranks in another step.
+    """Describe what stops the step, by global rank: failures, aborts, ranks in another step.
 
     `group` is the group whose statuses they are, None for all ranks.
     """
@@ -214,12 +214,12 @@ class OpenStep:
         release = False
         with self._noting_failures(unless=WindowAborted):
             if last:
-                # A peer in its first forward waits for this, and is not yet where ranks meet.
+                # A peer in its first forward waits for this gather before it agrees on anything.
                 self._backend.join(wait=False)
             phase: Phase = "last" if last else "chunk"
             if coupled and group is None and self._max_tokens is not None:
-                # As many packs on all ranks, so that none needs dummies in a model that all share:
-                # ranks with fewer make smaller ones, down to one sequence each.
+                # All ranks make the same number of packs, so that none needs dummies. A rank with
+                # fewer spreads its sequences over more packs, down to one sequence each.
                 own_packs = 0 if packed is None else packed.packs
                 statuses = self._agree_to_run(phase, (), error, None, packs=own_packs)
                 packs = max(status.packs for status in statuses)
@@ -279,15 +279,13 @@ class OpenStep:
         if self._max_tokens is None:
             size = self.begun_with["micro_batch_size"]
             return cut_rows(batch, size, shared=options.shared, grouped=grouped), None
-        packed = PackedRows(
-            batch,
+        budget = Budget(
             self._max_tokens,
-            alignment=options.alignment or self._backend.alignment,
-            multiple=self._backend.microbatch_multiple,
-            attention=self._backend.attention,
-            shared=options.shared,
-            grouped=grouped,
+            options.alignment or self._backend.alignment,
+            self._backend.microbatch_multiple,
+            self._backend.attention,
         )
+        packed = PackedRows(batch, budget, options.shared, grouped=grouped)
         return packed.prepare(packed.packs), packed
 
     def repeated(self, microbatch_id: str, batch: Batch | None, ready: Any) -> BatchResult:
@@ -390,7 +388,7 @@ class OpenStep:
             return
         poisoned = is_poisoned()
         try:
-            # In an update all of that is over, and the next gathers are those of its result.
+            # In an update these gathers are over, and the next ones are of updated parameters.
             if not poisoned and not self._updating:
                 self._backend.join()
             statuses = self._exchange(
@@ -566,7 +564,7 @@ class OpenStep:
         try:
             if lr is not None:
                 set_learning_rate(self._backend.optimizer, lr)
-            # Half, so that a rank whose peer has failed still meets it below.
+            # Half the deadline: a rank that waited for a failed peer still meets it below.
             update = self._backend.update(totals, local, increment, self._options.deadline_s / 2)
         except BaseException as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
@@ -632,10 +630,10 @@ class OpenStep:
         return statuses
 
     def _shift_for(self, calls: Calls) -> int | None:
-        """Return the exponent of the least power of two not below the terms of a replica's sum.
+        """Return the exponent of a power of two, at least the number of terms of a replica's sum.
 
-        Divided by that, gradients are no larger than those of a mean. It is chosen once in a step,
-        with the first batch, because gradients of all batches are added up; it grows with the
+        Divided by that power, gradients are no larger than those of a mean. It is chosen once in a
+        step, with the first batch, because gradients of all batches are added up; it grows with the
         batches only if `begin` was not told how large the step will be.
         """
         global_size = self.begun_with["global_batch_size"] or 0
@@ -688,7 +686,7 @@ class OpenStep:
         try:
             return all_gather_status(status, self._options.deadline_s, group)
         except BaseException:
-            # Nobody listens any more, or all know; unless it had not begun.
+            # A gather of all ranks that failed has told all of them, unless it had not begun.
             self.all_know = self.all_know or (group is None and is_poisoned())
             raise
 

@@ -11,7 +11,7 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -213,16 +213,30 @@ def pack_batches(
         microbatches = pack_batches(batch, 8192, alignment=TokenAlignment.of_config(config))
         step.microbatch(step_id, microbatches=microbatches)
     """
-    rows = PackedRows(
-        batch,
-        max_tokens,
-        alignment=alignment,
-        multiple=multiple,
-        attention=attention,
-        shared=shared,
-    )
+    budget = Budget(max_tokens, alignment, multiple, attention)
+    rows = PackedRows(batch, budget, shared)
     prepared = rows.prepare(bins if rows.rows or bins > 1 else 0)
     return [microbatch.inputs for call in prepared.calls for microbatch in call]
+
+
+class Budget(NamedTuple):
+    """Holds the limits and costs by which rows are packed: arguments of `bin_sequences`."""
+
+    max_tokens: int
+    alignment: TokenAlignment
+    multiple: int
+    attention: float
+
+    def bins(self, lengths: Sequence[int], number: int) -> Bins:
+        """Return at least that number of bins for sequences of these lengths."""
+        return bin_sequences(
+            lengths,
+            self.max_tokens,
+            bins=number,
+            alignment=self.alignment,
+            multiple=self.multiple,
+            attention=self.attention,
+        )
 
 
 class PackedRows:
@@ -231,22 +245,18 @@ class PackedRows:
     def __init__(
         self,
         batch: Batch,
-        max_tokens: int,
-        *,
-        alignment: TokenAlignment,
-        multiple: int,
-        attention: float,
+        budget: Budget,
         shared: Collection[str],
+        *,
         grouped: bool = False,
     ) -> None:
-        """Take the rows; `alignment`, `multiple` and `attention` are those of `bin_sequences`.
+        """Check the rows, and count the packs that they need.
 
         Raises:
             ValueError: the batch cannot be packed within the budget.
         """
         self.rows = checked_rows(batch, shared, one_more=False)
-        self._batch, self._max_tokens, self._alignment = batch, max_tokens, alignment
-        self._multiple, self._attention = multiple, attention
+        self._batch, self._budget = batch, budget
         self._shared = frozenset(shared)
         if PACK in batch:
             raise ValueError(
@@ -267,7 +277,8 @@ class PackedRows:
 
         There are no more packs than rows, rounded up to the multiple that a call takes.
         """
-        limit = -(-max(self.rows, 1) // self._multiple) * self._multiple
+        multiple = self._budget.multiple
+        limit = -(-max(self.rows, 1) // multiple) * multiple
         number = min(packs, limit)
         bins = self._bins if number <= self.packs else self._rows_of_packs(number)
         return PreparedBatch.of_one_call(list(map(self._pack, bins)), self.rows, self._groups)
@@ -276,14 +287,7 @@ class PackedRows:
         if not packs:
             return ()
         try:
-            return bin_sequences(
-                self._lengths,
-                self._max_tokens,
-                bins=packs,
-                alignment=self._alignment,
-                multiple=self._multiple,
-                attention=self._attention,
-            )
+            return self._budget.bins(self._lengths, packs)
         except ValueError as error:
             raise ValueError(f"microbatch() got {self.rows} rows, of which {error}") from None
 
@@ -291,13 +295,16 @@ class PackedRows:
         tokens_BT = self._batch[TOKENS]
         lengths = [self._lengths[row] for row in rows]
         # A pack of no sequences is of the least padding that can be computed.
-        tokens = None if sum(lengths) else self._alignment.pack
-        pack = Pack.of(lengths, self._alignment, tokens=tokens, device=tokens_BT.device)
+        alignment = self._budget.alignment
+        tokens = None if sum(lengths) else alignment.pack
+        pack = Pack.of(lengths, alignment, tokens=tokens, device=tokens_BT.device)
         # The place of each token among all of the batch's, one row after the other.
         width = 0 if tokens_BT.is_nested else tokens_BT.shape[1]
         starts = [self._firsts[row] + row * width for row in rows]
         spans = zip(starts, lengths, strict=True)
-        source_N = torch.cat([torch.arange(0), *(torch.arange(at, at + n) for at, n in spans)])
+        source_N = torch.cat(
+            [torch.arange(0), *(torch.arange(start, start + length) for start, length in spans)]
+        )
         inputs = {
             name: value
             if name in self._shared

@@ -351,9 +351,9 @@ def sum_of_norms(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([norm.to(norms[0].device) for norm in norms]).sum()
 
 
-def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
+def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Name the first element that is NaN or infinite; None without one. Reads from the device."""
-    for name, value in named:
+    for name, value in tensors:
         wrong = ~value.detach().isfinite()
         if wrong.any():
             index = wrong.nonzero()[0].tolist()
