@@ -28,7 +28,7 @@ Forward = Callable[[Any, Batch], Any]
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Options:
-    """Holds the options that `TrainStep` and `FSDPTrainStep` share; `TrainStep` explains them.
+    """Holds the options that both steps share; the docstring of `TrainStep` explains each.
 
     Example: `Options(forward=gpt_forward, deadline_s=20.0)`.
     """
@@ -44,7 +44,7 @@ class Options:
     undo: bool = False
 
     def check_options(self) -> None:
-        """Raise unless all fields of this class, and of classes made of it, are as they should be.
+        """Raise unless each option, also those of subclasses, has a value that it takes.
 
         Raises:
             ValueError, TypeError: names the option, its value, and what it takes.
@@ -56,7 +56,7 @@ class Options:
 
 
 class LocalFailure(Exception):
-    """Says that this rank failed, and did all that others wait for; `error` is the failure."""
+    """Says that this rank failed with `error`, after it did all that others wait for."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -119,7 +119,7 @@ class Backend(Protocol):
         """
 
     def gradient_bits(self) -> Any:
-        """Return a sum of the gradients' bits, by which those that were put back are known.
+        """Return a sum of the gradients' bits, which shows later whether they are the same.
 
         It may be on the device, and nothing waits. None if gradients may not be written at all.
         """
@@ -165,7 +165,7 @@ class Backend(Protocol):
         """
 
     def parameter_norm(self) -> Any:
-        """Return a norm of all trained parameters of this rank, finite unless one is not.
+        """Return a norm of this rank's trained parameters, finite unless one of them is not.
 
         It may be on the device. It costs one pass over them, and no wait.
         """
@@ -183,7 +183,7 @@ class Backend(Protocol):
         """
 
     def check_gradients(self) -> None:
-        """Raise here for a gradient that the reduction would refuse while peers wait in it."""
+        """Raise for a gradient that the reduction would refuse, before any peer waits in it."""
 
     def update(
         self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
@@ -203,4 +203,4 @@ class Backend(Protocol):
         """Forget what `restore` would put back, because the step has ended with a result."""
 
     def restore(self) -> None:
-        """Drop the gradients, and put back what `open` found; do nothing if it was refused."""
+        """Drop the gradients, and put back what `open` kept; do nothing if it was refused."""

@@ -81,7 +81,7 @@ class ExactSums:
         self.active = False
 
     def check(self) -> None:
-        """Raise where a gradient is too large to be added exactly; NaN and infinity pass.
+        """Raise if a gradient is too large to be added exactly; NaN and infinity pass.
 
         Raises:
             RuntimeError: names the largest element and the limit.

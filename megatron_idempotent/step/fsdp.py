@@ -113,7 +113,7 @@ class FSDPBackend:
         """Return None: no offload puts back gradients that are not sharded yet."""
 
     def accept_loss(self, loss: StepLoss) -> None:
-        """Accept any loss, because these models add no auxiliary losses that it would weigh."""
+        """Accept any loss, because these models add no auxiliary losses."""
 
     def accept(self, calls: Calls) -> None:
         """Accept any shapes, but known tokens alone, and packs if `forward` knows sequences."""
@@ -171,7 +171,7 @@ class FSDPBackend:
             )
 
     def join(self, *, wait: bool = True) -> None:
-        """Do nothing: FSDP2 starts nothing in a forward that it does not end there."""
+        """Do nothing: each forward of FSDP2 ends the gathers that it starts."""
 
     def parameter_norm(self) -> Any:
         return sum_of_norms(self.shards.trained())

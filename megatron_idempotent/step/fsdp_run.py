@@ -134,7 +134,7 @@ class Shards:
         return f"{order}; {'; '.join(groups)}"
 
     def reduce(self) -> None:
-        """Reduce what backwards without synchronisation have accumulated. All ranks take part.
+        """Reduce the gradients of backwards without synchronisation. All ranks take part.
 
         FSDP2 calls the same function at the end of each backward, for groups whose own hook did
         not fire there: it makes the same copy-in and collective per group, so the same bits.
@@ -162,7 +162,7 @@ class Shards:
             module.reshard()
 
     def settle(self) -> None:
-        """Put back what forwards and backwards leave in FSDP2, exceptions in them included."""
+        """Bring FSDP2 to its state between two steps, also after an exception in a backward."""
         if self._root._is_root:  # before the first forward there is nothing, nor its streams
             reset(self.model)
         for group in self._groups:
@@ -190,7 +190,7 @@ def _version(tensor: Any) -> int:
 
 @contextmanager
 def refusing_backward(output: Any) -> Iterator[None]:
-    """Have a backward through the output raise inside, before it is in the model, where ranks meet.
+    """Make a backward through the output raise before it enters the model, where ranks meet.
 
     `torch.autograd.grad` with regard to the output passes.
     """
@@ -225,7 +225,7 @@ def vocabulary_of(model: nn.Module) -> EmbeddingSizes:
 
 
 def keep_gradients(shards: Shards) -> Restore:
-    """Keep gradients, by reference: a reset of FSDP2 may drop them, from torch 2.15 on all.
+    """Keep references to the gradients: a reset of FSDP2 may drop them, from torch 2.15 on all.
 
     Those that have come since are dropped.
     """
@@ -381,7 +381,7 @@ class FSDPCall:
             self._watch.stop()
 
     def settle(self, deadline_s: float) -> None:
-        """Raise on all ranks where any rank failed. A collective.
+        """Raise on all ranks if any rank failed. A collective.
 
         Raises:
             WindowAborted: all ranks are through, or have stopped at the same place.
@@ -518,13 +518,13 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def accumulate(param: Any, grad: Any) -> None:
-    """Set what an FSDPParam has accumulated; from torch 2.15 on its unsharded gradient is that."""
+    """Set an FSDPParam's accumulated gradient; not from torch 2.15 on, where it has no own one."""
     if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         param.unsharded_accumulated_grad = grad
 
 
 def reset(model: Any) -> None:
-    """Clear the state that a forward or backward leaves in FSDP2 if it does not end.
+    """Clear what FSDP2 keeps of a forward or backward that did not end.
 
     The model is a root that has run before. From 2.13 on torch does it itself. Gradients may be
     dropped or left.
@@ -562,7 +562,7 @@ def reset(model: Any) -> None:
 
 
 def _in_flight(communication: Any, groups: list[Any]) -> Iterator[Any]:
-    """Yield events after which nothing on the device uses what FSDP2 holds for collectives."""
+    """Yield events after which the device uses no tensor that FSDP2 holds for collectives."""
     states = [communication.all_gather_state, *(group._all_reduce_state for group in groups)]
     one_state = getattr(communication, "reduce_scatter_state", None)
     states += getattr(communication, "reduce_scatter_states", [one_state])

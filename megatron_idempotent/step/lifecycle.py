@@ -18,10 +18,8 @@ from megatron_idempotent.window.agreement import control_group, refuse_if_poison
 
 from .backend import Backend, Options
 from .loss import (
-    BatchResult,
     Divisor,
     StepLoss,
-    StepResult,
     check_arguments,
     check_begin,
     refuse_no_grad,
@@ -29,6 +27,7 @@ from .loss import (
 from .microbatches import Batch
 from .open_step import OpenStep
 from .packs import capacity_of
+from .results import BatchResult, StepResult
 
 _REMEMBERED_STEPS = 8
 
@@ -80,7 +79,7 @@ class SplitStep(Options):
         self._caller: dict[str, tuple[int, str]] = {}
 
     def _make_backend(self) -> Backend:
-        """Check the model, the optimizer and the scheduler, and make the backend of them."""
+        """Check the model, the optimizer and the scheduler, and make a backend for them."""
         raise NotImplementedError
 
     @property

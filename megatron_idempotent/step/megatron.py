@@ -266,7 +266,7 @@ class MegatronBackend(MegatronModel):
                 )
 
     def _refuse_frozen(self) -> None:
-        """Raise `RuntimeError` if nothing is trained any more of what DDP was built with.
+        """Raise `RuntimeError` if all parameters that DDP was built with are frozen now.
 
         Upstream asserts then, as it waits for gradients.
         """
@@ -280,7 +280,7 @@ class MegatronBackend(MegatronModel):
             )
 
     def _refuse_autocast(self) -> None:
-        """Raise `RuntimeError` where Megatron's backward would meet weights of another type."""
+        """Raise `RuntimeError` in autocast, where a backward would meet weights of another type."""
         device = self.device.type
         is_float32 = self.configs[0].params_dtype == torch.float32
         if is_float32 and torch.is_autocast_enabled(device):
@@ -432,7 +432,7 @@ def _check_routes(replay: ExpertReplay, calls: Calls, *, read: bool) -> None:
 
 
 def _spans_with_routes(microbatch: Microbatch) -> list[Span]:
-    """Return the tokens of each sequence that predict one that counts, which an engine has run."""
+    """Return the tokens that need routes: those that predict a token that counts."""
     if microbatch.packed is not None:
         sequences = zip(microbatch.packed.starts, microbatch.packed.lengths, strict=True)
         return [(0, start, start + max(length - 1, 0)) for start, length in sequences]

@@ -26,12 +26,10 @@ from megatron_idempotent.window.open_contexts import close_contexts
 from .backend import Backend, LocalFailure, Options
 from .dummies import describe_leaf, fingerprint, template
 from .loss import (
-    BatchResult,
     LossResult,
     Metrics,
     StepCounts,
     StepLoss,
-    StepResult,
     StepTotals,
     Update,
     as_numbers,
@@ -52,6 +50,7 @@ from .microbatches import (
 )
 from .packs import Budget, PackedRows
 from .ready import take_ready
+from .results import BatchResult, StepResult
 from .snapshot import lr_and_weight_decay, set_learning_rate
 from .status import (
     Phase,

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_idempotent.megatron.ddp import checked_chunks
 
-from .loss import Kind, Normalizer, StepCounts, StepResult
+from .loss import Kind, Normalizer, StepCounts
 from .megatron import TrainStep
+from .results import StepResult
 
 
 class StepSchedule:
@@ -207,7 +208,7 @@ class _ScheduleLoss:
 
 
 def _tokens(counts: StepCounts) -> float:
-    """Return what a schedule divides by: 1 where no loss function has counted, or nothing."""
+    """Return the tokens that loss functions have counted, at least 1: a schedule's divisor."""
     return max(counts.reported.get("num_tokens", 0.0), 1.0)
 
 

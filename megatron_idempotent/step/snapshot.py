@@ -112,7 +112,7 @@ def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
 
 
 class Writes(NamedTuple):
-    """Holds torch's counters of writes in place, which see none through `.data`.
+    """Holds torch's counters of writes in place; they count none through `.data`.
 
     They are -1 for what is not there. An offload keeps them, or begins at 0 again.
     """
@@ -193,7 +193,7 @@ class MegatronSnapshot:
         *,
         auxiliary: bool = True,
     ) -> None:
-        """Keep with `auxiliary` what layers log, and scale their own losses by, too."""
+        """Keep the present state; with `auxiliary` also layers' logs and scales of their losses."""
         from megatron.core.pipeline_parallel import schedules
 
         from megatron_idempotent.window.accumulation import configs_of
@@ -338,7 +338,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def sum_of_norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a float64 scalar that is finite unless an element is not, or the tensors are huge."""
+    """Return the sum of the tensors' norms, float64: finite unless an element is not."""
     by_kind: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         # Quantized parameters are no plain tensors, and have no NaN of their own.
