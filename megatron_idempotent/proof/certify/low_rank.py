@@ -199,7 +199,8 @@ class _Factor(nn.Module):
 
     def forward(self) -> Tensor:
         """Return the weight: DDP gathers what the optimizer has updated when a module is called."""
-        return self.weight
+        weight: Tensor = self.weight
+        return weight
 
 
 class _Adapter(nn.Module):
