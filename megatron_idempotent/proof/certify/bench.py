@@ -212,6 +212,12 @@ class Bench:
         }
         return shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
 
+    def alike(self, seed: int, *numbers: int) -> Calls:
+        """Return a step with a call of so many rows for each number, as many on each replica."""
+        return lambda replica: [
+            self.rows(replica, 10 * seed + call, number) for call, number in enumerate(numbers)
+        ]
+
     def mixed(self, replica: int, seed: int, number: int) -> dict[str, Any]:
         """Return rows of lengths from 1 to T, of which one does not count, and one has a gap.
 

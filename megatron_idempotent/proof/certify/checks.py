@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .draws import CALLS, MICROBATCHES, SPANS, Place, alike, fail, failures, or_aborted
+from .draws import CALLS, MICROBATCHES
+from .failures import SPANS, Place, fail, failures, or_aborted
 from .protocol import MICRO_BATCH, Calls, Finished, Rows, Wrong
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def whole_step(bench: Bench) -> None:
 def _steps(bench: Bench, rows: int = CALL) -> None:
     """Take two steps of one call of so many rows."""
     for seed in range(2):
-        bench.take(alike(bench, seed, rows))
+        bench.take(bench.alike(seed, rows))
 
 
 @_check("the mean is over all positions, or sequences, that count, however microbatches share them")
@@ -135,7 +136,7 @@ def packed_lengths(bench: Bench) -> None:
 )
 def split_step(bench: Bench) -> None:
     for seed in range(2):
-        bench.take(alike(bench, seed, CALL, CALL, CALL))
+        bench.take(bench.alike(seed, CALL, CALL, CALL))
 
 
 @_check(
@@ -146,7 +147,7 @@ def split_step(bench: Bench) -> None:
 def rows_left_over(bench: Bench) -> None:
     adapter: Any = bench.adapter
     for numbers in ((2 * CALL + 1, CALL), (1, MICRO_BATCH + 1)):
-        calls_of = alike(bench, bench.draw.number(1, 10**5), *bench.draw.shuffled(numbers))
+        calls_of = bench.alike(bench.draw.number(1, 10**5), *bench.draw.shuffled(numbers))
 
         def step(calls_of: Calls = calls_of) -> Finished:
             adapter.begin()
@@ -156,7 +157,7 @@ def rows_left_over(bench: Bench) -> None:
 
         what = f"calls of {numbers[0]} and {numbers[1]} rows"
         if _refused(bench, step, calls_of, f"a step with {what}"):
-            bench.take(alike(bench, 1, CALL), after=f"a refusal of {what}")
+            bench.take(bench.alike(1, CALL), after=f"a refusal of {what}")
     if not hasattr(adapter, "logprobs") or bench.declares("logprobs-in-mid-step"):
         return
     rows, lengths_B = bench.ragged(bench.replica, bench.draw.number(1, 10**5), 2 * CALL + 1)
@@ -197,7 +198,7 @@ def _refused(bench: Bench, step: Callable[[], Finished], calls_of: Calls, name: 
 def sizes_change(bench: Bench) -> None:
     bench.take((_many_alike if bench.layout.dtype == "bf16" else _many_counted)(bench))
     for seed, factor in enumerate((1, 3)):
-        bench.take(alike(bench, seed, factor * CALL))
+        bench.take(bench.alike(seed, factor * CALL))
 
 
 def _many_counted(bench: Bench) -> Calls:
@@ -308,7 +309,7 @@ def nothing_valid(bench: Bench) -> None:
 
     def masked(empty: Callable[[int, int], slice], seed: int) -> Calls:
         def calls(replica: int) -> list[Rows]:
-            made = alike(bench, seed, 2 * size, 2 * size)(replica)
+            made = bench.alike(seed, 2 * size, 2 * size)(replica)
             for call, rows in enumerate(made):
                 # Frameworks differ in whether a sequence counts of which no position does.
                 name = "token_mask" if seed % 2 and not by_sequence else "sample_mask"
@@ -344,7 +345,7 @@ def unwatched_steps(bench: Bench) -> None:
         sizes = (
             draw.sizes(draw.number(1, 3), bench.multiple, most=2) if seed < 5 else [bench.multiple]
         )
-        steps.append(alike(bench, seed, *(MICRO_BATCH * size for size in sizes)))
+        steps.append(bench.alike(seed, *(MICRO_BATCH * size for size in sizes)))
     if not (bench.half or bench.layout.auxiliary):
         # A spike, which a guard that knows the norms of earlier steps would skip or clip.
         steps.append(_drawn(bench, 1, size=2.0**12))
@@ -359,7 +360,7 @@ def unwatched_steps(bench: Bench) -> None:
 def auxiliary_losses(bench: Bench) -> None:
     def calls(replica: int) -> list[Rows]:
         # Calls of other sizes, whose microbatches count other shares of their positions.
-        small, large = alike(bench, 30, CALL, 3 * CALL)(replica)
+        small, large = bench.alike(30, CALL, 3 * CALL)(replica)
         large["token_mask"][:CALL, large["input_ids"].shape[1] // 2 :] = 0
         return [small, large]
 
@@ -374,7 +375,7 @@ def auxiliary_losses(bench: Bench) -> None:
 )
 def logprobs_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
-    first, second = (alike(bench, seed, CALL) for seed in range(2))
+    first, second = (bench.alike(seed, CALL) for seed in range(2))
     # The looks of a step are at other rows, of the same number; in one step at many.
     many = MICROBATCHES // bench.multiple * bench.multiple
     here, there = bench.draw.shuffled((many, bench.draw.sizes(1, bench.multiple, most=5)[0]))
@@ -418,7 +419,7 @@ def _some(bench: Bench, microbatches: int) -> tuple[Rows, Tensor]:
 )
 def export_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
-    first, second = (alike(bench, seed, CALL) for seed in range(2))
+    first, second = (bench.alike(seed, CALL) for seed in range(2))
     unseen: list[Finished] = []
 
     def export() -> None:
@@ -443,7 +444,7 @@ def abort_and_retry(bench: Bench) -> None:
             adapter.microbatch(bench.rows(bench.replica, 50 + call, MICRO_BATCH * size))
         adapter.abort()
         bench.unchanged("abort()")
-        bench.take(alike(bench, 60 + calls, CALL), after=f"an abort() in call {calls}")
+        bench.take(bench.alike(60 + calls, CALL), after=f"an abort() in call {calls}")
 
 
 @_check(
@@ -453,7 +454,7 @@ def abort_and_retry(bench: Bench) -> None:
 def failure_on_one_rank(bench: Bench) -> None:
     for failure in failures(bench):
         fail(bench, failure)
-        calls_of, after = alike(bench, bench.draw.number(1, 10**5), CALL), f"one in which {failure}"
+        calls_of, after = bench.alike(bench.draw.number(1, 10**5), CALL), f"one in which {failure}"
         if issubclass(failure.error, Exception):
             bench.take(calls_of, after=after)
         else:  # the process was told to end, and may take no further step
@@ -472,7 +473,7 @@ def nan(bench: Bench) -> None:
     kinds = draw.dealt((math.nan, math.inf, None), len(spots))
     for (replica, span), number in zip(spots, kinds, strict=True):
         event = _not_finite(bench, replica, Place.drawn(bench, span), number)
-        bench.take(alike(bench, draw.number(1, 10**5), CALL), after=f"one in which {event}")
+        bench.take(bench.alike(draw.number(1, 10**5), CALL), after=f"one in which {event}")
 
 
 def _not_finite(bench: Bench, replica: int, place: Place, number: float | None) -> str:
@@ -483,7 +484,7 @@ def _not_finite(bench: Bench, replica: int, place: Place, number: float | None) 
     """
     adapter, draw, call = bench.adapter, bench.draw, place.call
     seed = draw.number(1, 10**5)
-    calls_of = alike(bench, seed, *(MICRO_BATCH * size for size in place.sizes))
+    calls_of = bench.alike(seed, *(MICRO_BATCH * size for size in place.sizes))
     # In later calls not in the first microbatch, which may be all that is looked at.
     row = draw.number(MICRO_BATCH if call else 0, MICRO_BATCH * place.sizes[call] - 1)
     seats = enumerate(bench.told_by_all(bench.seat))
@@ -540,7 +541,7 @@ def resume(bench: Bench) -> None:
     _steps(bench)
     state = adapter.save()
     saved, update = bench.known, copy.deepcopy(bench.update)
-    bench.take(alike(bench, 2, CALL), after="save()")
+    bench.take(bench.alike(2, CALL), after="save()")
     later = bench.known
     bench.make_model()
     adapter.build(bench.subject)
@@ -563,7 +564,7 @@ def resume(bench: Bench) -> None:
 def offload_between_steps(bench: Bench) -> None:
     for seed in range(3):  # the first before there is any optimizer state
         bench.away_and_back()
-        bench.take(alike(bench, seed, CALL), after="an offload() and onload()")
+        bench.take(bench.alike(seed, CALL), after="an offload() and onload()")
 
 
 @_check(
@@ -579,7 +580,7 @@ def logprobs_while_offloaded(bench: Bench) -> None:
         bench.away_and_back(freeing=False)
 
     read()
-    bench.take(alike(bench, 0, CALL), after="log-probs while offloaded")
+    bench.take(bench.alike(0, CALL), after="log-probs while offloaded")
     read()
 
 
@@ -589,7 +590,7 @@ def logprobs_while_offloaded(bench: Bench) -> None:
     hazards=("offload-drops-gradients",),
 )
 def offload_in_mid_step(bench: Bench) -> None:
-    calls = alike(bench, 0, CALL)
+    calls = bench.alike(0, CALL)
 
     def exchange() -> None:
         bench.memories.offload(bench.adapter, freeing=False)
@@ -604,7 +605,7 @@ def offload_in_mid_step(bench: Bench) -> None:
         return bench.adapter.finish()
 
     if _refused(bench, step, calls, "a step with an offload in it"):
-        bench.take(alike(bench, 1, CALL), after="an offload in an open step, which was refused")
+        bench.take(bench.alike(1, CALL), after="an offload in an open step, which was refused")
 
 
 @_check(
@@ -626,7 +627,7 @@ def low_rank_adapters(bench: Bench) -> None:
         adapted = LowRank(bench, **kind)
         for seed, frozen in enumerate(((), ("linear_in",), ("linear_out",), ())):
             adapted.freeze(*frozen)
-            adapted.take(alike(adapted, seed, CALL))
+            adapted.take(adapted.alike(seed, CALL))
         if hasattr(adapted.adapter, "logprobs") and not bench.declares("logprobs-in-mid-step"):
             _hold_logprobs(adapted)
 

@@ -34,7 +34,6 @@ from megatron_idempotent.step.snapshot import logged
 from megatron_idempotent.window.params import ensure_params_synced
 
 from .bench import Bench
-from .draws import alike
 from .layouts import Layout
 from .memories import Memories
 from .parameters import ParameterPart, model_in, numbered, parts
@@ -154,7 +153,7 @@ class States(Bench):
         size = MICRO_BATCH * 2
         of_torch = [inner for outer in unchained(self.model.optimizer) for inner in _inner(outer)]
         is_first = not any(inner.state for inner in of_torch)
-        finished = self.step(alike(self, 10 + number, size, size), between=between)
+        finished = self.step(self.alike(10 + number, size, size), between=between)
         # What is skipped leaves nothing that a save or a load could lose.
         skipped = "the step was skipped, and shows nothing: a gradient is not finite"
         self.stop_at(None if finished.updated else skipped)
