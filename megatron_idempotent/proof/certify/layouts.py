@@ -238,9 +238,8 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         name: layout(name)
         for name in (
-            *("dp2", "dp2-distopt", "dp2-packs", "tp2", "vpp2", "dp2-pp2"),
-            *("dp2-moe", "tied-pp2", "dp2-bf16", "cp2", "tp2-ep2-etp1", "mtp-fp16"),
-            "dp2-sequences",
+            *("dp2", "dp2-distopt", "dp2-packs", "tp2", "vpp2", "dp2-tied-pp2"),
+            *("dp2-moe", "dp2-bf16", "cp2", "tp2-ep2-etp1", "mtp-fp16", "dp2-sequences"),
         )
     }
 )
