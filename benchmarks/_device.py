@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen
+from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen_device
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Take `--device`; without it the environment decides, and without that it is the CPU."""
-    parser.add_argument("--device", choices=DEVICES, type=str, default=chosen())
+    parser.add_argument("--device", choices=DEVICES, type=str, default=chosen_device())
 
 
 def add_seconds(parser: argparse.ArgumentParser) -> None:

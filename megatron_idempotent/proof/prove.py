@@ -2,11 +2,11 @@
 
 A hazard is proven if stock Megatron fails with the error that its case file names, and the same
 code runs with the patches applied. For a hazard that only the caller can avoid, the code that calls
-the helper has to run instead. If the case file has a neighbour, a right program beside the hazard,
-that has to run on stock, and with the patches to the same bits.
+the helper has to run instead. If the case file has a neighbour (a correct program close to the
+hazard), it has to run on stock, and to give the same bits with the patches.
 
-Every reproduction is run, whatever `apply()` says about its patch: a hazard that is there while its
-patch is left out is a failure, too.
+`prove` runs every reproduction, whatever `apply()` says about its patch: it is a failure, too, if
+stock has the hazard and the patch is left out.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Verdict = Literal[
 ]
 
 DEADLINE_S = 120.0
-"""The most seconds for one reproduction, which takes about one; one that takes longer has hung.
+"""Seconds for one reproduction, which takes about one: a slower one has hung.
 
-On a busy machine it may take up to `PATIENCE` times as many."""
+On a busy machine the deadline grows up to `PATIENCE` times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Says what became of one hazard's reproduction.
+    """Holds the outcome of one hazard's reproduction.
 
     Example:
         Finding(id="train-interval-timer", verdict="proven", seconds=1.4,
@@ -63,16 +63,17 @@ class Finding:
     id: str
     """The hazard."""
     verdict: Verdict
-    """`proven`: stock fails as the case file says, and patched runs. `documented`: stock fails so,
-    and nothing repairs it. `not_applicable`: the installed packages do not have the hazard, or one
-    that its program needs is missing. Five are failures. `unpatched`: stock fails as the case file
-    says, `apply()` leaves the patch out, and no other patch repairs it. `stock_runs`: stock ran
-    without error, and `apply()` patches it. `other_error`: the same, but stock failed in another
-    way than the case file says. `not_repaired`: patched failed too. `false_alarm`: the patches
-    break the neighbour, which is right on stock."""
+    """`proven`: stock fails as the case file says, and runs with the patches. `documented`: stock
+    fails as the case file says, and no patch exists. `not_applicable`: the installed packages do
+    not have the hazard, or a package that its program needs is missing. The other five are
+    failures. `unpatched`: stock fails as the case file says, `apply()` leaves the patch out, and no
+    other patch repairs the hazard. `stock_runs`: `apply()` installs the patch, but stock ran
+    without error. `other_error`: `apply()` installs the patch, but stock failed in another way than
+    the case file says. `not_repaired`: the program fails with the patches, too. `false_alarm`: the
+    patches break the neighbour, which is correct on stock."""
     stock: str
-    """The outcome on stock: `ok`, or `Type: message` of the first rank that failed. Where it is not
-    applicable or unpatched, the reason that `apply()` gives."""
+    """The outcome on stock: `ok`, or `Type: message` of the first rank that failed. With the
+    verdicts `not_applicable` and `unpatched`, the reason that `apply()` gives."""
     patched: str
     """The outcome with all patches: `ok`, `Type: message`, or `-` if it was not run."""
     seconds: float
@@ -93,7 +94,7 @@ def prove(
     pool: RankPool | None = None,
     device: str | None = None,
 ) -> Iterator[Finding]:
-    """Run hazards, and yield a finding for each, in order of id.
+    """Run the reproductions of hazards, and yield a finding for each, in order of id.
 
     Args:
         ids: the hazards to run; None for all.
@@ -139,15 +140,15 @@ def prove(
 def affected() -> list[str]:
     """Return the ids of the hazards that the installed Megatron has, as far as `apply()` can tell.
 
-    It tells by the contents of files. A hazard without a patch is one of those that a release in
-    its range has.
+    `apply()` judges by the contents of files. A hazard without a patch counts if the installed
+    release is in its range.
     """
     decided = apply(dry_run=True)
     return [h.id for h in hazards().values() if _runs(h) and _left_out(h, decided) is None]
 
 
 def _runs(hazard: Hazard) -> bool:
-    """Tell if all packages are here that the hazard's programs need."""
+    """Return whether all packages are installed that the hazard's programs need."""
     return not _missing(hazard) and check_installed(hazard).status is None
 
 
@@ -157,7 +158,7 @@ def _missing(hazard: Hazard) -> str:
 
 
 def _left_out(hazard: Hazard, decided: Report) -> str | None:
-    """Return the reason why `apply()` leaves a patch out, or why there is no hazard; else None."""
+    """Return why `apply()` leaves the patch out, or why the hazard does not exist; else None."""
     if not isinstance(hazard, Patch):
         verdict = check_installed(hazard)
         if verdict.status is None:
@@ -187,11 +188,11 @@ def outcome(
         applied: the patches to apply; no others are.
         helped: True to have the program call the helper, if the hazard has one.
     """
-    error, _ = _ended(run, _reproduce, hazard_id, applied, helped)
+    error, _ = _run_on_ranks(run, _reproduce, hazard_id, applied, helped)
     return error or "ok"
 
 
-def beside(run: Callable[..., list[Any]], hazard_id: str) -> str:
+def neighbour_outcome(run: Callable[..., list[Any]], hazard_id: str) -> str:
     """Run a hazard's neighbour on stock, and with all patches and the hazard's helper.
 
     Args:
@@ -199,22 +200,22 @@ def beside(run: Callable[..., list[Any]], hazard_id: str) -> str:
         hazard_id: the hazard.
 
     Returns:
-        `ok`; `stock: …` if it is not right on stock; `patched: …` if it raises with the patches, or
-        a bit is different; `-` if the hazard has no neighbour.
+        `ok`; `stock: …` if stock raises; `patched: …` if it raises with the patches, or if a bit
+        differs; `-` if the hazard has no neighbour.
     """
     if hazards()[hazard_id].neighbour is None:
         return "-"
-    error, bits = _ended(run, _neighbour, hazard_id, (), False)
+    error, bits = _run_on_ranks(run, _neighbour, hazard_id, (), False)
     if error is not None:
         return f"stock: {error}"
-    error, patched = _ended(run, _neighbour, hazard_id, patches(), True)
+    error, patched = _run_on_ranks(run, _neighbour, hazard_id, patches(), True)
     if error is not None:
         return f"patched: {error}"
     differing = [rank for rank, (a, b) in enumerate(zip(bits, patched, strict=True)) if a != b]
     return f"patched: other bits than stock's on ranks {differing}" if differing else "ok"
 
 
-def _ended(
+def _run_on_ranks(
     run: Callable[..., list[Any]],
     function: Callable[..., Any],
     hazard_id: str,
@@ -251,7 +252,7 @@ def _examine(hazard: Hazard, pool: RankPool, left_out: str | None) -> Finding:
     patched = neighbour = "-"
     verdict: Verdict
     if left_out is not None:
-        # Another patch may repair it here. What becomes of the program otherwise says nothing.
+        # Another patch may repair the hazard. Without the hazard, the program proves nothing.
         if is_there:
             patched = outcome(pool.run, hazard.id, applied=patches(), helped=True)
         verdict = "unpatched" if is_there and patched != "ok" else "not_applicable"
@@ -264,7 +265,7 @@ def _examine(hazard: Hazard, pool: RankPool, left_out: str | None) -> Finding:
         if not limit and patched != "ok":
             verdict = "not_repaired"
         else:
-            neighbour = beside(pool.run, hazard.id)
+            neighbour = neighbour_outcome(pool.run, hazard.id)
             if neighbour.startswith("stock"):
                 verdict = "other_error"
             elif neighbour.startswith("patched"):
@@ -280,7 +281,7 @@ def _examine(hazard: Hazard, pool: RankPool, left_out: str | None) -> Finding:
 
 
 def _ready() -> None:
-    """Do nothing on a rank, which waits until the pool has imported torch and Megatron."""
+    """Do nothing: the call ends once the pool has imported torch and Megatron."""
 
 
 def _reproduce(hazard_id: str, applied: tuple[str, ...], helped: bool) -> None:

@@ -54,7 +54,7 @@ def test_prove_fails_where_release_and_case_file_disagree(
         return patched if list(applied) else stock
 
     mocker.patch.object(proof, "outcome", outcome)
-    mocker.patch.object(proof, "beside", return_value=neighbour)
+    mocker.patch.object(proof, "neighbour_outcome", return_value=neighbour)
     code, (finding,) = proved(capsys, "pipeline-seed-offset")
     assert (code, finding["verdict"]) == (1, verdict)
 
@@ -131,7 +131,7 @@ def test_the_right_program_beside_a_hazard_is_compared_by_bits_and_errors():
                 raise found
             return found
 
-        return proof.beside(run, "no-sync-ends-early")
+        return proof.neighbour_outcome(run, "no-sync-ends-early")
 
     died = RankFailure(rank=0, exception_type="ValueError", message="no", traceback="")
     failed = RankError([died], {})

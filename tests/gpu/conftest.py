@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_idempotent.proof.cpu.gpu import Device, chosen
+from megatron_idempotent.proof.cpu.gpu import Device, chosen_device
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> Device:
     """Return the device of `megatron_ranks`: "cpu", "checked" or "cuda"."""
-    return chosen(request.config.getoption("--megatron-device"))
+    return chosen_device(request.config.getoption("--megatron-device"))
 
 
 @pytest.fixture

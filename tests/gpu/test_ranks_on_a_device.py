@@ -118,7 +118,7 @@ def test_an_argument_wins_over_the_environment(argument, variable, expected, mon
     monkeypatch.delenv(gpu.VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(gpu.VARIABLE, variable)
-    assert gpu.chosen(argument) == expected
+    assert gpu.chosen_device(argument) == expected
     assert cpu.RankPool(1, device=argument).device == expected
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.record import Limit
-from megatron_idempotent.proof.prove import affected, beside, outcome
+from megatron_idempotent.proof.prove import affected, neighbour_outcome, outcome
 
 AFFECTED = affected()
 PATCHED = [hazard_id for hazard_id in AFFECTED if hazard_id in patches()]
@@ -30,7 +30,7 @@ def test_the_hazard_is_gone_with_the_patches(hazard_id, megatron_ranks):
 
 @pytest.mark.parametrize("hazard_id", BESIDE)
 def test_the_right_program_beside_the_hazard_keeps_its_bits(hazard_id, megatron_ranks):
-    assert beside(megatron_ranks, hazard_id) == "ok"
+    assert neighbour_outcome(megatron_ranks, hazard_id) == "ok"
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,6 @@
-"""Adapts this library's `TrainStep` and `accumulation_window`, and a loop of nothing but Megatron.
+"""Adapts this library's `TrainStep` and `accumulation_window`, and a loop of Megatron alone.
 
-They also show how an adapter is written.
+The classes also serve as examples of adapters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NO_OFFLOAD: Mapping[str, str] = MappingProxyType(
 
 
 class _Loss:
-    """Sums over positions, or sequences, that count; the step divides by their number."""
+    """Sums the loss over positions, or sequences, that count; the step divides by their number."""
 
     normalizers: Mapping[str, Any] = MappingProxyType({})
 
@@ -60,7 +60,7 @@ class _Loss:
 
 
 def _described(microbatch: Any) -> Rows | Packed:
-    """Return rows as they are, and what the step has packed as `Subject` takes it."""
+    """Return rows as they are, and a microbatch that the step has packed in `Subject`'s form."""
     return batches.described(microbatch) if "pack" in microbatch else microbatch
 
 
@@ -73,7 +73,7 @@ class Stateful:
     def save(self) -> Any:
         """Copy parameters and optimizer state of this rank, as a checkpoint would.
 
-        What the optimizer updates are main parameters in float32, where the model is in bfloat16.
+        If the model is in bfloat16, "main" has the float32 parameters that the optimizer updates.
         """
         megatron_idempotent.ensure_params_synced(self.subject.chunks)
         return {
@@ -104,7 +104,7 @@ class Stateful:
     def offload(self, *, only: Part | None = None) -> None:
         """Move optimizer state and parameters to the host, and free gradients, as Megatron does."""
         self._away = {*self.parts} if only is None else {only}
-        # First, because the distributed optimizer's parameters in float32 are views of the model's.
+        # The optimizer first: the distributed one's float32 parameters are views of the model's.
         if "optimizer" in self._away:
             self.subject.optimizer.offload_to_cpu()
         for chunk in self.subject.chunks:
@@ -114,17 +114,17 @@ class Stateful:
                 of_weights = [b for b in buffers(chunk) if b.param_data is not None]
                 for buffer in of_weights:
                     buffer.offload_to_cpu(move_grads=False)
-                # Without a distributed optimizer no buffer has them. `module.cpu()` would move
-                # gradients, too, whose memory is freed.
+                # Without a distributed optimizer the buffers hold no parameters. `module.cpu()`
+                # would move the gradients too, whose memory is freed.
                 for parameter in chunk.module.parameters() if not of_weights else ():
                     parameter.data = parameter.data.cpu()
 
     def onload(self, *, training: bool = True) -> None:
-        """Bring all of it back, or without `training` the parameters alone."""
+        """Bring back what `offload` has moved, or without `training` the parameters alone."""
         for chunk in self.subject.chunks:
             for buffer in buffers(chunk) if "weights" in self._away else ():
                 buffer.reload_from_cpu(move_grads=False)
-            # The optimizer's own, where it updates the model's parameters in place.
+            # An optimizer that updates the model's parameters in place has moved these, too.
             chunk.module.cuda()
             if training and "gradients" in self._away:
                 chunk.restore_grad_buffers()
@@ -143,7 +143,7 @@ def parameters_of(subject: Subject) -> list[Any]:
 
 
 def updated(subject: Subject) -> Iterator[tuple[Any, Any]]:
-    """Yield torch's optimizers that are inside of Megatron's, each with a parameter it updates."""
+    """Yield pairs of a torch optimizer, in Megatron's, and a parameter that it updates."""
     for outer in getattr(subject.optimizer, "chained_optimizers", [subject.optimizer]):
         inner = getattr(outer, "optimizer", None)
         for group in inner.param_groups if inner is not None else ():
@@ -228,13 +228,13 @@ class FSDPSplitStep(SplitStep):
         self.subject = subject
         self.loss = self.loss_of(subject)
         (self.model,) = subject.chunks
-        # Begun, finished and aborted as the other is.
+        # `begin`, `finish` and `abort` are SplitStep's.
         self.step = FSDPTrainStep(
             self.model, subject.optimizer, forward=subject.forward, clip_grad=None, **self.options
         )
 
     def microbatch(self, rows: Rows | None, *, fail: bool = False) -> None:
-        # Ranks meet in the model: one without rows takes part with none.
+        # The model's collectives need every rank: one without rows passes None.
         some = rows is not None and len(rows["input_ids"]) > 0
         super().microbatch(rows if some else None, fail=fail)
 
@@ -272,7 +272,7 @@ class FSDPSplitStep(SplitStep):
 
 
 class Megatron(Stateful):
-    """Trains with Megatron alone: one call of its schedule in `finish`, over all rows so far."""
+    """Trains with Megatron alone: one call of its schedule in `finish`, over all rows of a step."""
 
     cannot: Mapping[str, str] = MappingProxyType(
         {
@@ -303,7 +303,7 @@ class Megatron(Stateful):
         pieces: list[Rows | Packed] = [*microbatches(subject, rows)]
         if not subject.packs:
             return pieces
-        # All of one size, as a pipeline takes them.
+        # A pipeline needs packs of one size.
         return [batches.one_pack(rows, subject.config, subject.max_tokens) for rows in pieces]
 
     def finish(self) -> Finished:
@@ -391,16 +391,17 @@ def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
 
 @contextlib.contextmanager
 def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that lets the next forward's auxiliary losses weigh as its sequences do.
+    """Yield a function that scales the next forward's auxiliary losses for a mean over sequences.
 
-    Megatron multiplies each by the positions of its microbatch, and divides by what the loss
-    functions count. If the loss is of sequences, that is positions / sequences times too much.
+    Megatron multiplies each loss by the positions of its microbatch, and divides by the number that
+    the loss functions return. If that counts sequences, the result is positions / sequences times
+    too large.
     """
     modules = [module for chunk in subject.chunks for module in chunk.modules()]
     with contextlib.ExitStack() as stack:
         factors = []
         for name in ("moe_aux_loss_coeff", "mtp_loss_scaling_factor"):
-            # 0.12 keeps a copy of the second in the block of MTP layers.
+            # 0.12 keeps a copy of the second factor in the block of MTP layers.
             for owner in (subject.config, *(module for module in modules if name in vars(module))):
                 value = getattr(owner, name, None)
                 if value and subject.loss_kind == "sequence":
@@ -419,7 +420,7 @@ def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
 def _schedule(
     subject: Subject, microbatches: Sequence[Rows | Packed], forward_step: Any, **options: Any
 ) -> Any:
-    """Call Megatron's schedule, and return what it does."""
+    """Call Megatron's schedule, and return its result."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     data = [iter(microbatches) for _ in subject.chunks]
@@ -436,7 +437,7 @@ def _schedule(
 
 
 def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
-    """Compute log-probs [B, T] by the schedule, without gradients; None but on the last stage."""
+    """Compute log-probs [B, T] by the schedule, without gradients; None before the last stage."""
 
     def forward_step(data: Any, chunk: Any) -> Any:
         microbatch = next(data)
@@ -444,7 +445,7 @@ def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
 
     pieces = microbatches(subject, rows)
     with torch.no_grad():
-        found = _schedule(
+        logprobs = _schedule(
             subject, pieces, forward_step, forward_only=True, collect_non_loss_data=True
         )
-    return all_positions(torch.cat(found)) if found else None
+    return all_positions(torch.cat(logprobs)) if logprobs else None

@@ -21,12 +21,12 @@ from .oracle import counted
 from .protocol import Packed, Rows
 
 _BORDERS = "packed_seq_params"
-#: What a pack has for each token, of which each context-parallel rank computes its own.
+#: A pack's fields with a value for each token; context-parallel ranks split these.
 _EACH_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "scale", "share", "first")
 
 
 def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe a microbatch that `TrainStep` or `pack_batches` has packed as `Subject` takes it.
+    """Turn a microbatch that `TrainStep` or `pack_batches` has packed into a pack for `Subject`.
 
     Example: `subject.forward(chunk, described(microbatch))`.
     """
@@ -55,7 +55,7 @@ def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_pack(rows: Rows, config: Any, tokens: int) -> dict[str, Any]:
-    """Pack rows in their order, padded to so many tokens, with the multiples that a config needs.
+    """Pack rows in their order; pad each to the multiple that `config` needs, all to `tokens`.
 
     Example: `subject.forward(chunk, one_pack(rows, subject.config, subject.max_tokens))`.
     """
@@ -73,7 +73,7 @@ def one_pack(rows: Rows, config: Any, tokens: int) -> dict[str, Any]:
             "pack": pack,
             "input_ids": joined("input_ids"),
             "token_mask": joined("token_mask"),
-            # The model has positions for a row, and padding may be longer.
+            # Padding may be longer than a row, and the model has positions for a row only.
             "position_ids": (pack.position_ids * pack.mask)[None],
         }
     )
@@ -85,40 +85,40 @@ def is_pack(rows: Mapping[str, Any]) -> bool:
 
 
 def forward(chunk: Any, rows: Rows | Packed) -> Tensor:
-    """Call a chunk; return the negative log-probability of each label on the last, [B, T]."""
+    """Call a chunk; the last one returns the negative log-probability of each label, [B, T]."""
     if is_pack(rows):
-        mine, masks = own(rows), {"packed_seq_params": rows[_BORDERS]}
-        hidden, loss_mask = None, mine["loss_mask"]
+        inputs, masks = token_fields(rows), {"packed_seq_params": rows[_BORDERS]}
+        hidden, loss_mask = None, inputs["loss_mask"]
     else:
         tokens_BT = rows["input_ids"]
         length = tokens_BT.shape[1]
-        whole = {
+        tensors = {
             "input_ids": tokens_BT,
             "position_ids": torch.arange(length, device="cuda").expand_as(tokens_BT),
             "labels": tokens_BT.roll(-1, 1),
         }
-        mine, masks = {name: own_positions(each) for name, each in whole.items()}, {}
+        inputs, masks = {name: own_positions(tensor) for name, tensor in tensors.items()}, {}
         hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
         hidden, loss_mask = own_positions(hidden, dim=2), own_positions(counted(rows))
     if getattr(chunk.config, "mtp_num_layers", None):
         masks["loss_mask"] = loss_mask
     output: Tensor = chunk(
-        mine["input_ids"], mine["position_ids"], hidden, labels=mine["labels"], **masks
+        inputs["input_ids"], inputs["position_ids"], hidden, labels=inputs["labels"], **masks
     )
     return output
 
 
-def own(pack: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what a pack has for each token, of the positions that this rank computes."""
+def token_fields(pack: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the fields of a pack's tokens, cut to the positions that this rank computes."""
     borders = _padded(pack)
-    there = (name for name in _EACH_TOKEN if name in pack)
-    return {name: own_positions(pack[name], cu_seqlens=borders) for name in there}
+    names = (name for name in _EACH_TOKEN if name in pack)
+    return {name: own_positions(pack[name], cu_seqlens=borders) for name in names}
 
 
 def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return each token's part of its sequence's mean, and 1 where a sequence begins, [1, S].
+    """Return each token's weight in its sequence's mean, and 1 where a sequence begins, [1, S].
 
-    A sequence of which nothing counts has no part and no beginning.
+    Both are 0 throughout a sequence of which no position counts.
     """
     mask_S, borders = pack["loss_mask"][0], _padded(pack).long()
     place_S = torch.arange(len(mask_S), device=mask_S.device)
@@ -133,12 +133,12 @@ def _padded(pack: Mapping[str, Any]) -> Tensor:
     """Return where a pack's sequences begin and end, padding included."""
     borders = pack[_BORDERS]
     padded = borders.cu_seqlens_q_padded
-    found: Tensor = borders.cu_seqlens_q if padded is None else padded
-    return found
+    cu_seqlens: Tensor = borders.cu_seqlens_q if padded is None else padded
+    return cu_seqlens
 
 
 def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
-    """Give rows these lengths, and take what is padding then out of the token mask."""
+    """Give rows new lengths, and mask the tokens that become padding."""
     lengths_B = torch.tensor(lengths, dtype=torch.int64, device=rows["input_ids"].device)
     place_T = torch.arange(rows["input_ids"].shape[1], device=lengths_B.device)
     rows["token_mask"] *= place_T < lengths_B[:, None]
@@ -146,10 +146,10 @@ def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
 
 
 def of_positions(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
-    """Return the sum over positions that count, each times its row's scale, and their number."""
+    """Return the sum of the losses that count, each times its row's scale, and their number."""
     if is_pack(rows):
-        mine = own(rows)
-        return (output * mine["loss_mask"] * mine["scale"]).sum(), mine["loss_mask"].sum()
+        fields = token_fields(rows)
+        return (output * fields["loss_mask"] * fields["scale"]).sum(), fields["loss_mask"].sum()
     mask_BT = own_positions(counted(rows))
     return (output * mask_BT * rows["scale"][:, None]).sum(), mask_BT.sum()
 
@@ -162,8 +162,8 @@ def of_sequences(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
     """
     if is_pack(rows):
         share_1S, first_1S = shares(rows)
-        mine = own({**rows, "share": share_1S, "first": first_1S})
-        return (output * mine["share"] * mine["scale"]).sum(), mine["first"].sum()
+        fields = token_fields({**rows, "share": share_1S, "first": first_1S})
+        return (output * fields["share"] * fields["scale"]).sum(), fields["first"].sum()
     mask_BT = counted(rows)
     number_B1 = mask_BT.sum(1, keepdim=True)
     first_BT = torch.zeros_like(mask_BT)

@@ -1,6 +1,6 @@
 """Adapts Megatron's own ways to save and load a run to the checks of state.
 
-They train with `TrainStep`. `DPReshardable`, `FullyReshardable` and `ModelSpace` call
+All of them train with `TrainStep`. `DPReshardable`, `FullyReshardable` and `ModelSpace` call
 `megatron.core.dist_checkpointing`, each with a format of the distributed optimizer. `Training` and
 `Legacy` call `megatron.training.checkpointing`, which wheels have from 0.17 on.
 """
@@ -28,12 +28,12 @@ from .adapters import SplitStep
 from .protocol import Subject
 from .states import put_random, random_states
 
-#: What `megatron.training` names beside the format.
+#: Metadata that `megatron.training` passes beside the format.
 _METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 Saved = tuple[tuple[int, int, int], str]
-"""The numbers of ranks, as `_ranks` has them, of what was saved, and the folder."""
+"""The result of `_ranks` at the time of the save, and the checkpoint's folder."""
 
 
 class DistCheckpoint(SplitStep):
@@ -45,13 +45,13 @@ class DistCheckpoint(SplitStep):
     saves_all = True
     """False if some parameters are not saved."""
     persistent = False
-    """True if one process writes all asynchronous saves, and none is forked for each."""
+    """True if one process writes all asynchronous saves; False if each save forks its own."""
 
     def build(self, subject: Subject) -> None:
         super().build(subject)
         self.iteration = self.saves = 0
         if getattr(filesystem_async, "_results_queue", ()) is None:
-            # Forked: upstream's own imports Megatron first, some ten seconds.
+            # A fork: upstream would spawn it, and import Megatron for some ten seconds.
             manager = multiprocessing.get_context("fork").Manager()
             filesystem_async._results_queue = manager.Queue()
         # The class of the inner optimizer is in its groups, and so in the checkpoint.
@@ -90,7 +90,7 @@ class DistCheckpoint(SplitStep):
     def load(self, state: Saved) -> None:
         ranks, folder = state
         request = self._state(is_loading=True)
-        if ranks != _ranks():  # upstream does so for other stages or tensor-parallel ranks
+        if ranks != _ranks():  # upstream drops it, too, for other stages or tensor-parallel ranks
             del request["rng_state"]
         checkpoint = dist_checkpointing.load(request, folder)
         self._load_models(checkpoint)
@@ -115,7 +115,7 @@ class DistCheckpoint(SplitStep):
         return str(folder)
 
     def _models(self) -> dict[str, Any]:
-        """Name the chunks as upstream does."""
+        """Return the sharded state of each chunk, by upstream's name for the chunk."""
         several = len(self.subject.chunks) > 1
         return {
             f"model{index if several else ''}": chunk.module.sharded_state_dict()
@@ -143,7 +143,7 @@ class DistCheckpoint(SplitStep):
 
 
 def _ranks() -> tuple[int, int, int]:
-    """Return how many pipeline stages, tensor-parallel ranks and replicas there are."""
+    """Return the numbers of pipeline stages, tensor-parallel ranks and replicas."""
     return (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -152,7 +152,7 @@ def _ranks() -> tuple[int, int, int]:
 
 
 def _rank() -> tuple[int, int, int]:
-    """Return which of them this rank is."""
+    """Return this rank's pipeline stage, tensor-parallel rank and replica."""
     return (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
@@ -190,7 +190,7 @@ class ModelSpace(DistCheckpoint):
 
 
 class OnHost(DPReshardable):
-    """Has half of the optimizer on the host (`--optimizer-cpu-offload`)."""
+    """Keeps half of the optimizer on the host (`--optimizer-cpu-offload`)."""
 
     parts = ()  # moments are on the host already
     optimizer_overrides = MappingProxyType(
@@ -205,7 +205,7 @@ class OnHost(DPReshardable):
 class LowRank(DPReshardable):
     """Trains low-rank adapters of 32 bits over a frozen base, and saves them alone.
 
-    With them go the experts' biases, which move in a frozen base too.
+    It saves the experts' biases, too: they move although the base is frozen.
     """
 
     saves_all = False
@@ -262,7 +262,7 @@ class Training(DistCheckpoint):
         return finished
 
     def counters(self) -> dict[str, Any]:
-        """Count as upstream does, and say which samples its sampler gives next."""
+        """Return upstream's counters, and the samples that its sampler yields next."""
         from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
         consumed = self.args.consumed_train_samples
@@ -282,7 +282,7 @@ class Training(DistCheckpoint):
         self.saves += 1
         self.args.save = str(self.subject.folder / f"{self.iteration}-{self.saves}")
         subject = self.subject
-        # Upstream's own loop does so before.
+        # Upstream's training loop does this before a save.
         megatron_idempotent.ensure_params_synced(subject.chunks)
         checkpointing.save_checkpoint(
             self.iteration, subject.chunks, subject.optimizer, subject.scheduler, 0
@@ -328,7 +328,7 @@ class Training(DistCheckpoint):
         subject = self.subject
         self.args.load = state
         if not Path(checkpointing.get_checkpoint_tracker_filename(state)).is_file():
-            # Upstream starts a new run there.
+            # Without the file upstream would start a new run.
             raise FileNotFoundError(f"{state} has no checkpoint: its tracker file is missing")
         with torch.no_grad():  # upstream copies into fp32 parameters in place
             self.iteration, _ = checkpointing.load_checkpoint(
@@ -337,26 +337,26 @@ class Training(DistCheckpoint):
 
 
 class TrainingFully(Training):
-    """Does so with `--dist-ckpt-optim-fully-reshardable`."""
+    """Saves and loads as `Training`, with `--dist-ckpt-optim-fully-reshardable`."""
 
     reshards = _ALL
     flags = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable")
 
 
 class Resilient(Training):
-    """Does so, and asynchronously by nvidia-resiliency-ext, upstream's choice from 0.17 on."""
+    """Saves asynchronously by nvidia-resiliency-ext, upstream's choice from 0.17 on."""
 
     strategy = "nvrx"
 
 
 class ResilientPersistent(Resilient):
-    """Does so by a process that stays (`--use-persistent-ckpt-worker`)."""
+    """Saves as `Resilient`, by a process that stays (`--use-persistent-ckpt-worker`)."""
 
     persistent = True
 
 
 class Legacy(Training):
-    """Does so with `--ckpt-format torch`, a file of each model-parallel rank."""
+    """Saves and loads with `--ckpt-format torch`: a file for each model-parallel rank."""
 
     reshards = ()
     flags = ("--ckpt-format", "torch")
@@ -370,4 +370,4 @@ _REQUIRED = [
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "127", "--train-iters", "10"),
     *("--lr", "0.01"),
 ]
-"""Arguments that `megatron.training` wants to have; no check reads them."""
+"""Arguments that `megatron.training` requires; no check depends on them."""

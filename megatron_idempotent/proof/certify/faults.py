@@ -1,4 +1,4 @@
-"""Lets saves and loads fail as disks and machines do: no room, files missing or cut, no handles."""
+"""Makes saves and loads fail as on bad disks: no room, files missing or cut, no handles, delays."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> tuple[str | None, Any]:
-    """Return what a call raised, in one line, or None and what it returned."""
+    """Call a function; return its error in one line and None, or None and its result."""
     from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
     try:
         return None, function(*args)
-    except (Exception, CheckpointException) as error:  # noqa: BLE001  it is what is asked for
+    except (Exception, CheckpointException) as error:  # noqa: BLE001  any error is a result
         return f"{type(error).__name__}: {first_line(error)}", None
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's text in one line; of one that collects those of ranks, the first's."""
+    """Return an error's first line; for an error that collects those of ranks, the first rank's."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     if isinstance(error, CheckpointException):
@@ -58,19 +58,19 @@ def _limited(limit: int, number: int, *, yes: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
-    """Refuse inside of the block more than `room` bytes of a file, of this process and its own.
+    """Limit files that this process and its children write in the block to `room` bytes.
 
-    With `forked` it is refused to processes that are forked there alone: locks are files as well.
-
-    The error is `OSError` (EFBIG). What is printed meanwhile is dropped: it may go to a file too.
+    With `yes=False` there is no limit. With `forked` only processes that are forked in the block
+    have it, because locks are files, too. The error is `OSError` (EFBIG). What the block prints is
+    dropped: it may go to a file.
     """
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as blocks:
         if yes:
             blocks.enter_context(contextlib.redirect_stdout(nowhere))
             blocks.enter_context(contextlib.redirect_stderr(nowhere))
         if yes and 0x030C0000 <= sys.hexversion < 0x030C0200:
-            # These crash in the collector on what a failed write leaves
-            # (https://github.com/python/cpython/issues/111049): let nothing be collected of it.
+            # These releases crash when they collect what a failed write leaves
+            # (https://github.com/python/cpython/issues/111049): they collect nothing here.
             gc.disable()
             blocks.callback(gc.enable)
             blocks.callback(gc.freeze)
@@ -91,13 +91,13 @@ def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
 
 
 class SlowDisk:
-    """Keeps what is written beside the check's own thread from being written until `release`.
+    """Delays writes of all threads and processes but the check's own thread until `release`.
 
     Args:
         folder: the folder of the checkpoints; files elsewhere are written at once.
     """
 
-    #: Seconds for a step that waits for a writer, and for a save that has not returned yet.
+    #: The longest delay of a write after the save has returned, and before.
     _LONGEST_S, _LONGEST_WITHIN_SAVE_S = 20.0, 1.0
 
     def __init__(self, folder: Path) -> None:
@@ -108,9 +108,9 @@ class SlowDisk:
         self._starts = contextlib.ExitStack()
 
     def hold_starts(self) -> None:
-        """Hold back threads that start, and calls that an executor is given, until `returned`.
+        """Delay each thread that starts, and each call that an executor gets, before `returned`.
 
-        What they compute before they write is computed late, too.
+        Their whole work is late then, and not the writing alone.
         """
         submit, profile = ThreadPoolExecutor.submit, threading.getprofile()
 
@@ -133,16 +133,16 @@ class SlowDisk:
         self._starts.callback(threading.setprofile, profile)
 
     def returned(self) -> None:
-        """Say that the call that saves has returned: what starts from now on is none of its own."""
+        """Note that the saving call has returned: threads that start later are not its own."""
         self._starts.close()
         self._has_returned[0] = 1
 
     def release(self) -> None:
-        """Let all be written."""
+        """End all delays."""
         self._is_released[0] = 1
 
     def hold(self) -> None:
-        """Wait until `release`, but a second while the call that saves may wait for its writer."""
+        """Wait until `release`; at most a second while the saving call may wait for its writer."""
         begun_s = time.monotonic()
         while not self._is_released[0]:
             has_returned = self._has_returned[0]
@@ -152,12 +152,12 @@ class SlowDisk:
             time.sleep(0.01)
 
     def hold_process(self) -> None:
-        """Hold back a process that was forked since; its memory is as it was then."""
+        """Delay the calling process if it was forked after this disk was made."""
         if os.getpid() != self._process:
             self.hold()
 
     def hold_file(self, path: Any) -> None:
-        """Hold back another thread of this process that opens a file of the folder."""
+        """Delay the calling thread if it is not the check's own and opens a file of the folder."""
         if (
             os.getpid() == self._process
             and threading.get_ident() != self._thread
@@ -172,7 +172,7 @@ _slow_disks: list[SlowDisk] = []
 
 @functools.cache
 def _watch_files() -> None:
-    """Have each file that Python opens for writing ask the slow disk that there is then."""
+    """Let the current slow disk delay each opening of a file for writing in Python."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and _slow_disks:
@@ -185,9 +185,9 @@ def _watch_files() -> None:
 
 @contextlib.contextmanager
 def slow_disk(bench: States) -> Iterator[SlowDisk]:
-    """Let no thread, and no process that is forked inside of the block, write before its end.
+    """Delay writes of other threads, and of processes forked in the block, until its end.
 
-    The check calls `returned` as soon as the call that saves has returned, and may call `release`
+    The check calls `returned` as soon as the saving call has returned, and may call `release`
     before the end of the block.
     """
     import torch
@@ -217,17 +217,17 @@ def slow_disk(bench: States) -> Iterator[SlowDisk]:
 
 
 LONGEST_S = 20.0
-"""The most seconds for a call that a check makes fail; it has hung then.
+"""Seconds after which a call that a check makes fail has hung.
 
-While ranks wait for a processor nothing counts, up to three times as many seconds."""
+Time in which ranks wait for a processor does not count, up to three times as many seconds."""
 _STUCK = "stuck-"
 
 
 @contextlib.contextmanager
 def ending_hangs(bench: States, reason: str) -> Iterator[None]:
-    """End this rank if the block takes longer than `LONGEST_S`; `stuck` then tells of it.
+    """End this rank if the block takes longer than `LONGEST_S`, and leave a note for `stuck`.
 
-    Nothing else ends a wait in a collective for a rank that does not come. All ranks enter.
+    A collective would wait for ever for a rank that does not join it. All ranks enter.
     """
     ranks: list[int] = bench.told_by_all(os.getpid())
     ended, begun_s = threading.Event(), time.monotonic()
@@ -252,7 +252,7 @@ def ending_hangs(bench: States, reason: str) -> Iterator[None]:
 
 
 def _write_note(path: Path, reason: str) -> None:
-    """Write a reason and the stacks of all threads, though the check may forbid it to this rank."""
+    """Lift the check's limits on files, and write a reason and the stacks of all threads."""
     _slow_disks.clear()
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
         _, hard = resource.getrlimit(limit)
@@ -281,7 +281,7 @@ def _unreadable(bench: States, path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _cut(bench: States, path: Path, *, parts: int) -> Iterator[str]:
-    """Leave one of so many parts of the file; nothing at all, not even its name, without parts."""
+    """Truncate the file to 1 / `parts` of its size; with `parts=0` remove it."""
     content = path.read_bytes()
     bench.told_by_all(None)
     if bench.rank == 0:
@@ -294,11 +294,11 @@ def _cut(bench: States, path: Path, *, parts: int) -> Iterator[str]:
 
 
 LATER = "later.pt"
-"""Ends the names of files that ranks that save leave for those that load; no checkpoint has it."""
+"""The ending of files that saving ranks leave for loading ranks; no checkpoint uses it."""
 
 
 Stamps = Mapping[Path, tuple[int, int]]
-"""Maps files to the time of their last change, in nanoseconds, and their bytes."""
+"""Maps files to the time of their last change, in nanoseconds, and their size in bytes."""
 
 
 def stamps(bench: States) -> Stamps:
@@ -310,10 +310,10 @@ def stamps(bench: States) -> Stamps:
 
 
 def saved_files(bench: States, older: Stamps = MappingProxyType({})) -> list[tuple[int, Path]]:
-    """Return bytes and path of what was saved: the largest file of each kind of name, in order.
+    """Return size and path of the largest saved file of each kind of name, the largest first.
 
-    Names are of one kind if they differ in numbers. A file that is as in `older` is taken only if
-    there is no other one of its kind. All ranks take part.
+    Names are of one kind if they differ in numbers only. A file that is unchanged since `older` is
+    returned only if its kind has no changed one. All ranks take part.
     """
     files = sorted(
         (older.get(path) != (changed_ns, size), size, path)
@@ -326,9 +326,9 @@ def saved_files(bench: States, older: Stamps = MappingProxyType({})) -> list[tup
 
 @contextlib.contextmanager
 def no_memory(calls_before: float) -> Iterator[list[str]]:
-    """Refuse to copy or move a tensor after so many; yield the names of the calls so far.
+    """Raise `MemoryError` where a tensor is copied or moved, after `calls_before` such calls.
 
-    The error is `MemoryError`.
+    Yield a list that gets the name of each call.
     """
     import torch
 
@@ -361,4 +361,4 @@ SPOILT: Mapping[str, Callable[[States, Path], Any]] = MappingProxyType(
         "rank-cannot-read": _unreadable,
     }
 )
-"""Blocks in which a checkpoint with this file cannot be loaded; each says why."""
+"""Maps faults to blocks in which a checkpoint with that file cannot be loaded; each yields why."""

@@ -1,8 +1,8 @@
-"""Watches the forwards of a rank's chunks: fails in one, reads what they compute with, notes packs.
+"""Watches the forwards of a rank's chunks: makes one fail, reads parameters in use, notes packs.
 
 Hooks on the innermost modules see the forwards of every framework, however it calls them. Losses of
-experts and of MTP layers are means over a microbatch. Which sequences share a pack, and what pads
-it, is the adapter's to choose, so the oracle has to be told.
+experts and of MTP layers are means over a microbatch. The adapter chooses which sequences share a
+pack and how it is padded, so the oracle computes them over the packs noted here.
 
 Legend: S tokens of a pack, s those of them that one context-parallel rank computes.
 """
@@ -23,11 +23,11 @@ from megatron_idempotent.step import own_positions
 from .oracle import PackSeen, counted
 from .protocol import Planted, Rows, Wrong
 
-Where = Literal["forward", "backward", "gradient"]
+Phase = Literal["forward", "backward", "gradient"]
 
 
 class Forwards:
-    """Counts the training forwards of this rank's first chunk, and acts on them.
+    """Counts the training forwards of this rank's first chunk, and fails or reads in them.
 
     Example: `with forwards.failing(2, "backward"): adapter.microbatch(rows)`.
     """
@@ -35,29 +35,30 @@ class Forwards:
     def __init__(self, chunks: Sequence[Any]) -> None:
         """Put hooks on the chunks, below what wraps them."""
         self.evaluated: str | None = None
-        """A module through which a gradient came after a forward in eval mode; None if none did."""
+        """A module that got a gradient after a forward in eval mode; None if there was none."""
         self.met = False
-        """True if the failure that was asked for has come."""
-        self._plan: tuple[int, Where] | None = None
+        """True once the failure that `failing` plans has happened."""
+        self._plan: tuple[int, Phase] | None = None
         self._seen = 0
-        self._first: Tensor | None = None  # what the first layer has made
+        self._first: Tensor | None = None  # the first layer's output
         self._read: Callable[[int], None] | None = None
         self._read_of: set[int] = set()
         for index, chunk in enumerate(chunks):
             inner = innermost(chunk)
-            inner.register_forward_hook(self._after(index))
+            inner.register_forward_hook(self._hook_of(index))
             layers: Any = getattr(getattr(inner, "decoder", None), "layers", ())
             if index == 0 and len(layers):
                 layers[0].register_forward_hook(self._keep)
 
     @contextmanager
-    def failing(self, after: int | None, where: Where) -> Iterator[None]:
-        """Raise `Planted` in the block once so many training forwards of the first chunk are done.
+    def failing(self, count: int | None, phase: Phase) -> Iterator[None]:
+        """Raise `Planted` in the block after `count` training forwards of the first chunk.
 
-        It is raised at the end of the next one's forward, or in its backward, when only the first
-        layer is left; with "gradient" this backward begins with NaN instead. None does nothing.
+        The next forward raises at its end, or in its backward, when only the first layer is left;
+        with the phase "gradient" its backward begins with NaN instead. With `count` None nothing
+        fails.
         """
-        self._plan = None if after is None else (after, where)
+        self._plan = None if count is None else (count, phase)
         self._seen, self.met = 0, False
         try:
             yield
@@ -68,8 +69,8 @@ class Forwards:
     def reading(self, read: Callable[[int], None]) -> Iterator[None]:
         """Call `read` with a chunk's number after its first training forward in the block.
 
-        The parameters are then those that the forward has computed with: whatever was pending for
-        them has come, and nobody has waited for it but the framework.
+        The parameters are then those of the forward: gathers that were pending have ended, and
+        the framework alone has waited for them.
         """
         self._read, self._read_of = read, set()
         try:
@@ -77,14 +78,14 @@ class Forwards:
         finally:
             self._read = None
 
-    def _after(self, index: int) -> Callable[..., None]:
+    def _hook_of(self, index: int) -> Callable[..., None]:
         def hook(module: Any, args: Any, output: Any) -> None:
-            trained = [each for each in _tensors(output) if each.requires_grad]
+            trained = [tensor for tensor in _tensors(output) if tensor.requires_grad]
             if not torch.is_grad_enabled() or not trained:
                 return
-            left = _left_in_eval(module)
-            if left is not None:
-                _on_gradient(trained[0], lambda _: self._note(left))
+            evaluated = _left_in_eval(module)
+            if evaluated is not None:
+                _on_gradient(trained[0], lambda _: self._note(evaluated))
             if self._read is not None and index not in self._read_of:
                 self._read_of.add(index)
                 self._read(index)
@@ -102,44 +103,44 @@ class Forwards:
 
     def _fail_at(self, output: Tensor) -> None:
         assert self._plan is not None
-        after, where = self._plan
+        count, phase = self._plan
         self._seen += 1
-        if self._seen != after + 1:
+        if self._seen != count + 1:
             return
-        if where == "forward":
-            self._raise(where)
-        elif where == "gradient":
+        if phase == "forward":
+            self._raise(phase)
+        elif phase == "gradient":
             _on_gradient(output, self._spoilt)
         else:
             first = output if self._first is None else self._first
-            _on_gradient(first, lambda _: self._raise(where))
+            _on_gradient(first, lambda _: self._raise(phase))
 
     def _spoilt(self, gradient: Tensor) -> Tensor:
         self.met = True
         return gradient * math.nan
 
-    def _raise(self, where: Where) -> None:
+    def _raise(self, phase: Phase) -> None:
         self.met = True
-        raise Planted(f"out of memory: the {where} of the model fails, as the check asks")
+        raise Planted(f"out of memory: the {phase} of the model fails, as the check asks")
 
 
 def innermost(chunk: Any) -> Any:
-    """Return the module that DDP and other wrappers are around."""
+    """Return the module inside DDP and other wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def _left_in_eval(module: Any) -> str | None:
-    for name, each in module.named_modules():
-        if not each.training:
+    for name, submodule in module.named_modules():
+        if not submodule.training:
             return name or "the model"
     return None
 
 
 def _tensors(output: Any) -> Iterable[Tensor]:
     parts = output if isinstance(output, (tuple, list)) else [output]
-    return (each for each in parts if isinstance(each, Tensor))
+    return (part for part in parts if isinstance(part, Tensor))
 
 
 def _on_gradient(output: Any, act: Callable[[Tensor], Tensor | None]) -> None:
@@ -148,16 +149,16 @@ def _on_gradient(output: Any, act: Callable[[Tensor], Tensor | None]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SeenPart:
-    """Holds what one rank saw of a pack, on the CPU."""
+    """Holds one rank's part of a pack, on the CPU."""
 
     place_s: Tensor
     """The places of its tokens in the pack."""
     tokens_s: Tensor
     positions_s: Tensor
     real_s: Tensor | None
-    """True for what is no padding, if the model was told."""
+    """False for padding; None if the model got no padding mask."""
     starts: tuple[int, ...]
-    """Ends with S. Sequences begin at these places; padding between them is included."""
+    """The places where sequences begin, and S; padding belongs to the sequence before it."""
     lengths: tuple[int, ...]
     """Tokens of each sequence that others attend to."""
 
@@ -176,20 +177,20 @@ class PacksSeen:
             chunk.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(("input_ids", "position_ids"), args, strict=False)), **kwargs}
-        borders = given.get("packed_seq_params")
+        arguments = {**dict(zip(("input_ids", "position_ids"), args, strict=False)), **kwargs}
+        borders = arguments.get("packed_seq_params")
         if borders is None or not torch.is_grad_enabled():
             return
         ends_n = borders.cu_seqlens_q
         padded_n = borders.cu_seqlens_q_padded
         starts_n = ends_n if padded_n is None else padded_n
         place_S = torch.arange(int(starts_n[-1]), device=ends_n.device)
-        padding = given.get("padding_mask")
+        padding = arguments.get("padding_mask")
         self._shares.append(
             SeenPart(
                 place_s=own_positions(place_S[None], cu_seqlens=starts_n)[0].cpu(),
-                tokens_s=given["input_ids"].detach().flatten().cpu(),
-                positions_s=given["position_ids"].detach().flatten().cpu(),
+                tokens_s=arguments["input_ids"].detach().flatten().cpu(),
+                positions_s=arguments["position_ids"].detach().flatten().cpu(),
                 real_s=None if padding is None else ~padding.flatten().bool().cpu(),
                 starts=tuple(starts_n.tolist()),
                 lengths=tuple(ends_n.diff().tolist()),
@@ -199,36 +200,36 @@ class PacksSeen:
     def of_rows(
         self, rows: Iterable[Rows], *, replica: int, gather: Callable[[Any], list[Any]]
     ) -> list[PackSeen]:
-        """Return the packs of all ranks that hold these rows, and forget what was seen.
+        """Return the packs of all ranks that hold these rows, and forget all packs noted so far.
 
-        All ranks take part. A pack of which all rows are in a later one belongs to a step that was
-        aborted, and one without any is a replica's that has run out of rows.
+        All ranks take part. A pack is left out if all its rows are in later packs, because an
+        aborted step made it, or if it has none, as on a replica that has run out of rows.
 
         Raises:
             Wrong: a row that counts is in no pack.
         """
-        whole: dict[tuple[int, int], list[SeenPart]] = {}
-        for other, shares in gather((replica, self._shares)):
+        shares_of: dict[tuple[int, int], list[SeenPart]] = {}
+        for source_replica, shares in gather((replica, self._shares)):
             for index, share in enumerate(shares):
-                whole.setdefault((other, index), []).append(share)
+                shares_of.setdefault((source_replica, index), []).append(share)
         self._shares = []
         missing = {
             tuple(tokens_T.tolist()): mask_T
-            for each in rows
-            for tokens_T, mask_T in _sequences(each)
+            for call_rows in rows
+            for tokens_T, mask_T in _sequences(call_rows)
         }
-        found = []
-        for key in sorted(whole, reverse=True):
-            pack = _joined(whole[key], missing)
+        packs = []
+        for key in sorted(shares_of, reverse=True):
+            pack = _joined(shares_of[key], missing)
             if pack is not None:
-                found.append(pack)
+                packs.append(pack)
         lost = sum(bool(mask_T.any()) for mask_T in missing.values())
         if lost:
             raise Wrong(
                 f"the packs that went through the model in training lack {lost} of the step's "
                 "sequences: give the chunk their tokens, with packed_seq_params"
             )
-        return found
+        return packs
 
 
 def _sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
@@ -239,7 +240,7 @@ def _sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _joined(shares: Sequence[SeenPart], missing: dict[tuple[int, ...], Tensor]) -> PackSeen | None:
-    """Join what ranks saw of a pack, and take its rows out of `missing`; None if it has none."""
+    """Join the ranks' parts of a pack; take its rows out of `missing`; None if it has none."""
     first = shares[0]
     size = first.starts[-1]
     tokens_S = torch.zeros(size, dtype=torch.int64)
@@ -253,7 +254,7 @@ def _joined(shares: Sequence[SeenPart], missing: dict[tuple[int, ...], Tensor]) 
             real_S[share.place_s] = share.real_s
     sequences = 0
     for start, end in zip(first.starts, first.starts[1:], strict=False):
-        # The longest row that the segment begins with: what is after it is padding.
+        # The longest row that the segment begins with; padding follows it.
         for length in range(end - start, 0, -1):
             mask_T = missing.pop(tuple(tokens_S[start : start + length].tolist()), None)
             if mask_T is not None:

@@ -32,8 +32,8 @@ class _Layer(nn.Module):
         )
 
     def forward(self, x_BTH: Tensor) -> Tensor:
-        own = dict(self.named_parameters(prefix="layer"))
-        return Gpt(own, 1, tiny.HEADS).layer(x_BTH, "layer")
+        parameters = dict(self.named_parameters(prefix="layer"))
+        return Gpt(parameters, 1, tiny.HEADS).layer(x_BTH, "layer")
 
 
 class _GPT(nn.Module):
@@ -42,8 +42,8 @@ class _GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         words = nn.Embedding(tiny.VOCABULARY, tiny.HIDDEN)
-        places = nn.Embedding(tiny.SEQUENCE, tiny.HIDDEN)
-        self.embedding = nn.ModuleDict({"word_embeddings": words, "position_embeddings": places})
+        positions = nn.Embedding(tiny.SEQUENCE, tiny.HIDDEN)
+        self.embedding = nn.ModuleDict({"word_embeddings": words, "position_embeddings": positions})
         self.decoder: Any = nn.Module()
         self.decoder.layers = nn.ModuleList([_Layer() for _ in range(LAYERS)])
         self.decoder.final_layernorm = nn.LayerNorm(tiny.HIDDEN)
@@ -69,7 +69,7 @@ def build(lr: float, momentum: float) -> tuple[Any, Any]:
     torch.manual_seed(1234)
     model = _GPT().double()
     with torch.no_grad():
-        for parameter in model.parameters():  # norms too, so that each gradient is its own
+        for parameter in model.parameters():  # norms too, so that no two gradients are alike
             parameter.add_(torch.randn(parameter.shape).to(parameter), alpha=0.02)
     model = model.cuda()
     mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))

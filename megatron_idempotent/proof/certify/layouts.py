@@ -1,4 +1,4 @@
-"""Reads the names of layouts: how ranks share the model, and in which precision; chooses some.
+"""Reads the names of layouts: how ranks share the model, in which precision; lists the usual ones.
 
 A name is words joined by "-": `tp2-pp2`, `dp2-pp2-vpp2`, `dp2-tp2-distopt`, `ep2-mtp-tied-pp2`.
 """
@@ -57,7 +57,7 @@ _FLAGS = {
 WORDS: Mapping[str, str] = MappingProxyType(
     {**{f"{word}N": text for word, text in _SIZES.items()}, **_FLAGS}
 )
-"""The words of a layout's name, and what each says."""
+"""The words of a layout's name, and what each means."""
 
 
 KINDS = (*_SIZES, *_FLAGS)
@@ -73,7 +73,7 @@ class Layout:
 
     name: str
     sizes: Mapping[str, int]
-    """The number of each word that has one, said or not."""
+    """The number of each word of `_SIZES`; the default if the name does not have the word."""
     flags: frozenset[str]
     """The words without a number, `moe` among them if the name says `ep` or `etp`."""
     words: frozenset[str]
@@ -111,7 +111,7 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """True if microbatches are rows, of any number, and it does not matter which share one."""
+        """True if a microbatch may have any number of rows, in any combination."""
         return not (self.packs or self.stages > 1 or self.auxiliary)
 
     @property
@@ -121,7 +121,7 @@ class Layout:
 
     @property
     def adapters(self) -> bool:
-        """True if adapters can be judged over a frozen base."""
+        """True if low-rank adapters can be judged, over a frozen base."""
         return not self.fsdp2
 
     @property
@@ -251,10 +251,10 @@ STATE_LAYOUTS = ("dp2-distopt", "dp2-bf16-distopt", "dp2-fp16-distopt", "ep2-bf1
 
 
 def resharded(start: Layout, word: str) -> Layout | None:
-    """Return the layout with another number of these ranks; None if it does not fit.
+    """Return the layout with another number for `word`; None if no other number fits.
 
-    What is one becomes two, and else one. Replicas and expert-parallel ranks are doubled where that
-    fits, and else halved. With "" it is the layout itself.
+    1 becomes 2, and any other number 1. Replicas and expert-parallel ranks are doubled if that
+    fits, and else halved. With `word` "" it is the layout itself.
     """
     if not word:
         return start
@@ -266,7 +266,7 @@ def resharded(start: Layout, word: str) -> Layout | None:
     elif word == "ep":
         choices = [{"ep": 2 * start.sizes["ep"]}, {"ep": max(1, start.sizes["ep"] // 2)}]
     else:
-        # On as many ranks as before, if that goes.
+        # If possible, on as many ranks as before.
         number = 1 if start.sizes[word] > 1 else 2
         choices = [{word: number, "dp": max(1, start.replicas * start.sizes[word] // number)}]
         choices.append({word: number})
@@ -281,7 +281,7 @@ def resharded(start: Layout, word: str) -> Layout | None:
     return None
 
 
-#: The words of which a layout has one, or none.
+#: A layout has at most one word of each line.
 _CHOICES = (
     ("dp2",),
     ("tp2",),
@@ -298,7 +298,7 @@ _CHOICES = (
     ("tied",),
     ("sequences",),
 )
-#: More ranks of one kind leave no room for another.
+#: Four ranks of one kind leave no room for another kind.
 _FOUR = ("dp4", "tp4", "pp4", "cp4", "ep4")
 
 
@@ -331,9 +331,9 @@ def grid() -> tuple[str, ...]:
 
 
 def _is_late(picked: tuple[str, ...]) -> bool:
-    """Return whether the words are covered after all others.
+    """Return whether `grid` covers the words after all others.
 
-    Packs of auxiliary losses came later. So the other layouts are those that were run before.
+    These words came later; the order leaves the layouts of earlier grids as they were.
     """
     words = {word.rstrip("0123456789") for word in picked}
     return bool(
@@ -345,13 +345,13 @@ def _fitting() -> Iterator[tuple[str, ...]]:
     """Yield a word of each choice, or "" for none, where they make a layout."""
     for picked in itertools.product(*(("", *words) for words in _CHOICES)):
         if "nosp" in picked and "tp2" not in picked:
-            continue  # it would say nothing
+            continue  # nosp changes nothing without tp
         if {"fp32", "distopt"} <= set(picked):
-            continue  # nor would this
+            continue  # distopt is in float32 already
         try:
             candidate = layout("-".join(filter(None, picked)))
         except ValueError:
             continue
         if "etp" in candidate.words and candidate.sizes["etp"] == candidate.sizes["tp"]:
-            continue  # nor would that
+            continue  # etp is as many as tp by default
         yield picked

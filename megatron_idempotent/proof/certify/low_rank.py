@@ -1,7 +1,7 @@
 """Trains low-rank adapters over a frozen base, and holds each factor's gradient to its definition.
 
-The oracle knows whole weights: it computes with those that base and factors make, which is what a
-merged export has. The gradient of a factor is that of its weight, times the other factor.
+The oracle computes with merged weights, made of base and factors as in a merged export. The
+gradient of a factor is that of its weight, times the other factor.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _BASE, _IN, _OUT = ".to_wrap.weight", ".adapter.linear_in.weight", ".adapter.linear_out.weight"
 _MAGNITUDE = ".adapter.weight_magnitude"
 _FACTORS = (_IN, _OUT, _MAGNITUDE)
-#: Roundings move factors' gradients by so much more than the whole model's, if each is independent
-#: of all others: tests/proof/certify/test_oracle.py measures it, of bfloat16.
+#: Independent roundings move factors' gradients this many times as far as the whole model's:
+#: tests/proof/certify/test_oracle.py measures it in bfloat16.
 _OFF = 2.7
-#: Sums in float32 are rounded term by term, and have as many as a wide layer has features. So the
-#: error of independent roundings is the root of that times one rounding's.
+#: A sum in float32 is rounded at each term, and has as many terms as a wide layer has features:
+#: independent roundings come to the root of that number times one rounding.
 _SUMS = 16.0
 
 
 class LowRank(Bench):
-    """Holds a model with adapters of a rank in its linear layers; `known` are base and factors.
+    """Holds a model with low-rank adapters in its linear layers; `known` has base and factors.
 
-    The base is frozen, and stays as it is, bit for bit.
+    The base is frozen, and must keep its bits.
 
     Example: `LowRank(bench, rank=1, magnitudes=False).take(calls)`.
     """
@@ -54,10 +54,10 @@ class LowRank(Bench):
         super().__init__(type(host.adapter)(), host.layout)
         self._base = {n: value for n, value in self.known.items() if not n.endswith(_FACTORS)}
 
-    def expect(self, finished: Finished, everybody: Sequence[Rows], **how: Any) -> None:
+    def expect(self, finished: Finished, everybody: Sequence[Rows], **options: Any) -> None:
         """Hold the step to its definition, and the base to its bits."""
         frozen = self._base | {name: self.known[name] for name in self.update.frozen}
-        super().expect(finished, everybody, **how)
+        super().expect(finished, everybody, **options)
         moved = [name for name, value in frozen.items() if not torch.equal(value, self.known[name])]
         if moved:
             raise Wrong(f"the step has moved {moved[0]}, which is frozen")
@@ -66,11 +66,11 @@ class LowRank(Bench):
         return self._host._within(error, bound)
 
     def _narrowed(self, truth: Truth, gradient: dict[str, Tensor], reach: float = 1.0) -> Truth:
-        """Return the truth with the gradient of what is trained, zero for all else.
+        """Return the truth with this gradient, which is zero for frozen parameters.
 
-        An error of the whole gradient comes into it times `reach`.
+        An error of the whole gradient shows in it multiplied by `reach`.
         """
-        norm = math.sqrt(sum(float(each.square().sum()) for each in gradient.values()))
+        norm = math.sqrt(sum(float(value.square().sum()) for value in gradient.values()))
         # Momentum holds the errors of earlier steps too.
         self._ratio = max(self._ratio, truth.grad_norm * reach / norm)
         return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
@@ -96,7 +96,7 @@ class LowRank(Bench):
             if part.dimension is not None:
                 shape[part.dimension] *= part.size
             generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
-            # Routers have to decide by as wide margins as without.
+            # Routers must decide by wide margins with adapters, too.
             size = 0.03 if self.layout.experts else 0.1
             drawn = size * torch.randn(shape, generator=generator, dtype=torch.float64)
             if part.dimension is not None:
@@ -108,8 +108,8 @@ class LowRank(Bench):
                     part.value.copy_(drawn)
 
     def freeze(self, *factors: str) -> None:
-        """Train all factors but these from the next step on: names of `_FACTORS`' layers."""
-        self._still = tuple(f".adapter.{each}.weight" for each in factors)
+        """Freeze these factors, such as "linear_in", from the next step on; train all others."""
+        self._still = tuple(f".adapter.{factor}.weight" for factor in factors)
         for chunk in self.model.chunks:
             for name, parameter in chunk.module.named_parameters():
                 if name.endswith(_FACTORS):
@@ -117,7 +117,7 @@ class LowRank(Bench):
         self.update.frozen = frozenset(name for name in self.known if name.endswith(self._still))
 
     def tolerance(self, truth: Truth) -> float:
-        """Return what independent roundings come to; in float64 what softmaxes do at worst."""
+        """Return the bound for independent roundings; in float64 that for the worst softmax."""
         if self.double:
             return super().tolerance(truth) * self._ratio
         if self.half:
@@ -138,52 +138,54 @@ class LowRank(Bench):
 
     def _truth(self, everybody: Sequence[Rows]) -> Truth:
         truth = super()._truth(everybody)
-        known = self._rounded
-        trained = [n for n in known if n.endswith(_FACTORS) and not n.endswith(self._still)]
-        own = {name: known[name].requires_grad_() for name in trained}
-        whole = merged(known)
-        adapted = [name for name, value in whole.items() if value.requires_grad]
-        found = torch.autograd.grad(
-            [whole[name] for name in adapted],
-            list(own.values()),
+        parameters = self._rounded
+        trained = [n for n in parameters if n.endswith(_FACTORS) and not n.endswith(self._still)]
+        leaves = {name: parameters[name].requires_grad_() for name in trained}
+        weights = merged(parameters)
+        adapted = [name for name, value in weights.items() if value.requires_grad]
+        gradients = torch.autograd.grad(
+            [weights[name] for name in adapted],
+            list(leaves.values()),
             [truth.gradient[name] for name in adapted],
         )
-        gradient = {name: torch.zeros_like(value) for name, value in known.items()}
-        gradient |= dict(zip(own, found, strict=True))
-        # An error of a weight's gradient comes into a factor's times the other factor, and with
-        # DoRA times magnitude over norm, which is below the root of 2; and there are two factors.
-        sides = (each.detach() for name, each in known.items() if name.endswith((_IN, _OUT)))
-        reach = 2 * SCALE * max(float(torch.linalg.matrix_norm(each, 2)) for each in sides)
+        gradient = {name: torch.zeros_like(value) for name, value in parameters.items()}
+        gradient |= dict(zip(leaves, gradients, strict=True))
+        # A factor's gradient has its weight's error times the other factor, and with DoRA also
+        # times magnitude / norm, which is below the root of 2. There are two factors.
+        factors = (
+            factor.detach() for name, factor in parameters.items() if name.endswith((_IN, _OUT))
+        )
+        reach = 2 * SCALE * max(float(torch.linalg.matrix_norm(factor, 2)) for factor in factors)
         return self._narrowed(truth, gradient, max(1.0, reach))
 
 
-def merged(known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of a model without adapters that computes the same.
 
-    DoRA's rows have the length of their magnitude; the gradient takes their own norm as a constant.
+    With DoRA a row's norm is its magnitude; the gradient takes the row's own norm as a constant.
     """
-    found = {}
-    for name, value in known.items():
+    weights = {}
+    for name, value in parameters.items():
         layer = name.removesuffix(_BASE)
-        if layer != name and layer + _IN in known:
-            value = value + SCALE * known[layer + _OUT] @ known[layer + _IN]
-            if (magnitude := known.get(layer + _MAGNITUDE)) is not None:
+        if layer != name and layer + _IN in parameters:
+            value = value + SCALE * parameters[layer + _OUT] @ parameters[layer + _IN]
+            if (magnitude := parameters.get(layer + _MAGNITUDE)) is not None:
                 value = value * (magnitude / value.norm(dim=1).detach())[:, None]
         if not name.endswith(_FACTORS):
-            found[name.replace(".to_wrap.", ".")] = value
-    return found
+            weights[name.replace(".to_wrap.", ".")] = value
+    return weights
 
 
 def add(module: Any, *, rank: int, magnitudes: bool = False, wide: bool = False) -> None:
     """Put adapters into the linear layers of a chunk's module, before DDP wraps it.
 
-    `magnitudes` adds those of DoRA; `wide` has factors of 32 bits over a base of 16. Experts that
-    several ranks share get none.
+    `magnitudes` adds those of DoRA; `wide` makes factors of 32 bits over a base of 16. Experts that
+    several ranks share get no adapter.
     """
     for name, layer in list(module.named_modules()):
-        parent, _, own = name.rpartition(".")
-        if own in _LAYERS and not (layer.is_expert and _sharing(layer) > 1):
-            setattr(module.get_submodule(parent), own, Adapted(layer, rank, magnitudes, wide))
+        parent, _, attribute = name.rpartition(".")
+        if attribute in _LAYERS and not (layer.is_expert and _sharing(layer) > 1):
+            setattr(module.get_submodule(parent), attribute, Adapted(layer, rank, magnitudes, wide))
 
 
 class _Factor(nn.Module):
@@ -191,14 +193,14 @@ class _Factor(nn.Module):
         self, shape: tuple[int, int], base: Any, dimension: int | None, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        # Of zeros both factors' gradients are zero, so that a run would never move them. The values
-        # are the same on all replicas, without a draw.
+        # If both factors were zero, so would be both gradients, and no step would move them. The
+        # values are drawn from no generator, so all replicas have the same.
         number = torch.arange(shape[0] * shape[1], device=base.weight.device, dtype=torch.float32)
         values = (0.02 * (number + 1).sin()).reshape(shape).to(dtype)
         self.weight = mark(nn.Parameter(values), base, dimension)
 
     def forward(self) -> Tensor:
-        """Return the weight: DDP gathers what the optimizer has updated when a module is called."""
+        """Return the weight, in a call of a module: DDP gathers updated parameters at each call."""
         weight: Tensor = self.weight
         return weight
 
@@ -214,7 +216,7 @@ class _Adapter(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A parallel linear layer with an adapter, of which one factor is cut as the weight is."""
+    """Adds an adapter to a parallel linear layer; one factor is cut as the weight is."""
 
     def __init__(self, base: Any, rank: int, magnitudes: bool, wide: bool) -> None:
         super().__init__()
@@ -278,9 +280,9 @@ class Adapted(nn.Module):
         base, adapter = (f"{prefix}{name}." for name in ("to_wrap", "adapter"))
         factors = self.adapter.state_dict(keep_vars=True)
         cut = {n: f.partition_dim for n, f in factors.items() if hasattr(f, "partition_dim")}
-        found: dict[str, Any] = self.to_wrap.sharded_state_dict(base, sharded_offsets, metadata)
-        found |= make_sharded_tensors_for_checkpoint(factors, adapter, cut, sharded_offsets)
-        return found
+        state: dict[str, Any] = self.to_wrap.sharded_state_dict(base, sharded_offsets, metadata)
+        state |= make_sharded_tensors_for_checkpoint(factors, adapter, cut, sharded_offsets)
+        return state
 
 
 def _sharing(base: Any) -> int:
@@ -293,9 +295,9 @@ def _sharing(base: Any) -> int:
 
 
 def mark(parameter: Any, base: Any, dimension: int | None) -> Any:
-    """Say how ranks share a factor: it is cut as its layer's weight, or all have the whole of it.
+    """Mark how ranks share a factor: cut along `dimension` as the layer's weight is, or copied.
 
-    Of the latter sequence-parallel ranks see a part of the positions each, and finalizing sums.
+    Sequence-parallel ranks compute a copy's gradient of their own positions; finalizing sums it.
     """
     parameter.allreduce = getattr(base.weight, "allreduce", True)
     if dimension is not None:

@@ -25,8 +25,8 @@ def main(argv: Sequence[str]) -> int:
     """Certify an adapter and print the verdict.
 
     Returns:
-        The exit code: 0; 1 if a check failed; 2 for an adapter, check or layout that is not there,
-        and where the adapter offers nothing that was to be judged.
+        The exit code: 0; 1 if a check failed; 2 for an unknown adapter, check or layout, and if
+        nothing could be judged.
     """
     options = parser().parse_args(argv)
     if options.list:
@@ -124,7 +124,7 @@ _MARKS = {"passed": "ok", "failed": "FAILED", "declared": "declared"}
 
 
 def as_table(results: Sequence[Result]) -> str:
-    """Return checks times layouts, the fewer in columns, and then each fault in one line."""
+    """Return a table of checks and layouts, the fewer as columns, and a line for each fault."""
     layouts = list(dict.fromkeys(row.layout for row in results))
     marks = {(row.check, row.layout): _MARKS.get(row.verdict, "-") for row in results}
     checks = [name for name in EVERY if any(row.check == name for row in results)]
@@ -162,23 +162,23 @@ def as_table(results: Sequence[Result]) -> str:
 
 
 def words_unseen(results: Sequence[Result]) -> list[str]:
-    """Return the words of layouts that none had on which a step was judged."""
+    """Return the words that no layout had on which a step was judged."""
     judged = [
         layout(result.layout)
         for result in results
         if result.check in CHECKS and result.verdict in ("passed", "failed")
     ]
     seen_words = {word for layout in judged for word in (*layout.words, *layout.flags)}
-    # A model on FSDP2 has none of the others, and they have none of it.
+    # FSDP2 does not go with most words, and no other layout has it.
     excluded = {*KINDS} - {"dp", "fsdp2", "sequences"} if "fsdp2" in seen_words else {"fsdp2"}
     return [word for word in KINDS if judged and word not in seen_words | excluded]
 
 
 def suspects(result: Result) -> list[str]:
-    """Return the hazards that a fault may come from: by its own words, and not by its check alone.
+    """Return the hazards that may have caused a fault.
 
-    An exception is one that a hazard's reproduction raises on stock. A wrong gradient says nothing
-    of where it comes from: it may be any of those of the check that are silent.
+    For an exception they are the hazards whose reproduction raises it on stock. A wrong number does
+    not tell its cause: then they are the check's silent hazards.
     """
     by_id = hazards()
     raised = _RAISED.search(result.fault)
@@ -192,7 +192,7 @@ def suspects(result: Result) -> list[str]:
         ]
     error = f"{raised['kind']}: {raised['message']}"
     matching = [name for name, hazard in by_id.items() if hazard.raises(error)]
-    # A framework's own loop has Megatron's text; its own hazard is the nearer one.
+    # A framework's copy of Megatron's loop raises the same text; its own hazard comes first.
     path = f"/{raised['file']}"
     packages = {name: _package(by_id[name]) for name in matching}
     of_file = [name for name, package in packages.items() if f"/{package}/" in path]
@@ -201,11 +201,11 @@ def suspects(result: Result) -> list[str]:
 
 
 _RAISED = re.compile(r"(?P<kind>\w+) in (?P<file>\S.*?):\d+ \(\S+\): ?(?P<message>.*)")
-#: Where reproductions find a wrong number, they raise this themselves; no framework does.
+#: The exception that reproductions raise for a wrong number; no framework raises it.
 _OURS = "Fault"
 _MEGATRON = "megatron"
 _PACKAGES = {"megatron_core": _MEGATRON, "megatron_bridge": "megatron/bridge", "ms_swift": "swift"}
-#: Hazards that are none in other layouts than those with one of these words.
+#: Hazards that exist only in layouts with one of these words.
 _ONLY = {"grad-scale-func": frozenset({"fp16", "moe", "mtp"})}
 
 

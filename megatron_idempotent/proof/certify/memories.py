@@ -1,4 +1,4 @@
-"""Holds an adapter that offloads to what has moved between host and device."""
+"""Checks that an adapter's `offload` and `onload` move memory between device and host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .protocol import Subject, Wrong
 
 
 class Memories:
-    """Knows where a subject's parameters, gradients and optimizer state are.
+    """Checks in which memory a subject's parameters, gradients and optimizer state are.
 
     Example: `memories.offload(adapter)`.
     """
@@ -21,14 +21,12 @@ class Memories:
         self._subject = subject
 
     def offload(self, adapter: Any, *, freeing: bool = True, **kwargs: Any) -> None:
-        """Call the adapter's `offload`; with `freeing`, hold it to giving some memory back.
-
-        `kwargs` are its arguments.
+        """Call the adapter's `offload(**kwargs)`; with `freeing`, check that it frees memory.
 
         Raises:
-            Wrong: all is on the device as before.
+            Wrong: all tensors are on the device as before.
         """
-        # A reference to each storage, so that no other one gets its address.
+        # References keep the storages alive, so that no new one gets an old address.
         memory_before = {name: (_storage(t), _size(t)) for name, t in self._tensors().items()}
         with naming_devices():
             adapter.offload(**kwargs)
@@ -45,7 +43,7 @@ class Memories:
             )
 
     def onload(self, adapter: Any, *, training: bool = True) -> None:
-        """Call the adapter's `onload`, and hold it to bringing back what is needed then.
+        """Call the adapter's `onload`, and check that it brings back what is needed next.
 
         Raises:
             Wrong: something is still on the host, or without memory.
@@ -62,7 +60,7 @@ class Memories:
                 raise Wrong(f"after {call} {len(names)} tensors {fault}, the first is {names[0]}")
 
     def _parameters(self) -> dict[str, Any]:
-        """Return what a forward reads, by name."""
+        """Return parameters and buffers, by name."""
         return {
             f"{name} of chunk {index}": tensor
             for index, chunk in enumerate(self._subject.chunks)
@@ -70,7 +68,7 @@ class Memories:
         }
 
     def _tensors(self) -> dict[str, Any]:
-        """Return parameters, buffers, gradients and what the optimizer keeps, by name."""
+        """Return parameters, buffers, gradients and optimizer state, by name."""
         tensors = self._parameters()
         for name, parameter in list(tensors.items()):
             for kind in ("main_grad", "grad"):
@@ -79,7 +77,7 @@ class Memories:
                     tensors[f"the gradient of {name}"] = gradient
         chain = self._subject.optimizer
         for number, outer in enumerate(getattr(chain, "chained_optimizers", [chain])):
-            inner = getattr(outer, "optimizer", outer)  # torch's own, or what Megatron's is around
+            inner = getattr(outer, "optimizer", outer)  # torch's, bare or in Megatron's
             if inner is None:
                 continue
             parameters = [p for group in inner.param_groups for p in group["params"]]
@@ -87,7 +85,9 @@ class Memories:
                 parameter_name = f"parameter {index} of optimizer {number}"
                 tensors[parameter_name] = parameter
                 for name, value in inner.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor) and value.dim():  # a step's number may be anywhere
+                    if (
+                        isinstance(value, Tensor) and value.dim()
+                    ):  # a count of steps may be anywhere
                         tensors[f"{name} of {parameter_name}"] = value
         return tensors
 

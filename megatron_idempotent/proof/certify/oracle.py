@@ -1,9 +1,9 @@
 """Computes a step from its definition, in float64: no layout, no schedule, no DDP.
 
 A small GPT is written out with plain torch functions of a dictionary of parameters, under the
-names that Megatron gives them; what is not among them the model does not have. Legend: B rows,
+names that Megatron gives them; the model has the parts whose parameters are there. Legend: B rows,
 T positions, H hidden size, A heads, V vocabulary, E experts, N tokens, M tokens of a microbatch.
-Experts are as Megatron's router sends tokens to them, and have its auxiliary loss.
+Tokens go to the experts that Megatron's router chooses, and experts have its auxiliary loss.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ these margins, as tests/proof/certify/test_oracle.py finds."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Truth:
-    """Holds what a step is by definition.
+    """Holds the gradient and the loss of a step, by definition.
 
     Example: `truth_of(parameters, rows, layers=2, heads=4).grad_norm`.
     """
@@ -53,15 +53,15 @@ class Truth:
     over all positions, padding of packs included, and that of MTP one over positions that count.
 
     A loss of kind "sequence" is the mean over all sequences that count, of which each is the mean
-    over its positions that count. There a token of an auxiliary loss is a part of a sequence: of T
-    positions each is 1 / T, and in a pack of S tokens each is as many sequences / S.
+    over its positions that count. A token of an auxiliary loss then weighs a part of a sequence:
+    1 / T in rows of T positions, and the number of sequences / S in a pack of S tokens.
 
     With `balance_mean` experts' loss is divided by the number of all positions of the step."""
     grad_norm: float
     loss: float
     """The mean over all positions, or sequences, that count, without auxiliary losses."""
     loss_size: float
-    """The same of the sizes of scales: rounding moves a loss by a part of it."""
+    """The same mean with absolute values of scales: roundings of the loss are relative to it."""
     count: float
     """The number of positions that count, or of sequences with such positions."""
     terms: float
@@ -78,12 +78,12 @@ class PackSeen:
     counts_S: Tensor
     """1 where a position predicts a token that counts."""
     real_S: Tensor | None
-    """True for what is no padding, if the model was told: routers leave the rest out."""
+    """False for padding, which routers leave out; None if the model got no padding mask."""
     starts: tuple[int, ...]
-    """Ends with S. Segments begin at these places: one for each sequence with its padding, and one
-    for an end that is padding alone."""
+    """The places where segments begin, and S. A segment is a sequence with its padding, or an end
+    that is padding alone."""
     lengths: tuple[int, ...]
-    """Tokens of each segment that attend to others; what is after them attends to nothing."""
+    """Tokens of each segment that attend to others; tokens after them attend to nothing."""
     sequences: int
 
 
@@ -99,7 +99,7 @@ def truth_of(
     balance_mean: bool = False,
     mtp_sum: bool = False,
     share: tuple[int, int] = (0, 1),
-    add: Callable[[Tensor], object] = lambda own: own,
+    add: Callable[[Tensor], object] = lambda tensor: tensor,
 ) -> Truth:
     """Compute loss and gradient of all rows together.
 
@@ -118,13 +118,13 @@ def truth_of(
         share: this rank's number and that of all ranks, of which each computes a part.
         add: a function that adds a tensor up over these ranks, in place.
     """
-    own = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
+    leaves = {name: value.detach().double().requires_grad_() for name, value in parameters.items()}
     rank, ranks = share
     total, count, sizes = torch.zeros((), dtype=torch.float64), 0.0, 0.0
-    auxiliary = _Auxiliary(own, kind=kind, balance_mean=balance_mean, mtp_sum=mtp_sum)
-    pieces = [piece for each in rows for piece in _alone(each)]
+    auxiliary = _Auxiliary(leaves, kind=kind, balance_mean=balance_mean, mtp_sum=mtp_sum)
+    pieces = [piece for call_rows in rows for piece in _equal_lengths(call_rows)]
     for tokens_BT, mask_BT, scale_B1 in pieces[rank::ranks]:
-        gpt = Gpt(own, layers, heads, epsilon)
+        gpt = Gpt(leaves, layers, heads, epsilon)
         x_BTH = gpt.hidden(tokens_BT)
         number_B = mask_BT.sum(1)
         positions, weight_BT = float(number_B.sum()), mask_BT
@@ -138,22 +138,24 @@ def truth_of(
         if packs is None:
             auxiliary.of_rows(gpt, x_BTH, tokens_BT, mask_BT)
     for pack in list(packs or ())[rank::ranks]:
-        auxiliary.of_pack(lambda: Gpt(own, layers, heads, epsilon), pack)
+        auxiliary.of_pack(lambda: Gpt(leaves, layers, heads, epsilon), pack)
     numbers = [count, auxiliary.routed, auxiliary.terms, float(total.detach()), sizes]
-    told = torch.tensor(numbers, dtype=torch.float64)
-    add(told)
-    count, routed, terms, loss, sizes = told.tolist()
+    sums = torch.tensor(numbers, dtype=torch.float64)
+    add(sums)
+    count, routed, terms, loss, sizes = sums.tolist()
     if count:
         summed = (total + auxiliary.predicted) / count
         summed = summed + auxiliary.balanced / (routed if balance_mean else count)
-        if summed.requires_grad:  # or this rank has no part
+        if summed.requires_grad:  # else this rank has no rows
             summed.backward()
-    gradients = (torch.zeros_like(v) if v.grad is None else v.grad for v in own.values())
+    gradients = (torch.zeros_like(v) if v.grad is None else v.grad for v in leaves.values())
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     add(flat)
-    parts = torch.split(flat, [value.numel() for value in own.values()])
+    parts = torch.split(flat, [value.numel() for value in leaves.values()])
     return Truth(
-        gradient={name: part.view_as(own[name]) for name, part in zip(own, parts, strict=True)},
+        gradient={
+            name: part.view_as(leaves[name]) for name, part in zip(leaves, parts, strict=True)
+        },
         grad_norm=float(flat.norm()),
         loss=loss / (count or 1.0),
         loss_size=sizes / (count or 1.0),
@@ -162,8 +164,8 @@ def truth_of(
     )
 
 
-def _alone(rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield tokens [B, T], what counts of them, and scales [B, 1]; of lengths one by one."""
+def _equal_lengths(rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield tokens [B, T], their mask, and scales [B, 1]; row by row if rows have lengths."""
     tokens_BT, mask_BT = rows["input_ids"], counted(rows).double()
     scale_B1 = rows["scale"].double()[:, None]
     if "lengths" not in rows:
@@ -171,8 +173,8 @@ def _alone(rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             yield tokens_BT, mask_BT, scale_B1
         return
     for row, length in enumerate(rows["lengths"].tolist()):
-        own = slice(row, row + 1)
-        yield tokens_BT[own, :length], mask_BT[own, :length], scale_B1[own]
+        span = slice(row, row + 1)
+        yield tokens_BT[span, :length], mask_BT[span, :length], scale_B1[span]
 
 
 def counted(rows: Rows) -> Tensor:
@@ -184,7 +186,7 @@ def counted(rows: Rows) -> Tensor:
 def negative_logprobs(
     parameters: Parameters, tokens_BT: Tensor, layers: int, heads: int, epsilon: float = 1e-5
 ) -> Tensor:
-    """Return -log p of the token after each position, [B, T]; after the last one of the first."""
+    """Return -log p of the token after each position, [B, T]; the first token follows the last."""
     gpt = Gpt(parameters, layers, heads, epsilon)
     return gpt.negative_logprobs(gpt.hidden(tokens_BT), tokens_BT, 1)
 
@@ -198,7 +200,7 @@ class Gpt:
     def __init__(
         self, parameters: Parameters, layers: int, heads: int, epsilon: float = 1e-5
     ) -> None:
-        """Take what `truth_of` does. `routed` gets the logits [B, T, E] of each router."""
+        """Take arguments of `truth_of`. `routed` collects the logits [B, T, E] of each router."""
         self._parameters = parameters
         self._layers, self._heads, self._epsilon = layers, heads, epsilon
         self._attending: int | None = None
@@ -217,13 +219,13 @@ class Gpt:
             x_BTH = self.layer(x_BTH, f"decoder.layers.{index}")
         return self.norm(x_BTH, "decoder.final_layernorm")
 
-    def negative_logprobs(self, x_BTH: Tensor, tokens_BT: Tensor, after: int) -> Tensor:
-        """Return -log p of the token so many after each position, [B, T]; the row is a ring."""
+    def negative_logprobs(self, x_BTH: Tensor, tokens_BT: Tensor, offset: int) -> Tensor:
+        """Return -log p of the token `offset` after each position, [B, T]; rows wrap around."""
         output = "output_layer.weight"
         if output not in self._parameters:  # tied
             output = "embedding.word_embeddings.weight"
         logits_BTV = functional.linear(x_BTH, self._parameters[output])
-        targets_BT1 = tokens_BT.roll(-after, 1)[..., None]
+        targets_BT1 = tokens_BT.roll(-offset, 1)[..., None]
         return -logits_BTV.log_softmax(-1).gather(-1, targets_BT1)[..., 0]
 
     def embedded(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
@@ -234,26 +236,27 @@ class Gpt:
             return x_BTH
         return x_BTH + (learned[: x_BTH.shape[1]] if positions_T is None else learned[positions_T])
 
-    def layer(self, x_BTH: Tensor, at: str) -> Tensor:
-        """Return what the transformer layer of that name makes of x."""
+    def layer(self, x_BTH: Tensor, prefix: str) -> Tensor:
+        """Return x after the transformer layer whose parameters begin with `prefix`."""
         batch, length, _ = x_BTH.shape
         later = torch.ones(length, length, dtype=torch.bool, device=x_BTH.device).triu(1)
-        normed = self.norm(x_BTH, f"{at}.input_layernorm")
-        mixed = self.linear(normed, f"{at}.self_attention.linear_qkv")
+        normed = self.norm(x_BTH, f"{prefix}.input_layernorm")
+        mixed = self.linear(normed, f"{prefix}.self_attention.linear_qkv")
         # Each head has its query, key and value one after the other.
         q, k, v = mixed.view(batch, length, self._heads, 3, -1).permute(3, 0, 2, 1, 4)
         scores_BATT = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
-        seen = scores_BATT.masked_fill(later, -math.inf).softmax(-1) @ v
+        attended = scores_BATT.masked_fill(later, -math.inf).softmax(-1) @ v
         if self._attending is not None:
-            seen = seen * (torch.arange(length) < self._attending)[:, None]
+            attended = attended * (torch.arange(length) < self._attending)[:, None]
         x_BTH = x_BTH + self.linear(
-            seen.transpose(1, 2).reshape(batch, length, -1), f"{at}.self_attention.linear_proj"
+            attended.transpose(1, 2).reshape(batch, length, -1),
+            f"{prefix}.self_attention.linear_proj",
         )
-        normed = self.norm(x_BTH, f"{at}.pre_mlp_layernorm")
-        if f"{at}.mlp.router.weight" in self._parameters:
-            return x_BTH + mixture(self._parameters, f"{at}.mlp", normed, self.routed)
-        inner = functional.gelu(self.linear(normed, f"{at}.mlp.linear_fc1"))
-        return x_BTH + self.linear(inner, f"{at}.mlp.linear_fc2")
+        normed = self.norm(x_BTH, f"{prefix}.pre_mlp_layernorm")
+        if f"{prefix}.mlp.router.weight" in self._parameters:
+            return x_BTH + mixture(self._parameters, f"{prefix}.mlp", normed, self.routed)
+        inner = functional.gelu(self.linear(normed, f"{prefix}.mlp.linear_fc1"))
+        return x_BTH + self.linear(inner, f"{prefix}.mlp.linear_fc2")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """Return x times a weight, plus its bias if there is one."""
@@ -261,19 +264,19 @@ class Gpt:
         return functional.linear(x, self._parameters[f"{name}.weight"], bias)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """Return x in a layer norm."""
+        """Return x after a layer norm."""
         weight, bias = self._parameters[f"{name}.weight"], self._parameters[f"{name}.bias"]
         return functional.layer_norm(x, weight.shape, weight, bias, eps=self._epsilon)
 
 
 class _Auxiliary:
-    """Adds up the losses that layers add to a step's, microbatch by microbatch."""
+    """Adds up the auxiliary losses of layers, microbatch by microbatch."""
 
     def __init__(
-        self, own: Parameters, *, kind: LossKind, balance_mean: bool, mtp_sum: bool
+        self, parameters: Parameters, *, kind: LossKind, balance_mean: bool, mtp_sum: bool
     ) -> None:
         self._kind, self._balance_mean, self._mtp_sum = kind, balance_mean, mtp_sum
-        self._mtp = "mtp.layers.0.eh_proj.weight" in own
+        self._mtp = "mtp.layers.0.eh_proj.weight" in parameters
         self.predicted = torch.zeros((), dtype=torch.float64)
         """Adds up the loss of MTP layers, to be divided as the step's loss is."""
         self.balanced = torch.zeros((), dtype=torch.float64)
@@ -283,11 +286,11 @@ class _Auxiliary:
         self.terms = 0.0
 
     def of_rows(self, gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> None:
-        """Add those of a call, whose microbatches are MICRO_BATCH rows each."""
+        """Add the losses of a call, whose microbatches are MICRO_BATCH rows each."""
         unit = 1 / mask_BT.shape[1] if self._kind == "sequence" else 1.0
         if self._mtp:
-            found = after_the_next(gpt, x_BTH, tokens_BT, mask_BT)
-            pieces = (torch.split(each, MICRO_BATCH) for each in (*found, mask_BT))
+            losses_and_mask = after_the_next(gpt, x_BTH, tokens_BT, mask_BT)
+            pieces = (torch.split(tensor, MICRO_BATCH) for tensor in (*losses_and_mask, mask_BT))
             for losses_BT, after_BT, own_BT in zip(*pieces, strict=True):
                 self._predict(losses_BT, after_BT, own_BT, unit)
         for logits_BTE in gpt.routed:
@@ -297,8 +300,8 @@ class _Auxiliary:
         self.routed += mask_BT.numel()
 
     def of_pack(self, gpt_of: Callable[[], Gpt], pack: PackSeen) -> None:
-        """Add those of one pack: each segment by itself, the means over all of them."""
-        sides: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Add the losses of a pack: segments run one by one, means are over all of them."""
+        predictions: list[tuple[Tensor, Tensor, Tensor]] = []
         routed: list[list[Tensor]] = []
         ends = pack.starts[1:]
         for start, end, length in zip(pack.starts, ends, pack.lengths, strict=False):
@@ -309,15 +312,17 @@ class _Auxiliary:
             x_1LH = gpt.hidden(tokens_1L, positions_T=pack.positions_S[start:end], attending=length)
             if self._mtp:
                 mask_1L = pack.counts_S[None, start:end]
-                sides.append((*after_the_next(gpt, x_1LH, tokens_1L, mask_1L), mask_1L))
+                predictions.append((*after_the_next(gpt, x_1LH, tokens_1L, mask_1L), mask_1L))
             routed.append(gpt.routed)
         real_S = torch.ones_like(pack.tokens_S, dtype=torch.bool)
         if pack.real_S is not None:
             real_S = pack.real_S
         number = int(real_S.sum())
         unit = pack.sequences / number if self._kind == "sequence" else 1.0
-        if sides:
-            losses_1S, after_1S, own_1S = (torch.cat(each, 1) for each in zip(*sides, strict=True))
+        if predictions:
+            losses_1S, after_1S, own_1S = (
+                torch.cat(segments, 1) for segments in zip(*predictions, strict=True)
+            )
             self._predict(losses_1S, after_1S, own_1S, unit)
         for layer in zip(*routed, strict=True):
             self._balance(torch.cat(layer, 1)[:, real_S], unit)
@@ -347,12 +352,12 @@ def after_the_next(
     Position t sees its hidden state and the next token, and predicts the one after that, where
     t + 1 counts; elsewhere the loss is 0.
     """
-    at = "mtp.layers.0"
-    # The last position has no next token. What it sees, token 0, is seen by no other position.
+    prefix = "mtp.layers.0"
+    # The last position has no next token, and gets token 0; no other position attends to it.
     next_BT = functional.pad(tokens_BT[:, 1:], (0, 1))
-    both = gpt.norm(gpt.embedded(next_BT), f"{at}.enorm"), gpt.norm(x_BTH, f"{at}.hnorm")
-    x_BTH = gpt.linear(torch.cat(both, -1), f"{at}.eh_proj")
-    x_BTH = gpt.norm(gpt.layer(x_BTH, f"{at}.{INNER}"), f"{at}.final_layernorm")
+    both = gpt.norm(gpt.embedded(next_BT), f"{prefix}.enorm"), gpt.norm(x_BTH, f"{prefix}.hnorm")
+    x_BTH = gpt.linear(torch.cat(both, -1), f"{prefix}.eh_proj")
+    x_BTH = gpt.norm(gpt.layer(x_BTH, f"{prefix}.{INNER}"), f"{prefix}.final_layernorm")
     after_BT = functional.pad(mask_BT[:, 1:], (0, 1))
     return gpt.negative_logprobs(x_BTH, tokens_BT, 2) * after_BT, after_BT
 
@@ -383,20 +388,20 @@ class TrueUpdate:
         }
 
     def without(self, parameters: Parameters) -> dict[str, Tensor]:
-        """Return where a next step with a gradient of zeros would lead, and take none."""
-        kept = dict(self._first), dict(self._second), self._steps
+        """Return the parameters that a step with a zero gradient would give; take no step."""
+        state = dict(self._first), dict(self._second), self._steps
         zeros = {name: torch.zeros_like(value).double() for name, value in parameters.items()}
         try:
             return self.next(parameters, zeros)
         finally:
-            self._first, self._second, self._steps = kept
+            self._first, self._second, self._steps = state
 
     def _direction(self, name: str, gradient: Tensor) -> Tensor:
         options = self._options
         if self._kind == "sgd":
-            before = self._first.get(name)
+            momentum = self._first.get(name)
             self._first[name] = (
-                gradient if before is None else options["momentum"] * before + gradient
+                gradient if momentum is None else options["momentum"] * momentum + gradient
             )
             return self._first[name]
         beta1, beta2 = options["beta1"], options["beta2"]
@@ -409,37 +414,38 @@ class TrueUpdate:
 
 
 def mixture(
-    parameters: Mapping[str, Tensor], at: str, x_BTH: Tensor, routed: list[Tensor]
+    parameters: Mapping[str, Tensor], prefix: str, x_BTH: Tensor, routed: list[Tensor]
 ) -> Tensor:
-    """Return what a layer's experts make of x [B, T, H], and add the router's logits to `routed`.
+    """Return the experts' output for x [B, T, H], and append the router's logits to `routed`.
 
     A token goes to the experts with its largest logits, and gets the sum of their outputs, each
     times the softmax over these logits alone.
 
     Raises:
-        RuntimeError: a token is so near to two choices that roundings could decide.
+        RuntimeError: roundings could decide between two experts of a token.
     """
-    logits_BTE = functional.linear(x_BTH, parameters[f"{at}.router.weight"])
+    logits_BTE = functional.linear(x_BTH, parameters[f"{prefix}.router.weight"])
     routed.append(logits_BTE)
     top = logits_BTE.detach().topk(TOPK + 1).values
     margin = float((top[..., -2] - top[..., -1]).min())
     if margin < MARGIN:
         raise RuntimeError(
-            f"the router of {at} is undecided: two logits differ by {margin:.3g}, less than "
+            f"the router of {prefix} is undecided: two logits differ by {margin:.3g}, less than "
             f"{MARGIN:g}; give this check other rows"
         )
-    values, chosen = logits_BTE.topk(TOPK)
-    share = torch.zeros_like(logits_BTE).scatter(-1, chosen, values.softmax(-1)).flatten(0, 1)
-    taken = torch.zeros_like(logits_BTE).scatter(-1, chosen, 1.0).flatten(0, 1)
+    values, experts = logits_BTE.topk(TOPK)
+    share = torch.zeros_like(logits_BTE).scatter(-1, experts, values.softmax(-1)).flatten(0, 1)
+    choice = torch.zeros_like(logits_BTE).scatter(-1, experts, 1.0).flatten(0, 1)
     x_NH = x_BTH.flatten(0, 1)
     mixed = torch.zeros_like(x_NH)
     for expert in range(EXPERTS):
-        own = taken[:, expert].nonzero()[:, 0]
+        row_n = choice[:, expert].nonzero()[:, 0]
         first, second = (
-            parameters[f"{at}.experts.local_experts.{expert}.linear_fc{n}.weight"] for n in (1, 2)
+            parameters[f"{prefix}.experts.local_experts.{expert}.linear_fc{n}.weight"]
+            for n in (1, 2)
         )
-        made = functional.linear(functional.gelu(functional.linear(x_NH[own], first)), second)
-        mixed = mixed.index_add(0, own, made * share[own, expert, None])
+        outputs = functional.linear(functional.gelu(functional.linear(x_NH[row_n], first)), second)
+        mixed = mixed.index_add(0, row_n, outputs * share[row_n, expert, None])
     return mixed.view_as(x_BTH)
 
 
@@ -452,8 +458,8 @@ def balance(logits_BTE: Tensor) -> Tensor:
     """
     logits_ME = logits_BTE.flatten(0, 1)
     tokens = len(logits_ME)
-    chosen = logits_ME.detach().topk(TOPK).indices
-    f_E = torch.bincount(chosen.flatten(), minlength=EXPERTS).to(logits_ME) / (tokens * TOPK)
+    choices = logits_ME.detach().topk(TOPK).indices
+    f_E = torch.bincount(choices.flatten(), minlength=EXPERTS).to(logits_ME) / (tokens * TOPK)
     p_E = logits_ME.softmax(-1).mean(0)
     return tokens * COEFFICIENT * EXPERTS * (f_E * p_E).sum()
 
@@ -467,17 +473,17 @@ def decided(name: str, value: Tensor) -> Tensor:
     auxiliary loss of balanced ones has no gradient.
     """
     added = torch.zeros(value.shape, dtype=torch.float64)
-    own = torch.arange(EXPERTS)
+    expert_E = torch.arange(EXPERTS)
     if name == "embedding.word_embeddings.weight":
         generator = torch.Generator().manual_seed(11)
         scores = torch.rand(len(value), EXPERTS, generator=generator, dtype=torch.float64)
-        order = (scores - 0.15 * own).argsort(descending=True)
+        order = (scores - 0.15 * expert_E).argsort(descending=True)
         levels = torch.tensor([0.45, 0.3, -0.3, -0.45], dtype=torch.float64).expand(order.shape)
         added[:, :EXPERTS] = torch.zeros_like(levels).scatter(1, order, levels)
     elif name.endswith(".router.weight"):
-        added[own, own] = 0.3
+        added[expert_E, expert_E] = 0.3
     elif name.endswith("final_layernorm.weight"):
-        added[own] = -0.9
+        added[expert_E] = -0.9
     elif name.endswith(".eh_proj.weight"):  # the part that reads the next token's embedding
-        added[own, own] = 0.5
+        added[expert_E, expert_E] = 0.5
     return added

@@ -70,7 +70,7 @@ def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
             index = words.index("local_experts") + 1
             local = EXPERTS // layout.sizes["ep"]
             words[index] = str(int(words[index]) + local * ps.get_expert_model_parallel_rank())
-        # As releases before 0.17 call it.
+        # The name in releases before 0.17.
         full_name = ".".join(words).replace("mtp_model_layer", oracle.INNER)
         if full_name == "output_layer.weight" and "tied" in layout.flags:
             if getattr(module, "mtp_process", False):
@@ -100,7 +100,7 @@ def numbered(module: Any, name: str) -> str:
 
 
 def spread(chunk: Any, layout: Layout) -> None:
-    """Change weights so that what goes wrong with one is seen; copies of one change alike.
+    """Change weights so that a fault in any of them shows; copies of a weight change alike.
 
     Biases, norms and experts differ from each other then, and routers decide by wide margins.
     """
@@ -178,40 +178,42 @@ def stepped_by_adam(chunks: Sequence[Any], optimizer: Any) -> Iterator[Stepped]:
 
 
 def not_of_adam(
-    before: Stepped, after: Stepped, *, lr: float, beta1: float, beta2: float, epsilon: float
+    previous: Stepped, current: Stepped, *, lr: float, beta1: float, beta2: float, epsilon: float
 ) -> str | None:
-    """Return what a step has left that is not Adam's in float32, whatever the gradient; or None.
+    """Return how a step's result differs from Adam's in float32, for any gradient; else None.
 
-    The first moments show the gradient. Adam's sums of products are off by as many roundings as
-    they have terms, the gradient that is solved for by twice as many, and its square by twice as
-    many again. A parameter that is frozen keeps all.
+    The gradient is solved for from the first moments. Adam's sums of products are off by as many
+    roundings as they have terms, this gradient by twice as many, and its square by four times as
+    many. A frozen parameter keeps its value and its moments.
     """
     names = ("main", "first", "second")
-    if all(torch.equal(getattr(before, name), getattr(after, name)) for name in names):
+    if all(torch.equal(getattr(previous, name), getattr(current, name)) for name in names):
         return None
     rounding = 2.0**-24
-    gradient = (after.first - beta1 * before.first) / (1 - beta1)
-    second = beta2 * before.second + (1 - beta2) * gradient.square()
-    sizes = before.second + (gradient.abs() + before.first.abs()).square()
-    faults = {"second moment": (after.second, second, 16 * rounding * sizes + 2.0**-126)}
-    if after.steps:
-        root = (after.second / (1 - beta2**after.steps)).sqrt() + epsilon
-        move = lr * after.first / (1 - beta1**after.steps) / root
-        bound = 2 * rounding * (before.main.abs() + after.main.abs()) + 16 * rounding * move.abs()
-        faults["main value"] = after.main, before.main - move, bound
+    gradient = (current.first - beta1 * previous.first) / (1 - beta1)
+    second = beta2 * previous.second + (1 - beta2) * gradient.square()
+    sizes = previous.second + (gradient.abs() + previous.first.abs()).square()
+    faults = {"second moment": (current.second, second, 16 * rounding * sizes + 2.0**-126)}
+    if current.steps:
+        root = (current.second / (1 - beta2**current.steps)).sqrt() + epsilon
+        move = lr * current.first / (1 - beta1**current.steps) / root
+        bound = (
+            2 * rounding * (previous.main.abs() + current.main.abs()) + 16 * rounding * move.abs()
+        )
+        faults["main value"] = current.main, previous.main - move, bound
     for kind, (value, right, bound) in faults.items():
         off = (value - right).abs()
         if not bool((off <= bound).all()):
             return (
-                f"the {kind} of {after.name} after the step is off by {float(off.max()):.3g}, and "
-                f"Adam's roundings in float32 come to {float(bound.max()):.3g}: what the optimizer "
-                "keeps has 32 bits, also where parameters have fewer"
+                f"the {kind} of {current.name} after the step is off by {float(off.max()):.3g}, "
+                f"and Adam's roundings in float32 come to {float(bound.max()):.3g}: what the "
+                "optimizer keeps has 32 bits, also where parameters have fewer"
             )
     return None
 
 
 def joined_main(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
-    """Return the whole main parameter, in the shape of the model's own, which is it rounded.
+    """Join the parts of a main parameter, in the shape of `rounded`, the model's own.
 
     Raises:
         Wrong: a part is missing, two ranks have other bits, or the model has other values.
@@ -238,8 +240,9 @@ def compared(
 ) -> tuple[set[str], str | None]:
     """Return the names of parameters that a rank has exported, and how they differ from the model.
 
-    Tensors are a rank's own parameters in their order, or whole ones, or have names. Where names
-    and shapes are other than Megatron's, the numbers of either model have to be among theirs.
+    Exported tensors may be the rank's own parameters in their order, or whole ones, or have names.
+    If names and shapes are not Megatron's, the export must contain all numbers of the rank's
+    parameters, or of the whole model's.
     """
     tensors = list(_tensors(exported, ""))
     if not tensors:
@@ -281,7 +284,7 @@ def _tensors(exported: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _same(has: Tensor, right: Tensor) -> bool:
-    """Return whether the values are the right ones, or these in the export's precision."""
+    """Return whether exported values are the right ones, in the export's precision."""
     return torch.equal(has, right.detach().cpu().to(has.dtype))
 
 

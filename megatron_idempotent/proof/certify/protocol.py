@@ -23,10 +23,12 @@ class Wrong(Exception):
 
 
 class Planted(BaseException):
-    """Is raised in the loss, where a check asks for a failure.
+    """Fails a loss, where a check asks for it.
 
-    It is also an error of the type that the check has drawn, such as `KeyError`: a framework may
-    not take one for a bad sample, and go on. Example: `raise Planted("the loss fails")`.
+    An instance is also an error of the type that the check has drawn, such as `KeyError`: a
+    framework may not take that for a bad sample, and go on.
+
+    Example: `raise Planted("the loss fails")`.
     """
 
     drawn: ClassVar[type[BaseException]] = RuntimeError
@@ -54,7 +56,7 @@ Packed = Mapping[str, Any]
 """A pack of n sequences, as `Subject.forward` and `Subject.loss` take it: S tokens, with padding.
 
 `input_ids`, `position_ids`, `labels` (the token that each position predicts), `loss_mask` and
-`scale` are [1, S], and `packed_seq_params` is Megatron's. All of it is the adapter's to make."""
+`scale` are [1, S], and `packed_seq_params` is Megatron's. The adapter makes all of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +84,9 @@ class Subject:
     `loss_kind` "sequence" it is the sum of the sequences' means, and the number of sequences, of
     which the rank with the first position counts each."""
     micro_batch_size: int
-    """Rows of one microbatch. The number of rows of every call is a multiple of it, but in
-    `rows-left-over`, where the last microbatch has fewer, or the framework refuses. An auxiliary
-    loss is one of a microbatch: with `moe` or `mtp` in the layout's name, a call's rows are to be
+    """Rows of one microbatch. Each call has a multiple of it, except in `rows-left-over`: there the
+    last microbatch has fewer rows, or the framework refuses the call. An auxiliary loss is one of a
+    microbatch: with `moe` or `mtp` in the layout's name, a call's rows are to be
     cut into microbatches in their order."""
     packs: bool = False
     """True if rows have `lengths`, and the adapter is to train on packs of them."""
@@ -102,7 +104,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """Says what an adapter's `finish` reports, equal on all ranks that report it.
+    """Holds the report of an adapter's `finish`, equal on all ranks that report it.
 
     Example: `Finished(grad_norm=1.5, loss=4.2)`.
     """

@@ -38,14 +38,14 @@ def pytest_collection_modifyitems(
 
     from .checks import CHECKS
     from .layouts import LAYOUTS
-    from .run import Certification, How, pool_of
+    from .run import Certification, Options, pool_of
 
     pool = pool_of(max(layout.ranks for layout in LAYOUTS.values()))
     config.add_cleanup(pool.close)
     seed = config.getoption("--certify-seed")
     if seed is None:
         seed = secrets.randbelow(10**6)
-    certification = Certification(adapter, pool, options=How(seed=seed))
+    certification = Certification(adapter, pool, options=Options(seed=seed))
     items += [
         CertifyItem.from_parent(
             session,

@@ -32,14 +32,14 @@ from .state_checks import EVERY, STATE_CHECKS, hold_kept
 Verdict = Literal["passed", "failed", "declared", "not offered", "not judged"]
 
 DEADLINE_S = 60.0
-"""The most seconds for one check, which takes a few; one that takes longer has hung.
+"""Seconds for one check, which takes a few: a slower one has hung.
 
-With `thorough` it is four times as much, and on a busy machine up to `PATIENCE` times."""
+With `thorough` the deadline is four times as long, and on a busy machine up to `PATIENCE` times."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Says what became of a check on a layout.
+    """Holds the outcome of a check on a layout.
 
     Example: `Result(check="whole-step", layout="dp2", verdict="passed", seconds=1.2)`.
     """
@@ -47,24 +47,24 @@ class Result:
     check: str
     layout: str
     verdict: Verdict
-    """`declared`: the adapter says that it may fail, and it does or was not run. `not offered`: the
-    adapter lacks a method, or does not train on packs or a mean over sequences, or promises no
-    bits, or the layout has one replica, no packs, no auxiliary losses or no adapters, or has packs
-    where microbatches are to be the same. `not judged`: `whole-step` fails there already."""
+    """`declared`: the adapter declares that the check may fail, and it failed or was not run. `not
+    offered`: the adapter lacks what the check or the layout needs (a method, packs, a mean over
+    sequences, equal bits), or the layout lacks what the check needs (replicas, packs, auxiliary
+    losses, adapters, equal microbatches). `not judged`: `whole-step` fails on the layout."""
     seconds: float = 0.0
     of_bound: float = 0.0
     """The largest error of a step, as a part of the bound for it."""
     bits: str = ""
     """A digest of the parameters after the steps of `same-bits`."""
     fault: str = ""
-    """The fault and the code that it is in, in one line; for `declared` what the adapter says."""
+    """The fault and its place in the code, in one line; for `declared` the adapter's reason."""
     seed: int = 0
     """The number that sizes and places were drawn from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class How:
-    """Says how checks are made. Example: `How(seed=7)`."""
+class Options:
+    """Holds the options of checks. Example: `Options(seed=7)`."""
 
     stock: bool = False
     """True without this library's patches."""
@@ -75,7 +75,7 @@ class How:
     folder: str = ""
     """A folder for the checkpoints of a check of state."""
     later: bool = False
-    """True on the ranks that come after those of `Check.run`."""
+    """True on the ranks that run `Check.then`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +114,15 @@ class Certification:
     """
 
     def __init__(
-        self, adapter: str, pool: RankPool, *, options: How | None = None, declared: bool = False
+        self,
+        adapter: str,
+        pool: RankPool,
+        *,
+        options: Options | None = None,
+        declared: bool = False,
     ) -> None:
         """Take what `certify` does; nothing runs before the first `judge`."""
-        self._options = options or How()
+        self._options = options or Options()
         self._adapter = adapter
         self._pool = pool
         self._declared = declared
@@ -126,13 +131,13 @@ class Certification:
         self._bits: dict[str, Result] = {}
 
     def judge(self, check: str, layout: str) -> Result:
-        """Make a check on a layout, after `whole-step`, on which all others rest.
+        """Make a check on a layout, after `whole-step`, which all others need to pass.
 
         Raises:
             ValueError: the adapter cannot be imported, or lacks a method.
         """
         if self._facts is None:
-            # The first call also pays for the pool's imports, which no check is charged with.
+            # This call waits for the pool's imports, so that they count for no check.
             (offer,) = self._pool.run(1, facts, self._adapter, distributed=False)
             if isinstance(offer, str):
                 raise ValueError(offer)
@@ -203,7 +208,7 @@ class Certification:
             "bits": bits,
         }
         if bits and not fault:
-            # A layout with another number of replicas has to have the same.
+            # A layout with another number of replicas must have the same bits.
             first = self._bits.setdefault(alike(layout.name), result("passed", **measured))
             if first.bits != bits:
                 fault = f"the same microbatches give other bits than in {first.layout}"
@@ -231,7 +236,7 @@ def certify(
             of the first.
         layouts: names of layouts, of the words in `layouts.WORDS`; None for all of `LAYOUTS`, or of
             `STATE_LAYOUTS` where only state is checked.
-        stock: leave out the patches, which else are applied on every rank.
+        stock: leave out the patches, which are otherwise applied on every rank.
         declared: also run the checks that the adapter's `cannot` names; their failures do not
             count. They may hang, each until its deadline.
         seed: what sizes, masks and places of failures are drawn from.
@@ -268,7 +273,7 @@ def certify(
         # Standard output is for the results; releases print there while they are imported.
         pool = new_pool = pool_of(ranks, stdout=2)
     try:
-        options = How(stock=stock, seed=seed, thorough=thorough)
+        options = Options(stock=stock, seed=seed, thorough=thorough)
         certification = Certification(adapter, pool, options=options, declared=declared)
         for layout_name in layout_names:
             for check in check_names:
@@ -279,7 +284,7 @@ def certify(
 
 
 def pool_of(ranks: int, **options: Any) -> RankPool:
-    """Make a pool whose ranks need not import what each check runs."""
+    """Make a pool that imports the modules of checks once, for all ranks."""
     modules = (f"{__package__}.adapters", f"{__package__}.bench")
     return RankPool(ranks, preload=(*PRELOAD, *modules), **options)
 
@@ -288,7 +293,7 @@ def load(adapter: str) -> type:
     """Import an adapter's class, on a rank: it may import what needs a GPU or its emulation.
 
     Raises:
-        ValueError: not of the form "module:Class", not there, or without a method.
+        ValueError: `adapter` is not of the form "module:Class", does not exist, or lacks a method.
     """
     module, _, name = adapter.partition(":")
     if not module or not name:
@@ -331,14 +336,14 @@ def load(adapter: str) -> type:
 
 @lru_cache(maxsize=1)
 def _refuses_packs_with_mtp() -> bool:
-    """Return whether the installed Megatron says that it has not written this; 0.12 to 0.15 do."""
+    """Return whether the installed Megatron refuses packs with MTP layers; 0.12 to 0.15 do."""
     path = locate("megatron.core.transformer.multi_token_prediction")
     refusal = "multi token prediction + sequence packing is not yet supported"
     return path is not None and refusal in path.read_text(encoding="utf-8")
 
 
 def facts(adapter: str) -> Facts | str:
-    """Run on a rank: say what an adapter offers, or why it cannot be taken."""
+    """Return what an adapter offers, or why it cannot be loaded; this runs on a rank."""
     try:
         kind = load(adapter)
     except ValueError as error:
@@ -361,7 +366,7 @@ def _checks_in_order(checks: Iterable[str]) -> list[str]:
     if unknown or not names:
         hint = "".join(did_you_mean(name, EVERY) for name in unknown)
         raise ValueError(f"unknown check {', '.join(unknown)}: one of {', '.join(EVERY)}.{hint}")
-    # A step that is wrong would fail the others of it too.
+    # If `whole-step` fails, all other checks of steps would fail, too.
     steps = [name for name in CHECKS if name == "whole-step" or name in names]
     return [*(steps if set(names) & {*CHECKS} else ()), *(n for n in STATE_CHECKS if n in names)]
 
@@ -374,14 +379,15 @@ def alike(layout: str) -> str:
 
 
 def outcome_of(
-    pool: RankPool, adapter: str, check: Check, layout: Layout, options: How | None = None
+    pool: RankPool, adapter: str, check: Check, layout: Layout, options: Options | None = None
 ) -> tuple[str, float, str]:
     """Make one check on fresh ranks.
 
-    Returns what is wrong, in one line, or an empty string; the largest error of a step, as a part
-    of the bound for it; and the digest of `same-bits`.
+    Returns:
+        The fault in one line, or an empty string; the largest error of a step, as a part of its
+        bound; and the digest of `same-bits`.
     """
-    options = options or How()
+    options = options or Options()
     if check.name not in STATE_CHECKS:
         return _outcome(pool, adapter, check, layout, options)
     with tempfile.TemporaryDirectory() as folder:
@@ -391,14 +397,14 @@ def outcome_of(
             options = dataclasses.replace(options, later=True)
             if check.reshards:
                 layout = resharded(layout, check.reshards) or layout
-            else:  # once is enough: it imports all again
+            else:  # for this check alone: the new pool imports everything again
                 pool = pool.hashing_differently()
             fault, *_ = _outcome(pool, adapter, check, layout, options)
         return fault, 0.0, ""
 
 
 def _outcome(
-    pool: RankPool, adapter: str, check: Check, layout: Layout, options: How
+    pool: RankPool, adapter: str, check: Check, layout: Layout, options: Options
 ) -> tuple[str, float, str]:
     deadline_s = DEADLINE_S * (4 if options.thorough else 1)
     try:
@@ -426,11 +432,11 @@ def _outcome(
 
 
 def _waits(stacks: str) -> str:
-    """Say in which collective a rank waits, and what calls it, by its stacks, innermost first."""
+    """Describe where a rank waits, and in which collective; its stacks begin with the innermost."""
     # The thread that makes the check, if autograd or the framework has others.
     thread = next((part for part in stacks.split("\n\n") if " in examine\n" in part), stacks)
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', thread)
-    # The runtime of CPU ranks is around torch's own.
+    # The CPU runtime wraps functions of torch.
     inside = [*itertools.takewhile(lambda f: "/torch/" in f[0] or "/proof/cpu/" in f[0], frames)]
     outside = frames[len(inside) :]
     if not outside:
@@ -441,12 +447,13 @@ def _waits(stacks: str) -> str:
     return f"{waiting} in {_short(Path(file))}:{line} ({name})".lstrip()
 
 
-def examine(adapter: str, check: str, layout: str, options: How) -> tuple[int, str, float, str]:
-    """Run on a rank: make one check; return what is wrong, the least number if it is the cause.
+def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[int, str, float, str]:
+    """Make one check, on a rank.
 
-    After that come the largest error of a step, as a part of its bound, and the digest of bits.
-
-    An error in which a rank only learns that another one has left, or stopped the step, says less.
+    Returns:
+        A number, the fault, the largest error of a step as a part of its bound, and the digest of
+        bits. The fault with the least number among ranks is the cause: an error by which a rank
+        learns that another one has left, or stopped the step, has a larger one.
     """
     from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 

@@ -1,8 +1,8 @@
 """Defines the checks of state: a run that was saved, loaded or moved goes on as one that was not.
 
-Each step after it has the bits that the step has in a run of nothing but steps: gradient norm and
-loss, weights, optimizer, and what is beside them, on each rank. Where a format rounds, the run that
-is compared with has been rounded so, by plain copies.
+Each later step must have the bits of the same step in an undisturbed run: gradient norm and loss,
+weights, optimizer and other state, on each rank. If a format rounds, plain copies round the run
+that is compared with.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def saved_again(bench: States) -> None:
     bench.advance(0)
     after_one = bench.snapshot()
     older = adapter.save()
-    bench.put(after_one)  # a save that changes them is another check's
+    bench.put(after_one)  # `save_and_go_on` judges a save that changes state
     bench.advance(1)
     first_snapshot, first = bench.snapshot(), _saved(bench)
     for save in _saves(bench):
@@ -129,7 +129,7 @@ def saved_again(bench: States) -> None:
             adapter.load(later)
             bench.loaded(later_snapshot, cause)
             bench.hold(1, cause, expected=later_snapshot)
-        if any(bench.told_by_all(first_difference(first, later))):  # else it took its place
+        if any(bench.told_by_all(first_difference(first, later))):  # else it replaced the first
             cause = f"load() of what was saved before a later {save}()"
             adapter.load(first)
             bench.loaded(first_snapshot, cause)
@@ -137,7 +137,7 @@ def saved_again(bench: States) -> None:
 
 
 def _saved_after_two(bench: States) -> Any:
-    """Take the run, and again its first two steps; then save."""
+    """Take the undisturbed run, then its first two steps again, and save."""
     bench.run_through()
     bench.advance(0)
     bench.advance(1)
@@ -156,11 +156,11 @@ def _saved(bench: States, save: str = "save") -> Any:
 
 
 def _save_aside(bench: States) -> Stamps:
-    """Save what no check loads, so that there is an older checkpoint; return its files."""
+    """Save an older checkpoint, which no check loads; return its files."""
     adapter: Any = bench.adapter
     before_save = bench.snapshot()
     adapter.save()
-    bench.put(before_save)  # a save that changes them is another check's
+    bench.put(before_save)  # `save_and_go_on` judges a save that changes state
     return stamps(bench)
 
 
@@ -170,7 +170,7 @@ def _saves(bench: States) -> list[str]:
 
 
 def _load(bench: States, state: Any, number: int = 1, *, cause: str = "load()") -> None:
-    """Load what was saved after a step; the checks put back what the adapter may not keep."""
+    """Load what was saved after step `number`; put back what the adapter need not keep."""
     adapter: Any = bench.adapter
     adapter.load(state)
     _hold_loaded(bench, number, cause)
@@ -182,9 +182,9 @@ def _hold_loaded(bench: States, number: int, cause: str) -> None:
 
 
 def hold_kept(bench: States) -> None:
-    """Raise `Wrong` for a kind that the checkpoint keeps, and a load of this check has lost.
+    """Raise `Wrong` for a kind of state that checkpoints keep, and a load of this check has lost.
 
-    A kind that every load loses is left to the check of its name.
+    If every load loses the kind, the check of its name reports that.
     """
     for kind, fault in bench.lost.items():
         bench.begin_in(f"keeps-{kind}")
@@ -264,7 +264,7 @@ def load_into_new_process(bench: States) -> None:
 
 
 def _handover_of(bench: States, rank: int) -> Any:
-    """Return what a rank that has saved left for these ranks, which load."""
+    """Return what a rank that saved left for the ranks that load."""
     import torch
 
     return torch.load(bench.folder / f"{rank}-{LATER}", weights_only=False)
@@ -277,7 +277,7 @@ def _load_later(bench: States) -> None:
 
 
 def _reshard(bench: States) -> None:
-    """Load what other ranks have saved; compare with what plain copies make of it."""
+    """Load what another layout saved; compare the run with one that plain copies set up."""
     state, _, model_state, snapshots, older = _handover_of(bench, 0)
     bench.advance(0)
     bench.advance(1)
@@ -296,7 +296,7 @@ def _reshard(bench: States) -> None:
         "loss scale": dict.fromkeys(expected["loss scale"], scale),
     }
     adapter.load(state)
-    # A counter is as it was saved, or follows from those by the layout, as a replica's samples do.
+    # A counter is as saved, or as a run in this layout has it, such as a replica's samples.
     for name, value in bench.snapshot()["counters"].items():
         allowed = [counters.get(name), *(saved["counters"].get(name) for saved in snapshots)]
         expected["counters"][name] = value if value in allowed else allowed[0]
@@ -383,7 +383,7 @@ def offload_one_part(bench: States) -> None:
 
 
 def _follow_with_offload(bench: States, number: int, part: str) -> None:
-    """Take a step in which a part is away before each microbatch, unless that is refused."""
+    """Take a step that offloads a part before each microbatch, unless the adapter refuses."""
     adapter: Any = bench.adapter
     before_step = bench.snapshot()
 
@@ -468,7 +468,7 @@ def saved_while_frozen(bench: States) -> None:
                 parameter.requires_grad_(True)
 
     bench.advance(0)
-    bench.snapshot()  # gathers under way come to their end
+    bench.snapshot()  # completes pending gathers
     state_before = bench.whole_state()
     frozen(bench.advance, 1)
     snapshot, state_after = bench.snapshot(), bench.whole_state()
@@ -498,7 +498,7 @@ def failed_save(bench: States) -> None:
     bench.advance(0)
     after_one = bench.snapshot()
     older = adapter.save()
-    bench.put(after_one)  # a save that succeeds and changes them is another check's
+    bench.put(after_one)  # `save_and_go_on` judges a save that changes state
     bench.advance(1)
     half = max((size for size, _ in saved_files(bench)), default=0) // 2
     _fail_to_save(bench, "save", 0, 0)
@@ -513,7 +513,7 @@ def failed_save(bench: States) -> None:
 
 
 def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
-    """Save where a rank has room for so many bytes of a file."""
+    """Save while each file of `rank` has room for `room` bytes only."""
     adapter: Any = bench.adapter
     expected = bench.snapshot()
     is_async = save == "save_async"
@@ -528,14 +528,14 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
             disk.returned()
             reason = f"{cannot_write}, and saved() has not returned"
             with ending_hangs(bench, reason), no_room(room, yes=yes):
-                disk.release()  # threads, which a limit of their own cannot be set for
+                disk.release()  # threads have the limits of their process
                 fault, _ = attempt(adapter.saved)
             faults = bench.told_by_all(fault)
     bench.hold(1, f"a {save}() that failed on rank {rank}", expected, expected)
     unaware = faults.index(None) if None in faults else None
     if any(faults) and unaware is not None:
         raise Wrong(f"rank {rank} could not write, and rank {unaware} takes the run for saved")
-    if unaware is not None:  # that rank has nothing to write
+    if unaware is not None:  # the rank has nothing to write
         bench.advance(5)
         failed_save = f"{save}() where {cannot_write}"
         with ending_hangs(
@@ -548,7 +548,7 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
 
 
 def _failed_load(bench: States, fault: str, spoilt: Callable[..., Any], kinds: int) -> None:
-    """Load where files are spoilt one by one, and then where all are whole again."""
+    """Load with files spoilt one by one, and then with all of them intact."""
     bench.run_through()
     for save in _saves(bench):
         if save != "save":
@@ -574,9 +574,9 @@ def _fail_to_load(
     kinds: int = 1,
     older: Stamps = MappingProxyType({}),
 ) -> None:
-    """Load where the largest file is spoilt; then so many other kinds, which may not be needed.
+    """Load with the largest file spoilt, and then with one of each other kind, `kinds` in all.
 
-    `older` has the files of checkpoints that are not to be loaded.
+    A load may succeed without the other kinds. `older` has the files of checkpoints not to load.
     """
     adapter: Any = bench.adapter
     for number, (_, path) in enumerate(saved_files(bench, older)[:kinds]):
@@ -609,4 +609,4 @@ for _name, _fault, _kinds in (
 
 
 EVERY: Mapping[str, Check] = MappingProxyType({**CHECKS, **STATE_CHECKS})
-"""The checks of steps, and these."""
+"""The checks of steps and of state."""

@@ -1,9 +1,9 @@
-"""Holds all that a run depends on, to the bit, for the checks of state.
+"""Compares all state that a run depends on, bit by bit, for the checks of state.
 
 A run is three steps with dropout, a schedule of rates and, in float16, a loss scale that moves.
-Each draws from all random states, and the first leaves counts and values that no new model has. The
-run is taken once without anything between its steps; what a rank then holds after each of them is
-what it has to hold after a save, a load or an offload too. Legend: N elements of a shard.
+Each step draws from all random states, and the first leaves counts and values that no new model
+has. The run is taken once undisturbed; after a save, a load or an offload each rank must hold the
+state that it had then. Legend: N elements of a shard.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .protocol import KEEPS, MICRO_BATCH, RUN, Finished, Subject
 STEPS = 3
 """Steps of a run."""
 _SKIPPED = 10
-"""Steps that the optimizer alone counts, from the first step on."""
+"""The optimizer's count of steps is this much larger than the run's, from the first step on."""
 _RATE = 1e-2
 _BUFFERS = {"expert_bias": "expert bias", "local_tokens_per_expert": "token counts"}
 
@@ -51,16 +51,16 @@ Snapshot = Mapping[str, Any]
 
 
 class States(Bench):
-    """Runs an adapter's steps, and compares what ranks hold with a run of nothing but steps."""
+    """Runs an adapter's steps, and compares the ranks' state with that of an undisturbed run."""
 
     def __init__(self, adapter: Any, layout: Layout, *, folder: Path, **options: Any) -> None:
-        """Take the folder that the checkpoints go to, and what `Bench` does."""
+        """Take the folder of checkpoints, and the arguments of `Bench`."""
         self.root = self.folder = folder
         if layout.dtype == "fp64":  # Megatron's optimizers keep no state of it
             layout = dataclasses.replace(layout, flags=layout.flags | {"fp32"})
         super().__init__(adapter, layout, **options)
         self.course: list[tuple[Finished, Snapshot]] = []
-        """The result and the state of each step, in a run of nothing but steps."""
+        """The result of each step of the undisturbed run, and the state after it."""
         self.lost: dict[str, str] = {}
         """Differences after a load, by kind of state that the adapter's checkpoints keep."""
 
@@ -70,11 +70,11 @@ class States(Bench):
         return [kind for kind in KEEPS if kind in getattr(self.adapter, "keeps", ())]
 
     def built(self, **more: Any) -> tiny.Tiny:
-        """Build a model with dropout, as the adapter changes it before DDP."""
+        """Build a model with dropout, which the adapter may change before DDP."""
         return super().built(**{"before_ddp": getattr(self.adapter, "before_ddp", None), **more})
 
     def _settings(self) -> dict[str, Any]:
-        """Return what training runs set; the definition, to which no step is held, does not."""
+        """Return settings of training runs that the definition lacks: no step is held to it."""
         config: dict[str, Any] = {"hidden_dropout": 0.1}
         if self.layout.experts:
             config |= {
@@ -88,7 +88,7 @@ class States(Bench):
         scale = {"initial_loss_scale": 2.0**6, "loss_scale_window": 3, "min_loss_scale": 1.0}
         optimizer = {
             "lr": _RATE,
-            # Others than torch's, which groups have that nobody has loaded.
+            # Not torch's defaults, which groups have before a load.
             "adam_beta1": 0.85,
             "adam_beta2": 0.97,
             "adam_eps": 1e-7,
@@ -105,11 +105,11 @@ class States(Bench):
         from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-        # As upstream does, another one on each stage.
+        # Each stage has its own seed, as upstream has it.
         seed = 1 + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
         random.seed(seed)
         numpy.random.seed(seed)
-        random.gauss(0.0, 1.0), numpy.random.normal()  # each keeps a second number
+        random.gauss(0.0, 1.0), numpy.random.normal()  # both generators keep a second number
         scheduler = OptimizerParamScheduler(
             model.optimizer,
             init_lr=0.0,
@@ -128,10 +128,10 @@ class States(Bench):
         return dataclasses.replace(subject, scheduler=scheduler, folder=self.folder)
 
     def _refuse_clipping(self, cause: BaseException | None) -> None:
-        """Let steps clip, as training runs do: none is held to its definition."""
+        """Allow clipping, as in training runs: no step is held to its definition."""
 
     def begin_again(self) -> None:
-        """Give a model that has not stepped to an adapter of the same kind."""
+        """Build a new model, and an adapter of the same kind for it."""
         self.adapter = type(self.adapter)()
         self.make_model()
         self.adapter.build(self.subject)
@@ -140,21 +140,21 @@ class States(Bench):
             total.zero_()
 
     def begin_in(self, folder: str) -> None:
-        """Begin again, in a folder of its own: another adapter counts saves from the start."""
+        """Begin again in a subfolder: a new adapter numbers its saves from the start."""
         self.folder /= folder
         self.folder.mkdir(exist_ok=True)
         self.begin_again()
 
     def advance(self, number: int, between: Callable[[], None] | None = None) -> Finished:
-        """Take a step with the rows of this number, and let the rates follow.
+        """Take a step with the rows of `number`, and advance the scheduler.
 
-        `between` is called before each of its two calls and after the last.
+        `between` is called before each of the step's two microbatch calls and after the last.
         """
         size = MICRO_BATCH * 2
         of_torch = [inner for outer in unchained(self.model.optimizer) for inner in _inner(outer)]
         is_first = not any(inner.state for inner in of_torch)
         finished = self.step(self.alike(10 + number, size, size), between=between)
-        # What is skipped leaves nothing that a save or a load could lose.
+        # A skipped step leaves no state that a save or a load could lose.
         skipped = "the step was skipped, and shows nothing: a gradient is not finite"
         self.stop_at(None if finished.updated else skipped)
         if is_first:
@@ -164,7 +164,7 @@ class States(Bench):
         return finished
 
     def _age(self) -> None:
-        """Put in what a long run has: other counts than steps, a backed-off scale, odd biases."""
+        """Set state as of a long run: other counts than steps, a backed-off scale, odd biases."""
         for outer in unchained(self.model.optimizer):
             for inner in _inner(outer):
                 for state in inner.state.values():
@@ -179,7 +179,7 @@ class States(Bench):
                 buffer += 0.01 * torch.randn(buffer.shape, generator=generator).to(buffer.device)
 
     def _draw(self) -> None:
-        """Draw from each random state, as data and layers do; numbers that are kept stay kept."""
+        """Draw from each random state, as data and layers do; generators still keep a number."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         _ = random.gauss(0.0, 1.0), random.gauss(0.0, 1.0), numpy.random.normal(size=2)
@@ -189,14 +189,14 @@ class States(Bench):
                 torch.rand(1, device="cuda")
 
     def run_through(self) -> None:
-        """Take the run without anything in between, and begin again."""
+        """Take the undisturbed run, record it in `course`, and begin again."""
         for number in range(STEPS):
             finished = self.advance(number)
             self.course.append((finished, self.snapshot()))
         self.begin_again()
 
     def snapshot(self) -> dict[str, Any]:
-        """Copy what this rank holds; gathers under way come to their end."""
+        """Copy this rank's state, after pending gathers have ended."""
         ensure_params_synced(self.model.chunks)
         counters = getattr(self.adapter, "counters", dict)
         return {
@@ -225,9 +225,9 @@ class States(Bench):
         }
 
     def hold_saved(self, state: Any) -> None:
-        """Raise `Wrong` unless as much was saved as a rank's trained weights take, or half of it.
+        """Raise `Wrong` if fewer bytes were saved than half of a rank's trained weights take.
 
-        What lies outside of the folder is not judged, and lost where it is not shared.
+        Files outside of the folder do not count: another machine may not see them.
         """
         self.told_by_all(None)  # all have written
         files = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
@@ -242,9 +242,9 @@ class States(Bench):
         )
 
     def loaded(self, expected: Snapshot, cause: str, kinds: Iterable[str] | None = None) -> None:
-        """Note what a load has lost of what the adapter keeps, and put it back, and all the rest.
+        """Note the kinds of state that the adapter keeps and a load has lost; put all kinds back.
 
-        It is `keeps-...` that says so, if other loads lose it too.
+        If other loads lose a kind, too, the check `keeps-...` reports it.
         """
         actual, moment = self.snapshot(), f"{cause} rank {self.rank}"
         kinds = self.kept_kinds if kinds is None else kinds
@@ -254,7 +254,7 @@ class States(Bench):
         self.put(expected)
 
     def put(self, saved: Snapshot) -> None:
-        """Put back what is beside weights and optimizer."""
+        """Put back all state but weights and optimizer."""
         scheduler, optimizer = self.subject.scheduler, self.model.optimizer
         rates = saved["scheduler"]
         vars(scheduler).update({name: rates[name] for name in _plain(scheduler)})
@@ -280,34 +280,34 @@ class States(Bench):
         """Raise `Wrong` on all ranks unless each has the state that it had after the step.
 
         Args:
-            number: of the step, in the run of nothing but steps.
-            cause: what came before, for the error.
-            kinds: of state; the others are not compared.
-            expected: takes the place of the state after the step.
+            number: the number of the step in the undisturbed run.
+            cause: the disturbance, for the error.
+            kinds: the kinds of state that are compared.
+            expected: the state to expect in place of that after the step.
         """
         if expected is None:
             _, expected = self.course[number]
         self.stop_at(first_fault(expected, self.snapshot(), f"{cause} rank {self.rank}", kinds))
 
     def follow(self, number: int, cause: str) -> None:
-        """Take a step; raise `Wrong` unless its result and state are those of the run's step."""
+        """Take a step; raise `Wrong` unless its result and state are the undisturbed run's."""
         self.hold_step(number, cause, self.advance(number))
 
     def hold_step(self, number: int, cause: str, finished: Finished) -> None:
-        """Raise `Wrong` unless a step's result and state are those of the run's step."""
+        """Raise `Wrong` unless a step's result and state are the undisturbed run's."""
         actual = finished, self.snapshot()
         self._compare(f"{cause} and step {number + 1}", actual, self.course[number])
 
     def follow_as(
         self, model_state: Mapping[str, Any], rank_state: Snapshot, number: int, cause: str
     ) -> None:
-        """Take a step, and again in a new model that plain copies set up: they must be the same.
+        """Take a step, and again in a new model that plain copies set up; compare the two.
 
         Args:
             model_state: the weights and optimizer state of the whole model before the step.
-            rank_state: the other state of this rank then.
-            number: of the step.
-            cause: what the run was set up by, for the error.
+            rank_state: this rank's other state before the step.
+            number: the number of the step.
+            cause: the disturbance before the step, for the error.
         """
         actual = self.advance(number), self.snapshot()
         self.begin_again()
@@ -326,12 +326,12 @@ class States(Bench):
     # The whole model, for another layout.
 
     def hold_whole(self, expected: Mapping[str, Any], cause: str) -> None:
-        """Raise `Wrong` unless the whole model's state is this, bit for bit."""
+        """Raise `Wrong` unless the whole model's state is `expected`, bit for bit."""
         difference = first_difference(expected, self.whole_state())
         self.stop_at(difference and f"after {cause} the whole model has another {difference}")
 
     def groups_at(self, rates: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what the optimizer's groups have, if the rates of a plain one are these."""
+        """Return the options of the optimizer's groups if a group without factors has `rates`."""
         return [
             {
                 **options,
@@ -385,9 +385,9 @@ class States(Bench):
                         state["step"] = torch.tensor(float(steps + _SKIPPED))
 
     def _shards(self) -> Iterator[tuple[ParameterPart, str, int, Tensor]]:
-        """Yield for each parameter of this rank the tensors [N] that are about it.
+        """Yield the weight, main values and moments [N] of each parameter of this rank.
 
-        With each come its name, and where it begins in the rank's parameter.
+        Each comes with the parameter, its own name, and its first index in the parameter.
         """
         of_optimizer: dict[Any, tuple[int, dict[str, Tensor]]] = {}
         for outer in unchained(self.model.optimizer):
@@ -415,7 +415,7 @@ def first_fault(
 
 
 def first_difference(expected: Any, actual: Any) -> str | None:
-    """Return the place where two states differ in bits, with both values; None without one."""
+    """Return the first place where two states differ in bits, with both values; else None."""
     if isinstance(expected, Mapping) and isinstance(actual, Mapping):
         if expected.keys() != actual.keys():
             odd = sorted(map(str, expected.keys() ^ actual.keys()))
@@ -481,7 +481,7 @@ def _inner(outer: Any) -> list[Any]:
 
 
 def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what torch's optimizers step, and their state, the number of steps as a number."""
+    """Yield the state of torch's optimizers, with the parameters, and counts of steps as floats."""
     for number, outer in enumerate(unchained(optimizer)):
         for half, inner in enumerate(_inner(outer)):
             parameters = [p for group in inner.param_groups for p in group["params"]]
@@ -504,7 +504,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _rates(optimizer: Any) -> list[dict[str, Any]]:
-    """Copy what groups have beside parameters; Megatron leaves a count of steps in some."""
+    """Copy the groups' options, without the count of steps that Megatron leaves in some."""
     left_out = ("params", "step")
     return [{n: v for n, v in group.items() if n not in left_out} for group in _groups(optimizer)]
 

@@ -45,7 +45,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
 
     It takes query [T, B, N, D], key and value [T, B, G, D], or in a pack [T, N, D] and [T, G, D]
     with `PackedSeqParams(qkv_format="thd")`, and returns [T, B, N * D], or [T, N * D]. It may be
-    causal or not, and knows sliding windows (-1 is without end), grouped queries, sinks
+    causal or not, and takes sliding windows (-1 for no limit), grouped queries, sinks
     (`softmax_type`), dropout from Megatron's tracker, and recomputation.
 
     In a pack each sequence attends to itself only. No query attends to padding between sequences,
@@ -75,10 +75,10 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, why in _REFUSED.items():
+        for name, reason in _REFUSED.items():
             if getattr(config, name, False):
-                raise ValueError(f"ExactAttention got {name}=True: {why}; leave it off")
-        # Upstream refuses the two where it reads them; here they are read below.
+                raise ValueError(f"ExactAttention got {name}=True: {reason}; leave it off")
+        # Upstream's constructor refuses these two, which are read below.
         alone = copy.copy(config)
         alone.context_parallel_size, alone.window_size = 1, None
         super().__init__(alone, layer_number, attn_mask_type, attention_type, *args, **kwargs)
@@ -94,8 +94,8 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         if config.context_parallel_size > 1:
             # Releases name the argument differently: none up to 0.12, `pg_collection` from 0.15.
             groups = kwargs.get("pg_collection") or kwargs.get("model_comm_pgs")
-            given = getattr(groups, "cp", None)
-            self._cp_group = parallel_state.get_context_parallel_group() if given is None else given
+            group = getattr(groups, "cp", None)
+            self._cp_group = parallel_state.get_context_parallel_group() if group is None else group
         if self._cp_group is not None and attention_type == "cross":
             raise ValueError(
                 "ExactAttention got cross attention with context_parallel_size="
@@ -121,7 +121,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         packed = packed_seq_params is not None
         if packed:
             segments, ends = pack_segments(packed_seq_params, query, key, cp)
-            query, key, value = (each.unsqueeze(1) for each in (query, key, value))
+            query, key, value = (states.unsqueeze(1) for states in (query, key, value))
             attention_mask = None
         else:
             segments, ends = [row_segment(query, key, cp)], None
@@ -132,62 +132,67 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
             key = key.repeat_interleave(repeats, dim=2)
             value = value.repeat_interleave(repeats, dim=2)
         mask = own_mask(attention_mask, query, key, cp)
-        # Sequences that differ in their places alone are computed together.
+        # Blocks of equal sizes from several sequences are computed together.
         alike: dict[tuple[int, int, range], list[QueryBlock]] = {}
         for block in blocks(segments, cp):
             if block.queries:
                 keys = self._keys(block, causal if cp.size > 1 and mask is None else None)
                 alike.setdefault((block.queries, block.position, keys), []).append(block)
         parts: list[Tensor] = []
-        places: list[Tensor] = []
-        for (queries, position, keys), found in alike.items():
-            place_QG = _places([block.query for block in found], queries)
-            place_KG = _places([block.key + keys.start for block in found], len(keys))
+        position_parts: list[Tensor] = []
+        for (queries, position, keys), blocks_alike in alike.items():
+            place_QG = _block_positions([block.query for block in blocks_alike], queries)
+            place_KG = _block_positions(
+                [block.key + keys.start for block in blocks_alike], len(keys)
+            )
             hidden = self._hidden(queries, position, keys, causal, query.device)
             if mask is not None:
-                given = mask[:, :, place_QG[:, 0]] if mask.shape[2] > 1 else mask
-                hidden = given if hidden is None else given | hidden
+                mask_BNQK = mask[:, :, place_QG[:, 0]] if mask.shape[2] > 1 else mask
+                hidden = mask_BNQK if hidden is None else mask_BNQK | hidden
             part = self._attend(
-                _at(query, place_QG), _at(key, place_KG), _at(value, place_KG), hidden
+                _states_at(query, place_QG),
+                _states_at(key, place_KG),
+                _states_at(value, place_KG),
+                hidden,
             )
             parts.append(part.reshape(place_QG.numel(), query.shape[1], -1))
-            places.append(place_QG.flatten())
-        context = _in_order(parts, places, query, value)
+            position_parts.append(place_QG.flatten())
+        context = _in_order(parts, position_parts, query, value)
         if not parts:
-            # This rank has padding only. Its backward must still meet the others' in the gather,
+            # This rank has padding only. Its backward must still join the gather's collective,
             # and reach every parameter before it.
             context = context + query[:0].sum() + value[:0].sum()
         return context.squeeze(1) if packed else context
 
     def _keys(self, block: QueryBlock, causal: bool | None) -> range:
-        """Return the keys of its segment that any of the block's queries sees; all, if None."""
+        """Return the segment's keys that queries of the block see; all if `causal` is None."""
         if causal is None:
             return range(block.keys)
-        left, right = self._reach(causal)
-        first = max(0, block.position - left) if left >= 0 else 0
-        last = min(block.keys, block.position + block.queries + right)
-        return range(first, last if right >= 0 else block.keys)
+        before_query, after_query = self._reach(causal)
+        first = max(0, block.position - before_query) if before_query >= 0 else 0
+        last = min(block.keys, block.position + block.queries + after_query)
+        return range(first, last if after_query >= 0 else block.keys)
 
     def _reach(self, causal: bool) -> tuple[int, int]:
-        """Return the numbers of positions that a query sees before and after it; -1: no end."""
-        left, right = self._window or (-1, -1)
-        return left, 0 if causal else right
+        """Return the numbers of positions that a query sees before and after it; -1 for all."""
+        before_query, after_query = self._window or (-1, -1)
+        return before_query, 0 if causal else after_query
 
     def _hidden(
         self, queries: int, position: int, keys: range, causal: bool, device: torch.device
     ) -> Tensor | None:
-        """Return what each query, counted from `position` in its segment, may not see."""
-        left, right = self._reach(causal)
-        if left < 0 and right < 0:
+        """Return a mask of keys that queries, the first at `position`, may not see; or None."""
+        before_query, after_query = self._reach(causal)
+        if before_query < 0 and after_query < 0:
             return None
         query_Q = torch.arange(queries, device=device) + position
         key_K = torch.arange(keys.start, keys.stop, device=device)
         ahead_QK = key_K[None, :] - query_Q[:, None]
         hidden_QK = torch.zeros_like(ahead_QK, dtype=torch.bool)
-        if right >= 0:
-            hidden_QK |= ahead_QK > right
-        if left >= 0:
-            hidden_QK |= ahead_QK < -left
+        if after_query >= 0:
+            hidden_QK |= ahead_QK > after_query
+        if before_query >= 0:
+            hidden_QK |= ahead_QK < -before_query
         return hidden_QK[None, None]
 
     def _attend(
@@ -257,44 +262,46 @@ def with_exact_attention(spec: Any) -> Any:
     return spec
 
 
-def _replace(spec: Any, seen: set[int]) -> int:
-    if id(spec) in seen:
+def _replace(spec: Any, seen_ids: set[int]) -> int:
+    if id(spec) in seen_ids:
         return 0
-    seen.add(id(spec))
+    seen_ids.add(id(spec))
     if isinstance(spec, (list, tuple)):
-        return sum(_replace(each, seen) for each in spec)
+        return sum(_replace(part, seen_ids) for part in spec)
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
         return 0
-    found = 0
+    count = 0
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
         if field.name == "core_attention" and value is not None:
             setattr(spec, field.name, ExactAttention)
-            found += 1
+            count += 1
         else:
-            found += _replace(value, seen)
-    return found
+            count += _replace(value, seen_ids)
+    return count
 
 
-def _places(starts: list[int], positions: int) -> Tensor:
-    """Return the places [positions, G] of G blocks that begin at `starts`, on the host."""
+def _block_positions(starts: list[int], positions: int) -> Tensor:
+    """Return the indices [positions, G] of G blocks that begin at `starts`, on the host."""
     return torch.arange(positions)[:, None] + torch.tensor(starts)
 
 
-def _at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
+def _states_at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
     """Return the states [P, B, N, D] of one block, or of several of a pack, [P, G, N, D]."""
     positions, number = place_PG.shape
     if number == 1:
         first = int(place_PG[0, 0]) if positions else 0
         return states_TBND[first : first + positions]
-    chosen = states_TBND.index_select(0, place_PG.flatten().to(states_TBND.device))
-    return chosen.view(positions, number, *states_TBND.shape[2:])
+    selected = states_TBND.index_select(0, place_PG.flatten().to(states_TBND.device))
+    return selected.view(positions, number, *states_TBND.shape[2:])
 
 
-def _in_order(parts: list[Tensor], places: list[Tensor], query: Tensor, value: Tensor) -> Tensor:
+def _in_order(
+    parts: list[Tensor], position_parts: list[Tensor], query: Tensor, value: Tensor
+) -> Tensor:
     """Return the parts [P, B, N * D] at their places in [T, B, N * D], and zeros elsewhere."""
     positions = len(query)
-    place_P = torch.cat(places) if places else torch.arange(0)
+    place_P = torch.cat(position_parts) if position_parts else torch.arange(0)
     missing = positions - len(place_P)
     if missing:
         parts = [*parts, query.new_zeros(missing, query.shape[1], query.shape[2] * value.shape[3])]
@@ -313,7 +320,7 @@ def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
         return None
     try:
         from megatron.core.transformer.utils import is_layer_window_attention
-    except ImportError:  # before 0.15 each layer has it
+    except ImportError:  # before 0.15 each layer has the window
         return int(window[0]), int(window[1])
     skip = config.window_attn_skip_freq
     if not is_layer_window_attention(window, skip, layer_number):
@@ -365,23 +372,23 @@ class QueryBlock:
 def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
     """Yield this rank's part of each segment: one block, or under context parallelism two."""
     for segment in segments:
-        own = segment.padded // cp.size
-        halves = [(0, own, 0)]
+        local = segment.padded // cp.size
+        halves = [(0, local, 0)]
         if cp.size > 1:
-            half = own // 2
+            half = local // 2
             halves = [(0, half, cp.rank * half), (half, half, (2 * cp.size - 1 - cp.rank) * half)]
-        for first, number, place in halves:
+        for first, number, position in halves:
             yield QueryBlock(
                 query=segment.start // cp.size + first,
-                queries=max(0, min(number, segment.queries - place)),
-                position=place + segment.offset,
+                queries=max(0, min(number, segment.queries - position)),
+                position=position + segment.offset,
                 key=segment.start,
                 keys=segment.keys,
             )
 
 
 class Part:
-    """Knows this rank's part under context parallelism; without it, the whole."""
+    """Holds this rank's part under context parallelism; without it the part is all."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -410,33 +417,37 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, place_S: Tensor, group: Any) -> Tensor:
         ctx.save_for_backward(place_S)
         ctx.group = group
-        whole = part.new_empty(len(place_S), *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+        gathered = part.new_empty(len(place_S), *part.shape[1:])
+        dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
         # Places are a permutation, so that each position is written once.
-        return torch.empty_like(whole).index_copy_(0, place_S, whole)
+        return torch.empty_like(gathered).index_copy_(0, place_S, gathered)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (place_S,) = ctx.saved_tensors
         wide = torch.promote_types(gradient.dtype, torch.float32)
         sent = gradient.index_select(0, place_S).to(wide)
-        own = sent.new_empty(len(sent) // dist.get_world_size(ctx.group), *sent.shape[1:])
-        dist.reduce_scatter_tensor(own, sent, group=ctx.group)
-        return own.to(gradient.dtype), None, None
+        reduced = sent.new_empty(len(sent) // dist.get_world_size(ctx.group), *sent.shape[1:])
+        dist.reduce_scatter_tensor(reduced, sent, group=ctx.group)
+        return reduced.to(gradient.dtype), None, None
 
 
 def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
-    """Check rows, which all have one length, and return that as one segment."""
-    own, keys = len(query), len(key)
-    if cp.size > 1 and (own != keys or own % 2):
+    """Check rows, which all have one length, and return one segment of that length."""
+    queries, keys = len(query), len(key)
+    if cp.size > 1 and (queries != keys or queries % 2):
         raise ValueError(
-            f"ExactAttention got {own} queries and {keys} keys on one of {cp.size} context-"
+            f"ExactAttention got {queries} queries and {keys} keys on one of {cp.size} context-"
             f"parallel ranks: pad rows to a multiple of {2 * cp.size}, and give each rank its part "
             "(context_parallel_part)"
         )
-    positions = own * cp.size
+    positions = queries * cp.size
     return RowSpan(
-        start=0, padded=positions, queries=positions, keys=keys * cp.size, offset=max(0, keys - own)
+        start=0,
+        padded=positions,
+        queries=positions,
+        keys=keys * cp.size,
+        offset=max(0, keys - queries),
     )
 
 
@@ -448,11 +459,11 @@ def pack_segments(
         raise ValueError(
             f"ExactAttention got PackedSeqParams(qkv_format={packed.qkv_format!r}): pass 'thd'"
         )
-    given = getattr(packed, "local_cp_size", None)
-    if given not in (None, cp.size):
+    local_size = getattr(packed, "local_cp_size", None)
+    if local_size not in (None, cp.size):
         raise ValueError(
-            f"ExactAttention got local_cp_size={given} of {cp.size} context-parallel ranks: groups "
-            "that change with each batch are not supported, leave it None"
+            f"ExactAttention got local_cp_size={local_size} of {cp.size} context-parallel ranks: "
+            "groups that change with each batch are not supported, leave it None"
         )
     if query.dim() != 3 or len(query) != len(key):
         raise ValueError(
@@ -466,7 +477,7 @@ def pack_segments(
     ends = real if padded is None else padded
     positions = len(query) * cp.size
     segments = _checked(real.tolist(), ends.tolist(), positions, cp)
-    longest = max((each.keys for each in segments), default=0)
+    longest = max((segment.keys for segment in segments), default=0)
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         allowed = getattr(packed, name, None)
         if allowed is not None and longest > int(allowed):
@@ -506,29 +517,33 @@ def _checked(real: list[int], ends: list[int], positions: int, cp: Part) -> list
 
 
 def _ends(packed: Any, of_queries: str, of_keys: str) -> Tensor | None:
-    mine: Tensor | None = getattr(packed, of_queries)
-    keys: Tensor | None = getattr(packed, of_keys)
-    if mine is None or keys is None:
-        return keys if mine is None else mine
-    if mine.dim() != 1 or mine.shape != keys.shape or not torch.equal(mine, keys):
+    query_ends: Tensor | None = getattr(packed, of_queries)
+    key_ends: Tensor | None = getattr(packed, of_keys)
+    if query_ends is None or key_ends is None:
+        return key_ends if query_ends is None else query_ends
+    if (
+        query_ends.dim() != 1
+        or query_ends.shape != key_ends.shape
+        or not torch.equal(query_ends, key_ends)
+    ):
         raise ValueError(
-            f"ExactAttention got {of_queries}={mine.tolist()} and {of_keys}={keys.tolist()}: pass "
-            "the same for both, [sequences + 1]"
+            f"ExactAttention got {of_queries}={query_ends.tolist()} and {of_keys}="
+            f"{key_ends.tolist()}: pass the same for both, [sequences + 1]"
         )
-    return mine
+    return query_ends
 
 
 def own_mask(mask_BNQK: Tensor | None, query: Tensor, key: Tensor, cp: Part) -> Tensor | None:
     """Return the rows of an attention mask (true where hidden) that belong to this rank."""
     if mask_BNQK is None:
         return None
-    own, whole = len(query), len(key)
+    local, total = len(query), len(key)
     queries, keys = mask_BNQK.shape[2:] if mask_BNQK.dim() == 4 else (0, 0)
-    if queries not in (1, own, own * cp.size) or keys not in (1, whole):
+    if queries not in (1, local, local * cp.size) or keys not in (1, total):
         raise ValueError(
-            f"ExactAttention got attention_mask {tuple(mask_BNQK.shape)}: pass [rows, 1, {own} of "
-            f"this rank or all {own * cp.size} queries, all {whole} keys]"
+            f"ExactAttention got attention_mask {tuple(mask_BNQK.shape)}: pass [rows, 1, {local} "
+            f"of this rank or all {local * cp.size} queries, all {total} keys]"
         )
-    if queries == own * cp.size and cp.size > 1:
+    if queries == local * cp.size and cp.size > 1:
         mask_BNQK = context_parallel_part(mask_BNQK, rank=cp.rank, size=cp.size, dim=2)
     return mask_BNQK

@@ -34,7 +34,7 @@ GROUP_MAKERS = ("init_process_group", "new_group", "new_subgroups", "new_subgrou
 
 
 def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `original` so that backend "nccl", or none, which means NCCL on CUDA, is gloo."""
+    """Wrap `original` so that gloo replaces "nccl", and no backend, which means NCCL on CUDA."""
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -82,8 +82,8 @@ def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
         unequal = (
             isinstance(tensor_list, (list, tuple))
-            and all(isinstance(each, torch.Tensor) for each in tensor_list)
-            and len({each.shape for each in tensor_list}) > 1
+            and all(isinstance(output, torch.Tensor) for output in tensor_list)
+            and len({output.shape for output in tensor_list}) > 1
         )
         # Every rank passes the same sizes, so all of them decide alike.
         if not unequal or (rank := dist.get_rank(group)) < 0:
@@ -100,8 +100,8 @@ def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
         received = [output.new_empty(largest) for output in tensor_list]
         work = original(received, sent, group=group, async_op=True)
         parts = [
-            each[: out.numel()].view_as(out)
-            for out, each in zip(tensor_list, received, strict=True)
+            filled[: out.numel()].view_as(out)
+            for out, filled in zip(tensor_list, received, strict=True)
         ]
         handle = _Copying(work, list(zip(tensor_list, parts, strict=True)))
         if async_op:
@@ -113,11 +113,11 @@ def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors that a collective writes to, each with the copy of it that is written first."""
+"""Output tensors of a collective, each with the copy that the collective writes."""
 
 
 class _Copying:
-    """Stands for a collective on copies; `wait` puts them where the outputs belong."""
+    """Stands for a collective on copies; `wait` copies the results into the outputs."""
 
     def __init__(self, work: Any, copies: Copies) -> None:
         self._work, self._copies = work, copies
@@ -157,25 +157,25 @@ def holding_the_storage(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def collective_replacements() -> list[tuple[Any, str, Any]]:
-    found: list[tuple[Any, str, Any]] = []
+    entries: list[tuple[Any, str, Any]] = []
     for name in GROUP_MAKERS:
         replacement = on_gloo(getattr(dist, name))
-        found += [(dist, name, replacement), (distributed_c10d, name, replacement)]
+        entries += [(dist, name, replacement), (distributed_c10d, name, replacement)]
         if name in vars(device_mesh):  # bound early; asks for NCCL before torch 2.11
-            found.append((device_mesh, name, replacement))
+            entries.append((device_mesh, name, replacement))
     exchange = with_listed_splits(dist.all_to_all_single)
     gather = with_unequal_sizes(dist.all_gather)
     send = holding_the_storage(dist.isend)
     for owner in (dist, distributed_c10d):
-        found += [
+        entries += [
             (owner, "all_to_all_single", exchange),
             (owner, "all_gather", gather),
             (owner, "isend", send),
         ]
-    return found
+    return entries
 
 
-#: The place of the argument that a collective writes to; None for one that only sends.
+#: The index of the argument that a collective writes to; None for one that only sends.
 WRITES: dict[str, int | None] = {
     **dict.fromkeys(("_all_gather_base", "all_gather", "all_gather_into_tensor"), 0),
     "all_gather_single": 0,  # torch 2.13's name of it
@@ -189,17 +189,17 @@ WRITES: dict[str, int | None] = {
 
 
 class _StagedDevice(PerProcess):
-    #: The type of the device whose tensors are staged; None if nothing is staged.
+    #: The type of the device whose tensors are copied to the host; None before `begin`.
     device: str | None = None
 
 
 _state = _StagedDevice(__name__, "_state")
-# Group → what the collectives of an open `_coalescing_manager` will have written.
+# Group → the copies that collectives in its open `_coalescing_manager` write.
 _coalesced: dict[Any, Copies] = {}
 
 
 def begin(device: str) -> None:
-    """Stage collectives of this process from now on, on gloo groups."""
+    """Run this process's collectives on copies in host memory from now on, over gloo."""
     _state.device = device
 
 
@@ -208,26 +208,28 @@ def replacements() -> list[tuple[Any, str, Any]]:
     on_gloo = {name: value for _, name, value in collective_replacements()}
     owners = {(owner, name) for owner, name, _ in collective_replacements()}
     owners |= {(owner, name) for owner in (dist, distributed_c10d) for name in WRITES}
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name in {name for _, name in owners}:
         original = getattr(distributed_c10d, name, None)
         if original is not None:
-            other = on_gloo.get(name, original)
-            found[name] = _while_staging(original, _staged(other) if name in WRITES else other)
+            replacement = on_gloo.get(name, original)
+            by_name[name] = _while_staging(
+                original, _staged(replacement) if name in WRITES else replacement
+            )
     manager = distributed_c10d._coalescing_manager
-    found["_coalescing_manager"] = _while_staging(manager, _staged_manager(manager))
+    by_name["_coalescing_manager"] = _while_staging(manager, _staged_manager(manager))
     owners |= {(owner, "_coalescing_manager") for owner in (dist, distributed_c10d)}
     return [
-        (owner, name, found[name])
+        (owner, name, by_name[name])
         for owner, name in owners
-        if name in found and name in vars(owner)
+        if name in by_name and name in vars(owner)
     ]
 
 
-def _while_staging(original: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+def _while_staging(original: Callable[..., Any], staged: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (original if _state.device is None else other)(*args, **kwargs)
+        return (original if _state.device is None else staged)(*args, **kwargs)
 
     return call
 
@@ -235,8 +237,8 @@ def _while_staging(original: Callable[..., Any], other: Callable[..., Any]) -> C
 def _staged(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a collective so that it runs on copies in host memory."""
     signature = inspect.signature(original)
-    place = WRITES[original.__name__]
-    writes = "" if place is None else list(signature.parameters)[place]
+    index = WRITES[original.__name__]
+    writes = "" if index is None else list(signature.parameters)[index]
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -286,7 +288,7 @@ def _staged_manager(original: Callable[..., Any]) -> Callable[..., Any]:
         key = group or dist.group.WORLD
         copies = _coalesced[key] = []
         try:
-            # No device: it asks for NCCL's own way to coalesce.
+            # Without a device: with one torch coalesces by NCCL's own way.
             with original(group, None, async_ops) as cm:
                 yield cm
         finally:

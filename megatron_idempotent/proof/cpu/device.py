@@ -81,10 +81,10 @@ def _index(device: Any) -> int:
 
 
 def exchange_device(device: int) -> int:
-    before = _selected.index
+    previous = _selected.index
     if device >= 0:
         _selected.index = device
-    return before
+    return previous
 
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
@@ -115,10 +115,10 @@ _PLAIN = (
 def memory_stats(device: Any = None) -> dict[str, int]:
     """Return the keys that CUDA's allocator reports, each 0."""
     stats = {
-        f"{what}.{pool}.{when}": 0
-        for what in _POOLED
+        f"{counter}.{pool}.{moment}": 0
+        for counter in _POOLED
         for pool in ("all", "large_pool", "small_pool")
-        for when in ("current", "peak", "allocated", "freed")
+        for moment in ("current", "peak", "allocated", "freed")
     }
     return stats | dict.fromkeys(_PLAIN, 0)
 
@@ -200,7 +200,7 @@ class Event:
 
 
 class Stream:
-    """Emulates an order of work, all of which is always done already."""
+    """Emulates a queue of work that is always done already."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
         self.device = device
@@ -337,8 +337,8 @@ _REFUSED_BY_NAME = (
     "torch.cuda.nvtx.range_start",
     "torch.cuda.nvtx.range_end",
 )
-#: Public names of torch.cuda that neither answer nor act, as its storages: exceptions, constants,
-#: and `device`, whose effect is the exchange of the number above.
+#: Public names that stay torch's own, as its storages do: exceptions, constants, and `device`,
+#: which acts through `_exchange_device`.
 _LEFT_ALONE = {
     *("CudaError", "DeferredCudaCallError", "cudaStatus", "check_error", "device", "device_of")
 }
@@ -373,7 +373,7 @@ class _Generators:
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    found: list[tuple[Any, str, Any]] = []
+    entries: list[tuple[Any, str, Any]] = []
     for owner, answers in (
         (torch.cuda, ANSWERS),
         (torch.cuda.nvtx, NVTX_ANSWERS),
@@ -383,20 +383,20 @@ def replacements() -> list[tuple[Any, str, Any]]:
             original = getattr(owner, name, None)
             if original is None:
                 continue
-            found.append((owner, name, answer))
-            found += _elsewhere(original, answer, owner)
-    found.append((torch.cuda, "default_generators", _Generators()))
+            entries.append((owner, name, answer))
+            entries += _elsewhere(original, answer, owner)
+    entries.append((torch.cuda, "default_generators", _Generators()))
     for name in refused_names():
         original, refusal = _lookup(name), _refuse(name)
         if isinstance(original, type):
             # The class stays: modules subclass it and annotate with it while they are imported.
-            found.append(
+            entries.append(
                 (original, "__new__" if "__new__" in vars(original) else "__init__", refusal)
             )
             continue
         owner, attribute = _split(name)
-        found += [(owner, attribute, refusal), *_elsewhere(original, refusal, owner)]
-    return found
+        entries += [(owner, attribute, refusal), *_elsewhere(original, refusal, owner)]
+    return entries
 
 
 def _elsewhere(original: Any, replacement: Any, owner: Any) -> list[tuple[Any, str, Any]]:

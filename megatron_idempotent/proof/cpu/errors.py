@@ -67,17 +67,17 @@ class RankFailure:
 
     @property
     def of_a_peer(self) -> bool:
-        """True if all that it says is that another rank has left."""
+        """True if the failure only reports that another rank has left."""
         kind = self.exception_type.rpartition(".")[2]
         return kind.startswith("Dist") or "/gloo/" in self.message
 
     @property
     def folded(self) -> str:
         """The failure in one line, with its place in the caller's code."""
-        # Without gloo's own file, which comes first, and its advice, which comes last.
-        said = re.sub(r"^\[[^]]*/gloo/[^]]*\] ", "", self._first_line).partition(". ")[0]
-        head = self._death or f"rank {self.rank}: {self.exception_type}: {said}"
-        return f"{head}{_place(self.traceback)}"
+        # gloo's messages begin with its own file, and end with advice: both are cut off.
+        message = re.sub(r"^\[[^]]*/gloo/[^]]*\] ", "", self._first_line).partition(". ")[0]
+        head = self._death or f"rank {self.rank}: {self.exception_type}: {message}"
+        return f"{head}{_location(self.traceback)}"
 
 
 class RankError(RuntimeError):
@@ -89,7 +89,7 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, failures: list[RankFailure], still_running: dict[int, str]) -> None:
-        # A rank that dies says nothing, and its peers may be heard before it is found dead.
+        # If a rank dies, its peers may report first, before its death is noticed.
         self.failures = failures = sorted(failures, key=lambda failure: failure.of_a_peer)
         self.still_running = still_running
         first = failures[0]
@@ -98,14 +98,14 @@ class RankError(RuntimeError):
         self.message = first.message
         self.traceback = first.traceback
         self.exit_code = first.exit_code
-        told = [
+        detailed = [
             failure
             for failure in failures[1:]
             if not (failure.of_a_peer or (failure.traceback == first.traceback != ""))
         ]
-        parts = [str(failure) for failure in (first, *told)]
-        lines = [failure.folded for failure in failures[1:] if failure not in told]
-        lines += [f"{_ENDED.format(rank)}{_place(text)}" for rank, text in still_running.items()]
+        parts = [str(failure) for failure in (first, *detailed)]
+        lines = [failure.folded for failure in failures[1:] if failure not in detailed]
+        lines += [f"{_ENDED.format(rank)}{_location(text)}" for rank, text in still_running.items()]
         if lines:
             lines.append("(a line each: `full` of this error has all of it)")
             parts.append("\n".join(lines))
@@ -143,14 +143,14 @@ class RankTimeout(TimeoutError):
 _ENDED = "rank {} was still running and has been ended"
 
 
-def _place(stack: str) -> str:
-    """Return the innermost place of a traceback or stack that is not installed, " at file:line"."""
+def _location(stack: str) -> str:
+    """Return " at file:line" of the innermost frame outside of site-packages, or ""."""
     newest_first = "most recent call first" in stack
-    places = re.findall(r'File "(.+)", line (\d+)', stack)
-    own = [(file, line) for file, line in places if "site-packages" not in file]
-    if not own:
+    locations = re.findall(r'File "(.+)", line (\d+)', stack)
+    own_locations = [(file, line) for file, line in locations if "site-packages" not in file]
+    if not own_locations:
         return ""
-    file, line = own[0 if newest_first else -1]
+    file, line = own_locations[0 if newest_first else -1]
     return f" at {file}:{line}"
 
 

@@ -26,19 +26,19 @@ DEVICES: tuple[Device, ...] = ("cpu", "cuda", "checked")
 VARIABLE = "MEGATRON_IDEMPOTENT_DEVICE"
 
 
-def chosen(device: str | None = None) -> Device:
+def chosen_device(device: str | None = None) -> Device:
     """Return the device that the argument names, else the environment, else the CPU.
 
     Raises:
         ValueError: a name that is not in DEVICES.
     """
-    asked, said_by = (
+    requested, source = (
         (device, "device") if device is not None else (os.environ.get(VARIABLE) or "cpu", VARIABLE)
     )
-    for known in DEVICES:
-        if asked == known:
-            return known
-    raise ValueError(f"{said_by} is {asked!r}; allowed: {', '.join(DEVICES)}")
+    for allowed in DEVICES:
+        if requested == allowed:
+            return allowed
+    raise ValueError(f"{source} is {requested!r}; allowed: {', '.join(DEVICES)}")
 
 
 #: The launcher's environment, in which torch counts devices without the driver.
@@ -130,7 +130,7 @@ def settle(rank: int, world_size: int) -> None:
     os.environ["LOCAL_RANK"] = str(rank % devices)
     torch.cuda.set_device(rank % devices)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # It would add a kernel to each allocation, to find what reads memory before it is written.
+    # The filling would add a kernel to each allocation, to show reads of unwritten memory.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (untyped)
     if world_size > devices:
         collectives.begin("cuda")

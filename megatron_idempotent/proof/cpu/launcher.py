@@ -3,8 +3,9 @@
 Fresh ranks make calls independent: model parallel groups, Megatron's globals, RNG trackers,
 patches, the environment, all are as after the import. A fork costs milliseconds where the imports
 cost seconds. The launcher runs no torch operation and starts no thread, so that forking it is safe.
-It ends when its pool's end of the connection closes, and its ranks with it. What a rank has started
-ends with the rank, killed or not, of another process group or session too: the launcher adopts it.
+It ends when its pool's end of the connection closes, and its ranks with it. Processes that a rank
+has started end with it, even if it is killed, and even in another process group or session: the
+launcher adopts them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from .runtime import enable, replaced_name_in
 GRACE_S = 3.0
 #: Seconds that ranks get to write their stacks.
 STACKS_S = 2.0
-#: Huge pages cost a second, and save 10 ms a fork: a pool with so many forks will make more.
+#: Huge pages cost a second, and save 10 ms a fork: pools get them after this many forks.
 _FORKS_OF_A_LONG_LIFE = 40
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -55,8 +56,8 @@ class PoolGone(Exception):
     """The pool's end of the connection is closed: nobody waits for the ranks any more."""
 
 
-class Round:
-    """Runs one call; `run()` leaves no process, however it ends."""
+class ForkedCall:
+    """Runs one call on forked ranks; `run()` leaves no process, however it ends."""
 
     def __init__(self, call: Call, connection: Connection, pipes: Sequence[int] = ()) -> None:
         self._call = call
@@ -76,7 +77,7 @@ class Round:
             PoolGone: the pool has closed the connection meanwhile.
         """
         with contextlib.ExitStack() as stack:
-            # Without names: nothing is left of them, however this process ends.
+            # Unnamed files leave nothing behind, however this process ends.
             self._stacks = [
                 stack.enter_context(tempfile.TemporaryFile()).fileno()
                 for _ in range(self._call.world_size)
@@ -93,10 +94,10 @@ class Round:
             master_port = reserved.getsockname()[1]
             reserved.close()
             for rank in range(self._call.world_size):
-                ours, theirs = Pipe()
-                slot = RankSlot(
+                parent_end, child_end = Pipe()
+                setup = RankSetup(
                     rank=rank,
-                    connection=theirs,
+                    connection=child_end,
                     # The store closes the descriptor it is given.
                     store_fd=os.dup(store.fileno()) if rank == 0 else -1,
                     store_port=store.getsockname()[1],
@@ -107,15 +108,15 @@ class Round:
                 pid = os.fork()
                 if pid == 0:
                     store.close()  # or its port would outlive rank 0
-                    self._connection.close()  # or our own end would not be seen
+                    self._connection.close()  # or the pool would not see the launcher end
                     for descriptor in self._pipes:
-                        if descriptor != slot.pipe_fd:  # or another rank's end would not be seen
+                        if descriptor != setup.pipe_fd:  # or another rank's end would go unseen
                             os.close(descriptor)
-                    occupy(self._call, slot)
-                theirs.close()
-                if slot.store_fd >= 0:
-                    os.close(slot.store_fd)
-                self._pids[rank], self._ranks[rank] = pid, ours
+                    run_rank(self._call, setup)
+                child_end.close()
+                if setup.store_fd >= 0:
+                    os.close(setup.store_fd)
+                self._pids[rank], self._ranks[rank] = pid, parent_end
         for descriptor in self._pipes:
             os.close(descriptor)
 
@@ -138,7 +139,7 @@ class Round:
                 # The pool sends nothing during a call, so this is the end of the connection.
                 raise PoolGone
             for rank in waiting:
-                dead = self._has_exited(rank)  # before reading: its last words are in the pipe
+                dead = self._has_exited(rank)  # before reading: its result may be in the pipe
                 self._read(rank)
                 if dead and not self._reported(rank):
                     self._fail(
@@ -157,7 +158,7 @@ class Round:
         return rank in self._outcome.results or any(f.rank == rank for f in self._outcome.failures)
 
     def _read(self, rank: int) -> None:
-        # Of a rank that dies while it writes the end comes; its death is then what is reported.
+        # A rank that dies while writing shows up as EOF; its death is reported.
         with contextlib.suppress(EOFError, ConnectionResetError):
             if self._ranks[rank].poll():
                 kind, payload = (self._ranks[rank].recv_bytes() for _ in range(2))
@@ -188,9 +189,9 @@ class Round:
             text = self._written_stacks(rank)
             while not self._has_exited(rank) and time.monotonic() < give_up_s:
                 time.sleep(0.02)
-                dumping = is_dumping(self._pids[rank])  # before reading: none is missing then
-                before, text = text, self._written_stacks(rank)
-                if text and text == before and not dumping:
+                dumping = is_dumping(self._pids[rank])  # before reading, so that no line is missing
+                last_text, text = text, self._written_stacks(rank)
+                if text and text == last_text and not dumping:
                     break
             self._outcome.stacks[rank] = (
                 text or "(it wrote no stacks: stopped, or before its start)"
@@ -198,7 +199,7 @@ class Round:
 
     def _written_stacks(self, rank: int) -> str:
         descriptor = self._stacks[rank]
-        # Not by its place, which the rank has too.
+        # pread, because the rank shares the file's offset.
         written = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         return written.decode("utf-8", errors="replace")
 
@@ -230,7 +231,7 @@ def children() -> set[int]:
 
 
 def end_children(*, but: Set[int]) -> None:
-    """Kill and reap this process's children except `but`, and those that they leave to it."""
+    """Kill and reap this process's children except `but`, and the orphans that they leave."""
     while strays := children() - but:
         for pid in strays:
             os.kill(pid, signal.SIGKILL)
@@ -238,7 +239,7 @@ def end_children(*, but: Set[int]) -> None:
 
 
 def unserved_s(pid: int) -> float:
-    """Return the seconds for which the main thread of a process could run, and had no processor.
+    """Return the seconds for which a process's main thread was ready, but had no processor.
 
     0 where the kernel does not count it in `/proc/PID/schedstat`, and for a process that has ended.
     """
@@ -252,9 +253,9 @@ def unserved_s(pid: int) -> float:
 def is_dumping(pid: int) -> bool:
     """Return whether `pid` was told to write its stacks and has not written all of them.
 
-    The same text twice does not say so: a rank on a busy machine may wait long for its next line.
-    The signal is pending until its handler begins, and blocked until that returns. False without a
-    /proc, or for a process that has ended.
+    The same text in two reads is no proof of the end: on a busy machine the next line may take
+    long. The signal is pending until its handler begins, and blocked until the handler returns.
+    False without a /proc, or for a process that has ended.
     """
     signals = 1 << (signal.SIGUSR1 - 1)
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
@@ -279,7 +280,7 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     """
     connection = Connection(connection_fd)
     set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
-    with _told(connection):
+    with _reporting_failure(connection):
         begin(device)
         for name in modules:
             _import(name)
@@ -289,33 +290,33 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
         _look_up_once()
     # Upstream reports every bucket and setting at level INFO; a call may lower the level again.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Ranks share these pages with us as long as no collection writes into them.
+    # Ranks share these pages with the launcher until a collection writes into them.
     gc.freeze()
     connection.send("ready")
     _serve(connection)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # The end of torch and Megatron takes seconds, in which Triton lists what nobody has collected.
+    # An orderly exit of torch and Megatron takes seconds, and Triton prints leaked objects.
     os._exit(0)
 
 
 def _serve(connection: Connection, *, applied: bool = False) -> None:
-    """Answer calls until the connection closes, then end all children and what they have started.
+    """Run calls until the connection closes, then end all children and what they have started.
 
-    `applied` says that this process has the patches.
+    `applied` is True if this process has the patches.
     """
     forks = 0
     child: Connection | None = None
     with contextlib.suppress(EOFError, PoolGone, ConnectionResetError, BrokenPipeError):
         while True:
-            asked = connection.recv_bytes()
-            call = pickle.loads(asked)
+            message = connection.recv_bytes()
+            call = pickle.loads(message)
             forwards = call.already_applied and not applied
-            if forwards and child is None:  # before there are pipes, whose ends it would hold
+            if forwards and child is None:  # before pipes come, or it would hold their ends
                 child = _with_patches(connection)
             pipes = receive_pipes(connection, call.world_size) if call.has_pipes else []
             if forwards and child is not None:
-                child.send_bytes(asked)
+                child.send_bytes(message)
                 send_pipes(child, pipes)
                 for descriptor in pipes:
                     os.close(descriptor)
@@ -323,29 +324,29 @@ def _serve(connection: Connection, *, applied: bool = False) -> None:
                     raise PoolGone
                 connection.send_bytes(child.recv_bytes())
                 continue
-            connection.send(Round(call, connection, pipes).run())
-            before, forks = forks, forks + call.world_size
-            if before < _FORKS_OF_A_LONG_LIFE <= forks:
+            connection.send(ForkedCall(call, connection, pipes).run())
+            forks_before, forks = forks, forks + call.world_size
+            if forks_before < _FORKS_OF_A_LONG_LIFE <= forks:
                 collapse_pages()
     end_children(but=set())
 
 
 def _with_patches(inherited: Connection) -> Connection:
     """Fork a launcher of ranks that have the patches; return the connection to it."""
-    ours, theirs = Pipe()
+    parent_end, child_end = Pipe()
     if os.fork() == 0:
         die_with_the_parent()
         set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
         inherited.close()
-        ours.close()
+        parent_end.close()
         from megatron_idempotent.patching.api import apply
 
         apply()
         gc.freeze()
-        _serve(theirs, applied=True)
+        _serve(child_end, applied=True)
         os._exit(0)
-    theirs.close()
-    return ours
+    child_end.close()
+    return parent_end
 
 
 def begin(device: Device) -> None:
@@ -369,8 +370,8 @@ def set_for_process(option: int, value: int) -> None:
 
 
 @contextlib.contextmanager
-def _told(connection: Connection) -> Iterator[None]:
-    """Tell the pool, which waits for the word "ready", why the imports failed."""
+def _reporting_failure(connection: Connection) -> Iterator[None]:
+    """Send the pool, which waits for "ready", the error if the imports fail."""
     try:
         yield
     except BaseException as error:
@@ -379,7 +380,7 @@ def _told(connection: Connection) -> Iterator[None]:
             failure = replace(failure, message=f"{error}; the CPU runtime emulates {name}")
         connection.send(failure)
         if isinstance(error, NoDeviceError):
-            raise SystemExit(1) from None  # the pool says it; a traceback would say no more
+            raise SystemExit(1) from None  # the pool reports it; a traceback adds nothing
         raise
 
 
@@ -398,8 +399,8 @@ def _import(name: str) -> None:
 
 
 def _read_ahead() -> None:
-    """Read and compare the code that patches stand on, so that no rank's `apply()` has to."""
-    import wrapt  # noqa: F401  what waits for an import needs it
+    """Read and check the code that patches replace, so that no rank's `apply()` has to."""
+    import wrapt  # noqa: F401  patches that wait for an import need it
 
     from megatron_idempotent.patching import catalog, decide, patch_points
     from megatron_idempotent.patching.base import Conflict
@@ -408,26 +409,31 @@ def _read_ahead() -> None:
         bodies = decide.check_bodies(patch, named=False).bodies
         for target in patch.targets:
             if target.module in sys.modules and target.address in bodies:
-                with contextlib.suppress(Conflict, AttributeError):  # said by apply()
+                with contextlib.suppress(Conflict, AttributeError):  # apply() reports it
                     patch_points.check_patch_point(target, bodies[target.address])
 
 
 def _look_up_once() -> None:
-    """Look up here what each rank would look up again, though all of them find the same.
+    """Cache lookups here that each rank would repeat with the same result.
 
     torch 2.15 reads the entry points of all installed packages for a backend whenever ranks join:
     30 ms, half of a rank's own time before its function begins. Megatron's parser takes help texts
     from the sources of its dataclasses: 150 ms, as Python 3.12 parses a module for each class.
     """
-    found, read = functools.cache(metadata.entry_points), functools.cache(inspect.getsource)
+    cached_entry_points, cached_getsource = (
+        functools.cache(metadata.entry_points),
+        functools.cache(inspect.getsource),
+    )
 
-    def entry_points(**asked: Any) -> Any:
-        of_torch = asked == {"group": "torch.distributed.backends"}
-        return (found if of_torch else found.__wrapped__)(**asked)
+    def entry_points(**params: Any) -> Any:
+        of_torch = params == {"group": "torch.distributed.backends"}
+        return (cached_entry_points if of_torch else cached_entry_points.__wrapped__)(**params)
 
-    def getsource(of: Any) -> str:
+    def getsource(object: Any) -> str:
         # Equal code may stand in two files; a class is equal to itself alone.
-        return (read if isinstance(of, type) else read.__wrapped__)(of)
+        return (cached_getsource if isinstance(object, type) else cached_getsource.__wrapped__)(
+            object
+        )
 
     for module, replacement in ((metadata, entry_points), (inspect, getsource)):
         setattr(module, replacement.__name__, replacement)
@@ -436,8 +442,8 @@ def _look_up_once() -> None:
         arguments.add_megatron_arguments(argparse.ArgumentParser())
 
 
-# Of <linux/mman.h>: `MADV_HUGEPAGE` asks for huge pages where the system gives none unasked,
-# `MADV_COLLAPSE` makes them out of what is there.
+# From <linux/mman.h>: `MADV_HUGEPAGE` asks for huge pages where the system gives none by itself,
+# `MADV_COLLAPSE` merges existing pages into them.
 _HUGE_PAGE, _COLLAPSE, _SIZE = 14, 25, 2 << 20
 
 
@@ -461,7 +467,7 @@ def collapse_pages() -> int:
             span, mode, _, _, _, *name = line.split(maxsplit=5)
             if mode != "rw-p" or name not in ([], ["[heap]"]):
                 continue  # it belongs to a file or a stack
-            start, end = (int(each, 16) for each in span.split("-"))
+            start, end = (int(address, 16) for address in span.split("-"))
             start, end = -(-start // _SIZE) * _SIZE, end // _SIZE * _SIZE  # whole huge pages
             if start < end:
                 libc.madvise(start, end - start, _HUGE_PAGE)
@@ -474,11 +480,11 @@ def collapse_pages() -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankSlot:
+class RankSetup:
     """Holds the data that the launcher gives to one rank."""
 
     rank: int
-    #: Takes R and a result, or F and a failure; then comes a message once all ranks are done.
+    #: The rank sends R and a result, or F and a failure; a message comes back once all are done.
     connection: Connection
     #: A listening socket for rank 0's store; its port is `store_port`.
     store_fd: int
@@ -490,38 +496,38 @@ class RankSlot:
     pipe_fd: int
 
 
-def occupy(call: Call, slot: RankSlot) -> None:
+def run_rank(call: Call, setup: RankSetup) -> None:
     """Run the call as one rank and end the process; do not return."""
     # Its own process group, so that ending a rank ends what it started too.
     os.setpgrp()
     die_with_the_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(slot.stacks_fd, "w", encoding="utf-8") as stacks:
+    with open(setup.stacks_fd, "w", encoding="utf-8") as stacks:
         faulthandler.enable(file=stacks, all_threads=True)  # a crash in C
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # a hang
         try:
-            kind, payload = b"R", dump_result(_called(call, slot), by_value=call.by_value)
+            kind, payload = b"R", dump_result(_called(call, setup), by_value=call.by_value)
         except BaseException as error:  # noqa: BLE001  SystemExit too: it is sent
-            kind, payload = b"F", pickle.dumps(describe(slot.rank, error))
+            kind, payload = b"F", pickle.dumps(describe(setup.rank, error))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(ValueError, OSError, AttributeError):  # closed, or None
                 stream.flush()
-        slot.connection.send_bytes(kind)
-        slot.connection.send_bytes(payload)
+        setup.connection.send_bytes(kind)
+        setup.connection.send_bytes(payload)
         if kind == b"R":
             # Rank 0 holds the store and every rank a socket that its peers may still read.
-            slot.connection.recv_bytes()
+            setup.connection.recv_bytes()
         # Not sys.exit: exit handlers inherited from the launcher are not this process's to run.
         os._exit(0)
 
 
-def _called(call: Call, slot: RankSlot) -> object:
-    _settle(call, slot)
+def _called(call: Call, setup: RankSetup) -> object:
+    _settle(call, setup)
     function, args, kwargs = resolve(call)
     if call.distributed:
-        _join_default_group(call, slot)
+        _join_default_group(call, setup)
     if call.has_pipes:
-        args = (socket.socket(fileno=slot.pipe_fd), *args)
+        args = (socket.socket(fileno=setup.pipe_fd), *args)
     if call.device != "checked":
         return function(*args, **kwargs)
     from .placement import checking
@@ -538,31 +544,31 @@ def describe(rank: int, error: BaseException) -> RankFailure:
         name = f"{kind.__module__}.{name}"
     began = error.__traceback__
     while began is not None and began.tb_frame.f_code.co_filename == __file__:
-        began = began.tb_next  # what the rank did before it called the function says nothing
+        began = began.tb_next  # frames of the launcher, before the function's
     text = "".join(traceback.format_exception(kind, error, began or error.__traceback__))
     return RankFailure(rank=rank, exception_type=name, message=str(error), traceback=text)
 
 
-def _settle(call: Call, slot: RankSlot) -> None:
+def _settle(call: Call, setup: RankSetup) -> None:
     os.environ.clear()
     os.environ.update(call.environ)
     os.environ.update(
-        RANK=str(slot.rank),
-        LOCAL_RANK=str(slot.rank),
+        RANK=str(setup.rank),
+        LOCAL_RANK=str(setup.rank),
         WORLD_SIZE=str(call.world_size),
         LOCAL_WORLD_SIZE=str(call.world_size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(slot.master_port),
+        MASTER_PORT=str(setup.master_port),
     )
     sys.path[:] = call.sys_path
     os.chdir(call.cwd)
-    take_device(call.device, slot.rank, call.world_size, one_machine=True)
+    take_device(call.device, setup.rank, call.world_size, one_machine=True)
 
 
 def take_device(device: Device, rank: int, ranks: int, *, one_machine: bool) -> None:
-    """Take a rank's device, and set what it finds in the environment.
+    """Select a rank's device, and set the environment variables that go with it.
 
-    `rank` and `ranks` count those of this machine, and `one_machine` says that there are no others.
+    `rank` and `ranks` count ranks of this machine; `one_machine` is True if there are no others.
     """
     if device != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -571,8 +577,8 @@ def take_device(device: Device, rank: int, ranks: int, *, one_machine: bool) -> 
     # Without it gloo resolves the host name, which may be slow or wrong in a container.
     if one_machine and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # For a log line, torch asks for the name of each peer's address, which no hosts file has. A
-    # name server that loses the question would cost 5 s.
+    # For a log line torch looks up the name of each peer's address, which no hosts file has. A name
+    # server that does not answer would cost 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
     import torch
@@ -584,26 +590,26 @@ def take_device(device: Device, rank: int, ranks: int, *, one_machine: bool) -> 
         torch.cuda.set_device(rank)
 
 
-def _join_default_group(call: Call, slot: RankSlot) -> None:
+def _join_default_group(call: Call, setup: RankSetup) -> None:
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
     # Longer than the deadline: a hang is the launcher's to report, with the stacks of all ranks.
     timeout = datetime.timedelta(seconds=call.longest_s + 60.0)
-    is_master = slot.rank == 0
+    is_master = setup.rank == 0
     store = TCPStore(
         "127.0.0.1",
-        slot.store_port,
+        setup.store_port,
         call.world_size,
         is_master,
         timeout,
         wait_for_workers=False,
-        master_listen_fd=slot.store_fd if is_master else None,
+        master_listen_fd=setup.store_fd if is_master else None,
         use_libuv=False,
     )
-    how = gpu.group_options(call.world_size) if call.device == "cuda" else {"backend": "gloo"}
+    options = gpu.group_options(call.world_size) if call.device == "cuda" else {"backend": "gloo"}
     dist.init_process_group(
-        store=store, rank=slot.rank, world_size=call.world_size, timeout=timeout, **how
+        store=store, rank=setup.rank, world_size=call.world_size, timeout=timeout, **options
     )
     # Rank 0 holds the store: if it raised and left while another rank still joins, that rank would
     # report a broken connection in place of its own error.

@@ -5,18 +5,17 @@ device, in the namespace where callers look them up. A `TorchFunctionMode` would
 made through early-bound names, at the price of a detour around *every* torch call
 (benchmarks/cpu_overhead.py has the numbers); Megatron binds none of these names early.
 
-It knows which memory a GPU machine would have on the host: what is made without a device, for
-"cpu", or pinned, what `cpu()` and `to("cpu")` copy, and casts and copies of these. `is_cuda` of
-such a tensor is False. It is True of all others, so also of what is computed from host tensors.
-`cpu()`, `cuda()` and `to()` copy between the two, so that offloading leaves two tensors.
+It tracks which tensors would be in host memory on a GPU machine: tensors made without a device, for
+"cpu" or pinned, those that `cpu()` and `to("cpu")` return, and casts and copies of these. `is_cuda`
+of such a tensor is False. It is True of all others, also of results of host tensors. `cpu()`,
+`cuda()` and `to()` copy between the two memories, so that offloading leaves two tensors.
 
-With device="checked" ranks also refuse what a GPU would refuse: host and device tensors in one
-operation. There each operation's result has the place of its inputs, and a tensor's place may be
-unknown. An operation on both raises `PlacementError`,
-as torch would on a GPU. So do `numpy()` of a device tensor, a host generator that is to fill a
-device tensor, and a host tensor in a collective of a group that is NCCL's. A tensor that was made
-for `other.device`, which is the CPU here, has an unknown place, and is not refused. It finds a
-missing `.cuda()` on a machine that has no GPU.
+With device="checked" ranks also refuse host and device tensors in one operation. There a result is
+in the memory of its inputs, and a tensor's memory may be unknown. An operation on both memories
+raises `PlacementError`, where torch raises on a GPU. So do `numpy()` of a device tensor, a host
+generator that is to fill a device tensor, and a host tensor in a collective of a group that is
+NCCL's. A tensor that was made for `other.device`, which is the CPU here, is in unknown memory, and
+is not refused. These checks find a missing `.cuda()` on a machine that has no GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def on_cpu(device: Any) -> Any:
 
 
 class _OfGroup(str):
-    """Is "cpu" as the device of a group's objects, which would be the GPU with NCCL."""
+    """Marks the "cpu" that a group uses for objects: with NCCL it would be the GPU."""
 
 
 def placed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +82,7 @@ def placed(original: Callable[..., Any]) -> Callable[..., Any]:
         if device is None and not pinned:
             like = args[0] if args else None
             if isinstance(like, torch.Tensor):
-                on_host = where(like) == "host"
+                on_host = memory_of(like) == "host"
             else:  # inside of `with torch.device(...)` the default is no longer the host
                 on_host = _device.CURRENT_DEVICE is None and "out" not in kwargs
         else:
@@ -96,12 +95,12 @@ def placed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that copies or casts, so that the result has the place of its tensor."""
+    """Wrap a method that copies or casts, so that the result stays in its tensor's memory."""
 
     @functools.wraps(original)
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if result is not self and where(self) == "host":
+        if result is not self and memory_of(self) == "host":
             _put(result, "host")
         return result
 
@@ -113,15 +112,15 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        asked = kwargs.get("device", args[0] if args else kwargs.get("other"))
+        target = kwargs.get("device", args[0] if args else kwargs.get("other"))
         if args and not isinstance(args[0], (torch.dtype, torch.Tensor)):
             args = (on_cpu(args[0]), *args[1:])
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])
         result = follow(self, *args, **kwargs)
-        if asked is None or isinstance(asked, torch.dtype):
+        if target is None or isinstance(target, torch.dtype):
             return result
-        return _moved(result, _asked(asked))
+        return _moved(result, _memory_meant(target))
 
     return to
 
@@ -140,7 +139,7 @@ def _type(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_cuda(self: torch.Tensor) -> bool:
-    return bool(self.is_cpu) and where(self) != "host"
+    return bool(self.is_cpu) and memory_of(self) != "host"
 
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,7 +164,7 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *args: Any, **kw: Any
     ) -> None:
         if device_type == "cuda" and enabled:
-            # It would switch nothing on: tensors here dispatch as CPU tensors.
+            # CUDA's autocast would have no effect: tensors here dispatch as CPU tensors.
             raise NotEmulatedError('torch.autocast("cuda")')
         original(self, "cpu" if device_type == "cuda" else device_type, dtype, enabled, *args, **kw)
 
@@ -173,27 +172,29 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Pickle a tensor for another process with its place, which there nobody else knows."""
-    made = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    return _rebuilt, (where(tensor), *made)
+    """Pickle a tensor for another process, which could not know its memory otherwise."""
+    reduced = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return _rebuilt, (memory_of(tensor), *reduced)
 
 
-def _rebuilt(place: str | None, rebuild: Callable[..., torch.Tensor], given: Any) -> torch.Tensor:
-    tensor = rebuild(*given)
-    if place is not None:
-        _put(tensor, place)
+def _rebuilt(
+    memory: str | None, rebuild: Callable[..., torch.Tensor], arguments: Any
+) -> torch.Tensor:
+    tensor = rebuild(*arguments)
+    if memory is not None:
+        _put(tensor, memory)
     return tensor
 
 
 def tensor_replacements() -> list[tuple[Any, str, Any]]:
-    """Return (owner, attribute, replacement) for all that decides where a tensor is."""
-    # torch collects once, at the first `with torch.device(...)`, the functions that such a block
-    # is for. Under it they are called by ours, so it has to be before they are replaced.
+    """Return (owner, attribute, replacement) for all names that decide a tensor's memory."""
+    # torch lists the functions that `with torch.device(...)` is for once, at the first such block.
+    # It must list the originals, which the replacements call in such a block.
     _device_constructors()
-    found: list[tuple[Any, str, Any]] = [
+    entries: list[tuple[Any, str, Any]] = [
         (torch, name, placed(getattr(torch, name))) for name in FACTORIES if hasattr(torch, name)
     ]
-    found += [
+    entries += [
         (torch.Tensor, name, placed(getattr(torch.Tensor, name)))
         for name in NEW_METHODS
         if hasattr(torch.Tensor, name)
@@ -202,8 +203,10 @@ def tensor_replacements() -> list[tuple[Any, str, Any]]:
         kind: _reduced if reduce is reductions.reduce_tensor else reduce
         for kind, reduce in ForkingPickler._extra_reducers.items()  # type: ignore[attr-defined]
     }
-    found += [(torch.cuda, name, getattr(torch, name)) for name in table.short(table.TENSOR_TYPES)]
-    found += [
+    entries += [
+        (torch.cuda, name, getattr(torch, name)) for name in table.short(table.TENSOR_TYPES)
+    ]
+    entries += [
         (torch, "load", _load(torch.load)),
         (torch.Tensor, "to", _to(torch.Tensor.to)),
         (torch.Tensor, "type", _type(torch.Tensor.type)),
@@ -218,38 +221,38 @@ def tensor_replacements() -> list[tuple[Any, str, Any]]:
         (torch.autocast, "__init__", _autocast(torch.autocast.__init__)),
         (ForkingPickler, "_extra_reducers", reducers),
     ]
-    return found
+    return entries
 
 
 # Where a tensor's memory is.
 
-# Address of a storage → a reference that keeps the address from being used again, and where it is.
-_memory: dict[int, tuple[Any, str]] = PerProcessDict(__name__, "_memory")
+# Address of a storage → a reference that keeps the address from being reused, and its memory.
+_memories: dict[int, tuple[Any, str]] = PerProcessDict(__name__, "_memories")
 
 # Without types in torch.
 _Reference: Any = StorageWeakRef
 
 
 class _NewTensors(PerProcess):
-    #: The place of tensors that are made now: "host", "device", "unknown", or None for that of
+    #: The memory of tensors that are made now: "host", "device", "unknown", or None for that of
     #: their inputs.
     making: str | None = None
-    #: Whether each operation is checked, and says where its results are.
+    #: True if each operation is checked, and its results get the memory of its inputs.
     checked = False
-    #: Whether `device` is the device's for a tensor there, so that the CPU's means the host.
-    named = False
+    #: True if `device` of a device tensor is "cuda:0", so that the CPU means the host.
+    names_devices = False
 
 
 _state = _NewTensors(__name__, "_state")
 
 
-def where(tensor: torch.Tensor) -> str | None:
-    """Return "host" or "device", or None if the tensor's place is not known."""
+def memory_of(tensor: torch.Tensor) -> str | None:
+    """Return "host" or "device", or None if the tensor's memory is not known."""
     storage = _storage(tensor)
     if storage is None:
         return None
-    known = _memory.get(storage._cdata)
-    return None if known is None else known[1]
+    entry = _memories.get(storage._cdata)
+    return None if entry is None else entry[1]
 
 
 def _storage(tensor: torch.Tensor) -> Any:
@@ -259,70 +262,72 @@ def _storage(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _put(tensor: torch.Tensor, place: str) -> None:
+def _put(tensor: torch.Tensor, memory: str) -> None:
     storage = _storage(tensor)
-    if storage is not None and storage._cdata not in _memory and place != "unknown":
-        if len(_memory) % 10_000 == 9_999:
-            for address in [a for a, (kept, _) in list(_memory.items()) if kept.expired()]:
-                del _memory[address]
-        _memory[storage._cdata] = (_Reference(storage), place)
+    if storage is not None and storage._cdata not in _memories and memory != "unknown":
+        if len(_memories) % 10_000 == 9_999:
+            for address in [
+                a for a, (reference, _) in list(_memories.items()) if reference.expired()
+            ]:
+                del _memories[address]
+        _memories[storage._cdata] = (_Reference(storage), memory)
 
 
 @contextlib.contextmanager
-def making(place: str) -> Iterator[None]:
-    """Make tensors at this place inside of the block, and refuse nothing."""
-    before, _state.making = _state.making, place
+def making(memory: str) -> Iterator[None]:
+    """Make tensors in `memory` inside of the block, and refuse nothing."""
+    previous, _state.making = _state.making, memory
     try:
         yield
     finally:
-        _state.making = before
+        _state.making = previous
 
 
-def _moved(tensor: torch.Tensor, place: str) -> torch.Tensor:
-    """Return the tensor if it is at this place, else a copy that is."""
-    known = where(tensor)
-    # Where no operation is checked, all that is not known to be on the host is on the device.
-    if known == place if _state.checked else place in (known or "device", "unknown"):
+def _moved(tensor: torch.Tensor, memory: str) -> torch.Tensor:
+    """Return the tensor if it is in `memory`, else a copy there."""
+    current = memory_of(tensor)
+    # On unchecked ranks a tensor is on the device unless it is known to be on the host.
+    if current == memory if _state.checked else memory in (current or "device", "unknown"):
         return tensor
     storage = _storage(tensor)
     if storage is not None and tensor.numel() and not storage.size():
         raise RuntimeError(  # a copy ends the process here, and is an error of CUDA's on a GPU
-            f"a tensor of shape {list(tensor.shape)} cannot be moved to the {place}: its memory is "
-            "freed (its storage has 0 bytes); give it back first"
+            f"a tensor of shape {list(tensor.shape)} cannot be moved to the {memory}: its memory "
+            "is freed (its storage has 0 bytes); give it back first"
         )
-    with making(place):
+    with making(memory):
         copy = _clone(tensor)
-    _put(copy, place)
+    _put(copy, memory)
     return copy
 
 
-def _asked(device: Any) -> str:
-    """Return the place that `device` means; "unknown" for the CPU, which may be a tensor's own."""
+def _memory_meant(device: Any) -> str:
+    """Return the memory that `device` means; "unknown" for the CPU: it may be `other.device`."""
     if isinstance(device, torch.Tensor):
-        return where(device) or ("unknown" if _state.checked else "device")
+        return memory_of(device) or ("unknown" if _state.checked else "device")
     if on_cpu(device) is not device:
         return "device"
-    named = _state.named or (isinstance(device, str) and type(device) is not _OfGroup)
-    return "host" if named else "unknown"
+    is_named = _state.names_devices or (isinstance(device, str) and type(device) is not _OfGroup)
+    return "host" if is_named else "unknown"
 
 
 @contextlib.contextmanager
 def naming_devices() -> Iterator[None]:
-    """Have `tensor.device` be "cuda:0" of tensors on the device, inside of the block.
+    """Let `device` be "cuda:0" for tensors on the device, inside of the block.
 
-    There `to(torch.device("cpu"))` moves to the host. Elsewhere that may be a tensor's own device,
-    because C code gets it: a block is for Python that moves tensors, and computes nothing.
+    There `to(torch.device("cpu"))` moves to the host; elsewhere it may just repeat a tensor's own
+    `device`. C code reads `device` as well, so code in the block may move tensors, and not compute.
     """
     tensor: Any = torch.Tensor
-    own = torch._C.TensorBase.device.__get__
-    there = torch.device("cuda", 0)
-    tensor.device = property(lambda self: there if _is_cuda(self) else own(self))
-    before, _state.named = _state.named, True
+    device_getter = torch._C.TensorBase.device.__get__
+    cuda_device = torch.device("cuda", 0)
+    tensor.device = property(lambda self: cuda_device if _is_cuda(self) else device_getter(self))
+    previous, _state.names_devices = _state.names_devices, True
     try:
         yield
     finally:
-        _state.named = before
-        if not before:
+        _state.names_devices = previous
+        if not previous:
             del tensor.device
 
 
@@ -343,32 +348,34 @@ class _Checks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        places = [where(tensor) for tensor in tensors]
+        memories = [memory_of(tensor) for tensor in tensors]
         if _state.making is None:
             # A barrier's tensor is torch's own.
             if func.namespace == "c10d" and func._opname != "barrier":
-                _check_collective(func, args, tensors, places)
+                _check_collective(func, args, tensors, memories)
             elif func._opname not in _CROSSING:
-                _check_mixture(func, tensors, places)
+                _check_mixture(func, tensors, memories)
         result = func(*args, **kwargs)
-        # What torch makes for itself is where it belongs; `_made` knows what a caller makes.
-        inputs = next((place for place in ("device", "host") if place in places), "unknown")
-        place = _state.making or inputs
+        # New tensors of torch's own follow their inputs; `_checked_factory` places callers'.
+        input_memory = next(
+            (memory for memory in ("device", "host") if memory in memories), "unknown"
+        )
+        memory = _state.making or input_memory
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                _put(leaf, place)
+                _put(leaf, memory)
         return result
 
 
-def _check_mixture(func: Any, tensors: list[torch.Tensor], places: list[str | None]) -> None:
-    if "device" not in places:
+def _check_mixture(func: Any, tensors: list[torch.Tensor], memories: list[str | None]) -> None:
+    if "device" not in memories:
         return
-    rest = list(zip(tensors, places, strict=True))
-    if func._opname in _INDEXING and places[0] == "device":
-        rest = [(t, p) for t, p in rest if t.dtype not in (torch.int64, torch.bool, torch.uint8)]
-    for tensor, place in rest:
-        # A number in a tensor goes along with the call.
-        if place == "host" and tensor.dim():
+    pairs = list(zip(tensors, memories, strict=True))
+    if func._opname in _INDEXING and memories[0] == "device":
+        pairs = [(t, m) for t, m in pairs if t.dtype not in (torch.int64, torch.bool, torch.uint8)]
+    for tensor, memory in pairs:
+        # A tensor without dimensions passes as a number.
+        if memory == "host" and tensor.dim():
             raise PlacementError(
                 f"{func}: a tensor of shape {tuple(tensor.shape)} is on the host, and another one "
                 "on the device; move it there with cuda()"
@@ -376,42 +383,46 @@ def _check_mixture(func: Any, tensors: list[torch.Tensor], places: list[str | No
 
 
 def _check_collective(
-    func: Any, args: Any, tensors: list[torch.Tensor], places: list[str | None]
+    func: Any, args: Any, tensors: list[torch.Tensor], memories: list[str | None]
 ) -> None:
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             group = dist.ProcessGroup.unbox(leaf)
             if group.group_name in _gloo_groups:
                 return
-            for tensor, place in zip(tensors, places, strict=True):
-                if place == "host":
+            for tensor, memory in zip(tensors, memories, strict=True):
+                if memory == "host":
                     raise PlacementError(
                         f"{func}: a tensor of shape {tuple(tensor.shape)} is on the host, and the "
                         "group is NCCL's on GPUs; move it to the device with cuda()"
                     )
 
 
-def _made(original: Callable[..., Any], *, like_self: bool = False) -> Callable[..., Any]:
+def _checked_factory(
+    original: Callable[..., Any], *, like_self: bool = False
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is None:
             if not like_self:
-                given = any(isinstance(each, torch.Tensor) for each in tree_leaves((args, kwargs)))
-                with contextlib.nullcontext() if given else making("host"):
+                has_tensors = any(
+                    isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs))
+                )
+                with contextlib.nullcontext() if has_tensors else making("host"):
                     return original(*args, **kwargs)
             device = args[0]
-        place = _asked(device)
+        memory = _memory_meant(device)
         generator = kwargs.get("generator")
-        # Under the runtime CUDA's generators are the host's default one, so only another is wrong.
-        if place == "device" and generator not in (None, torch.default_generator):
+        # Here the device's generator is the host's default one: any other is a host generator.
+        if memory == "device" and generator not in (None, torch.default_generator):
             raise PlacementError(
                 f"{original.__name__}: a host generator fills a device tensor; pass a generator of "
                 "the device"
             )
-        with making(place):
+        with making(memory):
             result = original(*args, **kwargs)
-        return _moved(result, place) if isinstance(result, torch.Tensor) else result
+        return _moved(result, memory) if isinstance(result, torch.Tensor) else result
 
     return call
 
@@ -419,7 +430,7 @@ def _made(original: Callable[..., Any], *, like_self: bool = False) -> Callable[
 def _numpy(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if where(self) == "device":
+        if memory_of(self) == "device":
             raise PlacementError("numpy() of a device tensor; copy it to the host with cpu()")
         return original(self, *args, **kwargs)
 
@@ -446,9 +457,9 @@ def checking() -> Iterator[None]:
     """
     for name in FACTORIES:
         if hasattr(torch, name):
-            setattr(torch, name, _made(getattr(torch, name)))
+            setattr(torch, name, _checked_factory(getattr(torch, name)))
     for name in NEW_METHODS:
-        setattr(torch.Tensor, name, _made(getattr(torch.Tensor, name), like_self=True))
+        setattr(torch.Tensor, name, _checked_factory(getattr(torch.Tensor, name), like_self=True))
     tensor: Any = torch.Tensor
     tensor.numpy = _numpy(tensor.numpy)
     _state.checked = True

@@ -1,10 +1,10 @@
 """Runs a function on several ranks of this machine: `run_ranks` and `RankPool`.
 
 A pool has a launcher, a process that imports once and then forks fresh ranks for every call
-(`launcher.py`). The forkserver of multiprocessing would not take that away: it passes over import
-errors of what it preloads, imports the caller's main module on every rank, and keeps the
-environment of its start. Stacks of ranks that hang, and an end to what they started, would be ours
-all the same.
+(`launcher.py`). The forkserver of multiprocessing would not do: it ignores import errors of modules
+that it preloads, imports the caller's main module on every rank, and keeps the environment of its
+start. It neither reads the stacks of hung ranks nor ends what they have started.
+
 Importing this does not import torch: the ranks do, not the caller.
 """
 
@@ -42,7 +42,7 @@ from megatron_idempotent.lazy import naming_the_remedy, untried_torch
 
 from . import gpu
 from .errors import LauncherLost, NoDeviceError, RankError, RankFailure, RankTimeout
-from .gpu import Device, chosen
+from .gpu import Device, chosen_device
 
 #: Modules that the launcher imports before it forks; it skips those that are not installed.
 PRELOAD = (
@@ -66,8 +66,8 @@ PROGRAM_PRELOAD = (
 )
 #: Seconds for the imports: torch and Megatron take 10 to 30 s on a slow disk.
 START_TIMEOUT_S = 300.0
-#: What deadlines that tell a hang from the rest are multiplied by on a busy machine. Checks of two
-#: and of four ranks took above 60 s where three ran at once on two cores, and none had hung.
+#: Deadlines that detect hangs grow by up to this factor on a busy machine: some checks took above
+#: 60 s where three ran at once on two cores, and none had hung.
 PATIENCE = 4.0
 #: Seconds after the deadline for reading the stacks of all ranks and ending them.
 _MARGIN_S = 30.0
@@ -109,28 +109,28 @@ class RankPool:
         self.max_world_size = max_world_size
         self._preload = tuple(preload)
         self._stdout = stdout
-        self.device = chosen(device)
+        self.device = chosen_device(device)
         self._lock = threading.Lock()
         self._launcher: _Launcher | None = None
         self._environ: dict[str, str] = {}
         self._other: RankPool | None = None
 
     def hashing_differently(self) -> RankPool:
-        """Return a pool like this one, in whose ranks strings have other hashes, and sets orders.
+        """Return a pool like this one, in whose ranks strings have other hashes, and sets an order.
 
-        It imports too, with its first call, and ends with this one.
+        It imports everything at its first call, and closes with this pool.
         """
         if self._other is None:
-            other = RankPool(
+            pool = RankPool(
                 self.max_world_size,
                 preload=self._preload,
                 stdout=self._stdout,
                 device=self.device,
             )
-            other._environ["PYTHONHASHSEED"] = (
+            pool._environ["PYTHONHASHSEED"] = (
                 "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
             )
-            self._other = other
+            self._other = pool
         return self._other
 
     def run(
@@ -220,7 +220,7 @@ class RankPool:
                     if find_spec("torch") is None:
                         raise ModuleNotFoundError("No module named 'torch'", name="torch")
                 self._launcher = _Launcher(self._preload, self._stdout, self.device, self._environ)
-            outcome = self._launcher.ask(call, pipes)
+            outcome = self._launcher.run_call(call, pipes)
             unless_answered.pop_all()
         if outcome.failures and not outcome.timed_out:
             raise RankError(outcome.failures, outcome.stacks)
@@ -275,10 +275,10 @@ class _Launcher:
         device: Device,
         environ_of_its_own: dict[str, str],
     ) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, child_end = Pipe()
         program = (
             "from megatron_idempotent.proof.cpu.launcher import main; "
-            f"main({theirs.fileno()}, {tuple(preload)!r}, {device!r})"
+            f"main({child_end.fileno()}, {tuple(preload)!r}, {device!r})"
         )
         on_device = {"CUDA_VISIBLE_DEVICES": ""} if device != "cuda" else gpu.ENVIRONMENT
         environ = {**os.environ, **on_device, **environ_of_its_own}
@@ -290,34 +290,34 @@ class _Launcher:
         # What upstream warns about while it is imported concerns GPUs; a caller who has set
         # PYTHONWARNINGS=error would not get past it.
         environ["PYTHONWARNINGS"] = "ignore"
-        with contextlib.closing(theirs):
+        with contextlib.closing(child_end):
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 env=environ,
-                # Ctrl-C is the caller's to handle: it closes the connection, which ends us.
+                # The caller handles Ctrl-C: it closes the connection, which ends the launcher.
                 start_new_session=True,
             )
         self.close = weakref.finalize(self, _end, self._connection, self._process)
         self._ready = False
 
-    def ask(self, call: Call, pipes: Sequence[socket.socket]) -> Outcome:
+    def run_call(self, call: Call, pipes: Sequence[socket.socket]) -> Outcome:
         if not self._ready:
             word = self._receive(START_TIMEOUT_S, "importing torch and Megatron")
             if isinstance(word, RankFailure):
                 if word.exception_type.endswith(NoDeviceError.__name__):
                     raise NoDeviceError(word.message)
-                said = f"the ranks could not be started: {word.exception_type}: {word.message}"
-                lines = filter(None, (said, untried_torch(), word.traceback))
+                summary = f"the ranks could not be started: {word.exception_type}: {word.message}"
+                lines = filter(None, (summary, untried_torch(), word.traceback))
                 raise RuntimeError("\n".join(lines))
             if (untried := untried_torch()) is not None:
                 logging.getLogger(__name__).warning(untried)
             self._ready = True
         self._connection.send_bytes(pickle.dumps(call))
         send_pipes(self._connection, [pipe.fileno() for pipe in pipes])
-        for pipe in pipes:  # else its rank's end would not be seen
+        for pipe in pipes:  # or the rank's end would go unseen
             pipe.close()
         outcome = self._receive(call.longest_s + _MARGIN_S, "running the ranks")
         assert isinstance(outcome, Outcome)
@@ -336,21 +336,21 @@ class _Launcher:
 
 
 def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
-    """Close the connection, on which the launcher ends its ranks and itself."""
+    """Close the connection; the launcher then ends its ranks and itself."""
     connection.close()
     _reap(process)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Wait some seconds for the launcher, kill what is left of its session; return its exit code.
+    """Wait some seconds for the launcher, kill the rest of its session; return its exit code.
 
-    A launcher that was killed has ended nothing of what its ranks have started.
+    A launcher that was killed has ended none of the processes that its ranks started.
     """
     if process.returncode is None and sys.platform == "linux":
         give_up_s = time.monotonic() + 5.0
-        # It is not reaped yet, because its number is the session's.
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while not os.waitid(os.P_PID, process.pid, how) and time.monotonic() < give_up_s:
+        # Not reaped yet: its number is the session's, and must not be reused.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while not os.waitid(os.P_PID, process.pid, options) and time.monotonic() < give_up_s:
             time.sleep(0.002)
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):  # it has ended
@@ -451,8 +451,8 @@ def _typed_in(function: Callable[..., Any]) -> bool:
     )
 
 
-def _by_name(fn: Callable[..., Any], *rest: Any) -> bytes:
-    """Pickle a call whose ranks import the function; say so of one that they could not."""
+def _by_name(fn: Callable[..., Any], *arguments: Any) -> bytes:
+    """Pickle a call whose ranks import the function by name; refuse one that they could not."""
     try:
         pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError) as error:
@@ -460,7 +460,7 @@ def _by_name(fn: Callable[..., Any], *rest: Any) -> bytes:
             f"ranks look functions up by name ({error}): define it at the top of a module, and "
             "pass what it closes over as arguments"
         ) from None
-    return pickle.dumps((fn, *rest))
+    return pickle.dumps((fn, *arguments))
 
 
 # What a rank needs of pytest's rewriting; a release without it shows assertions as Python does.
@@ -476,14 +476,16 @@ def _rewritten_by_pytest() -> dict[str, str]:
     if rewrite is None or not all(hasattr(rewrite, name) for name in _OF_PYTEST):
         return {}
     installed = sysconfig.get_path("purelib") + os.sep
-    found = {}
-    hooks = [each for each in sys.meta_path if isinstance(each, rewrite.AssertionRewritingHook)]
+    files = {}
+    hooks = [
+        finder for finder in sys.meta_path if isinstance(finder, rewrite.AssertionRewritingHook)
+    ]
     for name in {name for hook in hooks for name in getattr(hook, "_rewritten_names", ())}:
         module = sys.modules.get(name)
         file = str(getattr(module, "__file__", None) or installed)
         if not file.startswith(installed) and not hasattr(module, "__path__"):
-            found[name] = file
-    return found
+            files[name] = file
+    return files
 
 
 class RewritingFinder(importlib.abc.MetaPathFinder):
@@ -516,7 +518,7 @@ class _Rewriting(importlib.machinery.SourceFileLoader):
 
 
 _importing: list[str] = []
-"""The module that this rank imports for a call, while it does."""
+"""The module that this rank is importing for a call; empty otherwise."""
 
 
 def resolve(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -533,11 +535,11 @@ def resolve(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, 
                 _load_main(call.main_file)
             if call.module != "__main__" and call.file not in (None, _known_file(call.module)):
                 _load_file(call.module, call.file)
-        found: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-        found = pickle.loads(call.arguments)
+        function_and_arguments: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+        function_and_arguments = pickle.loads(call.arguments)
     finally:
         _importing.clear()
-    return found
+    return function_and_arguments
 
 
 def _load_main(file: str) -> None:
@@ -545,19 +547,19 @@ def _load_main(file: str) -> None:
     module = sys.modules.get(MAIN_IN_RANK)
     if module is None or getattr(module, "__file__", None) != file:
         module = sys.modules["__main__"] = _load_file(MAIN_IN_RANK, file)
-        # By a name of its own, a process that this rank spawns would not find it: by its file.
+        # A process that this rank spawns cannot find the module by this name, but by its file.
         module.__spec__ = None
 
 
 class StoragePickler(pickle.Pickler):
-    """Keeps Megatron out of results: importing it replaces the function that storages name."""
+    """Pickles storages without Megatron, whose import replaces the function that they name."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(obj, (torch.TypedStorage, torch.UntypedStorage)):
             _, arguments = obj.__reduce__()
             return _load_storage, arguments
-        # cloudpickle's, where that is a base too.
+        # cloudpickle's own method, if cloudpickle is a base.
         return getattr(super(), "reducer_override", lambda _: NotImplemented)(obj)
 
 

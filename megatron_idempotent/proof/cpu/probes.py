@@ -14,7 +14,7 @@ from typing import Any
 def allocations(run: Callable[[], Any]) -> list[int]:
     """Return the bytes that are allocated (positive) and freed (negative), in order of time.
 
-    It does not see what gloo's threads free, which counts as held.
+    Memory that gloo's threads free counts as held: the profiler does not see them.
     """
     events = [event for event in _events(run, profile_memory=True) if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
@@ -23,7 +23,7 @@ def allocations(run: Callable[[], Any]) -> list[int]:
 def _events(run: Callable[[], Any], *, on_device: bool = False, **options: Any) -> list[Any]:
     from torch.profiler import ProfilerActivity, profile
 
-    os.environ["KINETO_LOG_LEVEL"] = "99"  # it writes to stderr that it starts
+    os.environ["KINETO_LOG_LEVEL"] = "99"  # kineto writes to stderr that it starts
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
     with profile(activities=kinds, **options) as profiled:
         run()
@@ -47,7 +47,7 @@ def watching_collectives(see: Callable[[str, list[Any]], None]) -> Iterator[None
     """Call `see` before each collective of torch in the block, with its operation and arguments.
 
     Messages between two ranks count, too. The arguments come as one list of leaves: tensors, the
-    process group, options. It sees what torch's dispatcher does, on this thread and in backwards.
+    process group, options. It sees torch's dispatcher, on this thread and in backwards.
 
     Example:
         names = []
@@ -97,11 +97,11 @@ class Activity:
             "copies_to_host": self.copies_to_host,
         }
 
-    def added_to(self, other: Activity) -> dict[str, int]:
-        """Return by how much each count is above another's, operators by name; only such."""
-        more = {name: n - other.operators[name] for name, n in self.operators.items()}
-        theirs = other.totals()
-        more |= {k: v - theirs[k] for k, v in self.totals().items() if k != "operators"}
+    def added_to(self, base: Activity) -> dict[str, int]:
+        """Return each count that exceeds that of `base`, and by how much; operators by name."""
+        more = {name: n - base.operators[name] for name, n in self.operators.items()}
+        base_totals = base.totals()
+        more |= {k: v - base_totals[k] for k, v in self.totals().items() if k != "operators"}
         return {name: number for name, number in more.items() if number > 0}
 
 
@@ -117,7 +117,7 @@ def activity(run: Callable[[], Any]) -> Activity:
 
     on_device = torch.cuda.is_available() and not is_enabled()
     names = Counter(event.name() for event in _events(to_the_end, on_device=on_device))
-    # The one above.
+    # Without the synchronize() above.
     waits = sum(names[name] for name in WAITS) - int(on_device)
     return Activity(
         operators=Counter({n: count for n, count in names.items() if n.startswith(_OPERATORS)}),

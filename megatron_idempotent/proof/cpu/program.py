@@ -84,9 +84,9 @@ class Program:
         output = model(tokens_BT, positions_BT, mask, labels=tokens_BT)
 
         def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss, whole = tiny.mean_over_ranks(loss_BT)
-            self.losses.append(float(whole))
-            return loss, {"lm loss": whole}
+            loss, mean = tiny.mean_over_ranks(loss_BT)
+            self.losses.append(float(mean))
+            return loss, {"lm loss": mean}
 
         return output, loss_func
 
@@ -162,7 +162,7 @@ def start(
         *extra_args,
     ]
     if "--use-megatron-fsdp" in extra_args:
-        # Upstream's arguments refuse the one connection that they want from sequence parallelism.
+        # With FSDP upstream refuses the single connection that sequence parallelism needs.
         os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     with arguments_of(argv), _silence(quiet):
         # 0.17 parses inside initialize_megatron, later releases before it.
@@ -202,7 +202,7 @@ def _provider(
     exact_attention: bool | None,
     before_ddp: Callable[[Any], None] | None,
 ) -> Callable[..., Any]:
-    """Return what builds a pipeline stage as upstream's pretrain_gpt, with the local layer spec."""
+    """Return a builder of pipeline stages as in upstream's pretrain_gpt, with the local spec."""
     from megatron.training.arguments import core_transformer_config_from_args
 
     from megatron_idempotent.megatron.layer_specs import gpt_stage
@@ -264,12 +264,12 @@ def _options(**values: Any) -> list[str]:
 @contextlib.contextmanager
 def arguments_of(argv: list[str]) -> Iterator[None]:
     """Put arguments into sys.argv inside of the block: upstream's parser reads nothing else."""
-    before = sys.argv
-    sys.argv = [before[0], *argv]
+    outer = sys.argv
+    sys.argv = [outer[0], *argv]
     try:
         yield
     finally:
-        sys.argv = before
+        sys.argv = outer
 
 
 @contextlib.contextmanager

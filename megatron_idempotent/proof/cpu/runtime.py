@@ -5,8 +5,8 @@ without Transformer Engine that is defined only with it, or builds something tha
 built. No such change touches what Megatron computes.
 
 `torch.compile` and `torch.compiler.disable` import the compiler, which takes a quarter of the time
-of the import of Megatron, where functions are decorated with both. The runtime calls none of them
-compiled, so a plain function is decorated only in its first call after the runtime is off.
+of the import of Megatron, where functions are decorated with both. Under the runtime none of them
+runs compiled, so a plain function is decorated only in its first call after the runtime is off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dressed(original: Any, replacement: Any) -> Any:
     """Return a copy of `replacement` that has the name, signature and attributes of `original`.
 
     torch reads them: `torch._dynamo` asks for `torch.cuda.use_mem_pool.__wrapped__` while it is
-    imported. What is no plain function is returned as it is.
+    imported. A replacement that is not a plain function is returned as it is.
     """
     if type(replacement) is not FunctionType or isinstance(original, type):
         return replacement
@@ -53,11 +53,11 @@ def dressed(original: Any, replacement: Any) -> Any:
 
 
 class _Active:
-    """Holds one activation: what it has replaced, and the finder of modules yet to come."""
+    """Holds one activation: the names that it has replaced, and the finder of later modules."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, str, Any]] = []
-        # One object for all names of an original: (its id, the replacement's) → what is installed.
+        # (id of an original, id of its replacement) → the one object installed for all its names.
         self._dressed: dict[tuple[int, int], Any] = {}
         self._finder = Completer(self.replace)
 
@@ -93,11 +93,11 @@ class _Active:
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         while self.entries:
-            owner, name, before = self.entries.pop()
-            if before is _MISSING:
+            owner, name, original = self.entries.pop()
+            if original is _MISSING:
                 delattr(owner, name)
             else:
-                setattr(owner, name, before)
+                setattr(owner, name, original)
 
 
 class _Runtime(PerProcess):
@@ -180,8 +180,8 @@ def replaced_names() -> set[str]:
 def replaced_name_in(error: BaseException) -> str | None:
     """Return the replaced name that stands in the line which raised `error`, or None."""
     raised = traceback.extract_tb(error.__traceback__)[-1:]
-    found = [name for frame in raised for name in replaced_names() if name in (frame.line or "")]
-    return max(found, key=len, default=None)
+    names = [name for frame in raised for name in replaced_names() if name in (frame.line or "")]
+    return max(names, key=len, default=None)
 
 
 Complete = Callable[[ModuleType, str, Any], None]

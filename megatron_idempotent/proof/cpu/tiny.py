@@ -92,18 +92,18 @@ class Tiny:
         data: Any,
         num_microbatches: int,
         forward_step: Callable[..., Any] | None = None,
-        **other: Any,
+        **options: Any,
     ) -> Any:
         """Call upstream's schedule on the chunks, and zero nothing; return what it returns.
 
         Args:
             data: the data iterator.
             forward_step: upstream's argument; by default one that takes tokens out of `data`.
-            other: arguments of the schedule, in place of the bench's own.
+            options: arguments of the schedule, in place of the defaults here.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        own = {
+        defaults = {
             "forward_step_func": forward_step or self._forward_step([]),
             "data_iterator": data,
             "model": self.chunks,
@@ -112,7 +112,7 @@ class Tiny:
             "micro_batch_size": self._shape[0],
             "forward_only": False,
         }
-        return get_forward_backward_func()(**own | other)
+        return get_forward_backward_func()(**defaults | options)
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -135,18 +135,18 @@ class Tiny:
         With the distributed optimizer only this rank's shards are reduced. Under Megatron-FSDP they
         are the gradients that the optimizer would step with. The vector is on the host.
         """
-        found: list[Any] = []
+        tensors: list[Any] = []
         for chunk in self.chunks:
             if not _in_fsdp(chunk):
                 buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
-                found += [buffer.grad_data for buffer in buffers]
+                tensors += [buffer.grad_data for buffer in buffers]
                 continue
-            for each in _held(chunk):
-                decoupled = getattr(each, "decoupled_grad", None)
-                gradient = each.grad if decoupled is None else decoupled
+            for parameter in _optimizer_parameters(chunk):
+                decoupled = getattr(parameter, "decoupled_grad", None)
+                gradient = parameter.grad if decoupled is None else decoupled
                 if gradient is not None:
-                    found.append(getattr(gradient, "_local_tensor", gradient))
-        return torch.cat([tensor.float().flatten() for tensor in found]).cpu()
+                    tensors.append(getattr(gradient, "_local_tensor", gradient))
+        return torch.cat([tensor.float().flatten() for tensor in tensors]).cpu()
 
     def parameters(self) -> torch.Tensor:
         """Return all parameters of this rank as one float32 vector, a copy.
@@ -174,30 +174,32 @@ class Tiny:
             output = model(tokens_BT, positions_BT, hidden, labels=tokens_BT, **more)
 
             def loss_func(loss_BT: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-                loss, whole = mean_over_ranks(loss_BT)
+                loss, mean = mean_over_ranks(loss_BT)
                 if self.on_microbatch is not None:
                     replaced = self.on_microbatch(index, loss)
                     if replaced is not None:
-                        loss, whole = replaced, replaced.detach().clone()
-                losses.append(float(whole))
-                return loss, {"loss": whole}
+                        loss, mean = replaced, replaced.detach().clone()
+                losses.append(float(mean))
+                return loss, {"loss": mean}
 
             return output, loss_func
 
         return forward_step
 
     def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
-        """Make a function that cuts [B, T], the part's positions, a mask, a pack's arguments."""
+        """Return a function that cuts [B, T], its result for positions, a mask, pack arguments."""
         # The runtime makes "cuda" the CPU.
         rows, length = self._shape
         lengths = self.lengths or (length,)
-        places = torch.cat([torch.arange(each, device="cuda") for each in lengths])
+        position_S = torch.cat(
+            [torch.arange(sequence_length, device="cuda") for sequence_length in lengths]
+        )
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
 
         def part(values_BT: Any) -> Any:
             return own_part(values_BT, cu_seqlens=ends)
 
-        positions_BT = part(places).expand(rows, -1)
+        positions_BT = part(position_S).expand(rows, -1)
         if self.lengths is None:
             hidden = torch.ones(1, 1, length, length, device="cuda").tril() < 0.5
             return part, positions_BT, hidden, {}
@@ -238,11 +240,11 @@ def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
     ranks = parallel_state.get_context_parallel_world_size()
     loss = loss_BT.float().mean() / ranks
     # A clone: upstream divides the loss in place by the number of microbatches.
-    whole = loss.detach().clone()
+    mean = loss.detach().clone()
     if ranks > 1:
         group = parallel_state.get_context_parallel_group()
-        torch.distributed.all_reduce(whole, group=group)
-    return loss, whole
+        torch.distributed.all_reduce(mean, group=group)
+    return loss, mean
 
 
 def microbatches(
@@ -267,9 +269,9 @@ def inputs(data_seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def mtp_labels(chunk: Any, labels_BT: torch.Tensor) -> dict[str, Any]:
-    """Return labels of MTP layers as a keyword, where these have no loss without it.
+    """Return labels of MTP layers as a keyword, if the chunk computes their loss only with it.
 
-    That is so on the commits that slime and miles pin.
+    The commits that slime and miles pin do so.
     """
     while hasattr(chunk, "module"):
         chunk = chunk.module
@@ -283,9 +285,11 @@ def parameters_of(chunks: Sequence[Any]) -> torch.Tensor:
     Under Megatron-FSDP they are the parts that this rank's optimizer holds.
     """
     tensors = [
-        getattr(each, "_local_tensor", each).detach()
+        getattr(parameter, "_local_tensor", parameter).detach()
         for chunk in chunks
-        for each in (_held(chunk) if _in_fsdp(chunk) else chunk.module.parameters())
+        for parameter in (
+            _optimizer_parameters(chunk) if _in_fsdp(chunk) else chunk.module.parameters()
+        )
     ]
     return torch.cat([tensor.float().flatten() for tensor in tensors]).cpu()
 
@@ -392,8 +396,8 @@ def build(
             "tensor_model_parallel_size": tp,
             "pipeline_model_parallel_size": pp,
             "virtual_pipeline_model_parallel_size": vpp,
-            # As upstream's arguments have it: with two stages the next is the previous one, and
-            # batched messages of an interleaved schedule come mixed up, silently.
+            # As upstream's arguments set it: with two stages the next one is the previous one, too,
+            # and batched messages of an interleaved schedule are silently mixed up.
             "overlap_p2p_comm": vpp is not None,
             "batch_p2p_comm": vpp is None,
             "context_parallel_size": cp,
@@ -467,7 +471,9 @@ def build(
         optimizer = (
             _layer_wise_optimizer(values, chunks)
             if layer_wise
-            else get_megatron_optimizer(OptimizerConfig(**_known(OptimizerConfig, values)), chunks)
+            else get_megatron_optimizer(
+                OptimizerConfig(**_known_fields(OptimizerConfig, values)), chunks
+            )
         )
     if wire:
         _wire(config, chunks, optimizer, align)
@@ -484,7 +490,7 @@ def build(
 
 @contextlib.contextmanager
 def _stream_of_a_graph() -> Iterator[None]:
-    """Queue the work of a block on the stream that upstream captures, or on one beside the default.
+    """Queue the block's work on the stream that upstream captures, or on a new one before 0.19.
 
     Autograd runs a parameter's hooks on the stream that DDP registered them on, and a capture
     refuses to wait for the default stream.
@@ -531,19 +537,19 @@ def _model(
 
     from megatron_idempotent.megatron.layer_specs import gpt_stage
 
-    where: dict[str, Any] = {"ignore_virtual": False}
+    stage: dict[str, Any] = {"ignore_virtual": False}
     if vp_stage is not None:
         # Before 0.13 the stage is a global; later it is an argument.
         parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
         if takes(parallel_state.is_pipeline_first_stage, "vp_stage"):
-            where["vp_stage"] = vp_stage
+            stage["vp_stage"] = vp_stage
     # Made on the host, so that weights are the same on every device.
     model = gpt_stage(
         config,
         vp_stage=vp_stage,
         change_spec=spec,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
         **options,
     ).cuda()
     return Float16Module(config=config, module=model) if half else model
@@ -556,7 +562,7 @@ def _precision(dtype: Dtype) -> tuple[dict[str, bool], torch.dtype]:
     return ({} if dtype == "fp32" else {dtype: True}), kinds[dtype]
 
 
-def _known(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def _known_fields(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the items of `values` that are fields of this release's dataclass."""
     names = {field.name for field in dataclasses.fields(record)}
     return {name: value for name, value in values.items() if name in names}
@@ -613,15 +619,15 @@ def _layer_wise_optimizer(values: Mapping[str, Any], chunks: list[Any]) -> Any:
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    wanted = {**values, "use_distributed_optimizer": False}
-    muon = wanted["optimizer"] == "muon"
+    options = {**values, "use_distributed_optimizer": False}
+    muon = options["optimizer"] == "muon"
     if muon:
-        wanted["use_layer_wise_distributed_optimizer"] = True
-    wanted = _known(OptimizerConfig, wanted)
-    config = OptimizerConfig(**wanted)
+        options["use_layer_wise_distributed_optimizer"] = True
+    options = _known_fields(OptimizerConfig, options)
+    config = OptimizerConfig(**options)
     if not muon:
         return _around_adam(config, chunks)
-    if "use_layer_wise_distributed_optimizer" in wanted:
+    if "use_layer_wise_distributed_optimizer" in options:
         return get_megatron_optimizer(config, chunks)
     from megatron.core.optimizer.muon import get_megatron_muon_optimizer
 
@@ -651,19 +657,19 @@ def _around_adam(config: Any, chunks: list[Any]) -> Any:
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
     layer_wise = _optimizer_class()
-    # 0.17 and commits between it and 0.18 have an argument for it, later ones read the config.
+    # 0.17 and commits up to 0.18 take the overlap as an argument, later ones read the config.
     offered = {
         "async_allgather": config.overlap_param_gather,
         "overlap_param_gather": config.overlap_param_gather,
         "model_chunks": chunks,  # 0.16 has none, and always gathers
     }
-    known = {name: offered[name] for name in offered if takes(layer_wise.__init__, name)}
+    taken_options = {name: offered[name] for name in offered if takes(layer_wise.__init__, name)}
     return layer_wise(
         [optimizer],
         config,
         ProcessGroupCollection.use_mpu_process_groups(),
         init_state_fn_list=None,
-        **known,
+        **taken_options,
     )
 
 
@@ -709,10 +715,12 @@ def _in_fsdp(chunk: Any) -> bool:
     return hasattr(chunk.module, "param_and_grad_buffer") or _is_second(chunk)
 
 
-def _held(chunk: Any) -> list[Any]:
+def _optimizer_parameters(chunk: Any) -> list[Any]:
     if _is_second(chunk):
         return list(chunk.parameters())
-    return [each for _, each in chunk.module.param_and_grad_buffer.optimizer_named_parameters]
+    return [
+        parameter for _, parameter in chunk.module.param_and_grad_buffer.optimizer_named_parameters
+    ]
 
 
 def _is_second(chunk: Any) -> bool:

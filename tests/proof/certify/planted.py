@@ -534,7 +534,7 @@ class TellsOfPadding(SplitStep):
 
     def forward(self, chunk: Any, microbatch: Any) -> Tensor:
         pack = _described(microbatch)
-        mine = batches.own({**pack, "loss_mask": pack["loss_mask"].double()})
+        mine = batches.token_fields({**pack, "loss_mask": pack["loss_mask"].double()})
         padding_1S = ~microbatch["pack"].mask[None]
         return chunk(
             mine["input_ids"],

@@ -213,7 +213,7 @@ def place_of(check):
 def fault_of(pool, adapter, check, where, **how):
     if ":" not in adapter:
         adapter = f"planted:{adapter}"
-    return run.outcome_of(pool, adapter, CHECKS[check], layout(where), run.How(**how))[0]
+    return run.outcome_of(pool, adapter, CHECKS[check], layout(where), run.Options(**how))[0]
 
 
 @pytest.fixture(autouse=True)
