@@ -49,19 +49,18 @@ HEADS, T = tiny.HEADS, tiny.SEQUENCE
 """Heads and positions of the model."""
 
 _FLOAT32 = 2.0**-24
-#: Megatron computes the softmax over the vocabulary in float32, whatever the model has: as many
-#: roundings as there are words and a few more, in each token's gradient. Tokens' gradients are
+#: Megatron computes the softmax over the vocabulary in float32, whatever the model's type: each
+#: token's gradient has as many roundings as there are words, and a few more. Tokens' gradients are
 #: independent: their sum is smaller than the sum of their norms by the root of their number.
 _SOFTMAX = (tiny.VOCABULARY + 32) * _FLOAT32
-#: So it does those of a router, over all experts and over the chosen ones: in what each token gets
-#: of its experts, and in its gradient. The difference of terms that are alike is a few more.
+#: Megatron computes a router's softmaxes in float32, too, over all experts and over those chosen:
+#: their roundings are in each token's output and gradient. Differences of like terms add a few.
 _ROUTER = (EXPERTS + 32) * _FLOAT32
-#: Of a whole step in float32, layer by layer, as tests/step/roundings.py derives them.
+#: The roundings of a whole step in float32, layer by layer: tests/step/roundings.py derives them.
 _ROUNDINGS = 4e5 * _FLOAT32
-#: Of a gradient and of log-probs in bfloat16: twice what three roundings of each operation's result
-#: come to, if they are independent of each other: tests/proof/certify/test_oracle.py measures it.
-#: By the kind of loss, and whether layers have losses of their own: both round more. Roundings of
-#: float16 are an eighth of them.
+#: The roundings of a gradient in bfloat16: twice the effect of three independent roundings of each
+#: operation's result, which tests/proof/certify/test_oracle.py measures. They depend on the kind of
+#: loss, and on whether layers have auxiliary losses. In float16 roundings are an eighth of them.
 OF_BFLOAT16 = {
     ("token", False): 0.06,
     ("sequence", False): 0.07,
@@ -70,18 +69,18 @@ OF_BFLOAT16 = {
 }
 _HALF_LOGPROBS = 0.014
 _FINER = {"bf16": 1.0, "fp16": 8.0}
-#: Adam divides by sqrt(v) + epsilon. So much more than any gradient makes its step proportional to
-#: the gradient, where with a usual epsilon it would be the same for a gradient twice as large.
+#: Adam divides by sqrt(v) + epsilon. An epsilon far above any gradient makes the step proportional
+#: to the gradient; with a usual one a gradient twice as large would give the same step.
 _EPSILON = 2.0**20
 _SGD = {"momentum": 0.5}
 _ADAM = {"beta1": 0.5, "beta2": 0.5, "epsilon": _EPSILON}
 _LR = 0.5
-#: Routers keep the margins by which they decide over the steps of a check.
+#: So small that routers keep their margins over the steps of a check.
 _LR_OF_EXPERTS = 0.005
 
 
 class Bench:
-    """Holds one adapter around one model; `known` are the whole model's parameters as they are."""
+    """Holds one adapter around one model; `known` has the whole model's current parameters."""
 
     def __init__(
         self, adapter: Adapter, layout: Layout, *, draw: Draw | None = None, thorough: bool = False
@@ -95,13 +94,13 @@ class Bench:
         self.double, self.half = layout.dtype == "fp64", layout.dtype in _FINER
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.make_model()
-        # Its own: an adapter may have left collectives of the others half-way.
+        # A group of its own: an adapter may have left collectives of other groups half-way.
         group = dist.new_group(backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
-        self.place = ""
-        """The step that is taken, for what is wrong with it; "" if it is like any other."""
-        self._seats: list[str] = self.told_by_all(self._seat_in_words)
+        self.step_name = ""
+        """The name of the current step in errors; "" for one without a name."""
+        self._rank_names: list[str] = self.gather(self._rank_name)
         # The ranks that have each parameter, by its name and the number of the shard.
         self._holders: dict[tuple[str, int], list[int]] = {}
         kind, options = ("sgd", _SGD) if self.double else ("adam", _ADAM)
@@ -109,7 +108,7 @@ class Bench:
         self.adapter.build(self.subject)
         self.memories = Memories(self.subject)
         self._forwards_of: tuple[Any, Forwards] | None = None
-        self.known = self.whole()
+        self.known = self.gather_parameters()
         self.of_bound = 0.0
         """The largest part of its bound that an error had so far."""
         self.bits = ""
@@ -141,19 +140,19 @@ class Bench:
         """Build a model of the layout, with `more` arguments of `tiny.build`."""
         settings = self._settings()
         if "mtp" in self.layout.flags:
-            # Upstream's arguments allow MTP rotary positions or none; learned ones would be twice.
+            # With MTP upstream's arguments refuse learned positions, which would be added twice.
             settings["model_overrides"] = {"position_embedding_type": "none"}
         settings["config_overrides"] = {
             "calculate_per_token_loss": True,
             **settings["config_overrides"],
             **getattr(self.adapter, "config_overrides", {}),
         }
-        # It is for the framework to wire the config.
-        how = {"batch": MICRO_BATCH, "wire": False, **settings, **self.layout.options, **more}
-        return tiny.build(**how)
+        # Wiring the config is up to the framework.
+        arguments = {"batch": MICRO_BATCH, "wire": False, **settings, **self.layout.options, **more}
+        return tiny.build(**arguments)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the arguments of `tiny.build` that steps which are held to the definition need."""
+        """Return the arguments of `tiny.build` for steps that are held to their definition."""
         optimizer: dict[str, Any]
         precise: dict[str, Any] = {}
         config: dict[str, Any] = {}
@@ -179,8 +178,8 @@ class Bench:
         return {"config_overrides": config, "optimizer_overrides": optimizer | rates, **precise}
 
     def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
-        """Return what an adapter gets of a model that was built."""
-        # Of rows auxiliary losses are known without looking.
+        """Return the `Subject` of a model, for an adapter."""
+        # Only packs have to be seen: the rows of each auxiliary loss are known.
         looks = self.layout.packs and self.layout.auxiliary
         self.packs_seen = PacksSeen(model.chunks[0]) if looks else None
         return Subject(
@@ -196,38 +195,38 @@ class Bench:
         )
 
     def rows(self, replica: int, seed: int, number: int) -> dict[str, Any]:
-        """Return rows [B, T] of a replica, of which all positions count; the same on all ranks.
+        """Return rows [B, T] of a replica in which all positions count; the same on all ranks.
 
         In a layout of packs each has a length of three quarters of T.
         """
         generator = torch.Generator().manual_seed(1000 * seed + replica)
         shape = number, T
         tokens_BT = torch.randint(0, tiny.VOCABULARY, shape, generator=generator)
-        ones = torch.float64 if self.double else torch.float32
+        dtype = torch.float64 if self.double else torch.float32
         rows = {
             "input_ids": tokens_BT.cuda(),
-            "token_mask": torch.ones(shape, dtype=ones).cuda(),
-            "sample_mask": torch.ones(number, dtype=ones).cuda(),
-            "scale": torch.ones(number, dtype=ones).cuda(),
+            "token_mask": torch.ones(shape, dtype=dtype).cuda(),
+            "sample_mask": torch.ones(number, dtype=dtype).cuda(),
+            "scale": torch.ones(number, dtype=dtype).cuda(),
         }
         return shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
 
     def alike(self, seed: int, *numbers: int) -> Calls:
-        """Return a step with a call of so many rows for each number, as many on each replica."""
+        """Return a step with a call for each of `numbers`, of that many rows on each replica."""
         return lambda replica: [
             self.rows(replica, 10 * seed + call, number) for call, number in enumerate(numbers)
         ]
 
     def mixed(self, replica: int, seed: int, number: int) -> dict[str, Any]:
-        """Return rows of lengths from 1 to T, of which one does not count, and one has a gap.
+        """Return rows of lengths from 1 to T; one does not count, and one has a gap.
 
-        In a sequence of length 1 nothing counts: a mean over sequences has none.
+        For a mean over sequences lengths are from 2: in a sequence of length 1 nothing counts.
         """
         rows = self.rows(replica, seed, number)
         rows["token_mask"][:] = 1
         least = 2 if self.layout.loss_kind == "sequence" else 1
-        places = [11 * (row + 3 * replica + seed) % T for row in range(number)]
-        lengths = [max(least, 1 + place) for place in places]
+        offsets = [11 * (row + 3 * replica + seed) % T for row in range(number)]
+        lengths = [max(least, 1 + offset) for offset in offsets]
         rows["sample_mask"][1] = 0
         rows["token_mask"][2, T // 4 : T // 2] = 0
         return shorten(rows, lengths)
@@ -235,11 +234,11 @@ class Bench:
     def sparse(
         self, replica: int, seed: int, number: int, share: float, *, size: float = 1.0
     ) -> dict[str, Any]:
-        """Return rows in which about such a share of positions counts, two of each row at least.
+        """Return rows in which about `share` of the positions counts, at least two in each row.
 
         Some rows do not count. In a layout of packs lengths are from 3 to T. Each row has a scale
-        from `size` / 2 to twice as much, as advantages are; in float64 of either sign, because a
-        sum that cancels is as near to its definition there.
+        between `size` / 2 and 2 * `size`, like an advantage. In float64 its sign is drawn, too:
+        there a sum that cancels is still within the bound.
         """
         rows = self.rows(replica, seed, number)
         generator = torch.Generator().manual_seed(1000 * seed + replica + 500)
@@ -273,11 +272,11 @@ class Bench:
 
     @property
     def multiple(self) -> int:
-        """The number that a call's microbatches are a multiple of: an interleaved pipeline's."""
+        """The factor of a call's number of microbatches: an interleaved pipeline's, else 1."""
         return self.layout.sizes["pp"] if self.layout.sizes["vpp"] > 1 else 1
 
     @property
-    def seat(self) -> tuple[int, int, bool]:
+    def coordinates(self) -> tuple[int, int, bool]:
         """The rank's replica and pipeline stage, and whether it computes the loss."""
         if self.layout.fsdp2:
             return self.replica, 0, True
@@ -287,7 +286,7 @@ class Bench:
         return self.replica, stage, stage == self.layout.sizes["pp"] - 1
 
     @property
-    def _seat_in_words(self) -> str:
+    def _rank_name(self) -> str:
         words = [f"replica {self.replica}"]
         if not self.layout.fsdp2:
             from megatron.core import parallel_state as ps
@@ -306,52 +305,55 @@ class Bench:
 
     @property
     def fails_within_model(self) -> bool:
-        """True if a failure in the model of a replica can be carried, and is not in a collective.
+        """True if one replica can fail in its model without leaving others in a collective.
 
-        Replicas that share experts or shards meet in the model.
+        Replicas that share experts or shards have collectives in the model.
         """
         return not self.layout.fsdp2 and self.layout.sizes["ep"] == 1
 
     @property
     def forwards(self) -> Forwards:
-        """Return what watches the chunks' forwards; another one after another model was made."""
+        """Return the watcher of the chunks' forwards; a new one after `make_model`."""
         if self._forwards_of is None or self._forwards_of[0] is not self.subject:
             self._forwards_of = self.subject, Forwards(self.subject.chunks)
         return self._forwards_of[1]
 
     def take(
-        self, calls_of: Calls, *, between: Callable[[], None] | None = None, after: str = ""
+        self, calls_of: Calls, *, between: Callable[[], None] | None = None, cause: str = ""
     ) -> None:
         """Take a step, and hold it to the definition over the rows of all replicas.
 
-        `between` is called before each microbatch and after the last. `after` is what came before
-        the step, for what is said of it.
+        `between` is called before each microbatch and after the last. `cause` names what came
+        before the step, for errors.
         """
-        self.place = after and f"the step after {after}"
-        before = self._stepped()
+        self.step_name = cause and f"the step after {cause}"
+        stepped_before = self._stepped()
         finished = self.step(calls_of, between=between)
-        after_it = self._stepped()
+        stepped_after = self._stepped()
         self.expect(finished, self.everybody(calls_of))
         if finished.updated:
-            pairs = zip(before, after_it, strict=True)
-            faults = (not_of_adam(then, now, lr=self._rate, **_ADAM) for then, now in pairs)
+            pairs = zip(stepped_before, stepped_after, strict=True)
+            faults = (
+                not_of_adam(previous, current, lr=self._rate, **_ADAM)
+                for previous, current in pairs
+            )
             self.stop_at(next(filter(None, faults), None))
-        self.place = ""
+        self.step_name = ""
 
     def _stepped(self) -> list[Stepped]:
-        """Copy what Adam steps on this rank; nothing in float64, and of FSDP2."""
+        """Copy the state that Adam steps on this rank; nothing in float64 and for FSDP2."""
         if self.double:
             return []
         return [*stepped_by_adam(self.subject.chunks, self.subject.optimizer)]
 
     def everybody(self, calls_of: Calls) -> list[Rows]:
         """Return the rows of all replicas and calls."""
-        return [rows for one in range(self.layout.replicas) for rows in calls_of(one)]
+        return [rows for replica in range(self.layout.replicas) for rows in calls_of(replica)]
 
     def step(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> Finished:
-        """Take a step, and look at nothing. A rank on which anything raises aborts.
+        """Take a step without judging it. A rank on which anything raises aborts.
 
-        Otherwise the others would wait.
+        Without the abort other ranks would wait.
         """
         adapter = self.adapter
         _ = self.forwards
@@ -371,10 +373,10 @@ class Bench:
         return self.checked(finished)
 
     def checked(self, finished: Any) -> Finished:
-        """Return what an adapter's `finish` has returned, with floats.
+        """Return the result of an adapter's `finish`, with numbers as floats.
 
         Raises:
-            Wrong: it is not what `Adapter.finish` returns.
+            Wrong: the result has the wrong type.
         """
         if not isinstance(finished, Finished):
             if inspect.iscoroutine(finished):
@@ -397,15 +399,15 @@ class Bench:
     def unwatched(self, steps: Sequence[Calls]) -> None:
         """Take steps, and hold each to its definition after the last of them.
 
-        What a step has made is what the next one's forward computes with. Nobody has looked at it
-        until then, because to look is to wait for the gathers that the framework has to wait for.
+        The parameters after a step are read in the next step's forward. Reading them earlier would
+        wait for gathers, which the framework itself has to wait for.
         """
         if self.layout.fsdp2 or self.packs_seen is not None:
-            # Nothing is pending between FSDP2's steps; packs are those of one step at a time.
+            # FSDP2 leaves no gathers pending between steps; packs are noted for one step at a time.
             for calls_of in steps:
                 self.take(calls_of)
             return
-        before: list[list[ParameterPart]] = []
+        parts_used: list[list[ParameterPart]] = []
         finished = []
         for calls_of in steps:
             used: list[ParameterPart] = []
@@ -415,26 +417,31 @@ class Bench:
 
             with self.forwards.reading(copy):
                 finished.append(self.step(calls_of))
-            before.append(used)
-        seen = [{part.name for part in used} for used in before]
-        whole = {part.name for part in self._own_parts(synced=False)}
-        if not all(self.told_by_all(all(names == whole for names in seen))):
-            return  # the adapter has forwards of its own, which are not seen
-        self._same(self.whole(before[0]), "a look at what the first forward has computed with")
+            parts_used.append(used)
+        names_used = [{part.name for part in used} for used in parts_used]
+        own_names = {part.name for part in self._own_parts(synced=False)}
+        if not all(self.gather(all(names == own_names for names in names_used))):
+            return  # the adapter has its own forwards, which hooks do not see
+        self._same(
+            self.gather_parameters(parts_used[0]),
+            "a look at what the first forward has computed with",
+        )
         for index, calls_of in enumerate(steps):
-            found = self.whole(before[index + 1] if index + 1 < len(before) else None)
-            self.expect(finished[index], self.everybody(calls_of), found=found)
+            parameters = self.gather_parameters(
+                parts_used[index + 1] if index + 1 < len(parts_used) else None
+            )
+            self.expect(finished[index], self.everybody(calls_of), parameters=parameters)
 
     def expect(
         self,
         finished: Finished,
         everybody: Sequence[Rows],
         *,
-        found: dict[str, Tensor] | None = None,
+        parameters: dict[str, Tensor] | None = None,
     ) -> None:
         """Hold a finished step to its definition over the rows of all replicas.
 
-        `found` is what it has made of the whole model; None to look at it now. A step in which
+        `parameters` are the whole model's after the step; None to gather them now. A step in which
         nothing counts has a gradient of zero, and may be skipped.
 
         Raises:
@@ -444,8 +451,8 @@ class Bench:
         if not truth.count and not finished.updated:
             self.unchanged("a step that was skipped")
             return
-        still = self.update.without(self.known)
-        wanted = self.update.next(self.known, truth.gradient)
+        coasting = self.update.without(self.known)
+        expected = self.update.next(self.known, truth.gradient)
         if not finished.updated:
             raise Wrong("finish() says that it has not updated")
         if self.forwards.evaluated is not None:
@@ -453,9 +460,9 @@ class Bench:
                 f"the step trains in eval mode: {self.forwards.evaluated} was left in it, in which "
                 "dropout is off; call train() before the forward"
             )
-        if found is None:
-            found = self.whole()
-        self._compare_parameters(found, wanted, still, truth, finished, everybody)
+        if parameters is None:
+            parameters = self.gather_parameters()
+        self._compare_parameters(parameters, expected, coasting, truth, finished, everybody)
         allowed = self.tolerance(truth)
         # A mean over nothing is no number.
         loss = finished.loss if truth.count else None
@@ -465,18 +472,16 @@ class Bench:
         ):
             if value is not None and not self._within(abs(value - right), allowed * size):
                 raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
-        self.known = found
+        self.known = parameters
 
     def _truth(self, everybody: Sequence[Rows]) -> Truth:
-        found = None
+        packs = None
         if self.packs_seen is not None:
-            found = self.packs_seen.of_rows(
-                everybody, replica=self.replica, gather=self.told_by_all
-            )
+            packs = self.packs_seen.of_rows(everybody, replica=self.replica, gather=self.gather)
         return truth_of(
             self._computing,
             everybody,
-            packs=found,
+            packs=packs,
             layers=LAYERS,
             heads=HEADS,
             kind=self.layout.loss_kind,
@@ -486,17 +491,17 @@ class Bench:
             add=self._add_up,
         )
 
-    def _add_up(self, own: Tensor) -> None:
-        # By itself: cloudpickle takes `torch.distributed.config` along where a function names both.
-        dist.all_reduce(own, group=self._group)
+    def _add_up(self, tensor: Tensor) -> None:
+        # A method: cloudpickle takes `torch.distributed.config` along where a function names both.
+        dist.all_reduce(tensor, group=self._group)
 
     def logprobs(self, rows: Rows) -> Tensor:
         """Compute the log-probability [B, T] of the token after each position, by definition."""
-        known = {name: value.double() for name, value in self._computing.items()}
-        return -negative_logprobs(known, rows["input_ids"], LAYERS, HEADS)
+        parameters = {name: value.double() for name, value in self._computing.items()}
+        return -negative_logprobs(parameters, rows["input_ids"], LAYERS, HEADS)
 
     def hold_logprobs(self, rows: Rows, lengths_B: Tensor, logprobs_BT: Any) -> None:
-        """Hold what `logprobs` has returned to its definition, at positions with a next token.
+        """Compare the adapter's log-probs with their definition, at positions with a next token.
 
         Raises:
             Wrong: other values, no tensor [B, T], or None on all ranks of a replica.
@@ -520,8 +525,8 @@ class Bench:
                 fault = f"log-probs differ from the model's by {100 * error:.3g} % of their norm"
         answered = {
             replica
-            for replica, there in self.told_by_all((self.replica, logprobs_BT is not None))
-            if there
+            for replica, has_logprobs in self.gather((self.replica, logprobs_BT is not None))
+            if has_logprobs
         }
         if self.replica not in answered:
             fault = (
@@ -532,7 +537,7 @@ class Bench:
 
     @property
     def roundings(self) -> float:
-        """The part of its size by which a log-probability may differ from its definition."""
+        """The bound of a log-probability's error, relative to its size."""
         if not self.double:
             return _HALF_LOGPROBS / _FINER[self.layout.dtype] if self.half else _ROUNDINGS
         routers = LAYERS + ("mtp" in self.layout.flags) if self.layout.experts else 0
@@ -547,7 +552,7 @@ class Bench:
         return {name: value.to(dtype) for name, value in self.known.items()}
 
     def tolerance(self, truth: Truth) -> float:
-        """Return by what part of its norm a gradient may differ from the definition."""
+        """Return the bound of a gradient's error, relative to its norm."""
         if self.half:
             bound = OF_BFLOAT16[self.layout.loss_kind, self.layout.auxiliary]
             return bound / _FINER[self.layout.dtype]
@@ -555,10 +560,10 @@ class Bench:
         return self.roundings * independent
 
     def away_and_back(self, *, freeing: bool = True) -> None:
-        """Offload and onload between two steps, after which parameters are the same bits.
+        """Offload and onload between two steps; parameters must have the same bits after it.
 
         Raises:
-            Wrong: nothing has left the device, with `freeing`, or something has not come back.
+            Wrong: `freeing`, and no memory was freed; or a tensor is not back on the device.
         """
         self.memories.offload(self.adapter, freeing=freeing)
         self.memories.onload(self.adapter)
@@ -566,59 +571,61 @@ class Bench:
 
     def digest(self) -> str:
         """Return a digest of the whole model's parameters, the same on all ranks."""
-        found = hashlib.sha256()
+        sha = hashlib.sha256()
         for name in sorted(self.known):
-            found.update(name.encode())
-            found.update(_bits(self.known[name]).numpy().tobytes())
-        return found.hexdigest()[:16]
+            sha.update(name.encode())
+            sha.update(_bits(self.known[name]).numpy().tobytes())
+        return sha.hexdigest()[:16]
 
-    def unchanged(self, what: str) -> None:
-        """Raise `Wrong` unless the parameters are the same bits as before."""
-        self._same(self.whole(), what)
+    def unchanged(self, cause: str) -> None:
+        """Raise `Wrong` unless the parameters have the same bits as before."""
+        self._same(self.gather_parameters(), cause)
 
     def hold_export(self, exported: Any) -> None:
-        """Hold what an export has returned to the model's parameters, as they are.
+        """Compare an export with the model's current parameters.
 
         Raises:
-            Wrong: other values, or none where all other ranks have none either.
+            Wrong: values differ, or no rank exports a parameter.
         """
         if exported is None:
             exported = getattr(self.adapter, "exported", None)
         names, fault = compared(exported, self._own_parts(synced=False), self.known)
-        told = self.told_by_all((names, isinstance(exported, (Mapping, list, tuple))))
-        given = set[str]().union(*(each for each, _ in told))
-        # One rank may export for all. What holds no tensors, such as a path, is not compared.
-        if any(container for _, container in told) and (missing := self.known.keys() - given):
+        exports = self.gather((names, isinstance(exported, (Mapping, list, tuple))))
+        exported_names = set[str]().union(*(of_rank for of_rank, _ in exports))
+        # One rank may export for all. A result without tensors, such as a path, is not compared.
+        if any(container for _, container in exports) and (
+            missing := self.known.keys() - exported_names
+        ):
             raise Wrong(
-                f"export() gives {len(given)} of {len(self.known)} parameters on all ranks "
-                f"together, and lacks {min(missing)}"
+                f"export() gives {len(exported_names)} of {len(self.known)} parameters on all "
+                f"ranks together, and lacks {min(missing)}"
             )
         self.stop_at(fault and f"export() gives other weights than the model has: {fault}")
 
-    def _same(self, found: Mapping[str, Tensor], what: str) -> None:
-        if moved := names_moved(found, self.known):
-            raise Wrong(f"{what} has changed {len(moved)} parameters, the first is {moved[0]}")
+    def _same(self, parameters: Mapping[str, Tensor], cause: str) -> None:
+        if moved := names_moved(parameters, self.known):
+            raise Wrong(f"{cause} has changed {len(moved)} parameters, the first is {moved[0]}")
 
     def _compare_parameters(
         self,
-        found: Mapping[str, Tensor],
-        wanted: Mapping[str, Tensor],
-        still: Mapping[str, Tensor],
+        actual: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        coasting: Mapping[str, Tensor],
         truth: Truth,
         finished: Finished,
         everybody: Sequence[Rows],
     ) -> None:
-        """Compare what this step's gradient did; the moments of earlier ones lead to `still`."""
-        names = list(wanted)
+        """Compare the effect of this step's gradient; earlier moments alone lead to `coasting`."""
+        names = list(expected)
 
-        def between(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> Tensor:
-            return torch.cat([(after[n].double() - before[n].double()).flatten() for n in names])
+        def between(end: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
+            return torch.cat([(end[n].double() - start[n].double()).flatten() for n in names])
 
-        moved, right = between(found, still), between(wanted, still)
+        moved, right = between(actual, coasting), between(expected, coasting)
         size, error = float(right.norm()), float((moved - right).norm())
-        # Earlier gradients, which the moments hold, had roundings of their own.
-        earlier = float(between(still, self.known).norm())
-        stored = torch.cat([found[name].flatten() for name in names])
+        # The moments also hold the roundings of earlier gradients.
+        earlier = float(between(coasting, self.known).norm())
+        stored = torch.cat([actual[name].flatten() for name in names])
         rounding = float(stored.double().norm()) * torch.finfo(stored.dtype).eps
         if self._within(error, self.tolerance(truth) * (size + earlier) + 2 * rounding):
             return
@@ -627,38 +634,38 @@ class Bench:
         if not size:
             raise Wrong("nothing counts in the step, and its gradient is not zero")
         self._refuse_clipping(None)
-        if not between(found, self.known).any():
+        if not between(actual, self.known).any():
             raise Wrong("the step has moved no parameter")
         factor = float(moved @ right) / size**2
         near = max(0.01, self.tolerance(truth))
-        rest = float((moved - factor * right).norm())
-        # The factor has to be what is wrong, and not beside other errors of its size.
-        if rest <= near * abs(factor) * size and rest < error / 2:
+        residual = float((moved - factor * right).norm())
+        # Report a factor only if it explains the error: other errors must be smaller.
+        if residual <= near * abs(factor) * size and residual < error / 2:
             clipped = self._clipped(finished, truth, factor)
             raise Wrong(f"the gradient is {factor:.4g} times the right one{clipped}")
         off = {}
         for name in names:
-            right_size = float((wanted[name] - still[name]).norm())
-            error_here = float((found[name].double() - wanted[name]).norm())
+            right_size = float((expected[name] - coasting[name]).norm())
+            error_here = float((actual[name].double() - expected[name]).norm())
             if error_here > near * right_size:
                 off[name] = error_here / right_size if right_size else math.inf
         fault = f"the gradient is off by {100 * error / size:.3g} % of its norm"
         if off:
             first = next(iter(off))
             of_shards = (ranks for (name, _), ranks in self._holders.items() if name == first)
-            seats = ", ".join(self._seats[rank] for ranks in of_shards for rank in ranks)
+            holders = ", ".join(self._rank_names[rank] for ranks in of_shards for rank in ranks)
             fault += (
                 f", in {len(off)} of {len(names)} parameters; the first is {first}, off by "
-                f"{100 * off[first]:.3g} %, on {seats}"
+                f"{100 * off[first]:.3g} %, on {holders}"
             )
         raise Wrong(fault + self._miscounted(everybody, truth, moved, right, near))
 
     def _miscounted(
         self, everybody: Sequence[Rows], truth: Truth, moved: Tensor, right: Tensor, near: float
     ) -> str:
-        """Return how often each call's rows count in a gradient that is wrong, if that explains it.
+        """Return how often each call's rows count in a wrong gradient, if that explains the fault.
 
-        All ranks take part. A step is the sum of its calls, and each may have another factor.
+        All ranks take part. A step is the sum of its calls, each of which may have a factor.
         """
         if self.packs_seen is not None or len(everybody) < 2:
             return ""
@@ -681,7 +688,7 @@ class Bench:
         return f"; the rows {', '.join(wrong[:4])}" if wrong else ""
 
     def _clipped(self, finished: Finished, truth: Truth, factor: float) -> str:
-        """Return what to say of a gradient that is too small, if its reported norm is right."""
+        """Return a hint at clipping if a gradient is too small and its reported norm is right."""
         norm = finished.grad_norm
         if not 0 < factor < 1 or norm is None:
             return ""
@@ -693,10 +700,10 @@ class Bench:
         )
 
     def _refuse_clipping(self, cause: BaseException | None) -> None:
-        """Raise `Wrong` if Megatron's optimizer is set to clip, which it does in float32 alone."""
+        """Raise `Wrong` if Megatron's optimizer is set to clip, which it can in float32 alone."""
         inner = getattr(self.subject.optimizer, "chained_optimizers", [self.subject.optimizer])
-        for one in inner:
-            limit = getattr(getattr(one, "config", None), "clip_grad", 0.0)
+        for optimizer in inner:
+            limit = getattr(getattr(optimizer, "config", None), "clip_grad", 0.0)
             if limit:
                 raise Wrong(
                     f"the optimizer is set to clip gradients (clip_grad is {limit:g}): certify "
@@ -704,48 +711,50 @@ class Bench:
                 ) from cause
 
     def _within(self, error: float, bound: float) -> bool:
-        if not error <= bound:  # nor if it is NaN
+        if not error <= bound:  # also if it is NaN
             return False
         self.of_bound = max(self.of_bound, error / bound if bound else 0.0)
         return True
 
-    def whole(self, own: Sequence[ParameterPart] | None = None) -> dict[str, Tensor]:
+    def gather_parameters(
+        self, own_parts: Sequence[ParameterPart] | None = None
+    ) -> dict[str, Tensor]:
         """Gather the whole model's parameters by Megatron's names. All ranks take part.
 
-        `own` is what this rank has of it; None for what it has now. In bfloat16 these are the main
-        parameters, and the model's are held to them.
+        `own_parts` are this rank's; None to copy them now. In bfloat16 the result is the main
+        parameters, and the model's must be equal to them, rounded.
 
         Raises:
             Wrong: two replicas have different bits.
         """
-        everybody = self.told_by_all(self._own_parts() if own is None else own)
-        found: dict[str, dict[int, ParameterPart]] = {}
+        everybody = self.gather(self._own_parts() if own_parts is None else own_parts)
+        by_name: dict[str, dict[int, ParameterPart]] = {}
         self._holders = {}
         shards: dict[tuple[str, int], list[Main]] = {}
-        for rank, theirs in enumerate(everybody):
-            for part in theirs:
-                known = found.setdefault(part.name, {}).setdefault(part.rank, part)
+        for rank, rank_parts in enumerate(everybody):
+            for part in rank_parts:
+                first_copy = by_name.setdefault(part.name, {}).setdefault(part.rank, part)
                 self._holders.setdefault((part.name, part.rank), []).append(rank)
-                # As bits: NaN is no other value than NaN.
-                if not torch.equal(_bits(known.value), _bits(part.value)):
+                # Bits are compared, because NaN is not equal to NaN.
+                if not torch.equal(_bits(first_copy.value), _bits(part.value)):
                     first = self._holders[part.name, part.rank][0]
                     raise Wrong(
-                        f"{self._seats[rank]} has other bits in {part.name} than its replica, "
-                        f"{self._seats[first]}"
+                        f"{self._rank_names[rank]} has other bits in {part.name} than its replica, "
+                        f"{self._rank_names[first]}"
                     )
                 if part.main is not None:
                     shards.setdefault((part.name, part.rank), []).append(part.main)
         if self.half:
-            for name, of_rank in found.items():
+            for name, of_rank in by_name.items():
                 for rank, part in of_rank.items():
                     main = joined_main(name, part.value, shards.get((name, rank), []))
                     of_rank[rank] = dataclasses.replace(part, value=main)
-        return {name: joined(list(of_rank.values())) for name, of_rank in found.items()}
+        return {name: joined(list(of_rank.values())) for name, of_rank in by_name.items()}
 
     def _own_parts(
         self, *, synced: bool = True, chunks: Sequence[int] | None = None
     ) -> list[ParameterPart]:
-        """Copy what this rank has of these chunks; `synced` waits for gathers under way."""
+        """Copy this rank's parts of these chunks; `synced` waits for pending gathers."""
         if self.layout.fsdp2:
             return [
                 ParameterPart(name=name, dimension=0, rank=self.rank, size=self.ranks, value=shard)
@@ -757,7 +766,7 @@ class Bench:
         if self.half:
             mains = mains_of(self.model.optimizer)
             for value in (p for chunk in self.model.chunks for p in chunk.parameters()):
-                # Frozen before DDP, or of 32 bits, it is its own.
+                # A parameter frozen before DDP, or of 32 bits, is its own main parameter.
                 if not hasattr(value, "main_grad") or value.dtype == torch.float32:
                     itself = value.detach().to("cpu", torch.float32, copy=True).flatten()
                     mains.setdefault(value, Main(start=0, values=itself))
@@ -771,27 +780,27 @@ class Bench:
         ]
 
     def stop_at(self, fault: str | None) -> None:
-        """Raise `Wrong` on all ranks, which would wait for one alone, if one has a fault."""
-        faults = [each for each in self.told_by_all(fault) if each]
+        """Raise `Wrong` on all ranks if one has a fault: they would wait for that one."""
+        faults = [text for text in self.gather(fault) if text]
         if faults:
             raise Wrong(faults[0])
 
-    def told_by_all(self, told: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Gather a value of each rank, by rank. All ranks take part."""
-        mine = io.BytesIO()
-        _Pickler(mine).dump(told)
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump(value)
         everybody: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everybody, mine.getvalue(), group=self._group)
-        return [pickle.loads(each) for each in everybody]
+        dist.all_gather_object(everybody, buffer.getvalue(), group=self._group)
+        return [pickle.loads(data) for data in everybody]
 
 
-def names_moved(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the parameters that have other values than before."""
-    return [name for name, value in after.items() if not torch.equal(value, before[name])]
+def names_moved(current: Mapping[str, Tensor], previous: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the parameters whose values have changed."""
+    return [name for name, value in current.items() if not torch.equal(value, previous[name])]
 
 
 def in_words(value: Any) -> str:
-    """Return what a value is, for who returned it in the place of another: `a list`."""
+    """Return a value's type in words, for an error: `a list`."""
     if isinstance(value, Tensor):
         return f"a tensor {[*value.shape]}"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -802,7 +811,7 @@ def _bits(value: Tensor) -> Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles plain tensors by their bytes: torch's own way takes longer than all else here."""
+    """Pickles plain tensors by their bytes: torch's own way takes longer than the whole gather."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or not obj.numel():

@@ -1,7 +1,7 @@
 """Defines the checks: each runs steps of an adapter on all ranks, and raises `Wrong` at a fault.
 
-Where a check is silent about it, all positions count, and calls are of equal size, so that each
-fault is caught by few checks.
+Unless a check varies them, all positions count and calls are of equal size, so that few checks
+catch each fault.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .draws import CALLS, MICROBATCHES
-from .failures import SPANS, Place, fail, failures, or_aborted
+from .failures import SPANS, Point, fail, failures, or_aborted
 from .protocol import MICRO_BATCH, Calls, Finished, Rows, Wrong
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from .bench import Bench
 
-#: Rows of a call: two microbatches, or as many as an interleaved schedule asks for.
+#: Rows of a call: two microbatches, as an interleaved schedule of two stages needs.
 CALL = 2 * MICRO_BATCH
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """Names a check and says what it demands.
+    """Describes a check, and what it demands.
 
     Example: `CHECKS["split-step"].summary`.
     """
@@ -44,25 +44,25 @@ class Check:
     hazards: tuple[str, ...] = ()
     """Hazards of Megatron that may be the cause of a failure; `megatron-idempotent explain ID`."""
     replicas: bool = False
-    """True if it takes more than one data-parallel rank."""
+    """True if it needs more than one data-parallel rank."""
     auxiliary: bool = False
-    """True if it takes a model whose layers add losses of their own."""
+    """True if it needs a model with auxiliary losses."""
     packs: bool = False
-    """True if it takes a layout of packs."""
+    """True if it needs a layout of packs."""
     plain: bool = False
-    """True if it takes a plain layout."""
+    """True if it needs a layout that is `plain`."""
     adapters: bool = False
-    """True if it takes a layout in which adapters can be judged over a frozen base."""
+    """True if it needs a layout in which low-rank adapters can be judged."""
     bits: bool = False
-    """True if it takes an adapter that says `order_stable = True`, and compares bits of layouts."""
+    """True if it needs an adapter with `order_stable = True`, and compares bits of layouts."""
     then: Callable[[Any], None] | None = None
-    """Takes a `States` on other ranks, in new processes, once those of `run` have ended."""
+    """Takes a `States` on new ranks, once those of `run` have ended."""
     reshards: str = ""
-    """The word of a layout whose number is another one on those ranks; "" for the same layout."""
+    """The layout's word whose number is another on the ranks of `then`; "" for none."""
     keeps: str = ""
-    """A kind of state that the adapter has to name in its `keeps`; "" for none."""
+    """A kind of state that the adapter must name in its `keeps`; "" for none."""
     parts: bool = False
-    """True if it takes an adapter with `parts`, which it moves one by one."""
+    """True if it needs an adapter with `parts`, which it moves one by one."""
 
 
 _checks: dict[str, Check] = {}
@@ -73,7 +73,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
 def _check(
     summary: str, **traits: Any
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
-    """Put a function among the checks, under its own name, with fields of `Check`."""
+    """Register a function as a check, under its own name; `traits` are fields of `Check`."""
 
     def enter(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
         name = run.__name__.replace("_", "-")
@@ -92,7 +92,7 @@ def whole_step(bench: Bench) -> None:
 
 
 def _steps(bench: Bench, rows: int = CALL) -> None:
-    """Take two steps of one call of so many rows."""
+    """Take two steps of one call with `rows` rows."""
     for seed in range(2):
         bench.take(bench.alike(seed, rows))
 
@@ -100,7 +100,7 @@ def _steps(bench: Bench, rows: int = CALL) -> None:
 @_check("the mean is over all positions, or sequences, that count, however microbatches share them")
 def counts(bench: Bench) -> None:
     def masked(replica: int) -> list[Rows]:
-        # Each row counts more positions than the one before, and replicas as many as each other.
+        # Each row counts more positions than the row before it; replicas are alike.
         rows = bench.rows(replica, 0, 2 * CALL)
         length = rows["input_ids"].shape[1]
         for index, mask_T in enumerate(rows["token_mask"]):
@@ -109,7 +109,7 @@ def counts(bench: Bench) -> None:
         return [rows]
 
     def few(replica: int) -> list[Rows]:
-        # One position of the first row, so that no least number hides what is divided by.
+        # One position of the first row, so that a divisor clamped from below shows.
         rows = bench.rows(replica, 0, CALL)
         rows["sample_mask"][1:] = 0
         rows["token_mask"][:, 2:] = 0
@@ -117,7 +117,7 @@ def counts(bench: Bench) -> None:
 
     for _ in range(2):
         bench.take(masked)
-    if not bench.layout.auxiliary:  # whose losses would be large
+    if not bench.layout.auxiliary:  # auxiliary losses would be large
         bench.take(few)
 
 
@@ -155,28 +155,28 @@ def rows_left_over(bench: Bench) -> None:
                 adapter.microbatch(rows)
             return adapter.finish()  # type: ignore[no-any-return]
 
-        what = f"calls of {numbers[0]} and {numbers[1]} rows"
-        if _refused(bench, step, calls_of, f"a step with {what}"):
-            bench.take(bench.alike(1, CALL), after=f"a refusal of {what}")
+        numbers_text = f"calls of {numbers[0]} and {numbers[1]} rows"
+        if _refused(bench, step, calls_of, f"a step with {numbers_text}"):
+            bench.take(bench.alike(1, CALL), cause=f"a refusal of {numbers_text}")
     if not hasattr(adapter, "logprobs") or bench.declares("logprobs-in-mid-step"):
         return
     rows, lengths_B = bench.ragged(bench.replica, bench.draw.number(1, 10**5), 2 * CALL + 1)
     try:
         logprobs = adapter.logprobs(rows)
-    except Exception:  # noqa: BLE001  a refusal, which is right if it is everybody's
+    except Exception:  # noqa: BLE001  a refusal, which is right if all ranks refuse
         logprobs = None
-    if any(bench.told_by_all(logprobs is not None)):
+    if any(bench.gather(logprobs is not None)):
         bench.hold_logprobs(rows, lengths_B, logprobs)
 
 
 def _refused(bench: Bench, step: Callable[[], Finished], calls_of: Calls, name: str) -> bool:
     """Return whether all ranks refuse a step; hold it to its definition if none does.
 
-    `name` says which step it is, for what is said of it.
+    `name` is the step's in errors.
     """
     raised, finished = or_aborted(bench, step)
-    refusals = bench.told_by_all(raised)
-    bench.place = name
+    refusals = bench.gather(raised)
+    bench.step_name = name
     if finished is not None and not any(refusals):
         bench.expect(finished, bench.everybody(calls_of))
     elif not all(refusals):
@@ -186,7 +186,7 @@ def _refused(bench: Bench, step: Callable[[], Finished], calls_of: Calls, name: 
         )
     else:
         bench.unchanged("what was refused")
-    bench.place = ""
+    bench.step_name = ""
     return finished is None
 
 
@@ -204,8 +204,8 @@ def sizes_change(bench: Bench) -> None:
 def _many_counted(bench: Bench) -> Calls:
     """Make a step that counts 2,049 positions or more, the last of them one by one.
 
-    float16 has no odd numbers there: it loses what is added one by one, and rounds their sum. That
-    is 1 / 2,200 of the gradient, which is above the bound of float64.
+    float16 has no odd numbers above 2,048: a count in it does not grow by ones, and an odd sum is
+    rounded. That changes the gradient by 1 / 2,200, which is above the bound of float64.
     """
     replicas, by_sequence = bench.layout.replicas, bench.layout.loss_kind == "sequence"
 
@@ -217,7 +217,7 @@ def _many_counted(bench: Bench) -> Calls:
         many = bench.rows(replica, 70, MICRO_BATCH * number)
         single = bench.rows(replica, 71, MICRO_BATCH * 12)
         single["token_mask"][:, 2:] = 0
-        if not by_sequence:  # in which something has to count of each
+        if not by_sequence:  # there each sequence needs a position that counts
             single["sample_mask"][1::MICRO_BATCH] = 0
         if replica == 0:
             single["token_mask"][0, 2] = 1  # so that their sum is odd
@@ -229,8 +229,8 @@ def _many_counted(bench: Bench) -> Calls:
 def _many_alike(bench: Bench) -> Calls:
     """Make a step of one microbatch 81 times, the first of them 512 times as large.
 
-    To a sum of 8 bits that has the first one, each of the others is less than half of its last bit.
-    Together they are 13.5 % of the gradient, which is above the bounds of bfloat16.
+    Each of the others is less than half of the last bit of a sum in bfloat16 that begins with the
+    first: it would be lost. All others are 13.5 % of the gradient, above the bounds of bfloat16.
     """
     import torch
 
@@ -267,21 +267,21 @@ def replica_without_rows(bench: Bench) -> None:
 )
 def drawn_sizes(bench: Bench) -> None:
     for _ in range(4 if bench.thorough else 1):
-        # Calls without rows, the first or the last, and one in between; a full step comes after.
+        # Calls without rows: the first or last, and one in between; then a full step.
         first, last = bench.draw.shuffled((0, -1))
         bench.take(_drawn(bench, bench.draw.number(2, 3), empty=(first,)))
         calls = bench.draw.shuffled((4, 6))[0]  # CALLS is odd
         bench.take(_drawn(bench, calls, empty=(last, bench.draw.number(1, calls - 2))))
         bench.take(_drawn(bench, CALLS))
     if not (bench.half or bench.layout.auxiliary):
-        # A gradient that is clipped by who does so. Its step leaves a model that is good no more.
+        # So large a gradient shows clipping. The step spoils the model, so it is the last.
         bench.take(_drawn(bench, 2, size=2.0**12))
 
 
 def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = (), size: float = 1.0) -> Calls:
-    """Draw a step of so many calls, in which replicas differ and calls are empty, if they may.
+    """Draw a step of `calls` calls; unless the adapter declares it cannot, replicas differ.
 
-    `size` is that of the rows' scales.
+    The calls in `empty` have no rows, on some replicas or all. `size` is that of the rows' scales.
     """
     draw, replicas = bench.draw, range(bench.layout.replicas)
     sizes_of = [draw.sizes(calls, bench.multiple) for _ in replicas]
@@ -292,9 +292,9 @@ def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = (), size: float =
     if bench.declares("uneven-replicas"):
         sizes_of = [sizes_of[-1]] * len(replicas)
     seeds = [draw.number(1, 10**6) for _ in range(calls)]
-    # Calls of few positions beside calls of many: the mean of calls is far from the mean then.
+    # Calls of few and of many positions: the mean of the calls' means differs from the mean.
     shares_of = [
-        [draw.share(*each) for each in draw.dealt(((0.03, 0.2), (0.8, 1.0)), calls)]
+        [draw.share(*bounds) for bounds in draw.dealt(((0.03, 0.2), (0.8, 1.0)), calls)]
         for _ in replicas
     ]
     return lambda replica: [
@@ -309,28 +309,28 @@ def nothing_valid(bench: Bench) -> None:
 
     def masked(empty: Callable[[int, int], slice], seed: int) -> Calls:
         def calls(replica: int) -> list[Rows]:
-            made = bench.alike(seed, 2 * size, 2 * size)(replica)
-            for call, rows in enumerate(made):
-                # Frameworks differ in whether a sequence counts of which no position does.
+            rows_of_calls = bench.alike(seed, 2 * size, 2 * size)(replica)
+            for call, rows in enumerate(rows_of_calls):
+                # Frameworks differ in whether a sequence without counting positions counts.
                 name = "token_mask" if seed % 2 and not by_sequence else "sample_mask"
                 rows[name][empty(replica, call)] = 0
-            return made
+            return rows_of_calls
 
         return calls
 
     by_sequence = bench.layout.loss_kind == "sequence"
-    none, every, first = slice(0), slice(None), slice(size)
-    places: list[Callable[[int, int], slice]] = [
-        lambda replica, call: (none, first)[call],
-        lambda replica, call: (every, none)[call],
+    no_rows, all_rows, half_of_rows = slice(0), slice(None), slice(size)
+    masks: list[Callable[[int, int], slice]] = [
+        lambda replica, call: (no_rows, half_of_rows)[call],
+        lambda replica, call: (all_rows, no_rows)[call],
     ]
     if bench.layout.replicas > 1:
-        places.append(lambda replica, call: none if replica else every)
-    if not bench.layout.auxiliary:  # they count, and are divided by what does
-        places += [lambda replica, call: every] * 2
+        masks.append(lambda replica, call: no_rows if replica else all_rows)
+    if not bench.layout.auxiliary:  # their sum would be divided by zero positions
+        masks += [lambda replica, call: all_rows] * 2
     start = bench.draw.number(1, 10**5)
-    for seed, place in enumerate([*bench.draw.shuffled(places), places[0]], start):
-        bench.take(masked(place, seed))
+    for seed, empty in enumerate([*bench.draw.shuffled(masks), masks[0]], start):
+        bench.take(masked(empty, seed))
 
 
 @_check(
@@ -340,14 +340,14 @@ def nothing_valid(bench: Bench) -> None:
 def unwatched_steps(bench: Bench) -> None:
     draw = bench.draw
     steps = []
-    # What happens in every twelfth step shows in the one after it.
+    # A fault in every twelfth step shows in the step after it.
     for seed in range(26 if bench.thorough else 14):
         sizes = (
             draw.sizes(draw.number(1, 3), bench.multiple, most=2) if seed < 5 else [bench.multiple]
         )
         steps.append(bench.alike(seed, *(MICRO_BATCH * size for size in sizes)))
     if not (bench.half or bench.layout.auxiliary):
-        # A spike, which a guard that knows the norms of earlier steps would skip or clip.
+        # A spike, which a guard that compares with earlier norms would skip or clip.
         steps.append(_drawn(bench, 1, size=2.0**12))
     bench.unwatched(steps)
 
@@ -359,7 +359,7 @@ def unwatched_steps(bench: Bench) -> None:
 )
 def auxiliary_losses(bench: Bench) -> None:
     def calls(replica: int) -> list[Rows]:
-        # Calls of other sizes, whose microbatches count other shares of their positions.
+        # Calls of unequal sizes, whose microbatches count unequal shares of positions.
         small, large = bench.alike(30, CALL, 3 * CALL)(replica)
         large["token_mask"][:CALL, large["input_ids"].shape[1] // 2 :] = 0
         return [small, large]
@@ -376,28 +376,30 @@ def auxiliary_losses(bench: Bench) -> None:
 def logprobs_in_mid_step(bench: Bench) -> None:
     adapter: Any = bench.adapter
     first, second = (bench.alike(seed, CALL) for seed in range(2))
-    # The looks of a step are at other rows, of the same number; in one step at many.
+    # Each look reads new rows, of the same number within a step; in one step they are many.
     many = MICROBATCHES // bench.multiple * bench.multiple
-    here, there = bench.draw.shuffled((many, bench.draw.sizes(1, bench.multiple, most=5)[0]))
-    last_look = _some(bench, here)
+    first_size, second_size = bench.draw.shuffled(
+        (many, bench.draw.sizes(1, bench.multiple, most=5)[0])
+    )
+    last_look = _some(bench, first_size)
 
     def look() -> None:
         nonlocal last_look
-        last_look = rows, lengths_B = _some(bench, here)
+        last_look = rows, lengths_B = _some(bench, first_size)
         bench.hold_logprobs(rows, lengths_B, adapter.logprobs(rows))
 
     finished = bench.step(first, between=look)
-    # The same rows just before the update and just after it, before anybody looks.
+    # The same rows just before the update and just after it, before parameters are gathered.
     rows, lengths_B = last_look
     logprobs_BT = adapter.logprobs(rows)
     bench.expect(finished, bench.everybody(first))
     bench.hold_logprobs(rows, lengths_B, logprobs_BT)
     # Other rows in the same tensors, as a data loader's buffers are refilled.
-    others, lengths_B = _some(bench, here)
-    for name, value in others.items():
+    other_rows, lengths_B = _some(bench, first_size)
+    for name, value in other_rows.items():
         rows[name].copy_(value)
     bench.hold_logprobs(rows, lengths_B, adapter.logprobs(rows))
-    bench.take(second, between=lambda: _hold_logprobs(bench, there))
+    bench.take(second, between=lambda: _hold_logprobs(bench, second_size))
 
 
 def _hold_logprobs(bench: Bench, microbatches: int = 2) -> None:
@@ -408,7 +410,7 @@ def _hold_logprobs(bench: Bench, microbatches: int = 2) -> None:
 
 
 def _some(bench: Bench, microbatches: int) -> tuple[Rows, Tensor]:
-    """Return so many microbatches' rows of this replica, and their lengths [B]."""
+    """Return rows of this replica for `microbatches` microbatches, and their lengths [B]."""
     return bench.ragged(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * microbatches)
 
 
@@ -424,7 +426,7 @@ def export_in_mid_step(bench: Bench) -> None:
 
     def export() -> None:
         exported = adapter.export()
-        if unseen:  # the export is of a step at which nobody has looked
+        if unseen:  # the export came before anything else read the step's parameters
             bench.expect(unseen.pop(), bench.everybody(first))
         bench.unchanged("a step that has not finished")
         bench.hold_export(exported)
@@ -444,7 +446,7 @@ def abort_and_retry(bench: Bench) -> None:
             adapter.microbatch(bench.rows(bench.replica, 50 + call, MICRO_BATCH * size))
         adapter.abort()
         bench.unchanged("abort()")
-        bench.take(bench.alike(60 + calls, CALL), after=f"an abort() in call {calls}")
+        bench.take(bench.alike(60 + calls, CALL), cause=f"an abort() in call {calls}")
 
 
 @_check(
@@ -454,12 +456,13 @@ def abort_and_retry(bench: Bench) -> None:
 def failure_on_one_rank(bench: Bench) -> None:
     for failure in failures(bench):
         fail(bench, failure)
-        calls_of, after = bench.alike(bench.draw.number(1, 10**5), CALL), f"one in which {failure}"
+        calls_of = bench.alike(bench.draw.number(1, 10**5), CALL)
+        failed_step = f"one in which {failure}"
         if issubclass(failure.error, Exception):
-            bench.take(calls_of, after=after)
-        else:  # the process was told to end, and may take no further step
+            bench.take(calls_of, cause=failed_step)
+        else:  # the process was told to end, and may refuse further steps
             step = functools.partial(bench.step, calls_of)
-            _refused(bench, step, calls_of, f"the step after {after}")
+            _refused(bench, step, calls_of, f"the step after {failed_step}")
 
 
 @_check(
@@ -468,52 +471,53 @@ def failure_on_one_rank(bench: Bench) -> None:
 )
 def nan(bench: Bench) -> None:
     draw, times = bench.draw, 3 if bench.thorough else 1
-    # In the first call of each replica, in one of few and of many, in any microbatch.
+    # On each replica in the first call, in one of few and in one of many; in any microbatch.
     spots = draw.shuffled([*itertools.product(range(bench.layout.replicas), SPANS)] * times)
     kinds = draw.dealt((math.nan, math.inf, None), len(spots))
     for (replica, span), number in zip(spots, kinds, strict=True):
-        event = _not_finite(bench, replica, Place.drawn(bench, span), number)
-        bench.take(bench.alike(draw.number(1, 10**5), CALL), after=f"one in which {event}")
+        event = _not_finite(bench, replica, Point.drawn(bench, span), number)
+        bench.take(bench.alike(draw.number(1, 10**5), CALL), cause=f"one in which {event}")
 
 
-def _not_finite(bench: Bench, replica: int, place: Place, number: float | None) -> str:
-    """Take a step that is not finite in a call of a replica, and hold all ranks to not updating.
+def _not_finite(bench: Bench, replica: int, point: Point, number: float | None) -> str:
+    """Take a step that is not finite; raise `Wrong` if a rank updates. Return what happened.
 
-    The loss of a row is multiplied by the number; if it is None, a gradient is NaN on one rank of
-    the replica, and the loss is as it was. Returns what happened.
+    The loss of a row of the replica is multiplied by `number`. If that is None, the loss stays as
+    it is, and a gradient is NaN on one rank of the replica.
     """
-    adapter, draw, call = bench.adapter, bench.draw, place.call
+    adapter, draw, call = bench.adapter, bench.draw, point.call
     seed = draw.number(1, 10**5)
-    calls_of = bench.alike(seed, *(MICRO_BATCH * size for size in place.sizes))
-    # In later calls not in the first microbatch, which may be all that is looked at.
-    row = draw.number(MICRO_BATCH if call else 0, MICRO_BATCH * place.sizes[call] - 1)
-    seats = enumerate(bench.told_by_all(bench.seat))
-    rank = draw.shuffled([rank for rank, (of_replica, *_) in seats if of_replica == replica])[0]
-    before = None
+    calls_of = bench.alike(seed, *(MICRO_BATCH * size for size in point.sizes))
+    # In later calls not in the first microbatch, which may be the only one that is checked.
+    row = draw.number(MICRO_BATCH if call else 0, MICRO_BATCH * point.sizes[call] - 1)
+    coordinates = enumerate(bench.gather(bench.coordinates))
+    ranks = [rank for rank, (rank_replica, *_) in coordinates if rank_replica == replica]
+    rank = draw.shuffled(ranks)[0]
+    forwards_done = None
     if number is None and bench.rank == rank:
-        before = sum(place.sizes[:call]) + place.microbatch
+        forwards_done = sum(point.sizes[:call]) + point.microbatch
 
     def step() -> Finished:
-        made = calls_of(bench.replica)
+        rows_of_calls = calls_of(bench.replica)
         if bench.replica == replica and number is not None:
-            made[call]["scale"][row] = number
+            rows_of_calls[call]["scale"][row] = number
         adapter.begin()
-        for rows in made:
+        for rows in rows_of_calls:
             adapter.microbatch(rows)
         return adapter.finish()
 
-    with bench.forwards.failing(before, "gradient"):
+    with bench.forwards.failing(forwards_done, "gradient"):
         raised, finished = or_aborted(bench, step)
     if number is not None:
-        event = f"a loss of replica {replica} is {number}, {place}"
-    elif not any(bench.told_by_all(bench.forwards.met)):
-        # The adapter runs fewer microbatches, or none by the chunk's own forward.
+        event = f"a loss of replica {replica} is {number}, {point}"
+    elif not any(bench.gather(bench.forwards.met)):
+        # The adapter runs fewer microbatches, or does not call the chunk's forward.
         if finished is not None:
             bench.expect(finished, bench.everybody(calls_of))
         return "nothing was NaN"
     else:
-        event = f"a gradient is NaN on rank {rank}, of a finite loss, {place}"
-    outcomes = bench.told_by_all((raised, finished is not None and finished.updated))
+        event = f"a gradient is NaN on rank {rank}, of a finite loss, {point}"
+    outcomes = bench.gather((raised, finished is not None and finished.updated))
     if any(updated for _, updated in outcomes):
         raise Wrong(f"{event}, and the step updated all the same")
     if len({error is None for error, _ in outcomes}) > 1:
@@ -541,12 +545,12 @@ def resume(bench: Bench) -> None:
     _steps(bench)
     state = adapter.save()
     saved, update = bench.known, copy.deepcopy(bench.update)
-    bench.take(bench.alike(2, CALL), after="save()")
+    bench.take(bench.alike(2, CALL), cause="save()")
     later = bench.known
     bench.make_model()
     adapter.build(bench.subject)
     adapter.load(state)
-    if not names_moved(bench.whole(), later):
+    if not names_moved(bench.gather_parameters(), later):
         raise Wrong(
             "save() returns tensors that the next step has written to: the adapter has to return "
             "copies, or to write them before it returns"
@@ -562,9 +566,9 @@ def resume(bench: Bench) -> None:
     hazards=("optimizer-offload-breaks-views", "zero-grad-while-offloaded"),
 )
 def offload_between_steps(bench: Bench) -> None:
-    for seed in range(3):  # the first before there is any optimizer state
+    for seed in range(3):  # the first one before there is optimizer state
         bench.away_and_back()
-        bench.take(bench.alike(seed, CALL), after="an offload() and onload()")
+        bench.take(bench.alike(seed, CALL), cause="an offload() and onload()")
 
 
 @_check(
@@ -580,7 +584,7 @@ def logprobs_while_offloaded(bench: Bench) -> None:
         bench.away_and_back(freeing=False)
 
     read()
-    bench.take(bench.alike(0, CALL), after="log-probs while offloaded")
+    bench.take(bench.alike(0, CALL), cause="log-probs while offloaded")
     read()
 
 
@@ -605,7 +609,7 @@ def offload_in_mid_step(bench: Bench) -> None:
         return bench.adapter.finish()
 
     if _refused(bench, step, calls, "a step with an offload in it"):
-        bench.take(bench.alike(1, CALL), after="an offload in an open step, which was refused")
+        bench.take(bench.alike(1, CALL), cause="an offload in an open step, which was refused")
 
 
 @_check(
@@ -637,27 +641,27 @@ def low_rank_adapters(bench: Bench) -> None:
     bits=True,
 )
 def same_bits(bench: Bench) -> None:
-    # As many as one, two, three and four replicas share.
-    whole = bench.rows(0, 90, 12 * MICRO_BATCH)
+    # A number that one, two, three and four replicas can share.
+    all_rows = bench.rows(0, 90, 12 * MICRO_BATCH)
 
-    def taken(on: Bench, order: Sequence[int], *, calls: int) -> str:
+    def digest_of(on: Bench, order: Sequence[int], *, calls: int) -> str:
         def calls_of(replica: int) -> list[Rows]:
-            each = len(order) // on.layout.replicas
-            mine = [
+            per_replica = len(order) // on.layout.replicas
+            own_rows = [
                 MICRO_BATCH * index + row
-                for index in order[replica * each :][:each]
+                for index in order[replica * per_replica :][:per_replica]
                 for row in range(MICRO_BATCH)
             ]
             # An interleaved schedule takes calls of an even number of microbatches.
-            cut = MICRO_BATCH * (2 * each // 3 if calls == 2 else each)
-            parts = [mine[:cut], mine[cut:]][:calls]
-            return [{name: value[part] for name, value in whole.items()} for part in parts]
+            cut = MICRO_BATCH * (2 * per_replica // 3 if calls == 2 else per_replica)
+            parts = [own_rows[:cut], own_rows[cut:]][:calls]
+            return [{name: value[part] for name, value in all_rows.items()} for part in parts]
 
         for _ in range(2):
             on.take(calls_of)
         return on.digest()
 
-    bench.bits = taken(bench, range(12), calls=1)
-    again = type(bench)(type(bench.adapter)(), bench.layout)
-    if taken(again, range(11, -1, -1), calls=2) != bench.bits:
+    bench.bits = digest_of(bench, range(12), calls=1)
+    second_bench = type(bench)(type(bench.adapter)(), bench.layout)
+    if digest_of(second_bench, range(11, -1, -1), calls=2) != bench.bits:
         raise Wrong("the same microbatches in another order and two calls give other bits")

@@ -1,7 +1,7 @@
 """Draws the sizes of a check's steps from a seed, the same on all ranks.
 
-What each run has to have is dealt out, and only its order and the rest are drawn: whatever the
-seed, a step has a call of nine microbatches and one of one.
+Cases that every run must have are dealt out, and their order and all else is drawn: with any seed
+some step has a call of nine microbatches and one of one.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import TypeVar
 
 #: The most calls of a step, and microbatches of a call.
 CALLS, MICROBATCHES = 7, 9
-Each = TypeVar("Each")
+Item = TypeVar("Item")
 
 
 class Draw:
-    """Draws from a seed and the names of what is drawn for.
+    """Draws numbers and orders, from a seed and from names that tell draws apart.
 
     Example: `Draw(7, "dp2", "drawn-sizes").shuffled([1, 2, 3])`.
     """
 
     def __init__(self, seed: int, *names: str) -> None:
-        """Take a seed, and what else tells one sequence of draws from another."""
+        """Take a seed, and names, such as a layout and a check: each has its own sequence."""
         self._random = random.Random(" ".join((str(seed), *names)))
 
     def number(self, least: int, most: int) -> int:
@@ -33,27 +33,27 @@ class Draw:
         """Return a number between the two."""
         return self._random.uniform(least, most)
 
-    def shuffled(self, values: Sequence[Each]) -> list[Each]:
+    def shuffled(self, values: Sequence[Item]) -> list[Item]:
         """Return the values in any order."""
         return self._random.sample(list(values), len(values))
 
-    def dealt(self, values: Sequence[Each], number: int) -> list[Each]:
-        """Return so many of the values, each as often as any other, give or take one."""
-        found: list[Each] = []
-        while len(found) < number:
-            found += self.shuffled(values)
-        return found[:number]
+    def dealt(self, values: Sequence[Item], number: int) -> list[Item]:
+        """Return `number` of the values, all equally often, give or take one."""
+        dealt: list[Item] = []
+        while len(dealt) < number:
+            dealt += self.shuffled(values)
+        return dealt[:number]
 
     def sizes(self, calls: int, multiple: int = 1, *, most: int = MICROBATCHES) -> list[int]:
         """Return the microbatches of each call, odd and even, in any order.
 
-        Of CALLS calls one has one, and one has MICROBATCHES. All are a multiple of `multiple`, as
-        an interleaved schedule takes them.
+        Of CALLS calls one has one microbatch, and one has MICROBATCHES. All numbers are multiples
+        of `multiple`, as an interleaved schedule needs them.
         """
-        found = [self.number(1, most if calls < 3 else min(most, 3)) for _ in range(calls)]
+        sizes = [self.number(1, most if calls < 3 else min(most, 3)) for _ in range(calls)]
         if calls == CALLS:
-            found[:4] = 1, MICROBATCHES, 2, self.number(1, 2) * 2 + 1
+            sizes[:4] = 1, MICROBATCHES, 2, self.number(1, 2) * 2 + 1
         if multiple > 1:
             largest = MICROBATCHES // multiple * multiple
-            found = [min(largest, -(-size // multiple) * multiple) for size in found]
-        return self.shuffled(found)
+            sizes = [min(largest, -(-size // multiple) * multiple) for size in sizes]
+        return self.shuffled(sizes)

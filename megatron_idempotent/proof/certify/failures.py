@@ -1,6 +1,6 @@
-"""Deals out failures over ranks, calls and microbatches, and takes steps that fail so.
+"""Deals out failures over ranks, calls and microbatches, and takes steps that fail there.
 
-Whatever the seed, each rank fails in some step.
+With any seed each rank fails in some step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None, Finished | None]:
-    """Return what a step raised on this rank, which then aborts it, or what it returned."""
+    """Take a step; return its error, after an abort, and None, or None and its result."""
     from megatron_idempotent.window.agreement import describe
 
     try:
@@ -30,14 +30,14 @@ def or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None, 
     return None, bench.checked(finished)
 
 
-_Where = Literal["loss", "forward", "backward"]
-#: The calls of a step in which something goes wrong: the first, one of few, one of many.
+_Phase = Literal["loss", "forward", "backward"]
+#: Ranges of the call that goes wrong: the first, one of few, one of many.
 SPANS = ((0, 0), (1, 3), (4, CALLS - 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Says where something goes wrong in a step."""
+class Point:
+    """Holds the call and the microbatch of a step in which something goes wrong."""
 
     sizes: tuple[int, ...]
     """Microbatches of each call."""
@@ -46,7 +46,7 @@ class Place:
     """Microbatches of the call before it; one or more."""
 
     @classmethod
-    def drawn(cls, bench: Bench, span: tuple[int, int]) -> Place:
+    def drawn(cls, bench: Bench, span: tuple[int, int]) -> Point:
         """Draw a call of a span, the calls of its step, and a microbatch."""
         draw, multiple = bench.draw, bench.multiple
         call = draw.number(*span)
@@ -63,27 +63,27 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Says where a step fails."""
+    """Holds the ranks, the phase and the point at which a step fails, and the error."""
 
     ranks: tuple[int, ...]
-    where: _Where
+    phase: _Phase
     error: type[BaseException]
-    place: Place
+    point: Point
 
     def __str__(self) -> str:
         # A loss fails in the first microbatch of a call, as adapters have it.
-        number = 1 if self.where == "loss" else self.place.microbatch + 1
+        number = 1 if self.phase == "loss" else self.point.microbatch + 1
         return (
-            f"the {self.where} of microbatch {number} {self.place} failed on rank "
+            f"the {self.phase} of microbatch {number} {self.point} failed on rank "
             f"{', '.join(map(str, self.ranks))} with a {self.error.__name__}"
         )
 
 
 def failures(bench: Bench) -> list[Failure]:
-    """Deal out failures: of the loss on each rank that has one, and in the model on others too.
+    """Deal out failures: in the loss on each rank that computes it, in the model on all ranks.
 
-    Errors are of types that frameworks catch, as a lack of memory or a bad sample; in the model
-    also of those that end a process or a task.
+    Errors are of types that frameworks catch, such as those of missing memory or a bad sample; in
+    the model also of types that end a process or a task.
     """
     from asyncio import CancelledError
 
@@ -92,10 +92,10 @@ def failures(bench: Bench) -> list[Failure]:
     errors = (torch.OutOfMemoryError, ValueError, KeyError, MemoryError, AssertionError)
     interrupts = (KeyboardInterrupt, SystemExit, CancelledError)
     draw, times = bench.draw, 3 if bench.thorough else 1
-    places: dict[tuple[int, int], list[int]] = {}
+    ranks_of: dict[tuple[int, int], list[int]] = {}
     losses = []
-    for rank, (replica, stage, last) in enumerate(bench.told_by_all(bench.seat)):
-        places.setdefault((replica, stage), []).append(rank)
+    for rank, (replica, stage, last) in enumerate(bench.gather(bench.coordinates)):
+        ranks_of.setdefault((replica, stage), []).append(rank)
         losses += [[rank]] if last else []
     number = max(len(errors), len(losses)) * times
     kinds: list[Any] = [("loss", error) for error in draw.dealt(errors, number)]
@@ -104,59 +104,63 @@ def failures(bench: Bench) -> list[Failure]:
         for _ in range(times):
             first, second = draw.shuffled(errors[1:])[:2]
             kinds += [("forward", first), ("backward", errors[0]), ("backward", second)]
-            if bench.layout.stages == 1:  # else other stages wait until the process has ended
-                where = draw.shuffled(("forward", "backward"))[0]
-                kinds.append((where, draw.shuffled(interrupts)[0]))
-        ranks += draw.dealt(list(places.values()), len(kinds) - number)
-    # A framework that drops no open step keeps a step's earlier calls.
+            if bench.layout.stages == 1:  # other stages would wait until the process ends
+                phase = draw.shuffled(("forward", "backward"))[0]
+                kinds.append((phase, draw.shuffled(interrupts)[0]))
+        ranks += draw.dealt(list(ranks_of.values()), len(kinds) - number)
+    # A framework that cannot drop an open step keeps its earlier calls: fail in the first.
     spans = SPANS[:1] if bench.declares("abort-and-retry") else SPANS
     drawn = [
-        Failure(ranks=tuple(at), where=where, error=error, place=Place.drawn(bench, span))
-        for at, (where, error), span in zip(
+        Failure(
+            ranks=tuple(failing_ranks), phase=phase, error=error, point=Point.drawn(bench, span)
+        )
+        for failing_ranks, (phase, error), span in zip(
             ranks, kinds, draw.dealt(spans, len(kinds)), strict=True
         )
     ]
-    # After the others, because a process that is told to end may take no further step.
+    # Interrupts last: a process that is told to end may take no further step.
     return sorted(draw.shuffled(drawn), key=lambda failure: failure.error in interrupts)
 
 
 def fail(bench: Bench, failure: Failure) -> None:
-    """Take a step that fails so, and hold all ranks to raising and to dropping it."""
+    """Take a step with this failure; raise `Wrong` unless all ranks raise and drop the step."""
     adapter = bench.adapter
     seed = bench.draw.number(1, 10**5)
-    place = failure.place
-    calls_of = bench.alike(seed, *(MICRO_BATCH * size for size in place.sizes))
+    point = failure.point
+    calls_of = bench.alike(seed, *(MICRO_BATCH * size for size in point.sizes))
     fails = bench.rank in failure.ranks
     Planted.drawn = failure.error
 
     def step() -> Finished:
         adapter.begin()
         for call, rows in enumerate(calls_of(bench.replica)):
-            loss = fails and failure.where == "loss" and call == place.call
+            loss = fails and failure.phase == "loss" and call == point.call
             adapter.microbatch(rows, fail=loss)
         return adapter.finish()
 
-    if failure.where == "loss":
+    if failure.phase == "loss":
         raised, finished = or_aborted(bench, step)
         met = fails
     else:
-        before = sum(place.sizes[: place.call]) + place.microbatch
-        with bench.forwards.failing(before if fails else None, failure.where):
+        forwards_done = sum(point.sizes[: point.call]) + point.microbatch
+        with bench.forwards.failing(forwards_done if fails else None, failure.phase):
             raised, finished = or_aborted(bench, step)
         met = bench.forwards.met
-    told = bench.told_by_all((raised, met))
-    nobody_raised = all(each is None for each, _ in told)
-    fails_again = failure.where == "loss" and any(met for _, met in told)
+    outcomes = bench.gather((raised, met))
+    nobody_raised = all(error is None for error, _ in outcomes)
+    fails_again = failure.phase == "loss" and any(met for _, met in outcomes)
     if finished is not None and nobody_raised and not fails_again:
-        # The adapter runs other microbatches, or none by the chunk's own forward, or has run again
-        # what had failed once: a loss that is to fail does so each time.
+        # The adapter runs other microbatches, or does not call the chunk's forward, or has run the
+        # failed forward a second time. A loss that is to fail does so each time.
         try:
             bench.expect(finished, bench.everybody(calls_of))
         except Wrong as wrong:
             raise Wrong(f"{failure} (nothing raised): {wrong}") from None
         return
-    calm = [rank for rank, (each, _) in enumerate(told) if each is None]
+    calm = [rank for rank, (error, _) in enumerate(outcomes) if error is None]
     if calm:
-        said = next((told[rank][0] for rank in failure.ranks if told[rank][0]), "nothing raised")
-        raise Wrong(f"{failure} ({said}), and rank {calm[0]} finished the step")
+        cause = next(
+            (outcomes[rank][0] for rank in failure.ranks if outcomes[rank][0]), "nothing raised"
+        )
+        raise Wrong(f"{failure} ({cause}), and rank {calm[0]} finished the step")
     bench.unchanged(f"a step in which {failure}")

@@ -229,7 +229,7 @@ def ending_hangs(bench: States, reason: str) -> Iterator[None]:
 
     A collective would wait for ever for a rank that does not join it. All ranks enter.
     """
-    ranks: list[int] = bench.told_by_all(os.getpid())
+    ranks: list[int] = bench.gather(os.getpid())
     ended, begun_s = threading.Event(), time.monotonic()
     unserved_before_s = sum(map(unserved_s, ranks))
 
@@ -283,14 +283,14 @@ def _unreadable(bench: States, path: Path) -> Iterator[str]:
 def _cut(bench: States, path: Path, *, parts: int) -> Iterator[str]:
     """Truncate the file to 1 / `parts` of its size; with `parts=0` remove it."""
     content = path.read_bytes()
-    bench.told_by_all(None)
+    bench.gather(None)
     if bench.rank == 0:
         path.write_bytes(content[: len(content) // parts]) if parts else path.unlink()
-    bench.told_by_all(None)
+    bench.gather(None)
     yield f"{'half of ' if parts else ''}{path.name} is missing"
     if bench.rank == 0:
         path.write_bytes(content)
-    bench.told_by_all(None)
+    bench.gather(None)
 
 
 LATER = "later.pt"
@@ -303,7 +303,7 @@ Stamps = Mapping[Path, tuple[int, int]]
 
 def stamps(bench: States) -> Stamps:
     """Return the stamps of all files of checkpoints. All ranks take part."""
-    bench.told_by_all(None)  # all have written
+    bench.gather(None)  # all have written
     files = [path for path in bench.folder.rglob("*") if not path.name.endswith(LATER)]
     stats = {path: path.stat() for path in files if path.is_file()}
     return {path: (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
@@ -320,7 +320,7 @@ def saved_files(bench: States, older: Stamps = MappingProxyType({})) -> list[tup
         for path, (changed_ns, size) in stamps(bench).items()
     )
     largest = {re.sub("[0-9]+", "", path.name): (size, path) for _, size, path in files}
-    everybody: list[list[tuple[int, Path]]] = bench.told_by_all(sorted(largest.values()))
+    everybody: list[list[tuple[int, Path]]] = bench.gather(sorted(largest.values()))
     return everybody[0][::-1]
 
 

@@ -166,7 +166,7 @@ class SeenPart:
 class PacksSeen:
     """Notes each pack of a training forward of a model's first chunk.
 
-    Example: `PacksSeen(chunk).of_rows(rows, replica=0, gather=bench.told_by_all)`.
+    Example: `PacksSeen(chunk).of_rows(rows, replica=0, gather=bench.gather)`.
     """
 
     def __init__(self, chunk: Any) -> None:

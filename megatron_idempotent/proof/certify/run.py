@@ -488,8 +488,8 @@ def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[in
         if not isinstance(error, Wrong):
             fault = f"{type(error).__name__} in {_place_of(error)}: {first_line(error)}"
         late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in fault
-        if bench is not None and bench.place:
-            fault = f"{bench.place}: {fault}"
+        if bench is not None and bench.step_name:
+            fault = f"{bench.step_name}: {fault}"
         return 0 if isinstance(error, Wrong) else 2 if late else 1, fault, of_bound, bits
     return 3, "", of_bound, bits
 

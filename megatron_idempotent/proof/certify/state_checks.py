@@ -120,7 +120,7 @@ def saved_again(bench: States) -> None:
         bench.advance(5)
         later_snapshot = bench.snapshot()
         fault, later = attempt(_saved, bench, save)
-        refusals = bench.told_by_all(fault)
+        refusals = bench.gather(fault)
         if None in refusals and any(refusals):
             raise Wrong(f"a later {save}() is refused, and rank {refusals.index(None)} takes it")
         bench.advance(6)
@@ -129,7 +129,7 @@ def saved_again(bench: States) -> None:
             adapter.load(later)
             bench.loaded(later_snapshot, cause)
             bench.hold(1, cause, expected=later_snapshot)
-        if any(bench.told_by_all(first_difference(first, later))):  # else it replaced the first
+        if any(bench.gather(first_difference(first, later))):  # else it replaced the first
             cause = f"load() of what was saved before a later {save}()"
             adapter.load(first)
             bench.loaded(first_snapshot, cause)
@@ -258,7 +258,7 @@ def load_into_new_process(bench: States) -> None:
     bench.advance(1)
     state = _saved(bench)
     bench.hold_saved(state)
-    snapshots = bench.told_by_all(bench.course[1][1])
+    snapshots = bench.gather(bench.course[1][1])
     handover = state, bench.course, bench.whole_state(), snapshots, older
     torch.save(handover, bench.folder / f"{bench.rank}-{LATER}")
 
@@ -398,7 +398,7 @@ def _follow_with_offload(bench: States, number: int, part: str) -> None:
         raise
     except Exception as error:  # noqa: BLE001  a refusal, in the framework's own words
         fault = first_line(error) or type(error).__name__
-    refusals = bench.told_by_all(fault)
+    refusals = bench.gather(fault)
     cause = f"an offload of {part}"
     if finished is not None and not any(refusals):
         bench.hold_step(number, f"{cause} in an open step", finished)
@@ -452,7 +452,7 @@ def saved_while_frozen(bench: States) -> None:
         return [part for chunk in bench.model.chunks for part in parts(chunk, bench.layout)]
 
     trained = {part.name for part in own_parts() if part.value.requires_grad}
-    names = sorted(set[str]().union(*bench.told_by_all(trained)))[::2]
+    names = sorted(set[str]().union(*bench.gather(trained)))[::2]
 
     def frozen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         parameters = [part.value for part in own_parts() if part.name in names]
@@ -523,14 +523,14 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
             disk = blocks.enter_context(slow_disk(bench)) if is_async else None
             with no_room(room, yes=yes, forked=is_async):
                 fault, state = attempt(getattr(adapter, save))
-        faults = bench.told_by_all(fault)
+        faults = bench.gather(fault)
         if disk is not None and not any(faults):
             disk.returned()
             reason = f"{cannot_write}, and saved() has not returned"
             with ending_hangs(bench, reason), no_room(room, yes=yes):
                 disk.release()  # threads have the limits of their process
                 fault, _ = attempt(adapter.saved)
-            faults = bench.told_by_all(fault)
+            faults = bench.gather(fault)
     bench.hold(1, f"a {save}() that failed on rank {rank}", expected, expected)
     unaware = faults.index(None) if None in faults else None
     if any(faults) and unaware is not None:
@@ -584,7 +584,7 @@ def _fail_to_load(
         with spoilt(bench, path) as spoilt_file:
             with ending_hangs(bench, f"{spoilt_file}, and load() has not returned"):
                 raised, _ = attempt(adapter.load, state)
-            refusals = bench.told_by_all(raised)
+            refusals = bench.gather(raised)
         if number and not any(refusals):
             _hold_loaded(bench, 1, f"a load although {spoilt_file}")
             bench.advance(5)

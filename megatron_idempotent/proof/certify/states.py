@@ -229,11 +229,11 @@ class States(Bench):
 
         Files outside of the folder do not count: another machine may not see them.
         """
-        self.told_by_all(None)  # all have written
+        self.gather(None)  # all have written
         files = sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
         parameters = [p for chunk in self.model.chunks for p in chunk.parameters()]
         least = sum(p.nbytes for p in parameters if p.requires_grad) // 2
-        returned, leasts = zip(*self.told_by_all((len(pickle.dumps(state)), least)), strict=True)
+        returned, leasts = zip(*self.gather((len(pickle.dumps(state)), least)), strict=True)
         self.stop_at(
             f"save() has left {files} bytes below subject.folder, and returned {sum(returned)}, "
             f"where a rank trains {2 * max(leasts)} bytes of weights: write below subject.folder"
@@ -249,7 +249,7 @@ class States(Bench):
         actual, moment = self.snapshot(), f"{cause} rank {self.rank}"
         kinds = self.kept_kinds if kinds is None else kinds
         faults = {kind: first_fault(expected, actual, moment, [kind]) for kind in kinds}
-        for of_rank in self.told_by_all(faults):
+        for of_rank in self.gather(faults):
             self.lost = {**{kind: fault for kind, fault in of_rank.items() if fault}, **self.lost}
         self.put(expected)
 
@@ -345,7 +345,7 @@ class States(Bench):
 
     def whole_state(self) -> dict[str, dict[str, Tensor]]:
         """Gather each parameter, its main one and its moments, by Megatron's names. Collective."""
-        everybody = self.told_by_all(
+        everybody = self.gather(
             [
                 (dataclasses.replace(part, value=_copied(part.value)), key, start, _copied(value))
                 for part, key, start, value in self._shards()
