@@ -80,7 +80,7 @@ _LR_OF_EXPERTS = 0.005
 
 
 class Bench:
-    """Holds one adapter around one model; `known` has the whole model's current parameters."""
+    """Holds one adapter around one model; `parameters` has the whole model's current parameters."""
 
     def __init__(
         self, adapter: Adapter, layout: Layout, *, draw: Draw | None = None, thorough: bool = False
@@ -108,7 +108,7 @@ class Bench:
         self.adapter.build(self.subject)
         self.memories = Memories(self.subject)
         self._forwards_of: tuple[Any, Forwards] | None = None
-        self.known = self.gather_parameters()
+        self.parameters = self.gather_parameters()
         self.of_bound = 0.0
         """The largest part of its bound that an error had so far."""
         self.bits = ""
@@ -451,8 +451,8 @@ class Bench:
         if not truth.count and not finished.updated:
             self.unchanged("a step that was skipped")
             return
-        coasting = self.update.without(self.known)
-        expected = self.update.next(self.known, truth.gradient)
+        coasting = self.update.without(self.parameters)
+        expected = self.update.next(self.parameters, truth.gradient)
         if not finished.updated:
             raise Wrong("finish() says that it has not updated")
         if self.forwards.evaluated is not None:
@@ -472,7 +472,7 @@ class Bench:
         ):
             if value is not None and not self._within(abs(value - right), allowed * size):
                 raise Wrong(f"finish() reports the {name} {value:.6g}; {right:.6g} is right")
-        self.known = parameters
+        self.parameters = parameters
 
     def _truth(self, everybody: Sequence[Rows]) -> Truth:
         packs = None
@@ -547,9 +547,9 @@ class Bench:
     def _computing(self) -> dict[str, Tensor]:
         """The parameters that the model computes with."""
         if not self.half:
-            return self.known
+            return self.parameters
         dtype = self.subject.config.params_dtype
-        return {name: value.to(dtype) for name, value in self.known.items()}
+        return {name: value.to(dtype) for name, value in self.parameters.items()}
 
     def tolerance(self, truth: Truth) -> float:
         """Return the bound of a gradient's error, relative to its norm."""
@@ -572,9 +572,9 @@ class Bench:
     def digest(self) -> str:
         """Return a digest of the whole model's parameters, the same on all ranks."""
         sha = hashlib.sha256()
-        for name in sorted(self.known):
+        for name in sorted(self.parameters):
             sha.update(name.encode())
-            sha.update(_bits(self.known[name]).numpy().tobytes())
+            sha.update(_bits(self.parameters[name]).numpy().tobytes())
         return sha.hexdigest()[:16]
 
     def unchanged(self, cause: str) -> None:
@@ -589,21 +589,21 @@ class Bench:
         """
         if exported is None:
             exported = getattr(self.adapter, "exported", None)
-        names, fault = compared(exported, self._own_parts(synced=False), self.known)
+        names, fault = compared(exported, self._own_parts(synced=False), self.parameters)
         exports = self.gather((names, isinstance(exported, (Mapping, list, tuple))))
         exported_names = set[str]().union(*(of_rank for of_rank, _ in exports))
         # One rank may export for all. A result without tensors, such as a path, is not compared.
         if any(container for _, container in exports) and (
-            missing := self.known.keys() - exported_names
+            missing := self.parameters.keys() - exported_names
         ):
             raise Wrong(
-                f"export() gives {len(exported_names)} of {len(self.known)} parameters on all "
+                f"export() gives {len(exported_names)} of {len(self.parameters)} parameters on all "
                 f"ranks together, and lacks {min(missing)}"
             )
         self.stop_at(fault and f"export() gives other weights than the model has: {fault}")
 
     def _same(self, parameters: Mapping[str, Tensor], cause: str) -> None:
-        if moved := names_moved(parameters, self.known):
+        if moved := names_moved(parameters, self.parameters):
             raise Wrong(f"{cause} has changed {len(moved)} parameters, the first is {moved[0]}")
 
     def _compare_parameters(
@@ -624,7 +624,7 @@ class Bench:
         moved, right = between(actual, coasting), between(expected, coasting)
         size, error = float(right.norm()), float((moved - right).norm())
         # The moments also hold the roundings of earlier gradients.
-        earlier = float(between(coasting, self.known).norm())
+        earlier = float(between(coasting, self.parameters).norm())
         stored = torch.cat([actual[name].flatten() for name in names])
         rounding = float(stored.double().norm()) * torch.finfo(stored.dtype).eps
         if self._within(error, self.tolerance(truth) * (size + earlier) + 2 * rounding):
@@ -634,7 +634,7 @@ class Bench:
         if not size:
             raise Wrong("nothing counts in the step, and its gradient is not zero")
         self._refuse_clipping(None)
-        if not between(actual, self.known).any():
+        if not between(actual, self.parameters).any():
             raise Wrong("the step has moved no parameter")
         factor = float(moved @ right) / size**2
         near = max(0.01, self.tolerance(truth))

@@ -510,7 +510,7 @@ def _not_finite(bench: Bench, replica: int, point: Point, number: float | None) 
         raised, finished = or_aborted(bench, step)
     if number is not None:
         event = f"a loss of replica {replica} is {number}, {point}"
-    elif not any(bench.gather(bench.forwards.met)):
+    elif not any(bench.gather(bench.forwards.has_failed)):
         # The adapter runs fewer microbatches, or does not call the chunk's forward.
         if finished is not None:
             bench.expect(finished, bench.everybody(calls_of))
@@ -544,9 +544,9 @@ def resume(bench: Bench) -> None:
     adapter: Any = bench.adapter
     _steps(bench)
     state = adapter.save()
-    saved, update = bench.known, copy.deepcopy(bench.update)
+    saved, update = bench.parameters, copy.deepcopy(bench.update)
     bench.take(bench.alike(2, CALL), cause="save()")
-    later = bench.known
+    later = bench.parameters
     bench.make_model()
     adapter.build(bench.subject)
     adapter.load(state)
@@ -555,7 +555,7 @@ def resume(bench: Bench) -> None:
             "save() returns tensors that the next step has written to: the adapter has to return "
             "copies, or to write them before it returns"
         )
-    bench.known, bench.update = saved, update
+    bench.parameters, bench.update = saved, update
     bench.unchanged("save() and load()")
     _steps(bench)
 

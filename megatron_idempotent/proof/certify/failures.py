@@ -140,15 +140,15 @@ def fail(bench: Bench, failure: Failure) -> None:
 
     if failure.phase == "loss":
         raised, finished = or_aborted(bench, step)
-        met = fails
+        has_failed = fails
     else:
         forwards_done = sum(point.sizes[: point.call]) + point.microbatch
         with bench.forwards.failing(forwards_done if fails else None, failure.phase):
             raised, finished = or_aborted(bench, step)
-        met = bench.forwards.met
-    outcomes = bench.gather((raised, met))
+        has_failed = bench.forwards.has_failed
+    outcomes = bench.gather((raised, has_failed))
     nobody_raised = all(error is None for error, _ in outcomes)
-    fails_again = failure.phase == "loss" and any(met for _, met in outcomes)
+    fails_again = failure.phase == "loss" and any(has_failed for _, has_failed in outcomes)
     if finished is not None and nobody_raised and not fails_again:
         # The adapter runs other microbatches, or does not call the chunk's forward, or has run the
         # failed forward a second time. A loss that is to fail does so each time.

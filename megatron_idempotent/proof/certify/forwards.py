@@ -36,10 +36,10 @@ class Forwards:
         """Put hooks on the chunks, below what wraps them."""
         self.evaluated: str | None = None
         """A module that got a gradient after a forward in eval mode; None if there was none."""
-        self.met = False
+        self.has_failed = False
         """True once the failure that `failing` plans has happened."""
         self._plan: tuple[int, Phase] | None = None
-        self._seen = 0
+        self._forwards_done = 0
         self._first: Tensor | None = None  # the first layer's output
         self._read: Callable[[int], None] | None = None
         self._read_of: set[int] = set()
@@ -59,7 +59,7 @@ class Forwards:
         fails.
         """
         self._plan = None if count is None else (count, phase)
-        self._seen, self.met = 0, False
+        self._forwards_done, self.has_failed = 0, False
         try:
             yield
         finally:
@@ -104,8 +104,8 @@ class Forwards:
     def _fail_at(self, output: Tensor) -> None:
         assert self._plan is not None
         count, phase = self._plan
-        self._seen += 1
-        if self._seen != count + 1:
+        self._forwards_done += 1
+        if self._forwards_done != count + 1:
             return
         if phase == "forward":
             self._raise(phase)
@@ -116,11 +116,11 @@ class Forwards:
             _on_gradient(first, lambda _: self._raise(phase))
 
     def _spoilt(self, gradient: Tensor) -> Tensor:
-        self.met = True
+        self.has_failed = True
         return gradient * math.nan
 
     def _raise(self, phase: Phase) -> None:
-        self.met = True
+        self.has_failed = True
         raise Planted(f"out of memory: the {phase} of the model fails, as the check asks")
 
 

@@ -39,7 +39,7 @@ _SUMS = 16.0
 
 
 class LowRank(Bench):
-    """Holds a model with low-rank adapters in its linear layers; `known` has base and factors.
+    """Holds a model with low-rank adapters in its linear layers; `parameters` has base and factors.
 
     The base is frozen, and must keep its bits.
 
@@ -49,16 +49,18 @@ class LowRank(Bench):
     def __init__(self, host: Bench, *, rank: int, **kinds: bool) -> None:
         """Build a model of the host's layout; `kinds` are those that `add` takes."""
         self._rank, self._kinds = rank, kinds
-        self._still: tuple[str, ...] = ()
+        self._frozen_factors: tuple[str, ...] = ()
         self._host, self._ratio = host, 1.0
         super().__init__(type(host.adapter)(), host.layout)
-        self._base = {n: value for n, value in self.known.items() if not n.endswith(_FACTORS)}
+        self._base = {n: value for n, value in self.parameters.items() if not n.endswith(_FACTORS)}
 
     def expect(self, finished: Finished, everybody: Sequence[Rows], **options: Any) -> None:
         """Hold the step to its definition, and the base to its bits."""
-        frozen = self._base | {name: self.known[name] for name in self.update.frozen}
+        frozen = self._base | {name: self.parameters[name] for name in self.update.frozen}
         super().expect(finished, everybody, **options)
-        moved = [name for name, value in frozen.items() if not torch.equal(value, self.known[name])]
+        moved = [
+            name for name, value in frozen.items() if not torch.equal(value, self.parameters[name])
+        ]
         if moved:
             raise Wrong(f"the step has moved {moved[0]}, which is frozen")
 
@@ -109,12 +111,14 @@ class LowRank(Bench):
 
     def freeze(self, *factors: str) -> None:
         """Freeze these factors, such as "linear_in", from the next step on; train all others."""
-        self._still = tuple(f".adapter.{factor}.weight" for factor in factors)
+        self._frozen_factors = tuple(f".adapter.{factor}.weight" for factor in factors)
         for chunk in self.model.chunks:
             for name, parameter in chunk.module.named_parameters():
                 if name.endswith(_FACTORS):
-                    parameter.requires_grad_(not name.endswith(self._still))
-        self.update.frozen = frozenset(name for name in self.known if name.endswith(self._still))
+                    parameter.requires_grad_(not name.endswith(self._frozen_factors))
+        self.update.frozen = frozenset(
+            name for name in self.parameters if name.endswith(self._frozen_factors)
+        )
 
     def tolerance(self, truth: Truth) -> float:
         """Return the bound for independent roundings; in float64 that for the worst softmax."""
@@ -130,7 +134,7 @@ class LowRank(Bench):
         """Base and factors as the model computes with them, in float64."""
         wide = not self.half or self._kinds.get("wide")
         dtype = None if wide else self.subject.config.params_dtype
-        return {name: value.to(dtype).double() for name, value in self.known.items()}
+        return {name: value.to(dtype).double() for name, value in self.parameters.items()}
 
     @property
     def _computing(self) -> dict[str, Tensor]:
@@ -139,7 +143,9 @@ class LowRank(Bench):
     def _truth(self, everybody: Sequence[Rows]) -> Truth:
         truth = super()._truth(everybody)
         parameters = self._rounded
-        trained = [n for n in parameters if n.endswith(_FACTORS) and not n.endswith(self._still)]
+        trained = [
+            n for n in parameters if n.endswith(_FACTORS) and not n.endswith(self._frozen_factors)
+        ]
         leaves = {name: parameters[name].requires_grad_() for name in trained}
         weights = merged(parameters)
         adapted = [name for name, value in weights.items() if value.requires_grad]

@@ -63,7 +63,7 @@ class ForkedCall:
         self._call = call
         self._connection = connection
         self._pipes = pipes
-        self._others = children()
+        self._earlier_children = children()
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, Connection] = {}
         self._exit_codes: dict[int, int] = {}
@@ -218,7 +218,7 @@ class ForkedCall:
             with contextlib.suppress(ProcessLookupError):  # nothing left in its process group
                 os.killpg(pid, signal.SIGKILL)
             self._ranks[rank].close()
-        end_children(but=self._others)
+        end_children(but=self._earlier_children)
 
 
 def children() -> set[int]:

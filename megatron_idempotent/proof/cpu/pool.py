@@ -113,14 +113,14 @@ class RankPool:
         self._lock = threading.Lock()
         self._launcher: _Launcher | None = None
         self._environ: dict[str, str] = {}
-        self._other: RankPool | None = None
+        self._rehashing_pool: RankPool | None = None
 
     def hashing_differently(self) -> RankPool:
         """Return a pool like this one, in whose ranks strings have other hashes, and sets an order.
 
         It imports everything at its first call, and closes with this pool.
         """
-        if self._other is None:
+        if self._rehashing_pool is None:
             pool = RankPool(
                 self.max_world_size,
                 preload=self._preload,
@@ -130,8 +130,8 @@ class RankPool:
             pool._environ["PYTHONHASHSEED"] = (
                 "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
             )
-            self._other = pool
-        return self._other
+            self._rehashing_pool = pool
+        return self._rehashing_pool
 
     def run(
         self,
@@ -231,8 +231,8 @@ class RankPool:
 
     def close(self) -> None:
         """End the launcher and its ranks; a later `run` starts a new one."""
-        if self._other is not None:
-            self._other.close()
+        if self._rehashing_pool is not None:
+            self._rehashing_pool.close()
         if self._launcher is not None:
             self._launcher.close()
             self._launcher = None

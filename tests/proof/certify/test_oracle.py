@@ -23,7 +23,7 @@ def importable(monkeypatch, request):
 
 def truth_on(bench, rows, **how):
     """Runs on a rank: the truth of rows, and its gradient as one vector."""
-    truth = oracle.truth_of(bench.known, [rows], layers=LAYERS, heads=HEADS, **how)
+    truth = oracle.truth_of(bench.parameters, [rows], layers=LAYERS, heads=HEADS, **how)
     return truth, torch.cat([each.flatten() for each in truth.gradient.values()])
 
 
@@ -197,7 +197,7 @@ def measured(name: str, rounding: float) -> dict[str, tuple[float, float]]:
     Beside each stands the bound that certify has for it.
     """
     bench = bench_of(name)
-    bench.known = {key: value.double() for key, value in bench.known.items()}
+    bench.parameters = {key: value.double() for key, value in bench.parameters.items()}
     # The product, the bias and the sum over ranks of a linear layer; others have fewer.
     size = 3**0.5 * rounding
     found = {"gradient": 0.0, "of sequences": 0.0, "logprobs": 0.0}
@@ -211,7 +211,7 @@ def measured(name: str, rounding: float) -> dict[str, tuple[float, float]]:
             "gradient": lambda rows=rows: truth_on(bench, rows)[1],
             "of sequences": lambda rows=masked: truth_on(bench, rows, kind="sequence")[1],
             "logprobs": lambda rows=rows: oracle.negative_logprobs(
-                bench.known, rows["input_ids"], LAYERS, HEADS
+                bench.parameters, rows["input_ids"], LAYERS, HEADS
             ),
         }.items():
             found[what] = max(found[what], off(compute, size, samples=3))
