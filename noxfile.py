@@ -137,7 +137,7 @@ def fsdp(session: nox.Session, torch: str) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("version", TABLE["patching"])
 def patching(session: nox.Session, version: str) -> None:
-    """The tests of patching/ and of doors without torch or Megatron.
+    """Run the tests of patching/ and of the hook where neither torch nor Megatron is installed.
 
     On the oldest Python with the oldest packages: `nox -s "patching(version='3.10')"`.
     """
@@ -541,7 +541,7 @@ def _patched(session: nox.Session, tree: Path, patch: dict, folder: Path) -> Pat
 
 
 def _clone(session: nox.Session, revision: str, repository: str, folder: Path) -> Path:
-    """One of the clones that MEGATRON_LM names, if one has the commit; else one of that alone."""
+    """Return a clone in MEGATRON_LM that has the commit, or make one of that commit alone."""
     ours = (folder / f"{revision}.git").absolute()
     given = filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep))
     for clone in (*map(Path, given), ours):

@@ -36,7 +36,7 @@ class Case:
 
     @property
     def references(self) -> tuple[str, str]:
-        """The sides whose times others are divided by."""
+        """The implementations that are the baselines: other times are divided by theirs."""
         return ("borrow", "consume") if self.form == "logits" else ("hidden", "logits, consume")
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ _SKYRL_CHUNK = 1024
 
 
 def _skyrl(case: Case) -> list[Side]:
-    """Its fused heads, from the files of a checkout; they have no entropy with a gradient."""
+    """SkyRL's fused heads, from a checkout; their entropy is not differentiable."""
     if case.form == "logits" or case.entropy != "none":
         return []
     source = os.environ.get("SKYRL_SOURCE")

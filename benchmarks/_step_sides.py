@@ -136,7 +136,7 @@ class Sides:
         return step
 
     def ready(self, *, last: bool) -> Callable[[], None]:
-        """The same step as one call with a list of its microbatches."""
+        """The step as one call that takes a list of all microbatches."""
 
         def step() -> None:
             step_id = self.step.begin(self._loss, global_batch_size=self.microbatches * self.rows)

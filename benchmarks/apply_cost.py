@@ -125,7 +125,7 @@ def _commit_of(folder: Path) -> Path:
 
 
 def _with_megatron(environ: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Return the costs in a process that has imported Megatron, and the memory that is kept."""
+    """Measure `apply()` after Megatron is imported: its seconds, and the memory it keeps."""
     found = _measure(environ, WITH_MEGATRON, "import Megatron", ROUNDS_AT_IMPORT)
     return {**found, "kept": {"MiB": _printed(_KEPT, environ) / 2**20}}
 

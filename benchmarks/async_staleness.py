@@ -158,7 +158,7 @@ class Weights:
 
 
 class Trainer:
-    """Implements `Policy`, `Recipe` and `Prompts`. It takes time, and keeps what it trained."""
+    """Sleeps in place of training, and records the samples: `Policy`, `Recipe` and `Prompts`."""
 
     def __init__(self) -> None:
         self.oldest: list[dict[int, int]] = []

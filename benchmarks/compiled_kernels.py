@@ -88,7 +88,7 @@ def programs(every_shape: bool) -> Iterator[Program]:
 
 
 def _of_tokens() -> Iterator[Program]:
-    """Compute from a few numbers per token, in float64."""
+    """The kernels that turn a few numbers of each token into its statistics, in float64."""
     from megatron_idempotent.logprobs import on_gpu
 
     common = {"PER_TOKEN": False, "BLOCK": 128}

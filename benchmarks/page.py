@@ -139,7 +139,7 @@ def pictures(machines: Mapping[str, Runs]) -> dict[str, str]:
 
 
 def _sentences(name: str, numbers: Mapping[str, float]) -> Iterator[str]:
-    """Yield the sentences whose ratios this machine measured."""
+    """Yield the page's sentences about ratios, for the ratios that this machine measured."""
     for sentence in MEANINGS[name]["says"]:
         parts = re.split(r"\{(.+?):([.\d%a-z]+)\}", " ".join(sentence.split()))
         for at in range(1, len(parts), 3):

@@ -86,7 +86,7 @@ def _write_checkpoint(folder: Path, hidden: int) -> None:
 
 
 async def measure(engines: int, rounds: int, checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Return medians of seconds, for each side."""
+    """Return the median seconds of a weight update, by the method that sends it."""
     spec = WorkerSpec(factory="benchmarks.weight_fan_out:make", argument=str(checkpoint))
     ranks = EmbeddedRanks(spec, RANKS, preload=("torch",))
     await ranks.start()

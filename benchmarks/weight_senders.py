@@ -41,7 +41,7 @@ class Worker(Exports):
         super().__init__(self._sources[0])
 
     def send_from(self, senders: int) -> int:
-        """Choose the number of senders; return the model's bytes."""
+        """Set how many ranks send; return the model's size in bytes."""
         self._export_source = self._sources[SENDERS.index(senders)]
         return sum(info.nbytes for info in self._export_source.tensors())
 

@@ -23,7 +23,7 @@ class Loss:
 
 
 class SplitStepWorker:
-    """NeMo-RL's policy worker, whose step is the same in any number of chunks."""
+    """NeMo-RL's policy worker, whose step has one result however many calls the batch comes in."""
 
     def begin_train_step(self, loss_fn, gbs=None, mbs=None):
         if self._router_replay_enabled:

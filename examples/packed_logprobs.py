@@ -37,7 +37,7 @@ def run() -> list[float]:
 
 
 def alone() -> list[float]:
-    """Runs on one rank: the same by torch's log_softmax, sequence by sequence."""
+    """Runs on one rank: the same log-probs by torch's log_softmax, one sequence at a time."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

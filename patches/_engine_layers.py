@@ -131,7 +131,7 @@ def _linear() -> Any:
     from torch import nn
 
     class Linear(nn.Module):
-        """Creates and marks the weight of Transformer Engine's layer of this name."""
+        """Stands in for Transformer Engine's `Linear`: makes its weight, with its attributes."""
 
         def __init__(
             self,

@@ -41,7 +41,7 @@ _layers: PerProcessWeakKeys[Any, list[Any]] = PerProcessWeakKeys(__name__, "_lay
 
 
 def set_padding(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Set this model's layers, and save their earlier values."""
+    """Set the decode-padding flag of this model's layers, and save its earlier values."""
     from megatron.core.inference import utils
     from megatron.core.utils import get_model_config
 

@@ -34,7 +34,7 @@ from ._case import PIPELINED, Fault, Original, Patch, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule; if it is forward-only or raises, drop its entries in the lists."""
+    """Run a schedule; if it is forward-only or raises, drop what it added to the deferred lists."""
     model, forward_only = kwargs["model"], kwargs.get("forward_only", False)
     lists = schedules.buffers(model)
     if lists is None:

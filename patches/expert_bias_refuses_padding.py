@@ -32,7 +32,7 @@ from ._case import Fault, Original, Patch, a_body_has, no_body_has, target
 
 
 def count(original: Original, self: Any, routing_map: Any, padding_mask: Any = None) -> None:
-    """Give upstream a mask that leaves out tokens, not experts."""
+    """Count with upstream's function, and a mask shaped [tokens, 1] so that it masks tokens."""
     if padding_mask is not None and padding_mask.dim() == 1:
         padding_mask = padding_mask[:, None]
     original(self, routing_map, padding_mask=padding_mask)

@@ -78,7 +78,7 @@ def _norm(instances: int) -> float:
 
 
 def reproduce() -> None:
-    """Train a step in one instance of four ranks, and in two of two, if that does not raise."""
+    """Train a step with one optimizer instance of four ranks, then with two of two ranks each."""
     single = _norm(1)
     try:
         divided = _norm(2)

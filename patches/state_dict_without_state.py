@@ -97,7 +97,7 @@ def _note(optimizer: Any, origin: str) -> None:
 
 
 def _writes(optimizer: Any) -> _Writes:
-    """Return the version counters of the first parameter's state: a load writes all states."""
+    """Return `_version` of the first parameter's state; one is enough, as a load writes all."""
     import weakref
 
     states = () if optimizer.optimizer is None else optimizer.optimizer.state.values()

@@ -141,7 +141,7 @@ def _recipes(
 
 
 def _related(hazard: Hazard) -> list[Hazard]:
-    """Return other hazards with one of its messages, or whose patch wraps one of its targets."""
+    """Return the hazards that share an error message or a patched function with this one."""
     marks = _marks(hazard)
     return [
         similar

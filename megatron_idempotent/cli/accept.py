@@ -167,7 +167,7 @@ def _extend(
 def _with_the_same_file(
     releases: Iterable[Release], target: Target, tree: SourceTree
 ) -> list[Installed]:
-    """Return the releases of the table in which the target's file is as it is in the tree."""
+    """Return the known releases whose file of the patched function is the one in this tree."""
     digest = tree.digest(target.module)
     return [
         release_named(release.version)

@@ -64,7 +64,7 @@ def needs_of_names(names: Iterable[Need], *, keeps: bool) -> Needs:
 
 
 def versions_with(need: Need, trees: Iterable[SourceTree]) -> tuple[set[Version], set[Version]]:
-    """Return the versions of the trees that meet a need, and the versions of the others."""
+    """Return the versions of the source trees that meet a need, and of those that do not."""
     meeting: set[Version] = set()
     lacking: set[Version] = set()
     for tree in trees:

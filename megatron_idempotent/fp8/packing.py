@@ -302,7 +302,7 @@ class Pack:
         return pack.index_copy(0, self.place_N, sequences)
 
     def split(self, values: Tensor) -> tuple[Tensor, ...]:
-        """Split values of the pack into each sequence's, [length, ...]; differentiable.
+        """Split values of the pack into one tensor [length, ...] per sequence; differentiable.
 
         Args:
             values: [T, ...], or [1, T, ...] as a model returns it.

@@ -209,7 +209,7 @@ def merged(parts: list[Partial], has_target: list[Tensor], temperature: Tensor |
 def _summed(
     parts_PNX: Tensor, has_target_PN: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of `Partial` over all parts together, in float64.
+    """Sum the parts of each token, and return the fields of `Partial` for the sums, in float64.
 
     `has_target_PN` says which part has each target; for K targets it is [P, N, K].
     """

@@ -368,7 +368,7 @@ def launch_gradient(
     batch: TokenBatch,
     shape: Shape,
 ) -> None:
-    """Write the gradient into all of `into` [M, ≥ columns], which may be `logits`.
+    """Write the logits' gradient into `into` [M, ≥ columns], zeros in padding; it may be `logits`.
 
     `token_M` has each row's token in `slopes`, with -1 for rows of zeros. None means that the
     rows are the tokens in turn.

@@ -230,7 +230,7 @@ _MORE = 8
 def columns_above_boundary(
     source: Source, batch: TokenBatch, sampling: Sampling
 ) -> tuple[KeptColumns, VocabStatistics]:
-    """Return this rank's columns among those that top-k and top-p leave, and statistics over all.
+    """Return this rank's columns that top-k and top-p keep, and statistics over all kept ones.
 
     The group's ranks take part in one all-gather of 4 · (3 + C) bytes per token and rank. For
     tokens whose boundary may lie below what was sent there are further all-gathers, each with eight

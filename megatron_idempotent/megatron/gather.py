@@ -103,7 +103,7 @@ def updating(original: Callable[..., Any], self: Any) -> Any:
 
 
 def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Run a bucket group's gather, and clear the mark if the gather carries the update."""
+    """Run a bucket group's gather; clear its mark of stale parameters if it sends the update."""
     stale_in_flight = force_sync and self.param_gather_handle is not None
     result = original(self, force_sync=force_sync)
     # With a gather in flight, `force_sync` only waits for it: it carries the values from its start.

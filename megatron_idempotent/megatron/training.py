@@ -142,7 +142,7 @@ def abandon(machine: Any) -> None:
 
 
 def began(machine: Any) -> None:
-    """Remember the function that runs the machine's step: the caller of our wrapper."""
+    """Remember which function runs this step of the rerun state machine, by the call stack."""
     _began[machine] = next(
         frame
         for frame in _outwards(sys._getframe(2))

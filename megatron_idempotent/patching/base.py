@@ -153,7 +153,7 @@ def untried() -> str:
 
 
 def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
-    """Return the ids of all hazards, and the outlines of patches by id, both in order of id."""
+    """Return all hazards' ids, and each patch's entry in the index as an `Outline`, by id."""
     ids, outlines = [], {}
     for line in lines[1:]:
         name, switch, *fields = line.split(" ")

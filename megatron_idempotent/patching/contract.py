@@ -141,7 +141,7 @@ def _called(node: ast.AST) -> str:
 
 
 def _returning(body: Body) -> list[Body]:
-    """Return the function, and those of its module whose results it returns as they are."""
+    """Return the function, and the helpers of its module that it ends in: `return helper(...)`."""
     bodies = [body]
     for function in bodies:  # it grows while it is read
         for node in function.own_nodes:
@@ -253,7 +253,7 @@ class BodyPart:
 def _touching(
     terms: _Terms, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, of_function: bool
 ) -> Iterator[tuple[_Step, ...]]:
-    """Yield a line for each of these statements that touches one of the terms.
+    """Yield each statement that uses one of the terms, with the conditions and loops around it.
 
     `of_function` is True for statements of the function itself, not of a function inside of it.
     """

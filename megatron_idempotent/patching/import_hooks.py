@@ -26,7 +26,7 @@ _package_paths: dict[str, list[str] | None] = {}
 
 
 def namespace(module: object) -> dict[str, Any]:
-    """Return the module's `__dict__` without loading a lazy module, as `vars()` would."""
+    """Return the module's `__dict__`; a lazy module is not loaded, while `vars()` would load it."""
     try:
         namespace_dict: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:

@@ -230,7 +230,7 @@ class Target(Place):
 
 
 class Hazard(Record):
-    """Describes one thing that goes wrong. The declaring module's docstring is the case file.
+    """Describes one defect of upstream. The docstring of the module that declares it explains it.
 
     Its functions show the hazard, and its absence, on CPU ranks with the real Megatron.
     """
@@ -312,7 +312,7 @@ class Hazard(Record):
         return getattr(sys.modules[self.module], "neighbour", None)
 
     def raises(self, text: str) -> bool:
-        """Tell if a text has the error of `reproduce`, where that says more than a type."""
+        """Return whether a text has the error of `reproduce`; False if that is only a type."""
         pattern = self.stock_error
         names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
         return bool(pattern) and not names_a_type_alone and re.search(pattern, text) is not None

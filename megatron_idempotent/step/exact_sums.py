@@ -95,7 +95,7 @@ class ExactSums:
             )
 
     def put(self) -> None:
-        """Add up over ranks, and put the sums into `main_grad`, for DDP to reduce.
+        """Sum the exact gradients over ranks into `main_grad`, so that DDP's reduction keeps them.
 
         All data-parallel ranks take part, and for experts those that share them. The first of
         these ranks gets the sum and the others zeros, so that DDP's reduction changes nothing.

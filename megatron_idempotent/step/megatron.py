@@ -421,7 +421,7 @@ class MegatronBackend(MegatronModel):
 
 
 def _check_routes(replay: ExpertReplay, calls: Calls, *, read: bool) -> None:
-    """Raise `ValueError` for the first microbatch whose routed experts do not fit."""
+    """Raise `ValueError` for the first microbatch whose expert routes do not fit its tokens."""
     for index, microbatch in enumerate(itertools.chain.from_iterable(calls)):
         routes = field_of(microbatch.inputs, ROUTED_EXPERTS)
         is_read = isinstance(routes, torch.Tensor) and (read or on_host(routes))

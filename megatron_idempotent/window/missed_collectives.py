@@ -47,7 +47,7 @@ class MissedCollectives:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Record each bucket group's collectives as they start, by attributes of the instance.
+        """Record each bucket group's collectives as they start, by shadowing its methods.
 
         Until the order of a chunk's reductions is known, also record when gradients become ready:
         every backward shows that order, while reductions start in the last one only.

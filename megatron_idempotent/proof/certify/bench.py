@@ -152,7 +152,7 @@ class Bench:
         return tiny.build(**arguments)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the arguments of `tiny.build` for steps that are held to their definition."""
+        """Return the arguments of `tiny.build` for steps that are compared with a definition."""
         optimizer: dict[str, Any]
         precise: dict[str, Any] = {}
         config: dict[str, Any] = {}

@@ -172,7 +172,7 @@ _slow_disks: list[SlowDisk] = []
 
 @functools.cache
 def _watch_files() -> None:
-    """Let the current slow disk delay each opening of a file for writing in Python."""
+    """Install a hook through which the open `slow_disk` delays each `open` for writing."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and _slow_disks:

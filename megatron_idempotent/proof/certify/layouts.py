@@ -111,7 +111,7 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """True if a microbatch may have any number of rows, in any combination."""
+        """True if a microbatch may have any number of rows, and any rows may share one."""
         return not (self.packs or self.stages > 1 or self.auxiliary)
 
     @property
@@ -121,7 +121,7 @@ class Layout:
 
     @property
     def adapters(self) -> bool:
-        """True if low-rank adapters can be judged, over a frozen base."""
+        """True if certify can check low-rank adapters over a frozen base in this layout."""
         return not self.fsdp2
 
     @property

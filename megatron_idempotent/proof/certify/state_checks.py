@@ -156,7 +156,7 @@ def _saved(bench: States, save: str = "save") -> Any:
 
 
 def _save_aside(bench: States) -> Stamps:
-    """Save an older checkpoint, which no check loads; return its files."""
+    """Save a checkpoint that no check loads, before the one that is judged; return its files."""
     adapter: Any = bench.adapter
     before_save = bench.snapshot()
     adapter.save()

@@ -101,7 +101,7 @@ class States(Bench):
         return {"config_overrides": config, "optimizer_overrides": optimizer}
 
     def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
-        """Return what an adapter gets, with a scheduler of rates and the folder."""
+        """Return the `Subject` for the adapter, with a learning-rate scheduler and a folder."""
         from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -164,7 +164,7 @@ class States(Bench):
         return finished
 
     def _age(self) -> None:
-        """Set state as of a long run: other counts than steps, a backed-off scale, odd biases."""
+        """Make state look like a long run's: step counts, a lowered loss scale, inexact biases."""
         for outer in unchained(self.model.optimizer):
             for inner in _inner(outer):
                 for state in inner.state.values():

@@ -175,7 +175,7 @@ class Reporting:
             shared.measure.count(name, value)
 
     def release(self) -> None:
-        """Log the last row unless it is logged, with the metrics of its version's publish."""
+        """Log the metrics row that waits for its version's publish, with the publish's metrics."""
         if self._row is None:
             return
         (row, version), self._row = self._row, None

@@ -400,7 +400,7 @@ class Scheduler:
         return len(self._waiting) + len(self._joining) + len(self._rows)
 
     async def answer(self, request: Request) -> Sample:
-        """Sample one response; wait for the gate and for a row."""
+        """Wait until sampling is open and a row of the batch is free, then sample one response."""
         slot = RequestSlot(
             order=self._taken,
             request=request,

@@ -258,7 +258,7 @@ class Inbox:
         self.torn = f"a commit failed half-way: {error}"
 
     def finished(self) -> None:
-        """Record that the model may serve: the weights of `to_load`, or its old ones without it."""
+        """Record that the model may serve: new weights if `to_load` gave some, else old ones."""
         self._updating = False
         if self._loaded is None:
             return

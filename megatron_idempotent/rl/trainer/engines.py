@@ -339,7 +339,7 @@ def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> Rollout
 
 
 def local_sender(config: Config, out: Path) -> Callable[[], Sender]:
-    """Return what makes a sender for receivers on this machine.
+    """Return a factory of senders for receivers on this machine.
 
     It sends through shared memory if that has room for the two buckets of an update, else files.
     """

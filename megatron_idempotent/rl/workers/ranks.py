@@ -128,7 +128,7 @@ class _Session:
             await asyncio.gather(*(link.leave() for link in self.links))
 
     def _calls(self, common: Any, per_rank: Sequence[Any] | None) -> list[list[Bytes]]:
-        """Return the parts for each rank: the count of common parts, those, and the rank's own."""
+        """Return each rank's message: the number of shared parts, these, and the rank's own."""
         parts = dump(common)
         head = [len(parts).to_bytes(4, "big"), *parts]
         if per_rank is None:

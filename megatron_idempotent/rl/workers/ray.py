@@ -157,7 +157,7 @@ class RankActor:
 
 
 def _interface(address: str) -> str | None:
-    """Return the network interface with an IPv4 address; None if there is none."""
+    """Return the name of the network interface that has this IPv4 address, or None."""
     if sys.platform != "linux":
         return None
     for _, name in socket.if_nameindex():

@@ -43,7 +43,7 @@ class FieldsOf:
         } - {"finished"}
 
     def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the selected fields."""
+        """Return those fields of a data row that the reward function takes."""
         return {name: value for name, value in fields.items() if self._all or name in self._names}
 
     def check(self, prompts: PromptSet) -> None:

@@ -175,7 +175,7 @@ def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
 def sequence_positions(
     prompts: PromptSet, tokenizer: TextTokenizer, *, max_response_tokens: int
 ) -> int:
-    """Return the minimum length T of training sequences: longest prompt plus response, minus one.
+    """Return the smallest T that fits all sequences: longest prompt plus response, minus one.
 
     Held-out prompts are included, so that evaluation and training have the same rotary table.
     """
