@@ -581,11 +581,13 @@ def logprobs_while_offloaded(bench: Bench) -> None:
         bench.memories.offload(bench.adapter)
         bench.memories.onload(bench.adapter, training=False)
         _hold_logprobs(bench)
-        bench.away_and_back(freeing=False)
 
     read()
+    bench.memories.onload(bench.adapter)  # what log-probs do not read
+    bench.unchanged("onload(training=False) and onload()")
     bench.take(bench.alike(0, CALL), cause="log-probs while offloaded")
     read()
+    bench.away_and_back(freeing=False)
 
 
 @_check(

@@ -280,14 +280,21 @@ def _unreadable(bench: States, path: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _cut(bench: States, path: Path, *, parts: int) -> Iterator[str]:
-    """Truncate the file to 1 / `parts` of its size; with `parts=0` remove it."""
+def _cut(bench: States, path: Path, *, share: float | None = None) -> Iterator[str]:
+    """Truncate the file to a share of its size; remove it if that is None."""
     content = path.read_bytes()
     bench.gather(None)
     if bench.rank == 0:
-        path.write_bytes(content[: len(content) // parts]) if parts else path.unlink()
+        if share is None:
+            path.unlink()
+        else:
+            path.write_bytes(content[: int(len(content) * share)])
     bench.gather(None)
-    yield f"{'half of ' if parts else ''}{path.name} is missing"
+    yield (
+        f"{path.name} is empty"
+        if share == 0
+        else f"{'half of ' if share else ''}{path.name} is missing"
+    )
     if bench.rank == 0:
         path.write_bytes(content)
     bench.gather(None)
@@ -312,16 +319,32 @@ def stamps(bench: States) -> Stamps:
 def saved_files(bench: States, older: Stamps = MappingProxyType({})) -> list[tuple[int, Path]]:
     """Return size and path of the largest saved file of each kind of name, the largest first.
 
-    Names are of one kind if they differ in numbers only. A file that is unchanged since `older` is
+    Second is another file of the first one's kind, such as another rank's, if there is one. Names
+    are of one kind if they differ in numbers only. A file that is unchanged since `older` is
     returned only if its kind has no changed one. All ranks take part.
     """
     files = sorted(
         (older.get(path) != (changed_ns, size), size, path)
         for path, (changed_ns, size) in stamps(bench).items()
     )
-    largest = {re.sub("[0-9]+", "", path.name): (size, path) for _, size, path in files}
-    everybody: list[list[tuple[int, Path]]] = bench.gather(sorted(largest.values()))
-    return everybody[0][::-1]
+    largest = {_kind_of(path): (size, path) for _, size, path in files}
+    ordered = sorted(largest.values(), reverse=True)
+    siblings = [
+        (size, path)
+        for is_new, size, path in files
+        if is_new
+        and ordered
+        and _kind_of(path) == _kind_of(ordered[0][1])
+        and path != ordered[0][1]
+    ]
+    everybody: list[list[tuple[int, Path]]] = bench.gather(
+        [*ordered[:1], *siblings[:1], *ordered[1:]]
+    )
+    return everybody[0]
+
+
+def _kind_of(path: Path) -> str:
+    return re.sub("[0-9]+", "", path.name)
 
 
 @contextlib.contextmanager
@@ -356,8 +379,9 @@ def no_memory(calls_before: float) -> Iterator[list[str]]:
 
 SPOILT: Mapping[str, Callable[[States, Path], Any]] = MappingProxyType(
     {
-        "file-missing": functools.partial(_cut, parts=0),
-        "file-truncated": functools.partial(_cut, parts=2),
+        "file-missing": _cut,
+        "file-truncated": functools.partial(_cut, share=0.5),
+        "file-empty": functools.partial(_cut, share=0.0),
         "rank-cannot-read": _unreadable,
     }
 )

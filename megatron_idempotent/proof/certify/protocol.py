@@ -169,7 +169,8 @@ class Adapter(Protocol):
 
     Checks of state (`certify --state`) ask for more. What `save()` returns is pickled for each
     rank; one that writes files writes them below `subject.folder`, under another name each time,
-    and returns what names them. A save that leaves too few bytes in both is an error.
+    and returns what names them. A save that leaves too few bytes in both is an error. All saves of
+    a check stay: switch off what removes older ones. A load that cannot read raises on all ranks.
     `load_weights(state)` loads the weights alone, into a subject that has stepped: main parameters
     become the weights, moments stay. `save_async()` returns what `save` does before all is written,
     and `saved()` waits until it is, and raises on all ranks if one cannot write. A class attribute

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,18 @@ def rollback(bench: States) -> None:
         bench.advance(5)
         _load(bench, state, cause=f"the {time} load() in place")
         bench.follow(2, f"the {time} load() in place")
+    if hasattr(bench.adapter, "export"):
+        # Of two states at one iteration.
+        _hold_export(bench)
+        _load(bench, state, cause="the third load() in place")
+        bench.advance(5)
+        _hold_export(bench)
+
+
+def _hold_export(bench: States) -> None:
+    adapter: Any = bench.adapter
+    bench.parameters = bench.gather_parameters()
+    bench.hold_export(adapter.export())
 
 
 @_check(
@@ -241,6 +253,11 @@ def load_weights_alone(bench: States) -> None:
     if first_difference(at_save["expert bias"], biases) is None:  # they may come with the weights
         expected_beside["expert bias"] = biases
     bench.hold(0, "load_weights()", (*PUT, "counters"), expected_beside)
+    adapter.load(state)
+    bench.loaded(at_save, "load() after load_weights()")
+    bench.hold(0, "load() after load_weights()", RUN, at_save)
+    bench.advance(1)
+    adapter.load_weights(state)
     bench.follow_as(expected, expected_beside, 2, "load_weights()")
 
 
@@ -433,7 +450,21 @@ def offload_again(bench: States) -> None:
         attempt(functools.partial(bench.memories.offload, adapter, freeing=False))
     bench.memories.onload(adapter)
     bench.hold(1, "an offload that failed midway", expected, expected)
+    saves = all(hasattr(adapter, method) for method in _SAVES)
+    state = _saved(bench) if saves else None
+    bench.put(expected)  # `save_and_go_on` judges a save that changes state
     bench.follow(2, "an offload that failed midway")
+    expected = bench.snapshot()
+    with no_memory(len(calls) // 2):
+        attempt(functools.partial(bench.memories.offload, adapter, freeing=False))
+    bench.memories.onload(adapter)
+    bench.hold(2, "an offload that failed midway after a step", expected, expected)
+    if saves:
+        _load(bench, state, cause="load() between two offloads")
+        expected = bench.snapshot()
+        bench.memories.offload(adapter)
+        bench.memories.onload(adapter)
+        bench.hold(1, "an offload after load()", expected, expected)
 
 
 @_check(
@@ -547,8 +578,11 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
         bench.put(expected)
 
 
-def _failed_load(bench: States, fault: str, spoilt: Callable[..., Any], kinds: int) -> None:
+def _failed_load(
+    bench: States, fault: str, spoilers: Sequence[Callable[..., Any]], kinds: int
+) -> None:
     """Load with files spoilt one by one, and then with all of them intact."""
+    adapter: Any = bench.adapter
     bench.run_through()
     for save in _saves(bench):
         if save != "save":
@@ -558,11 +592,15 @@ def _failed_load(bench: States, fault: str, spoilt: Callable[..., Any], kinds: i
         bench.advance(1)
         state = _saved(bench, save)
         bench.advance(5)
-        _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilt, kinds, older)
+        for spoilt in spoilers:
+            _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilt, kinds, older)
+        if hasattr(adapter, "load_weights"):
+            _fail_to_load_weights(bench, state, spoilers[0], older)
         failed_load = f"a load that failed ({fault}; saved by {save}())"
         _load(bench, state, cause=f"{failed_load}, and one that did not")
         # From a state whose next step is known, with nothing loaded in between.
-        _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilt, older=older)
+        if _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilers[0], older=older):
+            _load(bench, state, cause=failed_load)
         bench.follow(2, failed_load)
 
 
@@ -573,37 +611,70 @@ def _fail_to_load(
     spoilt: Callable[..., Any],
     kinds: int = 1,
     older: Stamps = MappingProxyType({}),
-) -> None:
+) -> bool:
     """Load with the largest file spoilt, and then with one of each other kind, `kinds` in all.
 
-    A load may succeed without the other kinds. `older` has the files of checkpoints not to load.
+    Return whether a load has succeeded, after which steps were taken. A load may do so without the
+    other kinds, and without a rank that reads nothing. `older` has the files of checkpoints not to
+    load.
     """
     adapter: Any = bench.adapter
+    succeeded = False
     for number, (_, path) in enumerate(saved_files(bench, older)[:kinds]):
         expected = bench.snapshot()
         with spoilt(bench, path) as spoilt_file:
             with ending_hangs(bench, f"{spoilt_file}, and load() has not returned"):
                 raised, _ = attempt(adapter.load, state)
             refusals = bench.gather(raised)
-        if number and not any(refusals):
+        needs_file = number == 0 and spoilt is not SPOILT["rank-cannot-read"]
+        if not (needs_file or any(refusals)):
             _hold_loaded(bench, 1, f"a load although {spoilt_file}")
             bench.advance(5)
+            succeeded = True
         elif None in refusals:
             raise Wrong(f"{spoilt_file}, and load() raises nothing on rank {refusals.index(None)}")
         else:
             bench.hold(1, f"a load that failed ({fault})", expected, expected)
+    return succeeded
 
 
-for _name, _fault, _kinds in (
+def _fail_to_load_weights(
+    bench: States, state: Any, spoilt: Callable[..., Any], older: Stamps
+) -> None:
+    """Load the weights alone with the largest file spoilt: all ranks raise, or none needs it."""
+    adapter: Any = bench.adapter
+    expected = bench.snapshot()
+    (_, path), *_ = saved_files(bench, older)
+    with spoilt(bench, path) as spoilt_file:
+        with ending_hangs(bench, f"{spoilt_file}, and load_weights() has not returned"):
+            raised, _ = attempt(adapter.load_weights, state)
+        refusals = bench.gather(raised)
+    cause = f"a load_weights() although {spoilt_file}"
+    if not any(refusals):
+        bench.hold(1, cause, ("weights",))
+        bench.advance(5)
+    elif None in refusals:
+        rank = refusals.index(None)
+        raise Wrong(f"{spoilt_file}, and load_weights() raises nothing on rank {rank}")
+    else:
+        bench.hold(1, cause, expected, expected)
+
+
+for _name, _fault, _kinds, *_others in (
     ("file-missing", "a file is missing", 9),
-    ("file-truncated", "a file is truncated", 9),
+    ("file-truncated", "a file is truncated, or empty", 9, "file-empty"),
     ("rank-cannot-read", "one rank cannot read", 1),
 ):
     _checks[f"failed-load-{_name}"] = Check(
         name=f"failed-load-{_name}",
         summary=f"a load raises on all ranks where {_fault}, though there is an older checkpoint, "
         "and changes nothing; what was saved asynchronously too",
-        run=functools.partial(_failed_load, fault=_fault, spoilt=SPOILT[_name], kinds=_kinds),
+        run=functools.partial(
+            _failed_load,
+            fault=_fault,
+            spoilers=[SPOILT[spoiler] for spoiler in (_name, *_others)],
+            kinds=_kinds,
+        ),
         needs=_SAVES,
     )
 

@@ -108,7 +108,7 @@ class Everything(SplitStep):
         error = found = None
         try:
             found = function()
-        except (OSError, RuntimeError) as raised:
+        except (EOFError, OSError, RuntimeError) as raised:
             error = raised
         told: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(told, error and str(error))
@@ -695,6 +695,74 @@ def gradients_times(factor: float) -> dict[str, Any]:
     return {"offload": offload, "onload": onload}
 
 
+def rank_zeros_if_missing(self: Any, path: str) -> Any:
+    own = Path(self.file(path))
+    with open(own if own.exists() else f"{path}.0", "rb") as file:
+        return torch.load(file, weights_only=False)
+
+
+def nothing_if_empty(self: Any, path: str) -> None:
+    if Path(self.file(path)).exists() and not Path(self.file(path)).stat().st_size:
+        return
+    Everything.load(self, path)
+
+
+def weights_for_good(self: Any, path: str) -> None:
+    self.alone = True
+    Everything.load_weights(self, path)
+
+
+def as_last_time(self: Any, path: str) -> None:
+    (Everything.load_weights if vars(self).get("alone") else Everything.load)(self, path)
+
+
+def weights_if_there(self: Any, path: str) -> None:
+    with contextlib.suppress(RuntimeError):
+        Everything.load_weights(self, path)
+
+
+def exported_by_steps(self: Any) -> Any:
+    known = vars(self).setdefault("exports", {})
+    if self.steps not in known:
+        known[self.steps] = [copied(each) for each in parameters_of(self.subject)]
+    return known[self.steps]
+
+
+def moments(self: Any) -> list[Any]:
+    return [inner.state.get(each, {}) for inner, each in self.stepped()]
+
+
+def put_copies(self: Any, **how: Any) -> None:
+    SplitStep.onload(self, **how)
+    for state, copy in zip(moments(self), vars(self).get("copies", ()), strict=False):
+        for name, value in copy.items():
+            if isinstance(value, torch.Tensor):
+                state[name].copy_(value)
+
+
+def copied_after_steps(self: Any, *, only: Any = None) -> None:
+    """Copy moments unless no step has come since the last copy, whatever was loaded."""
+    if vars(self).get("copied_at") != self.finished:
+        self.copies, self.copied_at = copied_all(moments(self)), self.finished
+    SplitStep.offload(self, only=only)
+
+
+def copied_at_the_end(self: Any, *, only: Any = None) -> None:
+    """Copy moments once all is away, so that an offload that fails leaves the copies of before."""
+    fresh = copied_all(moments(self))
+    SplitStep.offload(self, only=only)
+    self.copies = fresh
+
+
+def copied_all(states: list[Any]) -> list[Any]:
+    return [copied(state) for state in states]
+
+
+def finished_and_counted(self: Any, **how: Any) -> Any:
+    self.finished = vars(self).get("finished", 0) + 1
+    return Everything.finish(self, **how)
+
+
 #: A place that is not below the folder.
 ELSEWHERE: dict[str, Any] = {}
 #: Bugs by name: the methods that have them.
@@ -737,6 +805,17 @@ MUTANTS |= {
         "file": lambda self, path: f"{path}.{hash('rank')}.{torch.distributed.get_rank()}"
     },
     "FallsBack": {"load": older_if_spoilt},
+    "ReadsRankZeros": {"read": rank_zeros_if_missing},
+    "EmptyIsNothing": {"load": nothing_if_empty},
+    "WeightsForGood": {"load_weights": weights_for_good, "load": as_last_time},
+    "WeightsIfThere": {"load_weights": weights_if_there},
+    "ExportsBySteps": {"export": exported_by_steps},
+    "CopiesAfterSteps": {
+        "offload": copied_after_steps,
+        "onload": put_copies,
+        "finish": finished_and_counted,
+    },
+    "CopiesAtTheEnd": {"offload": copied_at_the_end, "onload": put_copies},
     "KeepsFirstOfSteps": {
         "path": lambda self: str(self.subject.folder / f"{self.steps}"),
         "write": written_once,
