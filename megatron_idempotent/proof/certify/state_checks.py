@@ -594,7 +594,7 @@ def _failed_load(
         bench.advance(5)
         for spoilt in spoilers:
             _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilt, kinds, older)
-        if hasattr(adapter, "load_weights"):
+        if getattr(adapter, "load_weights", None) and saved_files(bench, older):
             _fail_to_load_weights(bench, state, spoilers[0], older)
         failed_load = f"a load that failed ({fault}; saved by {save}())"
         _load(bench, state, cause=f"{failed_load}, and one that did not")

@@ -198,7 +198,7 @@ class States(Bench):
     def snapshot(self) -> dict[str, Any]:
         """Copy this rank's state, after pending gathers have ended."""
         ensure_params_synced(self.model.chunks)
-        counters = getattr(self.adapter, "counters", dict)
+        counters = getattr(self.adapter, "counters", None) or dict
         return {
             "weights": dict(_weights(self.model.chunks)),
             "optimizer": dict(_optimizer(self.model.optimizer)),

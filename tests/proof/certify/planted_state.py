@@ -707,6 +707,13 @@ def nothing_if_empty(self: Any, path: str) -> None:
     Everything.load(self, path)
 
 
+def load_weights_of(self: Any, state: Any) -> None:
+    with torch.no_grad():
+        for each, value in zip(parameters_of(self.subject), state["weights"], strict=True):
+            each.copy_(value)
+    self.subject.optimizer.reload_model_params()
+
+
 def weights_for_good(self: Any, path: str) -> None:
     self.alone = True
     Everything.load_weights(self, path)
@@ -805,6 +812,14 @@ MUTANTS |= {
         "file": lambda self, path: f"{path}.{hash('rank')}.{torch.distributed.get_rank()}"
     },
     "FallsBack": {"load": older_if_spoilt},
+    "InMemory": {
+        "save": lambda self: self.state(),
+        "load": lambda self, state: self.put(state),
+        "load_weights": lambda self, state: load_weights_of(self, state),
+        "save_async": None,
+        "counters": None,
+        "keeps": tuple(kind for kind in Everything.keeps if kind != "counters"),
+    },
     "ReadsRankZeros": {"read": rank_zeros_if_missing},
     "EmptyIsNothing": {"load": nothing_if_empty},
     "WeightsForGood": {"load_weights": weights_for_good, "load": as_last_time},

@@ -179,6 +179,7 @@ def test_no_other_check_catches_it(megatron_rank_pool, bug, check, where, said):
         # Gradients are kept over an offload in an open step, and not refused.
         ("planted_state:KeepsGradients", "offload-one-part", ALONE),
         ("planted_state:Threaded", "failed-save", TWO),
+        ("planted_state:InMemory", "failed-load-file-missing", ALONE),  # there are no files
         (f"{FORMATS}:DPReshardable", "load-into-live-run", ALONE),
         (f"{FORMATS}:LowRank", "load-into-new-model", ALONE),
         (f"{FORMATS}:LowRank", "rollback", ALONE),  # two steps that nobody looks between
