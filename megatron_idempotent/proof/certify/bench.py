@@ -266,6 +266,10 @@ class Bench:
         lengths_B = rows["lengths"] if self.layout.packs else rows.pop("lengths")
         return rows, lengths_B
 
+    def offers(self, *methods: str) -> bool:
+        """Return whether the adapter has these methods; None in the place of one is none."""
+        return all(callable(getattr(self.adapter, name, None)) for name in methods)
+
     def declares(self, check: str) -> bool:
         """Return whether the adapter does not promise a check on this layout."""
         return why_not(getattr(self.adapter, "cannot", {}), check, self.layout) is not None
@@ -319,7 +323,7 @@ class Bench:
         return self._forwards_of[1]
 
     def take(
-        self, calls_of: Calls, *, between: Callable[[], None] | None = None, cause: str = ""
+        self, calls_of: Calls, *, between: Callable[[], object] | None = None, cause: str = ""
     ) -> None:
         """Take a step, and hold it to the definition over the rows of all replicas.
 
@@ -350,7 +354,7 @@ class Bench:
         """Return the rows of all replicas and calls."""
         return [rows for replica in range(self.layout.replicas) for rows in calls_of(replica)]
 
-    def step(self, calls_of: Calls, *, between: Callable[[], None] | None = None) -> Finished:
+    def step(self, calls_of: Calls, *, between: Callable[[], object] | None = None) -> Finished:
         """Take a step without judging it. A rank on which anything raises aborts.
 
         Without the abort other ranks would wait.

@@ -158,7 +158,7 @@ def rows_left_over(bench: Bench) -> None:
         numbers_text = f"calls of {numbers[0]} and {numbers[1]} rows"
         if _refused(bench, step, calls_of, f"a step with {numbers_text}"):
             bench.take(bench.alike(1, CALL), cause=f"a refusal of {numbers_text}")
-    if not hasattr(adapter, "logprobs") or bench.declares("logprobs-in-mid-step"):
+    if not bench.offers("logprobs") or bench.declares("logprobs-in-mid-step"):
         return
     rows, lengths_B = bench.ragged(bench.replica, bench.draw.number(1, 10**5), 2 * CALL + 1)
     try:
@@ -381,16 +381,10 @@ def logprobs_in_mid_step(bench: Bench) -> None:
     first_size, second_size = bench.draw.shuffled(
         (many, bench.draw.sizes(1, bench.multiple, most=5)[0])
     )
-    last_look = _some(bench, first_size)
-
-    def look() -> None:
-        nonlocal last_look
-        last_look = rows, lengths_B = _some(bench, first_size)
-        bench.hold_logprobs(rows, lengths_B, adapter.logprobs(rows))
-
-    finished = bench.step(first, between=look)
+    looks: list[tuple[Rows, Tensor]] = []
+    finished = bench.step(first, between=lambda: looks.append(_hold_logprobs(bench, first_size)))
     # The same rows just before the update and just after it, before parameters are gathered.
-    rows, lengths_B = last_look
+    rows, lengths_B = looks[-1]
     logprobs_BT = adapter.logprobs(rows)
     bench.expect(finished, bench.everybody(first))
     bench.hold_logprobs(rows, lengths_B, logprobs_BT)
@@ -399,14 +393,15 @@ def logprobs_in_mid_step(bench: Bench) -> None:
     for name, value in other_rows.items():
         rows[name].copy_(value)
     bench.hold_logprobs(rows, lengths_B, adapter.logprobs(rows))
-    bench.take(second, between=lambda: _hold_logprobs(bench, second_size))
+    bench.take(second, between=functools.partial(_hold_logprobs, bench, second_size))
 
 
-def _hold_logprobs(bench: Bench, microbatches: int = 2) -> None:
-    """Raise `Wrong` unless the adapter's log-probs of some rows are right."""
+def _hold_logprobs(bench: Bench, microbatches: int = 2) -> tuple[Rows, Tensor]:
+    """Raise `Wrong` unless the adapter's log-probs of some rows are right; return these rows."""
     adapter: Any = bench.adapter
     rows, lengths_B = _some(bench, microbatches)
     bench.hold_logprobs(rows, lengths_B, adapter.logprobs(rows))
+    return rows, lengths_B
 
 
 def _some(bench: Bench, microbatches: int) -> tuple[Rows, Tensor]:
@@ -634,7 +629,7 @@ def low_rank_adapters(bench: Bench) -> None:
         for seed, frozen in enumerate(((), ("linear_in",), ("linear_out",), ())):
             adapted.freeze(*frozen)
             adapted.take(adapted.alike(seed, CALL))
-        if hasattr(adapted.adapter, "logprobs") and not bench.declares("logprobs-in-mid-step"):
+        if adapted.offers("logprobs") and not bench.declares("logprobs-in-mid-step"):
             _hold_logprobs(adapted)
 
 

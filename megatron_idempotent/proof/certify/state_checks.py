@@ -31,7 +31,9 @@ from .faults import (
 from .protocol import PUT, RUN, Wrong
 
 if TYPE_CHECKING:
-    from .states import States
+    from pathlib import Path
+
+    from .states import Snapshot, States
 
 _checks: dict[str, Check] = {}
 STATE_CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
@@ -97,7 +99,7 @@ def rollback(bench: States) -> None:
         bench.advance(5)
         _load(bench, state, cause=f"the {time} load() in place")
         bench.follow(2, f"the {time} load() in place")
-    if hasattr(bench.adapter, "export"):
+    if bench.offers("export"):
         # Of two states at one iteration.
         _hold_export(bench)
         _load(bench, state, cause="the third load() in place")
@@ -121,9 +123,7 @@ def saved_again(bench: States) -> None:
 
     adapter: Any = bench.adapter
     bench.advance(0)
-    after_one = bench.snapshot()
-    older = adapter.save()
-    bench.put(after_one)  # `save_and_go_on` judges a save that changes state
+    older, after_one = _save_aside(bench)
     bench.advance(1)
     first_snapshot, first = bench.snapshot(), _saved(bench)
     for save in _saves(bench):
@@ -138,14 +138,10 @@ def saved_again(bench: States) -> None:
         bench.advance(6)
         if not any(refusals):
             cause = f"load() of a later {save}() after as many steps"
-            adapter.load(later)
-            bench.loaded(later_snapshot, cause)
-            bench.hold(1, cause, expected=later_snapshot)
+            _load(bench, later, cause=cause, expected=later_snapshot)
         if any(bench.gather(first_difference(first, later))):  # else it replaced the first
             cause = f"load() of what was saved before a later {save}()"
-            adapter.load(first)
-            bench.loaded(first_snapshot, cause)
-            bench.hold(1, cause, expected=first_snapshot)
+            _load(bench, first, cause=cause, expected=first_snapshot)
 
 
 def _saved_after_two(bench: States) -> Any:
@@ -167,30 +163,43 @@ def _saved(bench: States, save: str = "save") -> Any:
     return state
 
 
-def _save_aside(bench: States) -> Stamps:
-    """Save a checkpoint that no check loads, before the one that is judged; return its files."""
-    adapter: Any = bench.adapter
+def _save_aside(bench: States) -> tuple[Any, Snapshot]:
+    """Save beside the save that is judged; return what `save()` did, and the state before it.
+
+    The state is put back: `save_and_go_on` judges a save that changes it.
+    """
     before_save = bench.snapshot()
-    adapter.save()
-    bench.put(before_save)  # `save_and_go_on` judges a save that changes state
-    return stamps(bench)
+    state = _saved(bench)
+    bench.put(before_save)
+    return state, before_save
 
 
 def _saves(bench: States) -> list[str]:
     """Return the adapter's methods that save."""
-    return [save for save in ("save", "save_async") if getattr(bench.adapter, save, None)]
+    return [save for save in ("save", "save_async") if bench.offers(save)]
 
 
-def _load(bench: States, state: Any, number: int = 1, *, cause: str = "load()") -> None:
-    """Load what was saved after step `number`; put back what the adapter need not keep."""
+def _load(
+    bench: States,
+    state: Any,
+    number: int = 1,
+    *,
+    cause: str = "load()",
+    expected: Snapshot | None = None,
+) -> None:
+    """Load what was saved after step `number`; put back what the adapter need not keep.
+
+    `expected` is the state to expect in place of the undisturbed run's.
+    """
     adapter: Any = bench.adapter
     adapter.load(state)
-    _hold_loaded(bench, number, cause)
+    _hold_loaded(bench, number, cause, expected)
 
 
-def _hold_loaded(bench: States, number: int, cause: str) -> None:
-    bench.loaded(bench.course[number][1], cause)
-    bench.hold(number, cause)
+def _hold_loaded(bench: States, number: int, cause: str, expected: Snapshot | None = None) -> None:
+    expected = bench.course[number][1] if expected is None else expected
+    bench.loaded(expected, cause)
+    bench.hold(number, cause, expected=expected)
 
 
 def hold_kept(bench: States) -> None:
@@ -253,9 +262,7 @@ def load_weights_alone(bench: States) -> None:
     if first_difference(at_save["expert bias"], biases) is None:  # they may come with the weights
         expected_beside["expert bias"] = biases
     bench.hold(0, "load_weights()", (*PUT, "counters"), expected_beside)
-    adapter.load(state)
-    bench.loaded(at_save, "load() after load_weights()")
-    bench.hold(0, "load() after load_weights()", RUN, at_save)
+    _load(bench, state, 0, cause="load() after load_weights()", expected=at_save)
     bench.advance(1)
     adapter.load_weights(state)
     bench.follow_as(expected, expected_beside, 2, "load_weights()")
@@ -271,7 +278,8 @@ def load_into_new_process(bench: States) -> None:
 
     bench.run_through()
     bench.advance(0)
-    older = _save_aside(bench)
+    _save_aside(bench)
+    older = stamps(bench)
     bench.advance(1)
     state = _saved(bench)
     bench.hold_saved(state)
@@ -446,25 +454,25 @@ def offload_again(bench: States) -> None:
                 bench.memories.offload(adapter, freeing=False)
         bench.memories.onload(adapter)
         bench.hold(number, "two offloads" if number == 0 else "another offload", expected, expected)
-    with no_memory(len(calls) // 2):
-        attempt(functools.partial(bench.memories.offload, adapter, freeing=False))
-    bench.memories.onload(adapter)
-    bench.hold(1, "an offload that failed midway", expected, expected)
-    saves = all(hasattr(adapter, method) for method in _SAVES)
-    state = _saved(bench) if saves else None
-    bench.put(expected)  # `save_and_go_on` judges a save that changes state
+    _fail_to_offload(bench, 1, len(calls) // 2, "an offload that failed midway")
+    state, _ = _save_aside(bench) if bench.offers(*_SAVES) else (None, None)
     bench.follow(2, "an offload that failed midway")
-    expected = bench.snapshot()
-    with no_memory(len(calls) // 2):
-        attempt(functools.partial(bench.memories.offload, adapter, freeing=False))
-    bench.memories.onload(adapter)
-    bench.hold(2, "an offload that failed midway after a step", expected, expected)
-    if saves:
+    _fail_to_offload(bench, 2, len(calls) // 2, "an offload that failed midway after a step")
+    if bench.offers(*_SAVES):
         _load(bench, state, cause="load() between two offloads")
         expected = bench.snapshot()
         bench.memories.offload(adapter)
         bench.memories.onload(adapter)
         bench.hold(1, "an offload after load()", expected, expected)
+
+
+def _fail_to_offload(bench: States, number: int, calls_before: int, cause: str) -> None:
+    """Offload without memory after so many copies; `onload()` has to bring all back."""
+    expected = bench.snapshot()
+    with no_memory(calls_before):
+        attempt(functools.partial(bench.memories.offload, bench.adapter, freeing=False))
+    bench.memories.onload(bench.adapter)
+    bench.hold(number, cause, expected, expected)
 
 
 @_check(
@@ -525,11 +533,8 @@ def saved_while_frozen(bench: States) -> None:
 )
 def failed_save(bench: States) -> None:
     bench.run_through()
-    adapter: Any = bench.adapter
     bench.advance(0)
-    after_one = bench.snapshot()
-    older = adapter.save()
-    bench.put(after_one)  # `save_and_go_on` judges a save that changes state
+    older, _ = _save_aside(bench)
     bench.advance(1)
     half = max((size for size, _ in saved_files(bench)), default=0) // 2
     _fail_to_save(bench, "save", 0, 0)
@@ -582,19 +587,19 @@ def _failed_load(
     bench: States, fault: str, spoilers: Sequence[Callable[..., Any]], kinds: int
 ) -> None:
     """Load with files spoilt one by one, and then with all of them intact."""
-    adapter: Any = bench.adapter
     bench.run_through()
     for save in _saves(bench):
         if save != "save":
             bench.begin_in(save)
         bench.advance(0)
-        older = _save_aside(bench)
+        _save_aside(bench)
+        older = stamps(bench)
         bench.advance(1)
         state = _saved(bench, save)
         bench.advance(5)
         for spoilt in spoilers:
             _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilt, kinds, older)
-        if getattr(adapter, "load_weights", None) and saved_files(bench, older):
+        if bench.offers("load_weights"):
             _fail_to_load_weights(bench, state, spoilers[0], older)
         failed_load = f"a load that failed ({fault}; saved by {save}())"
         _load(bench, state, cause=f"{failed_load}, and one that did not")
@@ -618,23 +623,19 @@ def _fail_to_load(
     other kinds, and without a rank that reads nothing. `older` has the files of checkpoints not to
     load.
     """
-    adapter: Any = bench.adapter
     succeeded = False
     for number, (_, path) in enumerate(saved_files(bench, older)[:kinds]):
-        expected = bench.snapshot()
-        with spoilt(bench, path) as spoilt_file:
-            with ending_hangs(bench, f"{spoilt_file}, and load() has not returned"):
-                raised, _ = attempt(adapter.load, state)
-            refusals = bench.gather(raised)
         needs_file = number == 0 and spoilt is not SPOILT["rank-cannot-read"]
-        if not (needs_file or any(refusals)):
+        expected = bench.snapshot()
+        spoilt_file, is_refused = _load_spoilt(
+            bench, "load", state, path, spoilt, must_fail=needs_file
+        )
+        if is_refused:
+            bench.hold(1, f"a load that failed ({fault})", expected, expected)
+        else:
             _hold_loaded(bench, 1, f"a load although {spoilt_file}")
             bench.advance(5)
             succeeded = True
-        elif None in refusals:
-            raise Wrong(f"{spoilt_file}, and load() raises nothing on rank {refusals.index(None)}")
-        else:
-            bench.hold(1, f"a load that failed ({fault})", expected, expected)
     return succeeded
 
 
@@ -642,22 +643,41 @@ def _fail_to_load_weights(
     bench: States, state: Any, spoilt: Callable[..., Any], older: Stamps
 ) -> None:
     """Load the weights alone with the largest file spoilt: all ranks raise, or none needs it."""
-    adapter: Any = bench.adapter
-    expected = bench.snapshot()
-    (_, path), *_ = saved_files(bench, older)
+    for _, path in saved_files(bench, older)[:1]:
+        expected = bench.snapshot()
+        spoilt_file, is_refused = _load_spoilt(
+            bench, "load_weights", state, path, spoilt, must_fail=False
+        )
+        cause = f"a load_weights() although {spoilt_file}"
+        if is_refused:
+            bench.hold(1, cause, expected, expected)
+        else:
+            bench.hold(1, cause, ("weights",))
+            bench.advance(5)
+
+
+def _load_spoilt(
+    bench: States,
+    method: str,
+    state: Any,
+    path: Path,
+    spoilt: Callable[..., Any],
+    *,
+    must_fail: bool,
+) -> tuple[str, bool]:
+    """Load with a file spoilt; return what is wrong with the file, and whether all ranks raised.
+
+    Raises:
+        Wrong: some ranks raised and others did not, or none did and `must_fail`.
+    """
     with spoilt(bench, path) as spoilt_file:
-        with ending_hangs(bench, f"{spoilt_file}, and load_weights() has not returned"):
-            raised, _ = attempt(adapter.load_weights, state)
+        with ending_hangs(bench, f"{spoilt_file}, and {method}() has not returned"):
+            raised, _ = attempt(getattr(bench.adapter, method), state)
         refusals = bench.gather(raised)
-    cause = f"a load_weights() although {spoilt_file}"
-    if not any(refusals):
-        bench.hold(1, cause, ("weights",))
-        bench.advance(5)
-    elif None in refusals:
+    if None in refusals and (must_fail or any(refusals)):
         rank = refusals.index(None)
-        raise Wrong(f"{spoilt_file}, and load_weights() raises nothing on rank {rank}")
-    else:
-        bench.hold(1, cause, expected, expected)
+        raise Wrong(f"{spoilt_file}, and {method}() raises nothing on rank {rank}")
+    return spoilt_file, None not in refusals
 
 
 for _name, _fault, _kinds, *_others in (

@@ -145,7 +145,7 @@ class States(Bench):
         self.folder.mkdir(exist_ok=True)
         self.begin_again()
 
-    def advance(self, number: int, between: Callable[[], None] | None = None) -> Finished:
+    def advance(self, number: int, between: Callable[[], object] | None = None) -> Finished:
         """Take a step with the rows of `number`, and advance the scheduler.
 
         `between` is called before each of the step's two microbatch calls and after the last.

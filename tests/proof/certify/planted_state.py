@@ -167,7 +167,9 @@ class Everything(SplitStep):
             each.copy_(value)
 
     def load_weights(self, path: str) -> None:
-        state = self.agreed(lambda: self.read(path))
+        self.put_weights_alone(self.agreed(lambda: self.read(path)))
+
+    def put_weights_alone(self, state: Any) -> None:
         with torch.no_grad():
             for each, value in zip(parameters_of(self.subject), state["weights"], strict=True):
                 each.copy_(value)
@@ -707,13 +709,6 @@ def nothing_if_empty(self: Any, path: str) -> None:
     Everything.load(self, path)
 
 
-def load_weights_of(self: Any, state: Any) -> None:
-    with torch.no_grad():
-        for each, value in zip(parameters_of(self.subject), state["weights"], strict=True):
-            each.copy_(value)
-    self.subject.optimizer.reload_model_params()
-
-
 def weights_for_good(self: Any, path: str) -> None:
     self.alone = True
     Everything.load_weights(self, path)
@@ -815,7 +810,7 @@ MUTANTS |= {
     "InMemory": {
         "save": lambda self: self.state(),
         "load": lambda self, state: self.put(state),
-        "load_weights": lambda self, state: load_weights_of(self, state),
+        "load_weights": lambda self, state: self.put_weights_alone(state),
         "save_async": None,
         "counters": None,
         "keeps": tuple(kind for kind in Everything.keeps if kind != "counters"),
