@@ -13,7 +13,7 @@ from typing import Any
 
 import _checkout  # noqa: F401  # before what it finds
 
-from megatron_idempotent.patching.contract import Contract, line_of, name_of
+from megatron_idempotent.patching.contract import Contract, called, line_of, name_of, yields
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.source import own_nodes
 
@@ -46,13 +46,13 @@ def _derived(wrapper: Callable[..., Any]) -> Contract:
         takes_all=arguments.vararg is not None and arguments.kwarg is not None,
         items=items,
         or_more=or_more,
-        yields=any(isinstance(n, (ast.Yield, ast.YieldFrom)) for n in own_nodes(tree)),
+        yields=yields(own_nodes(tree)),
     )
 
 
 def _reads(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> Iterator[str]:
     for node in ast.walk(tree):
-        if _called(node) != "arguments":
+        if called(node) != "arguments":
             continue
         above = parents[node]
         if isinstance(above, ast.Assign) and isinstance(above.targets[0], ast.Name):
@@ -93,7 +93,7 @@ def _items(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> tuple[tupl
 
 
 def _calls_original(node: ast.Call) -> bool:
-    if _called(node) == "arguments":
+    if called(node) == "arguments":
         return False
     callees = [node.func, *node.args]
     return any(isinstance(callee, ast.Name) and callee.id == "original" for callee in callees)
@@ -102,12 +102,8 @@ def _calls_original(node: ast.Call) -> bool:
 def _keywords(tree: ast.FunctionDef) -> Iterator[str]:
     """Yield the keywords of calls of the function that the wrapper stands around."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node) == "original":
+        if isinstance(node, ast.Call) and called(node) == "original":
             yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)
-
-
-def _called(node: ast.AST) -> str:
-    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def _last_name(target: ast.expr) -> str:

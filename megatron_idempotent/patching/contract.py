@@ -65,8 +65,9 @@ class Contract(Record):
 def contract_of(wrapper: Callable[..., Any]) -> Contract:
     """Return a wrapper's contract."""
     name = name_of(wrapper)
-    unknown = Contract(unclear=f"{CONTRACTS} lacks {name}; run `python tools/casebook.py`")
-    return contracts().get(name, unknown)
+    return contracts().get(name) or Contract(
+        unclear=f"{CONTRACTS} lacks {name}; run `python tools/casebook.py`"
+    )
 
 
 def name_of(wrapper: Callable[..., Any]) -> str:
@@ -111,9 +112,9 @@ def _unmet(contract: Contract, body: Body) -> Iterator[str]:
     tree, own_nodes = body.tree, body.own_nodes
     if isinstance(tree, ast.AsyncFunctionDef):
         yield "is async, and its wrapper calls a plain function"
-    if _yields(own_nodes) and not contract.yields:
+    if yields(own_nodes) and not contract.yields:
         yield "is a generator, and its wrapper calls a plain function"
-    if contract.yields and not _yields(own_nodes):
+    if contract.yields and not yields(own_nodes):
         yield "is no generator, and its wrapper yields what one does"
     for decorator in tree.decorator_list:
         if not watches(decorator):
@@ -136,7 +137,8 @@ def _unmet(contract: Contract, body: Body) -> Iterator[str]:
         yield from _unmet_items(contract.items, contract.or_more, _returning(body))
 
 
-def _called(node: ast.AST) -> str:
+def called(node: ast.AST) -> str:
+    """Return the name that a call calls; empty for any other code."""
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
@@ -145,7 +147,7 @@ def _returning(body: Body) -> list[Body]:
     bodies = [body]
     for function in bodies:  # it grows while it is read
         for node in function.own_nodes:
-            name = _called(node.value) if isinstance(node, ast.Return) and node.value else ""
+            name = called(node.value) if isinstance(node, ast.Return) and node.value else ""
             returned = parse_body(body.module, name) if name else None
             if returned is not None and name not in [listed.tree.name for listed in bodies]:
                 bodies.append(returned)
@@ -170,7 +172,7 @@ def _unmet_items(
             yield f"does not end with a return of {items_text}, which its wrapper takes from it"
         for node in function.own_nodes:
             if not isinstance(node, ast.Return) or (
-                node.value and _called(node.value) in function_names
+                node.value and called(node.value) in function_names
             ):
                 continue
             elements = node.value.elts if isinstance(node.value, ast.Tuple) else []
@@ -196,7 +198,8 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
     return isinstance(last, (ast.Return, ast.Raise))
 
 
-def _yields(nodes: Iterable[ast.AST]) -> bool:
+def yields(nodes: Iterable[ast.AST]) -> bool:
+    """Tell if one of these nodes of a function makes it a generator."""
     return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes)
 
 
