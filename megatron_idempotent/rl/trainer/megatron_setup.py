@@ -120,6 +120,21 @@ def _initialize(arguments: Sequence[str]) -> None:
 # constant, so that a resumed run with more rollouts has the same schedule as its checkpoint.
 _FOREVER = 1_000_000_000
 
+PLAIN_ARGUMENTS = (
+    "--transformer-impl=local",
+    "--use-cpu-initialization",
+    "--distributed-backend=gloo",
+    # Replace fused CUDA kernels by plain torch.
+    "--no-gradient-accumulation-fusion",
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--rerun-mode=disabled",
+)
+"""Arguments of a run that has neither Transformer Engine nor fused CUDA kernels."""
+
 
 def megatron_arguments(config: Config, arch: Architecture, *, positions: int) -> list[str]:
     """Return command-line arguments for `megatron.training`.
@@ -156,17 +171,7 @@ def megatron_arguments(config: Config, arch: Architecture, *, positions: int) ->
         # Small buckets: with a single one, nothing could overlap.
         "--ddp-bucket-size=40000",
         "--calculate-per-token-loss",
-        "--transformer-impl=local",
-        "--use-cpu-initialization",
-        "--distributed-backend=gloo",
-        # Replace fused CUDA kernels by plain torch.
-        "--no-gradient-accumulation-fusion",
-        "--no-persist-layer-norm",
-        "--no-masked-softmax-fusion",
-        "--no-bias-swiglu-fusion",
-        "--no-bias-dropout-fusion",
-        "--no-rope-fusion",
-        "--rerun-mode=disabled",
+        *PLAIN_ARGUMENTS,
     ]
     if parallel.vpp > 1:
         layers = arch.layers // (parallel.pp * parallel.vpp)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_idempotent.rl.hf import Architecture, build_gpt, load_hf
+from megatron_idempotent.rl.trainer.megatron_setup import PLAIN_ARGUMENTS
 
 #: Of a float32 model on CPU ranks; the model's own are those that are tested.
 PROGRAM = [
@@ -19,16 +20,7 @@ PROGRAM = [
     "--global-batch-size=2",
     "--train-iters=1",
     "--lr=0.1",
-    "--transformer-impl=local",
-    "--use-cpu-initialization",
-    "--distributed-backend=gloo",
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
-    "--no-masked-softmax-fusion",
-    "--no-bias-swiglu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-rope-fusion",
-    "--rerun-mode=disabled",
+    *PLAIN_ARGUMENTS,
 ]
 #: What programs choose, and functions that are made again.
 OWN = {
