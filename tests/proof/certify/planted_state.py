@@ -585,6 +585,15 @@ def shared_with_thread(self: Any) -> str:
     return path
 
 
+def shared_with_own_thread(self: Any) -> str:
+    """Write what the run has in a thread that the save starts."""
+    path, self.written = self.path(), Future()
+    threading.Thread(
+        target=lambda: self.written.set_result(self.write(path, self.state())), daemon=True
+    ).start()
+    return path
+
+
 def views_for_thread(self: Any) -> str:
     """Write in a queue's thread what steps change in place."""
     if not hasattr(self, "queue"):
@@ -847,6 +856,7 @@ globals().update({name: type(name, (ByWindow,), made) for name, made in OF_GRADI
 #: The same of writers that are threads.
 OF_THREADS: dict[str, Any] = {
     "SharesWithThread": {"save_async": shared_with_thread},
+    "SharesWithOwnThread": {"save_async": shared_with_own_thread},
     "SharesViewsWithThread": {"save_async": views_for_thread},
     "HearsNoThread": {
         "save_async": of_a_silent_thread,

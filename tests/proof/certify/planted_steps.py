@@ -84,19 +84,25 @@ def _eight(original: Any, self: Any, rows: Any) -> Any:
 LogprobsOfEight = but(Loop, logprobs=_eight)
 
 
-def _remembering(key_of: Callable[[Any], Any]) -> type:
+def _looked_up(key_of: Callable[[Any], Any]) -> Callable[..., Any]:
     def looked_up(original: Any, self: Any, rows: Any) -> Any:
         answers = vars(self).setdefault("answers", {})
-        key = key_of(rows["input_ids"])
-        if key not in answers:
-            answers[key] = original(rows)
-        return answers[key]
+        tokens_BT = rows["input_ids"]
+        if key_of(tokens_BT) not in answers:
+            # With the tensor, whose address no other one has meanwhile.
+            answers[key_of(tokens_BT)] = original(rows), tokens_BT
+        return answers[key_of(tokens_BT)][0]
 
-    return but(Loop, logprobs=looked_up)
+    return looked_up
 
 
-LogprobsOfContent = _remembering(lambda tokens_BT: str(tokens_BT.tolist()))
-LogprobsOfATensor = _remembering(lambda tokens_BT: (tokens_BT.data_ptr(), tokens_BT.shape))
+def _forgetting(original: Any, self: Any) -> Any:
+    vars(self).pop("answers", None)
+    return original()
+
+
+LogprobsOfContent = but(Loop, logprobs=_looked_up(lambda tokens_BT: str(tokens_BT.tolist())))
+LogprobsOfATensor = but(Loop, logprobs=_looked_up(id), update=_forgetting)
 
 
 # --- Numbers.

@@ -93,6 +93,12 @@ MORE = [
     ("LosesScaleOnOtherDP", "reshard-dp", "dp2-fp16-distopt", "has other loss scale"),
     ("LosesBiasesOnOtherPP", "reshard-pp", "moe-bf16-distopt", "has other expert bias"),
     ("SharesWithThread", "async-save", ALONE, "load() of an asynchronous save rank 0 has other "),
+    (
+        "SharesWithOwnThread",
+        "async-save",
+        ALONE,
+        "load() of an asynchronous save rank 0 has other ",
+    ),
     ("SharesViewsWithThread", "async-save", ALONE, "an asynchronous save rank 0 has other weights"),
     ("HearsNoThread", "failed-save", ALONE, "could not write raises nothing, and load() of it Run"),
     (
@@ -182,7 +188,7 @@ def test_no_other_check_catches_it(megatron_rank_pool, bug, check, where, said):
         ("planted_state:InMemory", "failed-load-file-missing", ALONE),  # there are no files
         (f"{FORMATS}:DPReshardable", "load-into-live-run", ALONE),
         (f"{FORMATS}:LowRank", "load-into-new-model", ALONE),
-        (f"{FORMATS}:LowRank", "rollback", ALONE),  # two steps that nobody looks between
+        (f"{FORMATS}:LowRank", "rollback", TWO),  # two steps that nobody looks between
         *(
             pytest.param(*row, marks=WEEKLY)
             for row in (
