@@ -7,8 +7,16 @@ VENV ?= .venv
 ARGS ?=
 # Tests run side by side in so many processes, each with ranks of its own that wait for each other.
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-# Minutes that all tests may take on an idle machine with two cores; a run that takes longer says so.
-BUDGET ?= 8
+# Minutes that `make test` may take on an idle machine with two cores; a run that takes longer says so.
+BUDGET ?= 6
+# ... and above which it fails.
+LIMIT ?=
+# Part of `make test-all`: shim, proof or rl.
+WING ?=
+WING_proof := tests/proof tests/step tests/logprobs tests/fp8
+WING_rl := tests/rl tests/examples
+WING_shim := $(filter-out $(WING_proof) $(WING_rl) tests/gpu,$(wildcard tests/test_*.py) \
+	$(patsubst %/,%,$(filter-out tests/__pycache__/,$(wildcard tests/*/))))
 
 # Compiling torch and Megatron again in every process would cost each of them ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,12 +40,14 @@ VLLM_VENV := .nox/vllm
 RAY_VENV := .nox/ray
 DOCS_VENV := .nox/docs
 
-.PHONY: help train test test-gpu wheels test-ray test-vllm docs test-docs dist lock nox matrix gate pins drift lint bench setup clean
+.PHONY: help train test test-all test-numerics test-gpu wheels test-ray test-vllm docs test-docs dist lock nox matrix gate pins drift lint bench setup clean
 
 help:
 	@echo "make train    run the reference RL trainer on two CPU ranks (ARGS='--help' for its options)"
 	@echo "make train ASYNC=1  ... sampling and training at the same time"
-	@echo "make test     run the tests (ARGS='-k name' to choose)"
+	@echo "make test     run the default tier of the tests (ARGS='-k name' to choose)"
+	@echo "make test-all   ... and the full tier (WING=shim, proof or rl for a part)"
+	@echo "make test-numerics   ... what compares sums, with other vector instructions than the machine's"
 	@echo "make test-ray   ranks and the trainer on a local Ray cluster, and TransferQueue"
 	@echo "make test-vllm  engine, sync, failures and the trainer on a real vLLM"
 	@echo "make wheels     fill build/wheels with what a GPU machine without a network needs"
@@ -76,10 +86,26 @@ $(VENV)/.compiled: $(STAMP)
 	  tests/proof/cpu/test_ranks.py -k test_results_come_in_order_of_rank
 	touch $@
 
+run_tests = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
 # Nothing of tests/gpu runs here, and each process would import for it.
 test: $(VENV)/.compiled
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
-	  $(or $(ARGS),--ignore=tests/gpu --durations=40 --budget=$(BUDGET))
+	$(run_tests) $(or $(ARGS),--ignore=tests/gpu --durations=40 --budget=$(BUDGET) \
+	  $(if $(LIMIT),--limit=$(LIMIT)))
+
+test-all: $(VENV)/.compiled
+	$(if $(filter-out shim proof rl,$(WING)),$(error WING is shim, proof or rl, not $(WING)))$(run_tests) --full $(or $(ARGS),--ignore=tests/gpu --durations=40 $(WING_$(WING)))
+
+# Other instructions add in another order. That shows where sums are held against float64, another
+# layout or another cut of a step. Weights of Hugging Face's format are copied, all but the logits that
+# test_hf_layouts compares; Triton's kernels run on its interpreter; costs and refusals are no sums. Of
+# a training run the engines' log-probs alone are held against sums of another order.
+NUMERICS := tests/logprobs tests/rl/hf/test_hf_layouts.py tests/proof/cpu/test_layouts.py \
+  tests/proof/cpu/test_against_one_rank.py tests/step/test_same_gradient.py tests/step/test_division.py \
+  tests/rl/trainer/test_run.py::test_engines_give_the_log_probabilities_of_the_training_forward
+NO_SUMS := --ignore-glob=*/test_kernels* --ignore-glob=*/test_*costs.py --ignore-glob=*/test_*refused.py
+test-numerics: $(VENV)/.compiled
+	ATEN_CPU_CAPABILITY=default $(run_tests) $(NUMERICS) $(NO_SUMS)
 
 # For a machine with an NVIDIA GPU, which brings its own torch and may reach no network: PYTHON is the
 # one that holds torch, and nothing but build/wheels is installed. Neither target sets anything else up.
@@ -131,6 +157,7 @@ test-docs: docs
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/rules.py
 	$(BIN)/codespell --dictionary=- --dictionary=.ci/words.txt
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache

@@ -42,7 +42,7 @@ SUITES = (
     "tests/patching/test_case_files.py",
     "--ignore=tests/parity/test_hazards.py",
     "--ignore-glob=tests/step/test_fsdp*",  # there is no Megatron in it, and `fsdp` runs it
-    *("-m", "not exhaustive"),
+    *("--full", "-m", "not exhaustive"),
 )
 SUITES_OF_COMMITS = (
     *("tests/parity", "tests/patching/fuzz/test_pinned.py"),
@@ -391,10 +391,17 @@ def downstream(session: nox.Session) -> None:
     """tests/downstream on the frameworks' own sources: `nox -s downstream -- [pytest arguments]`.
 
     They come out of the clones that MEGATRON_LM names, separated by colons, or over the network.
+    Pages of recipes whose tests all pass get the day.
     """
     spread = ["-n", str(JOBS + 1), "--dist", "worksteal"]
     more = [*NEIGHBOURS, "nbclient>=0.10", "ipykernel>=6"]
-    _downstream(session, "python", spread, ["tests/downstream"], *more)
+    report = WORK / "downstream.xml"
+    spread.append(f"--junitxml={report}")
+    try:
+        _downstream(session, "python", spread, ["tests/downstream"], *more)
+    finally:
+        if report.exists():
+            session.run(sys.executable, "tools/recipe_dates.py", str(report), external=True)
 
 
 @nox.session(venv_backend="none")

@@ -1,11 +1,13 @@
-"""Temporary files go where pytest puts its own, and a run that outlives its budget says so.
+"""Two tiers of tests, what ran again, how long it may take, and where temporary files go.
 
-`tiers.txt` names the tests that `make test` leaves to the matrix or to the weekly run.
+A file of the full tier says `pytestmark = pytest.mark.full`. `make test` leaves it out and says so
+in its last line; `make test-all`, which has `--full`, runs it, and so does a command that names it.
 """
 
 from __future__ import annotations
 
 import atexit
+import datetime
 import gc
 import os
 import tempfile
@@ -17,31 +19,39 @@ from typing import Any
 import pytest
 
 _STARTED_S = time.monotonic()
-TIERS = Path(__file__).with_name("tiers.txt")
-#: Lines of TIERS that name no test of a file that was collected as a whole.
-STALE = pytest.StashKey[list[str]]()
+#: How many tests of the full tier this process, or one of its workers, has left out.
+LEFT_OUT = pytest.StashKey[int]()
+#: In pytest's cache: test → days on which it was run again.
+RERUNS = "megatron-idempotent/reruns"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the full tier, too")
     parser.addoption("--budget", type=float, metavar="MINUTES", help="say so if it takes longer")
+    parser.addoption("--limit", type=float, metavar="MINUTES", help="fail if it takes longer")
 
 
-def tiers() -> dict[str, str]:
-    """Return the marker of each test that TIERS names."""
-    lines = filter(None, TIERS.read_text("utf-8").splitlines())
-    said = (line.partition(" ") for line in lines if not line.startswith("#"))
-    return {f"tests/{test}": marker for marker, _, test in said}
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what TIERS names, before `-m` chooses."""
-    left = tiers()
-    for item in items:
-        if (marker := left.pop(item.nodeid, None)) is not None:
-            item.add_marker(marker)
-    whole = {item.nodeid.partition("::")[0] for item in items if "::" not in str(config.args)}
-    config.stash[STALE] = [test for test in left if test.partition("::")[0] in whole]
+    """Leave out files of the full tier, unless they are asked for."""
+    config.stash[LEFT_OUT] = 0
+    if config.getoption("--full"):
+        return
+    named = {
+        Path(config.invocation_params.dir, argument.partition("::")[0]).resolve()
+        for argument in config.args
+    }
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("full")
+        and not item.get_closest_marker("exhaustive")  # `-m` chooses these
+        and item.path not in named
+    ]
+    if left_out:
+        without = set(left_out)
+        items[:] = [item for item in items if item not in without]
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = len(left_out)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,29 +69,88 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(gc.unfreeze)  # libraries in C report what the end of Python leaves
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of xdist has left out; each of them collects all tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """Fail a run above its limit, or with a test that ran again twice in a week; name its tier."""
+    config = session.config
+    left_out = config.stash.get(LEFT_OUT, 0)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out"] = left_out
+        return (yield)
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    limit = config.getoption("--limit")
+    too_slow = limit is not None and _minutes() > limit
+    flaky = _flaky(config, {report.nodeid for report in reporter.stats.get("rerun", ())})
+    if (too_slow or flaky) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    try:
+        return (yield)
+    finally:
+        faults = [f"{test} ran again for the second time in a week" for test in flaky]
+        if too_slow:
+            faults.append(f"the tests took {_minutes():.1f} minutes, and may take {limit:g}")
+        for fault in faults:
+            reporter.write_line(f"FAILED: {fault}.", red=True)
+        if left_out:
+            reporter.write_line(
+                f"{left_out} tests of the full tier were not run: `make test-all` runs them."
+            )
+
+
+def _minutes() -> float:
+    return (time.monotonic() - _STARTED_S) / 60
+
+
+def _flaky(config: pytest.Config, rerun: set[str]) -> list[str]:
+    """Record which tests ran again today; return those that also did in the last seven days."""
+    cache = config.cache if config.pluginmanager.has_plugin("cacheprovider") else None
+    if cache is None or not rerun:
+        return []
+    today = datetime.date.today()
+    week = {str(today - datetime.timedelta(days=days)) for days in range(8)}
+    days_of = {
+        test: recent
+        for test, days in cache.get(RERUNS, {}).items()
+        if (recent := [day for day in days if day in week])
+    }
+    flaky = sorted(rerun & days_of.keys())
+    for test in rerun:
+        days_of[test] = [*days_of.get(test, ()), str(today)]
+    cache.set(RERUNS, days_of)
+    return flaky
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Say so at the end, below the slowest tests, if all took longer than they may; none fails."""
-    minutes, budget = (time.monotonic() - _STARTED_S) / 60, config.getoption("--budget")
-    if budget is None or minutes <= budget:
+    """Name what ran again and why, and a run that took longer than its budget."""
+    reruns = terminalreporter.stats.get("rerun", ())
+    if reruns:
+        terminalreporter.section("RAN AGAIN", sep="!", yellow=True)
+    for report in reruns:
+        lines = str(report.longrepr).strip().splitlines()
+        reason = [line for line in lines if "died with signal" in line] or lines
+        error = reason[-1].removeprefix("E").strip()
+        terminalreporter.write_line(f"{report.nodeid}: {error}", yellow=True)
+    budget = config.getoption("--budget")
+    if budget is None or _minutes() <= budget:
         return
-    told = (
-        f"The tests took {minutes:.1f} minutes. Their budget is {budget:g} on an idle machine with "
-        f"two cores; this one has {os.cpu_count()}, and a load of {os.getloadavg()[2]:.1f}. "
+    explanation = (
+        f"The tests took {_minutes():.1f} minutes. Their budget is {budget:g} on an idle machine "
+        f"with two cores; this one has {os.cpu_count()}, and a load of {os.getloadavg()[2]:.1f}. "
         "The slowest are above (make test BUDGET=… for another budget)."
     )
     terminalreporter.section("SLOWER THAN THE BUDGET", sep="!", red=True, bold=True)
-    terminalreporter.write_line(told, red=True)
+    terminalreporter.write_line(explanation, red=True)
     if "GITHUB_ACTIONS" in os.environ:  # shown on the page of the run
-        terminalreporter.write_line(f"::warning title=Slower than the budget::{told}")
-
-
-@pytest.fixture
-def stale_tiers(pytestconfig: pytest.Config) -> list[str]:
-    """List the tests that TIERS names and files do not have, of those collected as a whole."""
-    return pytestconfig.stash[STALE]
+        terminalreporter.write_line(f"::warning title=Slower than the budget::{explanation}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,69 +1,16 @@
-"""README says how large the shim is, and imports bring in nothing that is not used."""
+"""Imports bring in nothing that is not used."""
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import json
-import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
 from ranks import tiered
 from starts import started
-
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "megatron_idempotent"
-ROOMS = ("patching", "megatron", "window", "step", "logprobs", "fp8")
-README = (ROOT / "README.md").read_text("utf-8")
-NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-    tokenize.INDENT,
-    tokenize.NEWLINE,
-    tokenize.NL,
-}
-
-
-def code_lines(path: Path) -> int:
-    """The lines of a file without blanks, docstrings and comments."""
-    with tokenize.open(path) as source:
-        lines = {
-            line
-            for token in tokenize.generate_tokens(source.readline)
-            if token.type not in NO_CODE
-            for line in range(token.start[0], token.end[0] + 1)
-        }
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            lines -= {*range(node.lineno, (node.end_lineno or 0) + 1)}
-    return len(lines)
-
-
-def parts() -> dict[str, list[Path]]:
-    """The modules of each part, as README calls them."""
-    shim = [*PACKAGE.glob("*.py"), *(ROOT / "patches").rglob("*.py")]
-    shim += [path for room in ROOMS for path in (PACKAGE / room).rglob("*.py")]
-    return {
-        "the shim": [path for path in shim if path.name not in ("__main__.py", "settings.py")],
-        "`proof/`": [*(PACKAGE / "proof").rglob("*.py")],
-        "`rl/`": [*(PACKAGE / "rl").rglob("*.py")],
-    }
-
-
-def test_readme_says_how_large_each_part_is():
-    for part, paths in parts().items():
-        found = len(paths), sum(map(code_lines, paths))
-        row = re.search(rf"(?m)^\| {re.escape(part)} \|.*\| ([\d,]+) \| ([\d,]+) \|$", README)
-        assert row, f"{part} is not in the table of README.md: {found}"
-        said = [int(number.replace(",", "")) for number in row.groups()]
-        off = [abs(mine - its) / its for mine, its in zip(said, found, strict=True)]
-        assert max(off) < 0.1, f"README.md says {said} files and lines of {part}, there are {found}"
-
 
 #: What each entry point brings into a process, beside what has loaded it.
 BROUGHT = {

@@ -15,6 +15,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.version import Version
+
+from megatron_idempotent.patching import OPEN, UNTRIED
+from megatron_idempotent.patching.base import untried
+from megatron_idempotent.patching.catalog import hazards
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
 yaml = pytest.importorskip("yaml", reason="PyYAML is for development, not for the matrix")
@@ -22,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 #: YAML 1.1 takes the key `on` for a truth.
 ON = True
 TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["megatron-idempotent"]
+RELEASES = [release["megatron"] for release in TABLE["releases"]]
 
 
 def workflow(name: str) -> dict:
@@ -33,6 +39,13 @@ def loaded(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def dry_run(*arguments: str) -> list[str]:
+    """Return the commands that make would run."""
+    command = ["make", "--dry-run", "--always-make", *arguments]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return printed.replace("\\\n", "").splitlines()
 
 
 def hooks() -> dict[str, dict]:
@@ -51,46 +64,20 @@ def test_pre_commit_has_the_commands_of_make_lint_and_fetches_nothing():
     assert entries >= {line.strip() for line in commands.splitlines()}
 
 
-def tiers() -> dict[str, str]:
-    return loaded(ROOT / "tests" / "conftest.py").tiers()
-
-
-def test_tiers_leave_to_make_test_what_catches_the_mutants(stale_tiers):
-    assert stale_tiers == [], "tests/tiers.txt names tests that are not there"
-    assert set(tiers().values()) == {"exhaustive", "matrix"}
-    mutants = json.loads((ROOT / "tests" / "mutation" / "mutants.json").read_text("utf-8"))
-    assert {test for each in mutants for test in each["caught_by"]} & tiers().keys() == set()
-
-
-def test_each_file_with_exhaustive_tests_is_in_one_shard():
-    weekly = workflow("weekly")
-    assert weekly[ON].keys() == {"schedule", "workflow_dispatch"}
-    job = weekly["jobs"]["exhaustive"]
-    assert 'make test ARGS="-m exhaustive $TESTS"' in [step.get("run") for step in job["steps"]]
-    shards = [each["tests"].split() for each in job["strategy"]["matrix"]["include"]]
-    # The frameworks' own code has a job to itself, which fetches it.
-    of_sources = weekly["jobs"]["downstream"]["strategy"]["matrix"]["include"]
-    assert {each["marked"] for each in of_sources} == {"exhaustive", "not exhaustive"}
-    shards.append(["tests/downstream"])
-    # As have those that need servers, which `make test` skips.
-    servers = weekly["jobs"]["servers"]
-    assert servers["steps"][-1]["run"] == """make "$SUITE" ARGS="-m '$MARKED'\""""
-    suites = {each["suite"] for each in servers["strategy"]["matrix"]["include"]}
-    assert suites == {"test-ray", "test-vllm"}
-    places = [ROOT / each for shard in shards for each in shard]
-    assert [place for place in places if not place.exists()] == []
-    marked = [
-        path
-        for path in (ROOT / "tests").rglob("*.py")
-        if path != Path(__file__)
-        and re.search(r"mark\.exhaustive|(?<!def )tiered\(", path.read_text("utf-8"))
+def test_the_default_tier_has_what_catches_nearly_all_mutants():
+    run = loaded(ROOT / "tests" / "mutation" / "run.py")
+    mutants = json.loads(run.MUTANTS.read_text("utf-8"))
+    assert sum(map(run.by_default, mutants)) >= run.DEFAULT_TIER * len(mutants)
+    assert ".venv/bin/python tests/mutation/run.py" in [
+        step.get("run") for step in workflow("weekly")["jobs"]["mutation"]["steps"]
     ]
-    assert len(marked) > 50
-    for test, marker in tiers().items():
-        if marker == "exhaustive":
-            marked.append(ROOT / test.partition("::")[0])
-    times = {str(path): sum(path.is_relative_to(each) for each in places) for path in marked}
-    assert set(times.values()) == {1}, times
+
+
+def test_servers_run_what_make_test_skips():
+    job = workflow("weekly")["jobs"]["servers"]
+    assert job["steps"][-1]["run"] == """make "$SUITE" ARGS="-m '$MARKED'\""""
+    rows = job["strategy"]["matrix"]["include"]
+    assert {row["suite"] for row in rows} == {"test-ray", "test-vllm"}
 
 
 def test_the_sources_of_the_table_are_those_that_the_tests_ask_for():
@@ -164,7 +151,6 @@ def test_a_tag_is_tested_before_it_is_published():
     jobs = workflow("release")["jobs"]
     assert jobs["test"]["uses"] == "./.github/workflows/ci.yml"
     assert "workflow_call" in workflow("ci")[ON]
-    assert ".ci/run" in [step.get("run") for step in workflow("ci")["jobs"]["test"]["steps"]]
     assert jobs["attest"]["needs"] == ["test", "build"]
     assert jobs["publish"]["needs"] == "attest"
     assert jobs["attach"]["needs"] == "publish"
@@ -194,9 +180,7 @@ def test_the_tools_of_ci_and_what_make_test_runs_with_are_files_whose_hashes_the
     assert {each for each in installs if "--require-hashes" not in each} == {"-e ."}
     assert workflow("ci")["env"] == {"LOCKED": "1"}
     assert "\nexport LOCKED=${LOCKED-1}\n" in (ROOT / ".ci" / "run").read_text("utf-8")
-    command = ["make", "--dry-run", "--always-make", "setup", "nox", "LOCKED=1", "PYTHON=python3"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    lines = said.replace("\\\n", "").splitlines()
+    lines = dry_run("setup", "nox", "LOCKED=1", "PYTHON=python3")
     held = r" --require-hashes -r | --constraints requirements/dev\.lock "
     assert all(re.search(held, line) for line in lines if "pip install" in line)
     assert any(line.endswith(" --require-hashes -r requirements/dev.lock") for line in lines)
@@ -221,3 +205,37 @@ def test_the_notes_of_a_release_are_what_the_changelog_says_of_it():
     done = subprocess.run([sys.executable, script, "v0.0.1"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert "CHANGELOG.md has nothing under `## [0.0.1]" in done.stderr
+
+
+def test_nox_has_a_session_per_release():
+    pytest.importorskip("nox", reason="nox is for development, not for the matrix")
+    torches = [*(row["torch"] for row in TABLE["torches"]), TABLE["torch"]]
+    asked = ["--session", "release", "newest", "older", "fsdp", "patching", "--list", "--json"]
+    command = [sys.executable, "-m", "nox", *asked]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sessions = [session["session"] for session in json.loads(listed)]
+    assert sessions == [
+        *(f"release(megatron='{release}')" for release in RELEASES),
+        *(f"newest(version='{version}')" for version in TABLE["releases"][-1]["also"]),
+        *(
+            f"older(torch='{each['torch']}', version='{version}')"
+            for each in TABLE["torches"]
+            for version in each.get("suites", ())
+        ),
+        *(f"fsdp(torch='{torch}')" for torch in torches),
+        *(f"patching(version='{version}')" for version in TABLE["patching"]),
+    ]
+
+
+def test_case_files_speak_of_tabled_releases_only():
+    newest = Version(RELEASES[-1])
+    looked_at = Version(f"{newest.major}.{newest.minor + 1}")
+    assert Version(untried()) == looked_at, "run `python tools/casebook.py`"
+    for hazard in hazards().values():
+        if hazard.since == untried():  # it is on commits only, so far
+            assert hazard.before == OPEN
+        elif hazard.distribution == "megatron-core":
+            assert Version(RELEASES[0].rpartition(".")[0]) <= Version(hazard.since) <= newest
+            # A release that nobody has run repairs nothing for certain: its bodies decide.
+            assert hazard.before == UNTRIED or Version(hazard.since) < Version(hazard.before)
+            assert hazard.before == UNTRIED or Version(hazard.before) < looked_at, hazard.id
