@@ -2,7 +2,7 @@
 
 Each module here has a `main()` that prints its result. Other options are for
 `python -m benchmarks.NAME`. With a device, and without names, it is those that take one. With
-`--json` each result goes into FOLDER/NAME.json, with the machine and the time, for
+`--json` each result goes into FOLDER/NAME.json, too, with the machine and the time, for
 `python -m benchmarks.page FOLDER`; `--busy` marks those of a machine that does something else.
 """
 
@@ -12,7 +12,7 @@ import pkgutil
 import sys
 from pathlib import Path
 
-from benchmarks._record import captured, machine, record
+from benchmarks._record import captured, machine, record, tell
 from megatron_idempotent.proof.cpu.errors import NoDeviceError
 from megatron_idempotent.proof.cpu.gpu import DEVICES
 
@@ -48,6 +48,8 @@ for name in names:
             module.main()
         else:
             before = machine(busy=asked.busy)
-            record(asked.json, name, before, arguments, captured(name, module.main))
+            result = captured(name, module.main)
+            record(asked.json, name, before, arguments, result)
+            tell(result)
     except (NoDeviceError, ValueError) as error:
         sys.exit(str(error))

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -35,6 +36,11 @@ def tell(found: Any, as_json: bool = False) -> None:
         return
     for name, value in leaves("", found):
         print(f"{name:70} {value if isinstance(value, str) else format(value, '.4g')}", flush=True)
+
+
+def progress(part: str) -> None:
+    """Say on standard error which part of a benchmark begins, for who waits for the result."""
+    print(f"{datetime.now():%H:%M:%S} {part} …", file=sys.stderr, flush=True)
 
 
 def leaves(at: str, found: Any) -> Iterator[tuple[str, float | str]]:

@@ -29,8 +29,9 @@ import tempfile
 from importlib.metadata import distribution
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from benchmarks._record import options, tell
+from benchmarks._record import options, progress, tell
 
 ROUNDS = 20
 PROGRAMS = {
@@ -96,9 +97,14 @@ def _printed(program: str, environ: dict[str, str]) -> float:
 
 
 def _measure(
-    environ: dict[str, str], programs: dict[str, tuple[str, str]], yardstick: str, rounds: int
+    part: str,
+    environ: dict[str, str],
+    programs: dict[str, tuple[str, str]],
+    yardstick: str,
+    rounds: int,
 ) -> dict[str, dict[str, float]]:
     """Return median and least milliseconds of each program, and the ratio of medians."""
+    progress(f"{part}: {rounds} rounds of {len(programs)} programs")
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, (before, program) in programs.items():
@@ -124,9 +130,9 @@ def _commit_of(folder: Path) -> Path:
     return folder
 
 
-def _with_megatron(environ: dict[str, str]) -> dict[str, dict[str, float]]:
+def _with_megatron(part: str, environ: dict[str, str]) -> dict[str, dict[str, float]]:
     """Measure `apply()` after Megatron is imported: its seconds, and the memory it keeps."""
-    found = _measure(environ, WITH_MEGATRON, "import Megatron", ROUNDS_AT_IMPORT)
+    found = _measure(part, environ, WITH_MEGATRON, "import Megatron", ROUNDS_AT_IMPORT)
     return {**found, "kept": {"MiB": _printed(_KEPT, environ) / 2**20}}
 
 
@@ -134,19 +140,23 @@ def main() -> None:
     """Print median and minimum per program, and the ratio to the yardstick."""
     asked = options(__doc__).parse_args()
     compiled, small = {"PYTHONDONTWRITEBYTECODE": ""}, (PROGRAMS, "import asyncio", ROUNDS)
-    found = {"with compiled files": _measure(compiled, *small)}
+    found = {}
+
+    def measure(part: str, *programs: Any, **environ: str) -> None:
+        found[part] = _measure(part, environ, *programs)
+
+    measure("with compiled files", *small, **compiled)
     with tempfile.TemporaryDirectory() as empty:
         # Looked for there, of this package and of the standard library alike.
-        found["without compiled files"] = _measure(
-            {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty}, *small
-        )
-    found["at the import of Megatron"] = _measure(
-        compiled, AT_IMPORT, "import megatron.training", ROUNDS_AT_IMPORT
-    )
-    found["with Megatron imported, a release"] = _with_megatron(compiled)
+        without = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty}
+        measure("without compiled files", *small, **without)
+    at_import = (AT_IMPORT, "import megatron.training", ROUNDS_AT_IMPORT)
+    measure("at the import of Megatron", *at_import, **compiled)
     with tempfile.TemporaryDirectory() as folder:
-        path = {"PYTHONPATH": str(_commit_of(Path(folder)))}
-        found["with Megatron imported, a commit"] = _with_megatron(compiled | path)
+        commit = {"PYTHONPATH": str(_commit_of(Path(folder)))}
+        for kind, path in (("a release", {}), ("a commit", commit)):
+            part = f"with Megatron imported, {kind}"
+            found[part] = _with_megatron(part, compiled | path)
     tell(found, asked.json)
 
 

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks._record import options, tell
+from benchmarks._record import options, progress, tell
 
 SIDES = {
     "sync, 2 ranks": ["--ranks", "2", "--set", "rollout.prompts=16"],
@@ -85,10 +85,10 @@ def main() -> None:
     found: dict[int, dict[str, float]] = {}
     for tokens in (int(each) for each in asked.tokens.split(",")):
         with tempfile.TemporaryDirectory() as name:
-            row = {
-                side: speed(arguments, tokens, asked.steps, Path(name))
-                for side, arguments in SIDES.items()
-            }
+            row = {}
+            for side, arguments in SIDES.items():
+                progress(f"{tokens} tokens, {side}")
+                row[side] = speed(arguments, tokens, asked.steps, Path(name))
         first = next(iter(row.values()))
         found[tokens] = row | {f"{side} ÷ sync": row[side] / first for side in SIDES}
     tell(found, asked.json)

@@ -37,7 +37,7 @@ from benchmarks._device import (
     in_turn,
     real_sizes,
 )
-from benchmarks._record import options, tell
+from benchmarks._record import options, progress, tell
 from megatron_idempotent.proof import cpu
 
 CHUNKS = 8
@@ -164,6 +164,7 @@ def main() -> None:
 def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     hidden = asked.hidden or 256
     for layout, (ranks, microbatches, model) in LAYOUTS.items():
+        progress(layout)
         arguments = (asked.rounds, hidden, microbatches, model)
         seconds = cpu.run_ranks(ranks, times, *arguments, timeout_s=1200.0)[0]
         for clock, kind in enumerate(("wall", "CPU", "call")):
@@ -174,6 +175,7 @@ def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {f"{layout}, bubbles": slots}
     if asked.only_steps:
         return
+    progress("a slow network")
     network = (asked.latency_ms / 1e3, asked.gigabytes_per_s * 1e9)
     (mine, size), (theirs, _) = cpu.run_ranks(
         2, exposed, asked.rounds, hidden, *network, timeout_s=1200.0
@@ -189,6 +191,7 @@ def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {f"network, {name}": found}
     pairs = [("one, last", "one"), ("eight, last", "eight")]
     yield {"network, ratios": _ratios(mine, 0, pairs)}
+    progress("memory")
     yield {"memory": cpu.run_ranks(2, memory, hidden, timeout_s=600.0)[0]}
 
 
