@@ -22,6 +22,8 @@ from megatron_idempotent.patching.record import Reviewed
 from megatron_idempotent.patching.releases import numbers
 from megatron_idempotent.patching.trees import INFO
 
+pytestmark = pytest.mark.full
+
 SEED = "megatron/core/tensor_parallel/random.py"
 GROUPS = "megatron/core/parallel_state.py"
 OFFLOAD = "megatron/core/distributed/distributed_data_parallel.py"

@@ -17,6 +17,8 @@ from megatron_idempotent.patching import Patch, Target
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.source import locate, read_body
 
+pytestmark = pytest.mark.full
+
 INFO = "megatron.core.package_info"
 RANDOM = "megatron.core.tensor_parallel.random"
 PATCH = "pipeline-seed-offset"

@@ -16,6 +16,8 @@ from starts import IMPORTS, LOADED, ROOT, started
 from megatron_idempotent.cli.hook import PTH, PTH_LINE
 from megatron_idempotent.cli.main import main
 
+pytestmark = pytest.mark.full
+
 PACKAGES = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
 #: What an editable install of this tree writes, with all that is installed here.
 ON_THE_PATH = f"{ROOT}\n{sysconfig.get_path('purelib')}\n"

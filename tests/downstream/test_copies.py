@@ -13,6 +13,8 @@ import megatron_idempotent
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError, tiny
 
+pytestmark = pytest.mark.full
+
 TAKEN = "config.no_sync_func is taken"
 needs_training = pytest.mark.skipif(
     locate("megatron.training.training") is None,

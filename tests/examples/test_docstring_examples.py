@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import docstring_examples
+import pytest
 from docstring_examples import BLOCK, NEEDS_ALL, NEEDS_VLLM, OTHER, PACKAGE, Checked, Short
 
-pytestmark = NEEDS_ALL
+pytestmark = [pytest.mark.full, NEEDS_ALL]
 
 
 def examples() -> list[Short]:

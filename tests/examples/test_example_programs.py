@@ -15,6 +15,8 @@ from megatron_idempotent.hook import PACKAGES
 from megatron_idempotent.patching.releases import installed
 from megatron_idempotent.proof import cpu
 
+pytestmark = pytest.mark.full
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 found = installed("megatron-core")
 if found is None:

@@ -13,6 +13,8 @@ from ranks import on_ranks
 from megatron_idempotent.fp8.packing import RECIPES, Pack, TokenAlignment, token_alignment
 from megatron_idempotent.logprobs import context_parallel_part
 
+pytestmark = pytest.mark.full
+
 LAYOUTS = [
     (tp, cp, sequence_parallel)
     for tp, cp in itertools.product([1, 2, 3, 4, 8], [1, 2, 4])

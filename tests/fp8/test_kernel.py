@@ -8,6 +8,8 @@ import torch
 from megatron_idempotent.fp8 import triton_blockwise
 from megatron_idempotent.fp8.blockwise import quantize_blockwise
 
+pytestmark = pytest.mark.full
+
 SHAPES = [(128, 128), (130, 40), (1, 300), (2, 257, 129), (3, 127, 1), (0, 5), (4, 0)]
 
 

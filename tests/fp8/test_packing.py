@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from megatron_idempotent.fp8.packing import Pack, TokenAlignment
 from megatron_idempotent.logprobs import shift_targets
 
+pytestmark = pytest.mark.full
+
 PAD, IGNORED = -7, -100
 
 

@@ -15,6 +15,8 @@ from megatron_idempotent.logprobs import Sampling, topk_kl, vocab_topk
 from megatron_idempotent.logprobs.sources import ProductParts, blocks_of
 from megatron_idempotent.proof.cpu.probes import peak_bytes, watching_collectives
 
+pytestmark = pytest.mark.full
+
 V = 4096
 
 

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_idempotent import token_logprobs
 
+pytestmark = pytest.mark.full
+
 #: Of the cases that torch is held to, by the number of ranks; others with -m exhaustive.
 CASES = {1: 6, 2: 4}
 #: Of those out of hidden states: small ones of each type, in one part and in many.

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_idempotent.logprobs import Sampling, sources, topk_kl, vocab_topk
 from megatron_idempotent.proof.cpu import tiny
 
+pytestmark = pytest.mark.full
+
 RECOMPUTED = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

@@ -22,6 +22,8 @@ from megatron_idempotent.logprobs import (
 )
 from megatron_idempotent.step import pack_batches
 
+pytestmark = pytest.mark.full
+
 
 def _in_order(values: Any) -> Any:
     total = values.new_zeros(())

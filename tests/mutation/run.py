@@ -35,7 +35,7 @@ MUTANTS = Path(__file__).with_name("mutants.json")
 #: The least share of the caught mutants that the default tier has to catch, too.
 DEFAULT_TIER = 0.95
 #: How a file says that `make test` leaves it out.
-FULL = re.compile(r"^pytestmark = .*\bmark\.full\b", re.MULTILINE)
+FULL = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.full", re.MULTILINE)
 #: A mutant that hangs is caught by a deadline, of a test or this one.
 TIMEOUT_S = 900
 

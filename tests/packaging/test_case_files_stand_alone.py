@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 LIBRARY, PATCHES = ROOT / "megatron_idempotent", ROOT / "patches"
 NAME = "megatron_idempotent.patches"

@@ -12,6 +12,8 @@ import pytest
 from ranks import tiered
 from starts import started
 
+pytestmark = pytest.mark.full
+
 #: What each entry point brings into a process, beside what has loaded it.
 BROUGHT = {
     "megatron_idempotent.auto": {"hook"},

@@ -12,6 +12,8 @@ from megatron_idempotent.patching.report import Report
 from megatron_idempotent.patching.rows import Row
 from megatron_idempotent.proof import prove
 
+pytestmark = pytest.mark.full
+
 AFFECTED = [each for each in prove.affected() if each in patches()]
 BESIDE = [name for name in AFFECTED if hazards()[name].neighbour is not None]
 #: Of groups of two that every release has, by default.

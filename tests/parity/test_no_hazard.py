@@ -95,7 +95,7 @@ ALWAYS = ("overlap", "fp16", "pp2-dp2", "moe-ep2", "tp2-sp")
 
 
 @pytest.mark.parametrize(
-    "layout", tiered(LAYOUTS, [each for each in LAYOUTS if each.name in ALWAYS], "matrix"), ids=str
+    "layout", tiered(LAYOUTS, [each for each in LAYOUTS if each.name in ALWAYS], "full"), ids=str
 )
 def test_windows_and_steps_are_stocks_to_the_bit_and_to_the_collective(layout, megatron_ranks):
     stock = megatron_ranks(layout.ranks, windows, layout, False, timeout_s=120)

@@ -15,6 +15,8 @@ from reductions import run
 
 from megatron_idempotent.patching.source import locate
 
+pytestmark = pytest.mark.full
+
 BUFFER = locate("megatron.core.distributed.param_and_grad_buffer")
 assert BUFFER is not None, "the tests need a Megatron"
 #: Bucket groups learn how many gradients a step registers, as from 0.16 on; commits may not.
@@ -61,7 +63,6 @@ def test_what_stock_gets_right_stays_right(megatron_ranks):
     assert found["silently wrong", "right"] > 2, found
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_stock_gets_right_stays_right_in_other_layouts(layout, megatron_ranks):
     programs = _of_layout(layout)
@@ -69,7 +70,6 @@ def test_what_stock_gets_right_stays_right_in_other_layouts(layout, megatron_ran
     assert found["right", "right"] > 2, found
 
 
-@pytest.mark.matrix
 def test_several_optimizer_instances_have_no_handle_and_no_false_alarm(megatron_ranks):
     programs = _of_instances()
     found = judged(megatron_ranks, 4, programs[::31])

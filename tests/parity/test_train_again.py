@@ -63,7 +63,7 @@ MEGATRON_FSDP = (
 )
 #: One has what all others have, and all run on every release. Two ranks with overlap are in the
 #: test with more between the calls.
-SOME = tiered(LAYOUTS, LAYOUTS[3:4], "matrix")
+SOME = tiered(LAYOUTS, LAYOUTS[3:4], "full")
 
 
 def train(
@@ -168,7 +168,7 @@ def test_three_calls_of_two_iterations_equal_one_call_of_six(layout, six_at_once
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(LAYOUTS[0], marks=pytest.mark.matrix), LAYOUTS[1]], ids=str
+    "layout", [pytest.param(LAYOUTS[0], marks=pytest.mark.full), LAYOUTS[1]], ids=str
 )
 def test_forwards_and_checkpoints_between_calls_do_not_show(
     layout, six_at_once, megatron_ranks, tmp_path

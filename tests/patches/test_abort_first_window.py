@@ -10,9 +10,12 @@ from ranks import built, loss_of, on_ranks, same
 
 from megatron_idempotent.proof.prove import affected
 
-pytestmark = pytest.mark.skipif(
-    "first-window-aborted" not in affected(), reason="before 0.16 nothing is learned"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        "first-window-aborted" not in affected(), reason="before 0.16 nothing is learned"
+    ),
+]
 
 
 def _build(applied: bool) -> Any:

@@ -14,6 +14,8 @@ from ranks import digest, on_ranks
 import megatron_idempotent
 from megatron_idempotent.patching.source import locate
 
+pytestmark = pytest.mark.full
+
 needs_training = pytest.mark.skipif(
     locate("megatron.training.training") is None,
     reason="the installed Megatron carries no megatron.training",

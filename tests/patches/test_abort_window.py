@@ -14,6 +14,8 @@ from ranks import abort, built, digest, fails, groups, on_microbatch, on_ranks, 
 
 import megatron_idempotent
 
+pytestmark = pytest.mark.full
+
 
 def _aborted(model: Any) -> None:
     """A window that ends before the forward of its second microbatch."""

@@ -10,6 +10,8 @@ import megatron_idempotent
 from megatron_idempotent.patching.needs import Need, check_applied, providers
 from megatron_idempotent.proof.cpu import tiny
 
+pytestmark = pytest.mark.full
+
 TOTAL = 4
 
 

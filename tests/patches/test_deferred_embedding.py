@@ -10,6 +10,8 @@ import megatron_idempotent
 from megatron_idempotent.megatron import ddp, schedules
 from megatron_idempotent.proof.cpu import RankError, tiny
 
+pytestmark = pytest.mark.full
+
 
 def deferring(*, applied: bool = True, **options):
     """A bench on two stages whose embedding's gradient is deferred."""

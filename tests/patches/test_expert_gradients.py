@@ -16,6 +16,8 @@ from megatron_idempotent.proof.cpu import program, tiny
 
 needs_release((0, 12), "the tests need a Megatron")
 
+pytestmark = pytest.mark.full
+
 LAYERS, EXPERTS, WIDTH = 2, 2, 4 * tiny.HIDDEN
 #: The elements of all experts of the bench by kind; each is in one part or another.
 WEIGHTS = LAYERS * EXPERTS * 2 * WIDTH * tiny.HIDDEN
@@ -53,7 +55,7 @@ def split(tp: int, ep: int, etp: int, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("tp", "ep", "etp"), tiered(SPLITS, [(2, 2, 1), (1, 1, 2)], "matrix"))
+@pytest.mark.parametrize(("tp", "ep", "etp"), tiered(SPLITS, [(2, 2, 1), (1, 1, 2)], "full"))
 @on_ranks(2)
 def test_norm_and_zeros_have_each_element_of_an_expert_once(tp: int, ep: int, etp: int) -> None:
     for biases in [False, True] if etp == 1 and RELEASE >= (0, 15) else [False]:

@@ -11,6 +11,8 @@ import megatron_idempotent
 needs_release((0, 13), "0.12 cannot write with a torch of today")
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 
+pytestmark = pytest.mark.full
+
 SAVES = pytest.mark.parametrize("later", [False, True], ids=["synchronous", "asynchronous"])
 
 

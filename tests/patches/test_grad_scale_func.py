@@ -8,6 +8,8 @@ import pytest
 import torch
 from ranks import built, on_ranks, same
 
+pytestmark = pytest.mark.full
+
 
 def _build(**options):
     return built(["grad-scale-func"], wire=False, overlap_grad_reduce=False, **options)

@@ -26,9 +26,13 @@ def affects(patch_id: str) -> bool:
     return releases.supported(INSTALLED, patch.since, patch.before)
 
 
-pytestmark = pytest.mark.skipif(
-    not affects(STALE), reason=f"megatron-core {INSTALLED.text} leaves no layer-wise gather pending"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not affects(STALE),
+        reason=f"megatron-core {INSTALLED.text} leaves no layer-wise gather pending",
+    ),
+]
 SOURCE = locate("megatron.core.optimizer.layer_wise_optimizer")
 #: A development commit says the release that it leads to.
 TEXT = "" if SOURCE is None else SOURCE.read_text()
@@ -48,7 +52,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 PLAIN = [pytest.param(2, {}, id="layout", marks=needs_layout), pytest.param(2, LISTS, id="lists")]
 KINDS = [
     # With Muon there is a layout too, and a DistributedOptimizer beside it.
-    pytest.param(2, {}, id="layout", marks=[needs_layout, pytest.mark.matrix]),
+    pytest.param(2, {}, id="layout", marks=needs_layout),
     PLAIN[1],
     pytest.param(2, MUON, id="muon-layout", marks=[needs_layout, needs_muon]),
     pytest.param(4, EXPERTS | {"ep": 2}, id="layout-ep2", marks=[needs_layout, EXHAUSTIVE]),

@@ -21,10 +21,13 @@ _EXPERIMENTAL = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.m
 SITES = ("forward", "output_layer", "layers.1", "layers.0", "embedding")
 
 
-pytestmark = pytest.mark.skipif(
-    RELEASE < (0, 16),
-    reason="the Megatron-FSDP of this release cannot run this model on this torch",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        RELEASE < (0, 16),
+        reason="the Megatron-FSDP of this release cannot run this model on this torch",
+    ),
+]
 
 
 class Interrupted(Exception):

@@ -11,6 +11,8 @@ from ranks import RELEASE, built, needs_release, on_ranks
 
 needs_release((0, 12), "the tests need a Megatron")
 
+pytestmark = pytest.mark.full
+
 is_reshardable = pytest.mark.skipif(RELEASE < (0, 15), reason="no format for every layout")
 
 

@@ -13,6 +13,8 @@ from ranks import RELEASE, built, fails, on_microbatch, on_ranks, same
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
 
+pytestmark = pytest.mark.full
+
 TRACKER = "megatron.core.transformer.moe.moe_logging"
 
 

@@ -5,6 +5,8 @@ import pytest
 from ranks import needs_release
 
 needs_release((0, 17), "before 0.17 there is no patch")
+
+pytestmark = pytest.mark.full
 #: Of a step in float32, as a part of its norm: tests/step/roundings.py derives them.
 ROUNDINGS = 4e5 * 2.0**-24
 PATCH = "mtp-loss-per-context-rank"

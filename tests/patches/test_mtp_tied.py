@@ -1,12 +1,15 @@
 """A tied model with MTP on two stages comes back from a checkpoint, and trains all that it has."""
 
 import numpy
+import pytest
 from ranks import needs_release
 
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
 
 needs_release((0, 13), "0.12 writes no checkpoint with a torch of today")
+
+pytestmark = pytest.mark.full
 STAGES = 2
 #: Of a step in float32, as a part of its norm: tests/step/roundings.py derives them.
 ROUNDINGS = 4e5 * 2.0**-24

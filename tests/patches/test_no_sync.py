@@ -8,6 +8,8 @@ import gc
 import pytest
 from ranks import built, fails, on_microbatch, on_ranks, same
 
+pytestmark = pytest.mark.full
+
 
 def armed(chunk) -> set[bool]:
     return {group.is_last_microbatch for group in chunk.bucket_groups}

@@ -7,6 +7,8 @@ from ranks import built, digest, fails, needs_release, on_microbatch, on_ranks
 
 needs_release((0, 16), "gradient buffers can be offloaded from 0.16 on")
 
+pytestmark = pytest.mark.full
+
 ONLY = ["offload-drops-gradients", "zero-grad-while-offloaded"]
 OPTIMIZERS = {
     "fp32": {},

@@ -13,6 +13,8 @@ from megatron_idempotent.proof.cpu import RankError, tiny
 
 needs_release((0, 16), "fine-grained activation offload came with 0.16")
 
+pytestmark = pytest.mark.full
+
 ID = "offload-plan-mislearned"
 
 

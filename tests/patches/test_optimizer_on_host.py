@@ -8,6 +8,8 @@ import pytest
 import torch
 from ranks import RELEASE, built, on_ranks, same
 
+pytestmark = pytest.mark.full
+
 
 def offload(fraction: float, *, precise: bool = False) -> dict[str, Any]:
     return {

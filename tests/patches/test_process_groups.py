@@ -7,6 +7,8 @@ from ranks import VIRTUAL, built, fails, on_microbatch, on_ranks, same
 
 import megatron_idempotent
 
+pytestmark = pytest.mark.full
+
 
 def _live():
     from torch.distributed import distributed_c10d

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 

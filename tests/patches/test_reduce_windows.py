@@ -8,6 +8,8 @@ import re
 import pytest
 from ranks import VIRTUAL, built, digest, on_ranks, same
 
+pytestmark = pytest.mark.full
+
 
 def build(**options):
     return built(**{"with_optimizer": False, **options})

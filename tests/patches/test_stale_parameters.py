@@ -9,6 +9,8 @@ from ranks import VIRTUAL, agree, built, groups, on_ranks, tiered
 
 import megatron_idempotent
 
+pytestmark = pytest.mark.full
+
 ALL = ("params-stale-after-step", "pending-gather-dropped", "start-param-sync-reentry")
 
 

@@ -17,10 +17,13 @@ from megatron_idempotent.patching.source import locate
 MICROBATCHES = 4
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 
-pytestmark = pytest.mark.skipif(
-    locate("megatron.training.training") is None,
-    reason="this release's wheel does not carry megatron.training",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        locate("megatron.training.training") is None,
+        reason="this release's wheel does not carry megatron.training",
+    ),
+]
 
 
 class Failure(Exception):

@@ -11,6 +11,8 @@ from ranks import RELEASE, built, needs_release, on_ranks
 
 needs_release((0, 12), "the tests need a Megatron")
 
+pytestmark = pytest.mark.full
+
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 has_sinks = pytest.mark.skipif(RELEASE < (0, 15), reason="attention has no sinks")
 

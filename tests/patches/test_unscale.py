@@ -7,6 +7,8 @@ from ranks import built, on_ranks, same
 
 import megatron_idempotent
 
+pytestmark = pytest.mark.full
+
 ONLY = ["unscaled-twice"]
 HALF = {"dtype": "bf16", "loss_scale": 1024.0}
 OPTIMIZERS = {

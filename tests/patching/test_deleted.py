@@ -16,6 +16,8 @@ from megatron_idempotent.patching.base import INDEX, generated
 from megatron_idempotent.patching.catalog import case_file_of, hazards, outlines
 from megatron_idempotent.patching.rows import COVERED
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 #: Of a process that deletes each by itself; about 100 s where nobody else runs.
 DEADLINE_S = 300.0

@@ -21,6 +21,8 @@ from megatron_idempotent.patching import Target, detours, install
 from megatron_idempotent.patching.patch_points import StaleReferences, open_patch_point
 from megatron_idempotent.patching.source import parse_body
 
+pytestmark = pytest.mark.full
+
 UP = """
 import functools
 

@@ -17,6 +17,8 @@ from megatron_idempotent import report, revert
 from megatron_idempotent.patching import source as reading
 from megatron_idempotent.patching.source import difference, parse_body
 
+pytestmark = pytest.mark.full
+
 ADDRESS = "toy_up.greet:greet"
 OTHERS = {
     "a lambda": GREET + "greet = lambda name: 'hi'\n",

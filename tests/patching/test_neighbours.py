@@ -15,6 +15,8 @@ import pytest
 
 from megatron_idempotent import VerificationError, report, revert, verify
 
+pytestmark = pytest.mark.full
+
 ADDRESS = "toy_up.greet:greet"
 EARLY = "from toy_up.greet import greet"
 

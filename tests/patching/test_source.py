@@ -9,6 +9,8 @@ import pytest
 
 from megatron_idempotent.patching import source
 
+pytestmark = pytest.mark.full
+
 TRAIN = '''
 @decorate(level=2)
 def train(config, *rest, limit: int = 3, **options) -> "Result":

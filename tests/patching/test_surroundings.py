@@ -13,6 +13,8 @@ from megatron_idempotent import VerificationError, report, verify
 from megatron_idempotent.patching import surroundings
 from megatron_idempotent.patching.surroundings import Need, binds, has_slots
 
+pytestmark = pytest.mark.full
+
 BUFFER = "megatron/core/distributed/param_and_grad_buffer.py"
 
 

@@ -31,6 +31,8 @@ from scenario import (
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
 
+pytestmark = pytest.mark.full
+
 GATHERS = {"overlap_param_gather": True}
 SMALL = {"ddp_overrides": {"bucket_size": 600}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -23,6 +23,8 @@ import megatron_idempotent
 from megatron_idempotent.fp8 import Pack, TokenAlignment
 from megatron_idempotent.step import microbatches, pack_batches, valid_counts
 
+pytestmark = pytest.mark.full
+
 #: From a right batch to the arguments of a wrong call.
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 Table = dict[str, tuple[Change, str]]

@@ -129,7 +129,7 @@ def agreements(layout: str, number: int, last: bool) -> Counter[tuple[str, str, 
 ALWAYS = ("dp2, gathers", "pp2")
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS, "matrix"))
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS, "full"))
 def test_collectives_are_those_of_the_one_shot_step(megatron_ranks, layout):
     ranks, options = LAYOUTS[layout]
     for found in megatron_ranks(ranks, compared, options, timeout_s=180):
@@ -159,11 +159,11 @@ def _large(sizes: list[int]) -> Counter[int]:
     "options",
     [
         {"overlap_param_gather": True},
-        pytest.param({}, marks=pytest.mark.matrix),
-        pytest.param({"distributed_optimizer": False}, marks=pytest.mark.matrix),
-        pytest.param({"dtype": "bf16"}, marks=pytest.mark.matrix),
+        pytest.param({}, marks=pytest.mark.full),
+        pytest.param({"distributed_optimizer": False}, marks=pytest.mark.full),
+        pytest.param({"dtype": "bf16"}, marks=pytest.mark.full),
         pytest.param(
-            {"config_overrides": {"calculate_per_token_loss": False}}, marks=pytest.mark.matrix
+            {"config_overrides": {"calculate_per_token_loss": False}}, marks=pytest.mark.full
         ),
     ],
     ids=str,

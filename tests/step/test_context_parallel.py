@@ -13,6 +13,8 @@ from scenario import Bench, TokenLoss, cut, mask_of, raised_by
 from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.step import all_positions, own_positions
 
+pytestmark = pytest.mark.full
+
 # All is in float64 but the cross entropy, which upstream computes in float32: a term for each word,
 # and a few roundings more. The aux loss of experts has fewer.
 TOLERANCE = (128 + 32) * 2.0**-24

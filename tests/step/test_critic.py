@@ -23,6 +23,8 @@ from scenario import (
     split_step,
 )
 
+pytestmark = pytest.mark.full
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {"overlap_param_gather": True}),
     "tp2": (2, {"tp": 2}),

@@ -20,6 +20,8 @@ from fsdp_bench import same
 from ranks import on_ranks
 from scenario import Bench, TokenLoss, cut, forward, raised_by
 
+pytestmark = pytest.mark.full
+
 #: Disturbs a bench whose step is open; the second argument is a batch.
 Disturbance = Callable[[Bench, dict[str, Any]], Any]
 #: Name → the disturbance, what the error says, and whether all ranks take part in it.

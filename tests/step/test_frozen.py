@@ -20,6 +20,8 @@ from megatron_idempotent import token_logprobs
 from megatron_idempotent.logprobs import shift_targets
 from megatron_idempotent.proof.cpu import tiny
 
+pytestmark = pytest.mark.full
+
 VPP = {"pp": 2, "vpp": 2, "layers_per_stage": 1}
 GATHERS = {"overlap_param_gather": True}
 # A few adapters in each bucket.

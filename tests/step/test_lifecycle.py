@@ -14,6 +14,8 @@ from scenario import Bench, SequenceLoss, TokenLoss, build, cut, raised_by
 import megatron_idempotent
 from megatron_idempotent import WindowAborted
 
+pytestmark = pytest.mark.full
+
 
 def _raised(error, call, *args, **kwargs):
     raised = raised_by(call, *args, **kwargs)

@@ -12,6 +12,8 @@ import torch
 from ranks import on_ranks
 from scenario import ROWS, Bench, TokenLoss, build, data, raised_by
 
+pytestmark = pytest.mark.full
+
 MICROBATCHES = 8
 
 

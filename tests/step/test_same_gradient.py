@@ -84,7 +84,7 @@ ALWAYS = (
 )
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS, "matrix"))
+@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS, "full"))
 def test_pieces(megatron_ranks, layout):
     ranks, sizes, options = LAYOUTS[layout]
     assert megatron_ranks(ranks, compared, sizes, options, timeout_s=120) == [{}] * ranks

@@ -12,6 +12,8 @@ from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.releases import installed
 from megatron_idempotent.patching.source import TEXTS, hash_of, parse_body, parse_function
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def trees():

@@ -15,6 +15,8 @@ from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.releases import installed
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
+
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TABLE = PROJECT["tool"]["megatron-idempotent"]

@@ -12,6 +12,8 @@ from checkouts import checkout_of_installed
 
 from megatron_idempotent.cli.main import main
 
+pytestmark = pytest.mark.full
+
 WHO = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
 FILES = {"other": "megatron/core/timers.py", "wrapped": "megatron/core/rerun_state_machine.py"}
 #: The function in it that `rerun-state-after-exception` wraps, and needs read by a person.

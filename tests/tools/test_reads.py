@@ -21,6 +21,8 @@ from megatron_idempotent.patching.surroundings import (
 )
 from megatron_idempotent.patching.trees import SourceTree
 
+pytestmark = pytest.mark.full
+
 
 def test_the_table_says_what_the_wrappers_read():
     pytest.importorskip("torch")

@@ -45,7 +45,10 @@ BUFFER = "megatron.core.transformer.moe.moe_utils"
 #: Names of Python and torch that bytecode mentions, and of variables in upstream's closures, whose
 #: absence the wrapper copes with.
 _OTHERS = frozenset({*dir(builtins), *dir(torch), "start", "end"})
-pytestmark = pytest.mark.skipif(not TREES, reason="no megatron-core is installed")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not TREES, reason="no megatron-core is installed"),
+]
 ROOT = Path(megatron_idempotent.__file__).parent
 
 

@@ -11,9 +11,12 @@ import pytest
 from megatron_idempotent.patching.source import locate
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(
-    locate("megatron.core.package_info") is None, reason="no megatron-core is installed"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        locate("megatron.core.package_info") is None, reason="no megatron-core is installed"
+    ),
+]
 
 
 def wrong(count: int) -> tuple[list[str], int]:

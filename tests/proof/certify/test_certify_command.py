@@ -19,6 +19,8 @@ from megatron_idempotent.proof.certify.layouts import WORDS, grid
 from megatron_idempotent.proof.certify.main import as_json, as_table, suspects, words_unseen
 from megatron_idempotent.proof.certify.state_checks import EVERY
 
+pytestmark = pytest.mark.full
+
 RESULTS = [
     Result(layout="dp2", seed=7, **each)
     for each in (

@@ -8,6 +8,8 @@ from ranks import RELEASE
 
 from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, certify, layout, run
 
+pytestmark = pytest.mark.full
+
 OWN = "megatron_idempotent.proof.certify.adapters"
 OFFLOADS = pytest.mark.skipif(RELEASE < (0, 16), reason="gradient buffers can be offloaded later")
 WEEKLY = pytest.mark.exhaustive

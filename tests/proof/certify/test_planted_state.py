@@ -13,6 +13,8 @@ from megatron_idempotent.proof.certify.states import first_difference
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 
 needs_release((0, 16), "releases before 0.16 cannot save torch's Adam of today")
+
+pytestmark = pytest.mark.full
 WEEKLY = pytest.mark.exhaustive
 FORMATS = "megatron_idempotent.proof.certify.checkpoints"
 ALONE, TWO, MIXED = "bf16-distopt", "dp2-bf16-distopt", "moe-fp16-distopt"

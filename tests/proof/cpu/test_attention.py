@@ -11,6 +11,8 @@ from attention_truth import plain
 
 from megatron_idempotent.megatron.layer_specs import takes
 
+pytestmark = pytest.mark.full
+
 HEADS, CHANNELS, ROWS, POSITIONS = 4, 8, 2, 32
 #: Of a pack: real lengths, and with padding, each a multiple of 2 * 4 ranks.
 LENGTHS, PADDED = [5, 0, 16, 7, 3], [8, 8, 16, 8, 8]

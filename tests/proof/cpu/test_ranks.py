@@ -29,6 +29,8 @@ from megatron_idempotent.proof.cpu import launcher
 from megatron_idempotent.proof.cpu import pool as pool_module
 from megatron_idempotent.proof.cpu.errors import RankFailure
 
+pytestmark = pytest.mark.full
+
 PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
 NEWEST = PROJECT["tool"]["megatron-idempotent"]["torch"]
 

@@ -6,6 +6,8 @@ pytest.importorskip("pydantic")
 
 from benchmarks.async_staleness import measure
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(("engines", "window"), [(2, 0), (2, 1), (8, 2), (32, 3)])
 def test_the_groups_of_window_plus_one_steps_are_under_way_and_no_other(engines, window):

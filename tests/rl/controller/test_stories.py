@@ -16,6 +16,8 @@ from toy import run_virtually
 from megatron_idempotent.rl.controller import EnginesLost, Fleet
 from megatron_idempotent.rl.engines import Request
 
+pytestmark = pytest.mark.full
+
 
 def engine(kind: str, method: str = "", *, number: int = 1, **more: Any) -> Fault:
     part = f"engine {number} {method}".strip()

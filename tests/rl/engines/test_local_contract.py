@@ -13,16 +13,3 @@ class TestTransformersEngine(EngineContract):
         engine = TransformersEngine(directory)
         yield engine
         await engine.close()
-
-
-class TestMixtureOfExperts(EngineContract):
-    """Checkpoints name each expert's matrices; the model holds all experts in two tensors."""
-
-    family = "qwen3_moe"
-
-    @contextlib.asynccontextmanager
-    async def serving(self, directory):
-        # Few rows and short forwards, so that requests wait and join in pieces.
-        engine = TransformersEngine(directory, version=7, max_running=9, prefill_tokens=64)
-        yield engine
-        await engine.close()

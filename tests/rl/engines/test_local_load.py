@@ -5,12 +5,15 @@ import collections
 import dataclasses
 import itertools
 
+import pytest
 from contract_base import cut, listed
 from local_cases import contract, request
 from tiny import read_weights
 
 from megatron_idempotent.rl.engines.pool import generate_whole
 from megatron_idempotent.rl.weights import WeightUpdate
+
+pytestmark = pytest.mark.full
 
 UPDATES = 40
 

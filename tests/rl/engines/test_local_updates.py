@@ -26,6 +26,8 @@ from megatron_idempotent.rl.weights import (
     WeightUpdate,
 )
 
+pytestmark = pytest.mark.full
+
 BOTH = ("weights", "kv_cache")
 
 

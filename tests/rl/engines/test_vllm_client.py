@@ -39,6 +39,8 @@ from megatron_idempotent.rl.engines.vllm import Timeouts, VllmEngine, VllmServer
 from megatron_idempotent.rl.engines.vllm_server import PATHS
 from megatron_idempotent.rl.weights import WeightUpdate
 
+pytestmark = pytest.mark.full
+
 GENERATE = "/inference/v1/generate"
 ASKED = Request(id="q", prompt=(5, 6), max_tokens=2)
 HOT = dataclasses.replace(ASKED, temperature=0.7)

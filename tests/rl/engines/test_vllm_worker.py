@@ -31,6 +31,8 @@ from megatron_idempotent.rl.weights import (
 from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_tensors
 from megatron_idempotent.rl.weights.transports import BucketSender, DiskSender, Sender
 
+pytestmark = pytest.mark.full
+
 OLD = {name: torch.full((8,), value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
 NEW = {name: tensor + 10 for name, tensor in OLD.items()}
 

@@ -13,6 +13,8 @@ import torch
 from megatron_idempotent.rl.hf import Architecture, build_gpt, load_hf
 from megatron_idempotent.rl.trainer.megatron_setup import PLAIN_ARGUMENTS
 
+pytestmark = pytest.mark.full
+
 #: Of a float32 model on CPU ranks; the model's own are those that are tested.
 PROGRAM = [
     "--seq-length=16",

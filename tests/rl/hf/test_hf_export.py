@@ -11,6 +11,8 @@ from ranks import on_ranks
 
 from megatron_idempotent.rl.hf import Architecture, Lora, MegatronWeights, load_hf
 
+pytestmark = pytest.mark.full
+
 
 def trained(root: Any, folder: Any) -> tuple[Any, list[Any], Any, Any]:
     """Runs on a rank: a model in DDP with a checkpoint's weights, and a function that makes a

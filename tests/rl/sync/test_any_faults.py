@@ -14,6 +14,8 @@ from benchmarks._virtual_clock import run as run_virtually
 from megatron_idempotent.rl.engines import Request
 from megatron_idempotent.rl.sync import SyncFailed, SyncReport, WeightSync
 
+pytestmark = pytest.mark.full
+
 QUICK = limits(0.005)
 METHODS = ("stage", "pause", "commit", "rollback", "resume")
 faults = st.dictionaries(

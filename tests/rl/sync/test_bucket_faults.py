@@ -21,6 +21,8 @@ from megatron_idempotent.rl.weights import UpdateDamaged, UpdateRefused, Weights
 from megatron_idempotent.rl.weights.transports import TransportError
 from megatron_idempotent.rl.weights.transports.bucket import Objects, _held
 
+pytestmark = pytest.mark.full
+
 LATEST = "latest.json"
 
 

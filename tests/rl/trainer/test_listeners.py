@@ -27,9 +27,12 @@ from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
 from megatron_idempotent.rl.weights import Bucket, WeightUpdate, transports
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/net/unix").exists(), reason="what listens is read from Linux' /proc"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not Path("/proc/net/unix").exists(), reason="what listens is read from Linux' /proc"
+    ),
+]
 STORE = "torch's `TCPStore`"
 
 

@@ -13,7 +13,7 @@ import recovery_cases
 import recovery_command
 from recovery_cases import PHASES, TURNS, planned
 
-pytestmark = recovery_cases.MARKS
+pytestmark = [pytest.mark.full, *recovery_cases.MARKS]
 STARTS = {"embedded": recovery_command.train, "torchrun": recovery_command.train_under_torchrun}
 
 

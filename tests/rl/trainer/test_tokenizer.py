@@ -10,6 +10,8 @@ from megatron_idempotent.rl.trainer import CheckpointError, DataError
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE, Prompt, read_prompts
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
+pytestmark = pytest.mark.full
+
 
 def shipped():
     return TextTokenizer.of_words(read_prompts(SHIPPED_FILE).all)

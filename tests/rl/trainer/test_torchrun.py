@@ -23,7 +23,7 @@ from megatron_idempotent.rl.trainer import main as command
 from megatron_idempotent.rl.trainer import output
 from megatron_idempotent.rl.trainer.main import main
 
-pytestmark = needs_megatron_training
+pytestmark = [pytest.mark.full, needs_megatron_training]
 LAST = 4
 SMALL = (*SYNC, f"run.rollouts={LAST}", "run.checkpoint_every=1", "evaluation.every=2")
 OPTIONS = [word for setting in SMALL for word in ("--set", setting)]

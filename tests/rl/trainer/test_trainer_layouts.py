@@ -28,7 +28,7 @@ from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
-pytestmark = needs_megatron_training
+pytestmark = [pytest.mark.full, needs_megatron_training]
 EXPERTS = ("model.num_experts=4",)
 #: Engines and trainers here differ by rounding alone, so that no expert is another one.
 REPLAYED = "rollout.router_replay=replay"

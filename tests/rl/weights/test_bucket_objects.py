@@ -32,6 +32,8 @@ from megatron_idempotent.rl.weights.transports.bucket import VARIABLE, Objects
 from megatron_idempotent.rl.weights.transports.layout import BucketLayout
 from megatron_idempotent.rl.weights.urls import split_secrets
 
+pytestmark = pytest.mark.full
+
 UPDATE = WeightUpdate(id="run/1", version=1)
 KEY, SECRET, TOKEN = "AKIA-fake-key", "fake/secret+of=nobody", "fake-token-0123"
 

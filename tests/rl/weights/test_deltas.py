@@ -36,6 +36,8 @@ from megatron_idempotent.rl.weights.deltas import (
 )
 from megatron_idempotent.rl.weights.records import DELTA_HEADER, Part
 
+pytestmark = pytest.mark.full
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8)
 #: Around a word of 8 bytes, and a block that is compared and mixed at once.
 LENGTHS = (0, 1, 3, 4, 7, 8, 9, 65, 1000, (1 << 19) + 3)

@@ -10,6 +10,8 @@ from megatron_idempotent.rl.weights import UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights import transports as t
 from megatron_idempotent.rl.weights.transports import cuda_ipc
 
+pytestmark = pytest.mark.full
+
 UPDATE = WeightUpdate(id="run/1", version=1)
 
 

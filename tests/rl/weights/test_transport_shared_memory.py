@@ -15,6 +15,8 @@ from megatron_idempotent.rl.weights import UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights import transports as t
 from megatron_idempotent.rl.weights.transports import shared_memory
 
+pytestmark = pytest.mark.full
+
 UPDATE = WeightUpdate(id="run/1", version=1)
 GRAIN = 1 << 21
 
