@@ -45,4 +45,5 @@ PATCH = Patch(
     since="0.15",
     ranks=1,
     needs=("psutil",),
+    loudness="both",
 )

@@ -80,4 +80,5 @@ PATCH = Patch(
     since="0.17",
     ranks=1,
     needs=("psutil",),
+    loudness="both",
 )

@@ -59,4 +59,5 @@ PATCH = Patch(
         _writers.maybe_finalize_async_calls,
     ),
     needs=("psutil",),
+    loudness="loud",
 )

@@ -72,4 +72,5 @@ def _expect_gradient(model: Any) -> None:
 HELPER = Helper(
     summary="chained calls without a finalize function never compute a deferred embedding gradient",
     call="accumulation_window",
+    loudness="both",
 )

@@ -69,4 +69,5 @@ PATCH = Patch(
     "forward-only and aborted windows leave activations for the deferred embedding",
     *schedule_targets(schedule, *PIPELINED),
     groups=("abort", "deferred-embedding"),
+    loudness="both",
 )

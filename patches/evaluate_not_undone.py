@@ -72,4 +72,5 @@ PATCH = Patch(
         "config.timers = None",
     ),
     groups=("abort",),
+    loudness="both",
 )

@@ -75,4 +75,5 @@ PATCH = Patch(
     ),
     provides=("expert-bias-knows-padding",),
     ranks=1,
+    loudness="both",
 )

@@ -58,4 +58,5 @@ PATCH = Patch(
     target("layers.RowParallelLinear.__init__", init, _ASKED),
     before="0.13",
     fixed_when=a_body_has("self.tp_group"),
+    loudness="both",
 )

@@ -186,4 +186,5 @@ PATCH = Patch(
     ),
     since="0.13",
     needs=("psutil",),
+    loudness="loud",
 )

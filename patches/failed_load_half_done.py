@@ -166,4 +166,5 @@ PATCH = Patch(
     ),
     since="0.13",
     needs=("psutil",),
+    loudness="both",
 )

@@ -64,4 +64,5 @@ def neighbour() -> object:
 PATCH = Patch(
     "a save that one rank cannot write leaves the others waiting",
     target("checkpointing.save_checkpoint", _checkpoints.save, "torch.distributed.barrier()"),
+    loudness="loud",
 )

@@ -85,4 +85,5 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("group.start_grad_sync", start),
     groups=("overlap",),
+    loudness="both",
 )

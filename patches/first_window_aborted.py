@@ -95,4 +95,5 @@ PATCH = Patch(
     came_with=(address("group.__init__"), "self.is_first_batch = True"),
     groups=("overlap", "abort"),
     stock_error=r"AssertionError",
+    loudness="both",
 )

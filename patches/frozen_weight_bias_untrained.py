@@ -58,4 +58,5 @@ def reproduce() -> None:
 PATCH = Patch(
     "a bias that is trained beside a frozen weight gets no gradient",
     target("layers.linear_with_frozen_weight", linear, "LinearWithFrozenWeight.apply(*args)"),
+    loudness="both",
 )

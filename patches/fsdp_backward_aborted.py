@@ -61,4 +61,5 @@ PATCH = Patch(
     groups=("abort",),
     needs=("einops",),
     stock_error=r"Fault: |AssertionError: Found \d+ out of \d+ parameters that are ready",
+    loudness="both",
 )

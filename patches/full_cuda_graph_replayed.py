@@ -220,4 +220,5 @@ PATCH = Patch(
     target("core.full_cuda_graph:FullCudaGraphWrapper.__call__", replay),
     since="0.14",
     ranks=1,
+    loudness="both",
 )

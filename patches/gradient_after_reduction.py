@@ -138,4 +138,5 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
+    loudness="both",
 )

@@ -58,4 +58,5 @@ def _one_window(helped: bool, *, wire: bool) -> bytes:
 HELPER = Helper(
     summary="without config.finalize_model_grads_func gradients are never reduced, silently",
     call="wire_train_config",
+    loudness="both",
 )

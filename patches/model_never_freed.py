@@ -101,4 +101,5 @@ PATCH = Patch(
     target("distributed._build_model_and_main_param_groups", build),
     *schedule_targets(schedule),
     ranks=1,
+    loudness="both",
 )

@@ -80,4 +80,5 @@ PATCH = Patch(
     before="0.18",
     # Then another function reduces them.
     fixed_when=a_body_has("get_moe_metrics_tracker()"),
+    loudness="both",
 )

@@ -70,4 +70,5 @@ PATCH = Patch(
     "pipeline stages that have recorded different MoE metrics hang in the tracker's report",
     target("moe.moe_logging:MoEMetricsTracker._sync_metrics", sync),
     since="0.18",
+    loudness="both",
 )

@@ -74,4 +74,5 @@ PATCH = Patch(
         "self.output_layer.weight",
     ),
     given=("mtp-without-transformer-engine",),
+    loudness="loud",
 )

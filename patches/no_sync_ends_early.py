@@ -85,4 +85,5 @@ PATCH = Patch(
     target("ddp.no_sync", no_sync),
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("overlap", "abort"),
+    loudness="both",
 )

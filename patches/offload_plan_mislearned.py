@@ -177,4 +177,5 @@ PATCH = Patch(
     since="0.16",
     stock_error=r"AssertionError: Chunk mismatch"
     r"|AttributeError: 'NoneType' object has no attribute 'tensor_pop'",
+    loudness="both",
 )

@@ -111,4 +111,5 @@ PATCH = Patch(
         update_fp32,
     ),
     stock_error="Fault: |KeyError: tensor",
+    loudness="both",
 )

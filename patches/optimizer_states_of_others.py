@@ -105,4 +105,5 @@ PATCH = Patch(
             "model_param_group_index_map[model_param]",
         ),
     ),
+    loudness="both",
 )

@@ -100,4 +100,5 @@ def _guard() -> None:
 HELPER = Helper(
     summary="a window that a rank leaves half-way hangs the others, or corrupts the next window",
     call="guarded_window",
+    loudness="both",
 )

@@ -85,4 +85,5 @@ def reproduce() -> None:
 PATCH = Patch(
     "destroy_model_parallel() leaves its process groups alive: some 20 more per cycle",
     target("core.parallel_state:destroy_model_parallel", destroy),
+    loudness="both",
 )

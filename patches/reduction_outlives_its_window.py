@@ -60,4 +60,5 @@ PATCH = Patch(
     groups=("overlap", "abort"),
     fixed_when=a_body_has("grad_reduce_handle.wait()"),
     stock_error=r"AssertionError: Should not have multiple communication calls outstanding at once",
+    loudness="both",
 )

@@ -84,4 +84,5 @@ PATCH = Patch(
     "a step that is run again gets the microbatches that its first run has changed",
     target("core.rerun_state_machine:RerunDataIterator.__next__", following),
     ranks=1,
+    loudness="both",
 )

@@ -96,4 +96,5 @@ PATCH = Patch(
     target("core.rerun_state_machine:RerunStateMachine.state_dict", state_dict),
     groups=("abort",),
     stock_error=r"UnboundLocalError: .*losses_reduced",
+    loudness="both",
 )

@@ -81,4 +81,5 @@ PATCH = Patch(
     given=("mtp-without-transformer-engine",),
     ranks=1,
     stock_error="Fault: |AttributeError: 'NoneType' object has no attribute 'to'",
+    loudness="both",
 )

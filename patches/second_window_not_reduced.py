@@ -254,4 +254,5 @@ PATCH = Patch(
     groups=("overlap",),
     stock_error=r"Cannot set grad twice|Communication call has not been issued"
     r"|gradients of a second window are not reduced|has registered 2 gradients",
+    loudness="both",
 )

@@ -168,4 +168,5 @@ PATCH = Patch(
     target("checkpointing._load_base_checkpoint", load_base_checkpoint, "sys.exit()"),
     target("checkpointing.read_metadata", read_metadata, "torch.distributed.all_reduce"),
     given=("reshardable-load-wants-step",),
+    loudness="both",
 )

@@ -72,4 +72,5 @@ PATCH = Patch(
         "sorted_iter_ckpts[:-leave_ckpt_num]",
     ),
     ranks=1,
+    loudness="both",
 )

@@ -158,6 +158,16 @@ def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
 
 SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
 
+FAULT = "Fault: "
+"""The error of a `reproduce` that has found the hazard itself."""
+
+#: What a run shows of a hazard → what that means.
+LOUDNESS: Mapping[str, str] = {
+    "silent": "a run goes on, and no error says that it is wrong",
+    "loud": "a run ends in an error, dies, or waits for ever",
+    "both": "one or the other, as the symptom says",
+}
+
 
 class Target(Place):
     """Names one function of Megatron, and the wrapper that goes around it.
@@ -238,9 +248,13 @@ class Hazard(Record):
     summary: str
     """One line for the tables: what goes wrong on stock Megatron."""
 
-    stock_error: str = "Fault: "
+    stock_error: str = FAULT
     """Regular expression that the error of `reproduce` on stock Megatron must match, `Type:
     message`; by default it is a `Fault`, which `reproduce` raises where it has found the hazard."""
+
+    loudness: str = ""
+    """One of `LOUDNESS`: what a run shows of the hazard; by default `loud` if `stock_error` is
+    upstream's own error, else `silent`."""
 
     distribution: str = ""
     """The package whose releases `since` and `before` speak of; by default the one that the first
@@ -278,6 +292,12 @@ class Hazard(Record):
         if not _is_kebab(self.id):
             raise ValueError(
                 f"patch id {self.id!r} is not kebab-case: write it like 'train-interval-timer'"
+            )
+        if not self.loudness:
+            self.__dict__["loudness"] = "silent" if self.stock_error == FAULT else "loud"
+        if self.loudness not in LOUDNESS:
+            raise ValueError(
+                f"{self.id} has loudness={self.loudness!r}; allowed: {', '.join(LOUDNESS)}"
             )
         if not self.distribution:
             module = next((package.module for package in getattr(self, "targets", ())), "")

@@ -73,4 +73,5 @@ PATCH = Patch(
         "torch.distributed.barrier()",
     ),
     since="0.3",
+    loudness="loud",
 )

@@ -122,4 +122,5 @@ PATCH = Patch(
     ),
     since="0.3",
     ranks=1,
+    loudness="both",
 )

@@ -72,4 +72,5 @@ PATCH = Patch(
         "config.timers = state.timers",
     ),
     since="0.3",
+    loudness="both",
 )

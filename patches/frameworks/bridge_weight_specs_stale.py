@@ -83,4 +83,5 @@ PATCH = Patch(
     ),
     since="0.3",
     ranks=2,
+    loudness="both",
 )

@@ -103,4 +103,5 @@ PATCH = Patch(
         ),
     ),
     since="0.1",
+    loudness="both",
 )

@@ -48,4 +48,5 @@ PATCH = Patch(
     since="0.6",
     ranks=1,
     needs=("psutil",),
+    loudness="both",
 )

@@ -114,4 +114,5 @@ PATCH = Patch(
     ),
     since="0.6",
     needs=("psutil",),
+    loudness="both",
 )

@@ -58,4 +58,5 @@ PATCH = Patch(
         "self.optimizer.zero_grad()",
     ),
     since="0.0",
+    loudness="both",
 )

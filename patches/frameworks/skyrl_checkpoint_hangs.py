@@ -61,4 +61,5 @@ PATCH = Patch(
     target(f"{_OF}.load_checkpoint", _checkpoints.load, "dist_checkpointing.load"),
     target(f"{_OF}.save_checkpoint", _checkpoints.save, "dist.barrier()"),
     since="0.1",
+    loudness="loud",
 )

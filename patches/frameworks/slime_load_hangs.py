@@ -59,4 +59,5 @@ PATCH = Patch(
     "a load by slime that fails on one rank leaves the others waiting",
     target(f"{_MODULE}:load_checkpoint", _checkpoints.load, "_load_checkpoint_megatron"),
     since="0.1",
+    loudness="loud",
 )

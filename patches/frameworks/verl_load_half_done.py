@@ -120,4 +120,5 @@ PATCH = Patch(
         f"{_OF}.save_checkpoint", _checkpoints.save, "self._save_transformer_config(local_path)"
     ),
     since="0.9",
+    loudness="both",
 )

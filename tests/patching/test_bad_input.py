@@ -211,6 +211,7 @@ def declare(**fields: object) -> Patch:
         ({"since": "0.12rc1"}, "'0.12rc1' is no release; give one"),
         ({"distribution": "verl"}, "'' is no release"),
         ({"before": "0..2"}, "is no release"),
+        ({"loudness": "noisy"}, "has loudness='noisy'; allowed: silent, loud, both"),
     ],
 )
 def test_a_patch_that_makes_no_sense_is_refused(fields, message):
