@@ -39,11 +39,11 @@ STEPS = ("whole-step", "split-step")
 _HEAD = """\
 # Every layout, and every fault, against one definition
 
-Each row is a layout (docs/certify.md has the words), and each column a Megatron: a release, or a
-commit that frameworks pin. A cell has the largest error of any step as a part of the bound that
-was derived for it, so that 1 would be at the bound: steps in one call and in three, with gradient,
-norm, loss and next parameters against float64. The layouts are those of `certify --grid`, in which
-each two words meet. [findings.md](findings.md) explains what failed.
+Each row is a layout ([certify.md](certify.md) has the words), and each column a Megatron: a
+release, or a commit that frameworks pin. A cell has the largest error of any step as a part of the
+bound that was derived for it, so that 1 would be at the bound: steps in one call and in three, with
+gradient, norm, loss and next parameters against float64. The layouts are those of `certify --grid`,
+in which each two words meet. [findings.md](findings.md) explains what failed.
 
 This page is generated from [layouts.json](layouts.json) by
 `python -m benchmarks._layouts`. `nox -s layouts -- 0.19.2 nemo-rl` runs

@@ -175,7 +175,10 @@ def _bars(name: str, shown: Runs) -> list[Bar]:
                 for part in ("group", "side")
             )
             ours = not re.fullmatch(meaning.get("others", "$."), side)
-            found.append(Bar(group=group, side=side, value=value, ours=ours, limit=limits.get(at)))
+            shown_as = meaning.get("labels", {}).get(side, side)
+            found.append(
+                Bar(group=group, side=shown_as, value=value, ours=ours, limit=limits.get(at))
+            )
     order = list(dict.fromkeys(bar.group for bar in found))
     return sorted(found, key=lambda bar: order.index(bar.group))
 
