@@ -219,9 +219,9 @@ def releases_are_those_of_the_table(root: Path) -> Iterator[str]:
     )
     if f"{last.major}.{last.minor + 1}.0" in torch.specifier or str(last) not in torch.specifier:
         yield f"pyproject.toml: the extra `trainer` takes {torch}, and {last} is the last that ran"
-    proven = [*json.loads(text_of(root, "docs/proven.json"))]
+    proven = [*json.loads(text_of(root, "patches/_generated/proven.json"))]
     if proven != [*releases, *sorted(commit["name"] for commit in releases_table["commits"])]:
-        yield f"docs/proven.json is of {proven}: run `make matrix` and `make pins`"
+        yield f"patches/_generated/proven.json is of {proven}: run `make matrix` and `make pins`"
     pythons = {row["python"] for row in releases_table["releases"]}
     pythons |= {version for row in releases_table["releases"] for version in row.get("also", ())}
     promised = re.findall(r"Python :: (\d\.\d+)", "\n".join(wanted["project"]["classifiers"]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
+
+from megatron_idempotent.cli.findings import recorded
 
 FINDER = """
 import importlib.machinery, importlib.util, os, sys
@@ -35,6 +36,5 @@ def environ_of(copy: Path, finder: Path, *before: str) -> dict[str, str]:
 
 def proven_on_a_commit(hazard: str) -> bool:
     """Tell if a commit has the hazard: it may call itself by a release that has repaired it."""
-    proven = json.loads((Path(__file__).parents[1] / "docs" / "proven.json").read_text())
-    commits = [found for name, found in proven.items() if not name.replace(".", "").isdecimal()]
+    commits = [found for name, found in recorded().items() if not name.replace(".", "").isdecimal()]
     return any(found.get(hazard) == "proven" for found in commits)

@@ -15,9 +15,9 @@ With `--accept ID` it also writes down, as `drift --accept` does, that a person 
 that these patches wrap, in the wheels and source trees at the paths, or in the installed Megatron.
 That is all that a new patch needs besides its case file.
 
-With `--proven FOLDER` it first merges the findings in that folder into docs/proven.json: `make
-matrix` leaves there the output of `prove --json` on each release, and `make pins` on each commit
-that frameworks pin.
+With `--proven FOLDER` it first merges the findings in that folder into
+`patches/_generated/proven.json`: `make matrix` leaves there the output of `prove --json` on each
+release, and `make pins` on each commit that frameworks pin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +41,18 @@ from release_table import renewed_table
 
 from megatron_idempotent import __version__
 from megatron_idempotent.cli.drift import drift
+from megatron_idempotent.cli.findings import PROVEN, Proven
 from megatron_idempotent.cli.generated import content, rewrite, write
 from megatron_idempotent.cli.trees import installed_trees, open_trees, release_of
-from megatron_idempotent.patching.base import INDEX, MEGATRON, PACKAGE
-from megatron_idempotent.patching.catalog import hazards, index_of, patches
+from megatron_idempotent.patching.base import INDEX, MEGATRON
+from megatron_idempotent.patching.catalog import case_file_of, hazards, index_of, patches
 from megatron_idempotent.patching.contract import CONTRACTS
-from megatron_idempotent.patching.record import SECTIONS, Patch
+from megatron_idempotent.patching.record import LOUDNESS, Hazard, Patch
 from megatron_idempotent.patching.releases import TABLE, place
 from megatron_idempotent.patching.settings import SWITCH
 from megatron_idempotent.patching.source import TEXTS
 from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
 
-PROVEN = Path("docs", "proven.json")
 COMPATIBILITY = Path("docs", "compatibility.md")
 HISTORY = Path("docs", "history.json")
 GENERATED = Path("patches", "_generated")
@@ -62,9 +62,8 @@ USE = Path("docs", "use.md")
 #: Files that name the releases of pyproject.toml's table, or the package's version.
 NAMING = (MAKEFILE, README, PROJECT, CITATION)
 _LINE = 104
-#: A verdict of `prove` → the word that the grid shows.
-_MARKS = {"proven": "✓", "documented": "limit", "disabled": "off", "drifted": "refused"}
-_NOT_HERE = {"unsupported_version": "–", "fixed_upstream": "fixed", "missing_target": "absent"}
+#: Words of HAZARDS.md, which is read from top to bottom. Its texts stand in the case files.
+MOST_WORDS = 5000
 
 #: Verdicts that no release may have.
 FAILURES = frozenset(
@@ -74,88 +73,118 @@ FAILURES = frozenset(
     }
 )
 
-Proven = Mapping[str, Mapping[str, str]]
-"""Maps a release or a commit's name, then a hazard, to a verdict such as `proven`, or to the reason
-why the hazard does not apply."""
+#: Titles of groups of hazards, by a patch's first promise, and of what belongs to none.
+_KINDS = {
+    "train-again": "train() again",
+    "overlap": "Overlap",
+    "abort": "After an exception",
+    "generation": "Generation",
+    "offload": "Offload",
+    "loss-scale": "Loss scale",
+    "aux-loss": "MoE losses",
+    "deferred-embedding": "Deferred embedding",
+    "layer-wise": "Muon, layer-wise",
+}
+_OTHER_KINDS = ("In frameworks", "Experts and MTP", "Set-up and state")
+_HEAD_OF_HAZARDS = f"""\
+# Hazards of Megatron's train path
+
+Generated from the case files in `patches/` by `python tools/casebook.py`; do not edit.
+
+A hazard's name leads to its case file: symptom, cause, releases, a link upstream, when the patch
+can go. `megatron-idempotent explain NAME` prints it, also for a message, and `prove NAME` shows
+the hazard on CPU ranks, stock and patched.
+
+- silent: {LOUDNESS["silent"]}
+- loud: {LOUDNESS["loud"]}
+- off: the patch waits until a program names it
+- a function in place of a patch: only the caller can avoid the hazard, with a call of it
+"""
+_SEEN = """\
+## Seen on each release
+
+`make matrix` runs every hazard on every release. `explain NAME` prints what was seen, the
+[matrix](https://megatron-idempotent.github.io/megatron-idempotent/matrix/) draws it, from
+[proven.json](patches/_generated/proven.json).
+
+## Seen on the commits that frameworks pin
+
+`make pins` runs the same on each commit in pyproject.toml, whatever `apply()` says. Its findings
+stand beside those of the releases.
+"""
 
 
-def hazards_markdown(proven: Proven) -> str:
+def hazards_markdown() -> str:
     """Return the content of HAZARDS.md."""
-    parts = [
-        "# Hazards of Megatron's train path",
-        "",
-        f"Generated from the case files in `patches/` ({PACKAGE}) by",
-        "`python tools/casebook.py`; do not edit. `megatron-idempotent prove`",
-        "runs every one of them against the installed Megatron, stock and patched. Beside each",
-        "patch that can raise it runs a right program, whose bits have to be the same.",
-        "",
-        table_markdown("#{}"),
-        "",
-        "## Seen on each release",
-        "",
-        "`make matrix` runs every hazard on every release, stock and patched. ✓: stock failed as",
-        "the case file says, and the repair held. limit: stock failed so, and nothing repairs it.",
-        "–: the release does not have the hazard. absent: its wheel lacks the code; before 0.17",
-        "wheels lack `megatron.training`. off: needs hardware, and is applied only where named.",
-        "",
-        grid_markdown({name: proven[name] for name in proven if _is_release(name)}),
-        "",
-        "## Seen on the commits that frameworks pin",
-        "",
-        "`make pins` runs the same on each commit in pyproject.toml, whatever `apply()` says.",
-        "refused: nobody has reviewed a function there, and it lacks what the patch relies",
-        "on. unpatched: `apply()` leaves the patch alone, and the hazard is there.",
-        "other_error: the program needs of the commit what cannot run on our machines.",
-        "",
-        grid_markdown({name: proven[name] for name in proven if not _is_release(name)}),
-    ]
-    for patch in hazards().values():
-        sections = patch.case_file
-        parts += ["", f"## {patch.id}", "", sections[""]]
-        for name in SECTIONS:
-            parts += ["", f"**{name}.** {' '.join(sections[name].split())}"]
-        if isinstance(patch, Patch):
-            targets = ", ".join(f"`{target.address}`" for target in patch.targets)
-            answer = f"**Patched.** {targets}" + ("" if patch.default else ", off by default,")
-        else:
-            answer = f"**Answer.** {patch.answer}"
-        parts += ["", f"{answer} on {patch.distribution} {patch.versions}"]
-    return "\n".join(parts) + "\n"
+    return "\n".join([_HEAD_OF_HAZARDS, *hazard_tables(case_file_of), _SEEN])
 
 
-def table_markdown(link: str) -> str:
-    """Return a table with one row per hazard; `link.format(id)` is the target of its link."""
-    rows = ["| hazard | on stock Megatron | answer | releases |", "|---|---|---|---|"]
-    for patch in hazards().values():
-        cells = (
-            f"[`{patch.id}`]({link.format(patch.id)})",
-            patch.summary,
-            patch.answer,
-            patch.versions,
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows)
+def hazard_tables(link: Callable[[str], str]) -> Iterator[str]:
+    """Yield a table of the hazards of each kind, below its title.
+
+    A row has an anchor by the hazard's id.
+
+    Args:
+        link: returns the target of the link in a hazard's row, for its id.
+    """
+    for title, listed in by_kind().items():
+        yield f"## {title}\n"
+        yield "hazard | on stock Megatron | releases | loudness | patch"
+        yield "---|---|---|---|---"
+        for hazard in listed:
+            anchored = f'<a id="{hazard.id}"></a>[`{hazard.id}`]({link(hazard.id)})'
+            yield " | ".join([anchored, _seen_by_users(hazard), *_cells(hazard)])
+        yield ""
 
 
-def _is_release(name: str) -> bool:
-    return name.replace(".", "").isdecimal()
+def by_kind() -> dict[str, list[Hazard]]:
+    """Return the hazards below the title of their kind, each kind in order of id."""
+    kinds: dict[str, list[Hazard]] = {title: [] for title in (*_KINDS.values(), *_OTHER_KINDS)}
+    for hazard in hazards().values():
+        kinds[_kind(hazard)].append(hazard)
+    return kinds
 
 
-def grid_markdown(proven: Proven) -> str:
-    """Return a table with one row per hazard, and one column per release or commit."""
-    rows = [f"| id | {' | '.join(proven)} |", f"|---|{'---|' * len(proven)}"]
-    for hazard_id, hazard in hazards().items():
-        if hazard.distribution != MEGATRON:
-            continue  # frameworks have releases of their own
-        words = (verdicts.get(hazard_id, "not run") for verdicts in proven.values())
-        cells = " | ".join(map(mark, words))
-        rows.append(f"| [`{hazard_id}`](#{hazard_id}) | {cells} |")
-    return "\n".join(rows)
+def _kind(hazard: Hazard) -> str:
+    framework, experts, setup = _OTHER_KINDS
+    if hazard.distribution != MEGATRON:
+        return framework
+    for group in getattr(hazard, "groups", ()):
+        return _KINDS[group]
+    words = {"mtp", "moe", "expert", "experts", "router"}
+    return experts if words & {*hazard.id.split("-")} else setup
 
 
-def mark(word: str) -> str:
-    """Return what the grid shows for a verdict of docs/proven.json: `mark("proven") == "✓"`."""
-    return _MARKS.get(word, _NOT_HERE.get(word, word))
+def _seen_by_users(hazard: Hazard) -> str:
+    """Return the first message that a user sees, if there is one, and the summary."""
+    quoted = messages(hazard.case_file["Symptom"])
+    errors = [message for message in quoted if re.match(r"\w*(Error|Exception): ", message)]
+    for message in errors or quoted:
+        _, _, text = message.rpartition("Error: ")
+        if text not in hazard.summary:
+            return f"`{message.partition(';')[0]}`: {hazard.summary}"
+        break
+    return hazard.summary
+
+
+def messages(symptom: str) -> list[str]:
+    """Return the messages that a symptom quotes, each on one line, as a terminal shows them.
+
+    A code span of three words or more is a message, and not a name.
+    """
+    spans = re.findall(r"`([^`]+)`", " ".join(symptom.split()))
+    return [span for span in dict.fromkeys(spans) if len(span.split()) > 2]
+
+
+def _cells(hazard: Hazard) -> tuple[str, str, str]:
+    """Return the releases, the loudness, and the switch of the patch or what is there instead."""
+    versions = hazard.versions
+    if hazard.distribution != MEGATRON:
+        versions = f"{hazard.distribution} {versions}"
+    answer = hazard.answer
+    if isinstance(hazard, Patch):
+        answer = "on" if hazard.default else "off"
+    return versions, hazard.loudness, answer
 
 
 def read_findings(folder: Path) -> Proven:
@@ -257,10 +286,11 @@ def main(argv: Sequence[str], root: Path) -> int:
     )
     options = parser.parse_args(argv)
     folder = options.proven
-    proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
+    findings = root / GENERATED / PROVEN
+    proven = json.loads(findings.read_text(encoding="utf-8"))
     if folder is not None:
         proven = merged(proven, read_findings(folder))
-        rewrite(root / PROVEN, f"{json.dumps(proven, indent=1)}\n")
+        rewrite(findings, f"{json.dumps(proven, indent=1)}\n")
     walked = json.loads((root / HISTORY).read_text(encoding="utf-8"))
     table = tomllib.loads((root / PROJECT).read_text(encoding="utf-8"))
     project = table["tool"]["megatron-idempotent"]
@@ -269,7 +299,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     # First, because all other files ask the index for the first release that nobody has run.
     write(root / GENERATED, INDEX, index_of(hazards().values(), first_untried(project["releases"])))
     write(root / GENERATED, CONTRACTS, contract_lines(patches().values()))
-    rewrite(root / "HAZARDS.md", hazards_markdown(proven))
+    rewrite(root / "HAZARDS.md", hazards_markdown())
     rewrite(root / COMPATIBILITY, page(project, proven, walked))
     for path, text in renewed_naming.items():
         rewrite(root / path, text)
@@ -340,7 +370,7 @@ def coverage(verdicts: Mapping[str, str]) -> tuple[int, list[str]]:
     """Return how many patches a Megatron gets, and the ids of those that `apply()` refuses.
 
     Args:
-        verdicts: the Megatron's verdicts by hazard, as docs/proven.json has them.
+        verdicts: the Megatron's verdicts by hazard, as proven.json has them.
     """
     patches = [h for h in hazards().values() if isinstance(h, Patch) and h.distribution == MEGATRON]
     words = {patch.id: verdicts.get(patch.id) for patch in patches if patch.default}

@@ -16,11 +16,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from casebook import PROJECT, PROVEN, Proven, mark, table_markdown
+from casebook import PROJECT, by_kind, hazard_tables, messages
 
+from megatron_idempotent.cli.explain import facts
+from megatron_idempotent.cli.findings import (
+    NOT_RUN,
+    PROVEN,
+    WORDS,
+    Proven,
+    meaning,
+    recorded,
+    seen,
+)
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
+from megatron_idempotent.patching.record import LOUDNESS, SECTIONS, Hazard, Patch
 
 #: Files of the root that are pages, and the pages.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
@@ -34,19 +44,8 @@ megatron_idempotent.apply()
 """
 _TITLES = {"Affects": "Releases, and what the patch does"}
 _INSTALL = "docs/use.md"
-#: Titles in the navigation, by a patch's first promise, and of what belongs to none.
-_KINDS = {
-    "train-again": "train() again",
-    "overlap": "Overlap",
-    "abort": "After an exception",
-    "generation": "Generation",
-    "offload": "Offload",
-    "loss-scale": "Loss scale",
-    "aux-loss": "MoE losses",
-    "deferred-embedding": "Deferred embedding",
-    "layer-wise": "Muon, layer-wise",
-}
-_OTHER_KINDS = ("In frameworks", "Experts and MTP", "Set-up and state")
+#: Facts that a hazard's page has directly below the symptom.
+_SHORT = ("Versions", "Silent or loud", "Answer")
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
@@ -56,11 +55,11 @@ def pages(root: Path) -> dict[str, str]:
     `root` is a checkout of the project.
 
     Raises:
-        OSError: the checkout lacks docs/proven.json, pyproject.toml or a page of the root.
+        OSError: the checkout lacks pyproject.toml or a page of the root.
     """
     import tomllib  # not in Python 3.10, which reads case files too
 
-    proven: Proven = json.loads((root / PROVEN).read_text(encoding="utf-8"))
+    proven = recorded()
     project = tomllib.loads((root / PROJECT).read_text("utf-8"))["tool"]["megatron-idempotent"]
     texts = {
         f"hazards/{hazard.id}.md": hazard_page(hazard, root, proven, project)
@@ -79,8 +78,10 @@ def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str
     Messages that users paste stand above the first heading, where the search weighs them most.
     """
     sections = hazard.case_file
+    told = facts(hazard)
     parts = ["---", f"title: {hazard.id}", "search: {boost: 2}", "---", "", f"# {hazard.id}", ""]
-    parts += [f"**{_sentence(hazard.summary)}**", "", _linked(sections["Symptom"]), ""]
+    parts += [f"**{sections['']}**", "", _linked(sections["Symptom"]), ""]
+    parts += ["- " + "\n- ".join(told.pop(name)[0] for name in _SHORT), ""]
     if isinstance(hazard, Patch):
         install = re.search(r"(?m)^    (pip install .*)$", (root / _INSTALL).read_text("utf-8"))
         assert install is not None, f"{_INSTALL} has no line that installs the package"
@@ -92,14 +93,17 @@ def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str
             "```",
             "",
             _APPLY,
+            "It wraps:",
+            "",
+            *(f"- `{address}`" for address in told.pop("Targets")),
+            "",
         ]
-        if not hazard.default:
-            parts += [f'It is off by default: name it, `apply(only=["{hazard.id}"])`.', ""]
-        parts += ["It wraps:", "", *(f"- `{target.address}`" for target in hazard.targets), ""]
-    else:
-        parts += ["## Answer", "", f"{_sentence(hazard.answer)}", ""]
     if recipes := _recipes(hazard, root, proven, project):
         parts += [f"Recipes of frameworks that meet it: {', '.join(recipes)}.", ""]
+    for name, values in told.items():
+        if values:
+            shown = "; ".join(_hazard_link(value) for value in values)
+            parts += [f"{name}: {shown}.", ""]
     for name in SECTIONS[1:]:
         parts += [f"## {_TITLES.get(name, name)}", "", _linked(sections[name]), ""]
     parts += [
@@ -112,10 +116,10 @@ def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str
         "```",
         "",
     ]
-    if hazard.distribution == MEGATRON:
-        names = [name for name in proven if hazard.id in proven[name]]
-        parts += ["## Where it was seen", "", _table(names, {hazard.id: hazard}, proven), ""]
-    parts += [f"On {hazard.distribution} {hazard.versions}. [All hazards](index.md)", ""]
+    if words := seen(hazard, proven):
+        parts += ["## Where it was seen", "", _table([*proven], {hazard.id: hazard}, proven), ""]
+        parts += [*(f"- {meaning(word).mark}: {meaning(word).sentence}" for word in words), ""]
+    parts += [f"[The row among all hazards](index.md#{hazard.id})", ""]
     if related := _related(hazard):
         parts += ["## Same message, or same function", ""]
         parts += [
@@ -131,8 +135,9 @@ def _recipes(
     """Return links to the recipes of frameworks whose Megatron, or own code, has the hazard."""
     links: dict[str, None] = {}
     for framework in project["frameworks"]:
-        verdicts = {proven.get(name, {}).get(hazard.id) for name in framework["megatron"]}
-        has_hazard = verdicts & _PRESENT or hazard.id in framework.get("patches", ())
+        words = {proven.get(name, {}).get(hazard.id, NOT_RUN) for name in framework["megatron"]}
+        is_own = hazard.id in framework.get("patches", ())
+        has_hazard = is_own or any(meaning(word).present for word in words)
         for name in framework["name"].split(", ") if has_hazard else ():
             page = f"recipes/{name.lower()}.md"
             if (root / "docs" / page).exists():
@@ -155,35 +160,16 @@ def _marks(hazard: Hazard) -> set[str]:
     return {*messages(hazard.case_file["Symptom"]), *(target.address for target in targets)}
 
 
-def messages(symptom: str) -> list[str]:
-    """Return the messages that a symptom quotes, each on one line, as a terminal shows them.
-
-    A code span of three words or more is a message, and not a name.
-    """
-    spans = re.findall(r"`([^`]+)`", " ".join(symptom.split()))
-    return [span for span in dict.fromkeys(spans) if len(span.split()) > 2]
-
-
 def hazard_nav() -> list[dict[str, list[str]]]:
     """Return the hazards' part of the navigation: titles, each with its pages in order of id."""
-    kinds: dict[str, list[str]] = {title: [] for title in (*_KINDS.values(), *_OTHER_KINDS)}
-    for hazard in hazards().values():
-        kinds[_kind(hazard)].append(f"hazards/{hazard.id}.md")
-    return [{title: pages_of_kind} for title, pages_of_kind in kinds.items()]
+    return [
+        {title: [f"hazards/{hazard.id}.md" for hazard in listed]}
+        for title, listed in by_kind().items()
+    ]
 
 
-def _kind(hazard: Hazard) -> str:
-    framework, experts, setup = _OTHER_KINDS
-    if hazard.distribution != MEGATRON:
-        return framework
-    for group in getattr(hazard, "groups", ()):
-        return _KINDS[group]
-    words = {"mtp", "moe", "expert", "experts", "router"}
-    return experts if words & {*hazard.id.split("-")} else setup
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+def _hazard_link(text: str) -> str:
+    return f"[`{text}`]({text}.md)" if text in hazards() else text
 
 
 def _linked(text: str) -> str:
@@ -197,25 +183,24 @@ def _list() -> str:
         "---\nsearch: {exclude: true}\n---\n\n# Hazards\n\n"
         "Each goes wrong on stock Megatron, or in a framework on it, and has a program that shows "
         "it. Paste an error message into the search to find its page. "
-        "[The matrix](../matrix.md) says which release and which pinned commit has which.\n"
+        "[The matrix](../matrix.md) says which release and which pinned commit has which.\n\n"
+        f"Silent: {LOUDNESS['silent']}. Loud: {LOUDNESS['loud']}.\n"
     )
-    return f"{head}\n{table_markdown('{}.md')}\n"
+    return "\n".join([head, *hazard_tables("{}.md".format)])
 
 
 def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
     of_megatron = {h.id: h for h in hazards().values() if h.distribution == MEGATRON}
+    verdicts = {word for hazard in of_megatron.values() for word in seen(hazard, proven)}
     head = (
         "---\nhide: [navigation, toc]\n---\n\n# Matrix\n\n"
         "Rows are hazards of Megatron, columns are its releases and the commits that "
-        "frameworks pin. `make matrix` and `make pins` fill it.\n\n"
-        "- ✓: stock Megatron failed as the case file says, and the repair held\n"
-        "- limit: stock failed so, and nothing repairs it\n"
-        "- –, fixed, absent: this Megatron does not have the hazard\n"
-        "- off: needs hardware, and is applied only where named\n"
-        "- refused: nobody has reviewed a function there, and `apply()` leaves it alone\n"
+        f"frameworks pin. `make matrix` and `make pins` fill [{PROVEN}]"
+        f"(../patches/_generated/{PROVEN}), of which this is drawn.\n"
     )
+    legend = [f"- {kind.mark}: {kind.sentence}" for word, kind in WORDS.items() if word in verdicts]
     table = _table([*proven], of_megatron, proven)
-    return "\n".join([head, _filters(proven, project), "", table, ""])
+    return "\n".join([head, *legend, "", _filters(proven, project), "", table, ""])
 
 
 def _filters(proven: Proven, project: Mapping[str, Any]) -> str:
@@ -258,10 +243,10 @@ def _table(names: list[str], listed: Mapping[str, Hazard], proven: Proven) -> st
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     rows = []
     for hazard_id in listed:
-        words = [proven[name].get(hazard_id, "not run") for name in names]
+        words = [proven[name].get(hazard_id, NOT_RUN) for name in names]
         cells = "".join(
-            f'<td class="{"here" if word in _PRESENT else "absent"} {word.replace(" ", "-")}" '
-            f'data-megatron="{html.escape(name)}">{mark(word)}</td>'
+            f'<td class="{"here" if meaning(word).present else "absent"} {word.replace(" ", "-")}" '
+            f'data-megatron="{html.escape(name)}">{meaning(word).mark}</td>'
             for name, word in zip(names, words, strict=True)
         )
         name = "" if alone else f'<th><a href="../hazards/{hazard_id}/">{hazard_id}</a></th>'
@@ -271,10 +256,6 @@ def _table(names: list[str], listed: Mapping[str, Hazard], proven: Proven) -> st
         f'<div class="matrix" data-search-exclude><table><thead><tr>{corner}{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
-
-
-#: Verdicts of Megatrons that have the hazard.
-_PRESENT = frozenset({"proven", "documented", "disabled", "drifted"})
 
 
 def relinked(markdown: str, source: str, exists: Callable[[str], bool], repository: str) -> str:

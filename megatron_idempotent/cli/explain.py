@@ -8,12 +8,16 @@ from collections import Counter
 
 from megatron_idempotent.patching.base import UnknownPatchError
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.patching.record import SECTIONS, Hazard, Patch
-from megatron_idempotent.patching.settings import unknown_id
-from megatron_idempotent.patching.table import render
+from megatron_idempotent.patching.record import GROUPS, LOUDNESS, SECTIONS, Hazard, Helper, Patch
+from megatron_idempotent.patching.settings import SWITCH, unknown_id
+from megatron_idempotent.patching.table import render, wrapped
+
+from .findings import meaning, recorded, seen
 
 #: The most hazards that a message lists.
 _SHOWN = 5
+#: Columns of a line of a case file, without its indent.
+_LINE = 96
 _WORD = re.compile(r"[a-z][a-z0-9]{2,}")
 
 
@@ -55,12 +59,45 @@ def case_text(patch: Hazard) -> str:
     lines = [patch.id, "=" * len(patch.id), "", sections[""], ""]
     for name in SECTIONS:
         lines += [f"{name}:", *(f"    {line}" for line in sections[name].splitlines()), ""]
-    lines += ["Versions:", f"    {patch.distribution} {patch.versions}", ""]
-    lines += ["Answer:", f"    {patch.answer}", ""]
-    if isinstance(patch, Patch):
-        lines += ["Targets:", *(f"    {target.address}" for target in patch.targets), ""]
+    seen_lines = [
+        line
+        for word, names in seen(patch, recorded()).items()
+        for line in wrapped(f"{meaning(word).sentence}: {', '.join(names)}", _LINE)
+    ]
+    for name, values in {**facts(patch), "Seen": seen_lines}.items():
+        if values:
+            lines += [f"{name}:", *(f"    {value}" for value in values), ""]
     lines += ["See it:", f"    megatron-idempotent prove {patch.id}"]
     return "\n".join(lines)
+
+
+def facts(hazard: Hazard) -> dict[str, list[str]]:
+    """Return what the declaration of a hazard says beside its case file, below a title each."""
+    of_patch: dict[str, list[str]] = {}
+    if isinstance(hazard, Patch):
+        of_patch = {
+            "Targets": [target.address for target in hazard.targets],
+            "Promise, together with others": [GROUPS[name].promise for name in hazard.groups],
+        }
+    return {
+        "Versions": [f"{hazard.distribution} {hazard.versions}"],
+        "Silent or loud": [f"{hazard.loudness}: {LOUDNESS[hazard.loudness]}"],
+        "Answer": [_answer(hazard)],
+        **of_patch,
+        "Shown with these patches on": [*hazard.given],
+        "Its program needs": [*hazard.needs],
+    }
+
+
+def _answer(hazard: Hazard) -> str:
+    if isinstance(hazard, Helper):
+        return f"call {hazard.answer}"
+    if not isinstance(hazard, Patch):
+        return f"{hazard.answer}: nothing here repairs it"
+    if hazard.default:
+        return f"{hazard.answer}, on by default"
+    check = f", or set {SWITCH}_CHECK=1" if hazard.debug else ""
+    return f'{hazard.answer}: name it, `apply(only=["{hazard.id}"])`{check}'
 
 
 def as_id(text: str) -> str:

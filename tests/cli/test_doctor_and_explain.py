@@ -14,6 +14,8 @@ import pytest
 from starts import shown_at_80_columns, started
 
 from megatron_idempotent.cli.doctor import notes
+from megatron_idempotent.cli.explain import case_text
+from megatron_idempotent.cli.findings import WORDS, recorded
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import hazards, patches
@@ -211,10 +213,45 @@ def test_explain_prints_every_section_of_the_case_file_also_without_docstrings(c
     assert stripped == capsys.readouterr().out
     for part in ("Symptom:", "Cause:", "Affects:", "Upstream:", "Remove when:", "Targets:"):
         assert part in stripped
+    assert "\nSilent or loud:\n    loud: a run ends in an error" in stripped
+    assert "\nAnswer:\n    patch, on by default\n" in stripped
+    assert "    train() can be called again, and k calls are as one long call\n" in stripped
     assert "megatron-idempotent prove no-sync-func-reentry" in stripped
     assert main(["explain"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert listed == list(hazards())
+
+
+def test_explain_prints_what_was_seen_on_each_release_and_each_pinned_commit():
+    text = case_text(hazards()["mtp-without-transformer-engine"])
+    seen = " ".join(text.partition("\nSeen:\n")[2].partition("\n\n")[0].split())
+    verdicts = {name: row["mtp-without-transformer-engine"] for name, row in recorded().items()}
+    assert len(set(verdicts.values())) > 1
+    for word in set(verdicts.values()):
+        names = [name for name, verdict in verdicts.items() if verdict == word]
+        assert f"{WORDS[word].sentence}: {', '.join(names)}" in seen
+    of_framework = case_text(hazards()["bridge-train-reentry"])
+    assert "\nSeen:\n" not in of_framework, "a framework's releases are not among them"
+    assert max(map(len, case_text(hazards()["unscaled-twice"]).splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("hazard_id", "answer"),
+    [
+        ("weights-written-beside-optimizer", "call `ensure_main_params_synced`"),
+        ("module-wrapped-twice", "documented limit: nothing here repairs it"),
+    ],
+)
+def test_explain_says_what_to_do_without_a_patch(hazard_id, answer):
+    assert f"\nAnswer:\n    {answer}\n" in case_text(hazards()[hazard_id])
+
+
+def test_explain_says_how_to_switch_on_what_is_off():
+    for patch in patches().values():
+        name_it = f'    patch, off by default: name it, `apply(only=["{patch.id}"])`'
+        assert (name_it in case_text(patch)) == (not patch.default)
+        check = ", or set MEGATRON_IDEMPOTENT_CHECK=1\n"
+        assert (check in case_text(patch)) == patch.debug
 
 
 @pytest.mark.parametrize("command", ["explain", "prove"])

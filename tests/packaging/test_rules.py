@@ -35,7 +35,7 @@ FAULTS = {
         ("pyproject.toml", 'python = ">=3.10"', 'python = ">=3.9"', "requires-python is not"),
         ("README.md", "Tested on megatron-core 0", "1", "README.md lacks: megatron-core"),
         ("docs/use.md", "`trainer`", "`none`", "lacks the extra `trainer`"),
-        ("docs/proven.json", '"0.12.3"', '"0.12.2"', "run `make matrix`"),
+        ("patches/_generated/proven.json", '"0.12.3"', '"0.12.2"', "run `make matrix`"),
     ],
     "the_lock_has_what_is_asked_for_and_its_hashes": [
         ("requirements/dev.lock", "\nwrapt==", "\nwrapt==0.", "for wrapt"),

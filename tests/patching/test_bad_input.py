@@ -270,7 +270,7 @@ def test_records_are_frozen_and_know_their_fields():
     patch = declare()
     assert patch == declare()
     assert hash(declare().targets[0].wrapper) == hash(print)
-    assert repr(patch).startswith("Patch(summary='it hurts', stock_error='Fault: ', distri")
+    assert repr(patch).startswith("Patch(summary='it hurts', stock_error='Fault: ', loudness='si")
     with pytest.raises(AttributeError, match="Patch is frozen: cannot set id"):
         patch.id = "other"  # type: ignore[misc]
     with pytest.raises(AttributeError, match="Patch is frozen: cannot delete id"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import site_pages
 
+from megatron_idempotent.cli import explain
 from megatron_idempotent.patching.catalog import hazards
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
@@ -28,6 +29,20 @@ def test_a_hazard_has_a_page_with_its_messages_above_all_headings(pages, hazard_
         assert f"`{message}`" in page.partition("\n## ")[0]
     assert f"$ megatron-idempotent prove {hazard_id}" in page
     assert " ".join(case["Cause"].split())[:60] in page
+
+
+def test_a_page_says_what_explain_says_of_a_hazard(pages):
+    for hazard in hazards().values():
+        page = " ".join(pages[f"hazards/{hazard.id}.md"].split())
+        assert f"**{hazard.case_file['']}**" in page
+        for values in explain.facts(hazard).values():
+            assert all(value in page for value in values), hazard.id
+
+
+def test_the_list_of_hazards_has_a_row_with_an_anchor_for_each(pages):
+    rows = [line for line in pages["hazards/index.md"].splitlines() if line.startswith("<a id=")]
+    linked = [re.match(r'<a id="(.+)"></a>\[`\1`\]\(\1\.md\) \| ', row) for row in rows]
+    assert sorted(row[1] for row in linked if row) == [*hazards()]
 
 
 def test_only_code_spans_of_several_words_are_messages():

@@ -1,4 +1,4 @@
-"""HAZARDS.md is what the case files say."""
+"""HAZARDS.md has a row for each case file, and what else is generated is current."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import casebook
 import pytest
 
-from megatron_idempotent.patching.catalog import hazards
+from megatron_idempotent.cli.findings import recorded
+from megatron_idempotent.patching.catalog import case_file_of, hazards
 from megatron_idempotent.patching.releases import installed
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
@@ -26,14 +27,68 @@ NEW = "a new hazard is named under Unreleased in CHANGELOG.md, and may wait for 
 REMEDY = "run `python tools/casebook.py` in the repository"
 
 
+HAZARDS = (ROOT / "HAZARDS.md").read_text()
+
+
 def test_hazards_md_is_current():
-    proven = json.loads((ROOT / casebook.PROVEN).read_text())
-    assert (ROOT / "HAZARDS.md").read_text() == casebook.hazards_markdown(proven), REMEDY
+    assert casebook.hazards_markdown() == HAZARDS, REMEDY
+
+
+def test_hazards_md_is_short_enough_to_be_read():
+    number = len(HAZARDS.split())
+    assert number <= casebook.MOST_WORDS, (
+        f"HAZARDS.md has {number} words, and {casebook.MOST_WORDS} is the most: shorten summaries"
+    )
+
+
+def test_each_hazard_has_one_row_with_what_a_user_searches_for():
+    for hazard in hazards().values():
+        (row,) = (line for line in HAZARDS.splitlines() if f'<a id="{hazard.id}"></a>' in line)
+        name, seen, releases, loudness, answer = row.split(" | ")
+        assert name.endswith(f"[`{hazard.id}`]({case_file_of(hazard.id)})")
+        assert (ROOT / case_file_of(hazard.id)).is_file()
+        assert seen.endswith(hazard.summary)
+        assert releases.endswith(hazard.versions)
+        assert loudness in ("silent", "loud", "both")
+        switch = {True: "on", False: "off"}.get(getattr(hazard, "default", None), hazard.answer)
+        assert answer == switch
+        for message in casebook.messages(hazard.case_file["Symptom"])[:1]:
+            error = re.match(r"\w*Error: ", message)
+            assert not error or message.removeprefix(error[0]).partition(";")[0] in row
+
+
+def test_each_anchor_of_hazards_md_that_a_file_links_to_is_there():
+    anchors = re.findall(r'<a id="([^"]+)"></a>', HAZARDS)
+    titles = re.findall(r"(?m)^#+ (.+)$", HAZARDS)
+    slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+    every = anchors + slugs
+    assert len(set(every)) == len(every), "an anchor leads to one place"
+    folders = ("docs", "patches", "megatron_idempotent", "examples", "tools", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    linked = {
+        anchor
+        for path in (*ROOT.glob("*.md"), *files)
+        if path.suffix in (".md", ".py", ".toml")
+        for anchor in re.findall(r"HAZARDS\.md#([\w-]+)", path.read_text("utf-8"))
+    }
+    assert len(linked) > 100
+    assert linked <= {*every}
+
+
+def test_what_a_run_shows_of_a_hazard_agrees_with_its_symptom():
+    """`loudness` is declared where the error of the reproduction does not say it."""
+    for hazard in hazards().values():
+        symptom = " ".join(hazard.case_file["Symptom"].split())
+        if hazard.stock_error != "Fault: ":
+            assert hazard.loudness != "silent", hazard.id
+        if re.search(r"\bNo error\b(?! until)|silently", symptom):
+            assert hazard.loudness != "loud", hazard.id
+        if re.search(r"`\w*Error: |hangs|wait for it until", symptom):
+            assert hazard.loudness != "silent", hazard.id
 
 
 def test_the_page_of_frameworks_is_current():
-    proven = json.loads((ROOT / casebook.PROVEN).read_text())
-    page = casebook.page(TABLE, proven, WALKED)
+    page = casebook.page(TABLE, recorded(), WALKED)
     assert (ROOT / casebook.COMPATIBILITY).read_text() == page, REMEDY
 
 
@@ -42,10 +97,9 @@ def test_the_page_of_frameworks_is_current():
     [({"megatron": ["0.1"]}, "0.1, which is none of"), ({"patches": ["nope"]}, "names nope")],
 )
 def test_a_framework_on_what_was_never_run_is_refused(change, fault):
-    proven = json.loads((ROOT / casebook.PROVEN).read_text())
     frameworks = [TABLE["frameworks"][0] | change]
     with pytest.raises(ValueError, match=fault):
-        casebook.page(TABLE | {"frameworks": frameworks}, proven, WALKED)
+        casebook.page(TABLE | {"frameworks": frameworks}, recorded(), WALKED)
 
 
 def naming() -> dict[Path, str]:
@@ -61,7 +115,7 @@ def test_casebook_writes_what_differs_alone_and_the_number_that_doctor_says(tmp_
     if newest is None or newest.text != TABLE["releases"][-1]["megatron"]:
         pytest.skip("the pages show the newest release")
     files = [*casebook.NAMING, Path("HAZARDS.md"), casebook.COMPATIBILITY, casebook.USE]
-    files += [casebook.PROVEN, casebook.HISTORY]
+    files += [casebook.HISTORY]
     files += [path.relative_to(ROOT) for path in (ROOT / casebook.GENERATED).iterdir()]
     for path in files:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +157,7 @@ def test_a_text_that_names_releases_no_longer_is_refused():
 
 
 def test_every_hazard_was_run_on_every_release():
-    proven = json.loads((ROOT / casebook.PROVEN).read_text())
+    proven = recorded()
     missing = missing_in(proven, (ROOT / "CHANGELOG.md").read_text())
     assert not missing, f"{missing} not run: run `make matrix` and `make pins`; {NEW}"
     for release, findings in proven.items():
@@ -147,7 +201,7 @@ def test_only_a_hazard_that_is_new_everywhere_may_wait_to_be_run():
         assert missing_in(lost, changes) == {name: {"gc-stays-off"} for name in lost}
 
 
-def test_findings_of_prove_become_a_grid(tmp_path):
+def test_findings_of_prove_are_read_by_release(tmp_path):
     rows = [
         {"id": "train-interval-timer", "verdict": "proven", "stock": "AssertionError: x"},
         {"id": "grad-scale-func", "verdict": "not_applicable", "stock": "missing_target: y"},
@@ -156,9 +210,10 @@ def test_findings_of_prove_become_a_grid(tmp_path):
     (tmp_path / "0.10.0.json").write_text("[]")
     proven = casebook.read_findings(tmp_path)
     assert list(proven) == ["0.9.0", "0.10.0"], "in order of release, not of text"
-    grid = casebook.grid_markdown(proven)
-    assert "| [`train-interval-timer`](#train-interval-timer) | ✓ | not run |" in grid
-    assert "| [`grad-scale-func`](#grad-scale-func) | absent | not run |" in grid
+    assert proven["0.9.0"] == {
+        "train-interval-timer": "proven",
+        "grad-scale-func": "missing_target",
+    }
 
 
 def test_findings_of_some_hazards_leave_the_others_standing():

@@ -1,0 +1,82 @@
+"""Reads what `make matrix` and `make pins` found of each hazard, and says it in words.
+
+`patches/_generated/proven.json` has a verdict for each release and each commit that frameworks pin,
+and hazard. `python tools/casebook.py --proven FOLDER` writes it. `explain` prints a hazard's part,
+and the documentation site draws all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron_idempotent.patching.base import MEGATRON, generated
+from megatron_idempotent.patching.record import Hazard
+
+#: The file in `patches/_generated/`.
+PROVEN = "proven.json"
+
+Proven = Mapping[str, Mapping[str, str]]
+"""Maps a release or a commit's name, then a hazard, to a word of `WORDS`."""
+
+
+class Meaning(NamedTuple):
+    """Says what a verdict means."""
+
+    mark: str
+    """The word or sign of the grid."""
+    sentence: str
+    present: bool
+    """True if that Megatron has the hazard."""
+
+
+NOT_RUN = "not run"
+
+#: A verdict of `prove`, or the reason why a hazard does not apply → what it means.
+WORDS: Mapping[str, Meaning] = {
+    "proven": Meaning("✓", "stock fails as the case file says, and the repair holds", True),
+    "documented": Meaning("limit", "stock fails as the case file says, nothing repairs it", True),
+    "disabled": Meaning("off", "needs hardware, and is applied only where it is named", True),
+    "drifted": Meaning(
+        "refused",
+        "nobody has reviewed a function there, and it lacks what the patch relies on",
+        True,
+    ),
+    "unpatched": Meaning(
+        "unpatched", "stock fails as the case file says, and `apply()` leaves the patch out", True
+    ),
+    "other_error": Meaning(
+        "other_error", "the program needs of that commit what cannot run on our machines", False
+    ),
+    "unsupported_version": Meaning("–", "does not have the hazard", False),
+    "fixed_upstream": Meaning("fixed", "upstream has repaired it", False),
+    "missing_target": Meaning(
+        "absent", "lacks the code (before 0.17 wheels lack `megatron.training`)", False
+    ),
+    NOT_RUN: Meaning(NOT_RUN, "the hazard is newer than the last run", False),
+}
+
+
+def recorded() -> Proven:
+    """Return the findings that this package has."""
+    findings: Proven = json.loads("\n".join(generated(PROVEN)))
+    return findings
+
+
+def meaning(word: str) -> Meaning:
+    """Return what a verdict means; one that `WORDS` lacks is a failure, and speaks for itself."""
+    return WORDS.get(word) or Meaning(word, word, False)
+
+
+def seen(hazard: Hazard, proven: Proven) -> dict[str, list[str]]:
+    """Return the releases and commits by verdict; none for a framework's own code.
+
+    Frameworks have releases of their own, which the findings do not have.
+    """
+    if hazard.distribution != MEGATRON:
+        return {}
+    names: dict[str, list[str]] = {}
+    for name, verdicts in proven.items():
+        names.setdefault(verdicts.get(hazard.id, NOT_RUN), []).append(name)
+    return names
