@@ -205,6 +205,19 @@ def test_the_matrix_shows_what_the_megatrons_of_a_chosen_framework_have(browser,
     page.close()
 
 
+def test_an_old_anchor_of_the_list_leads_to_the_row_of_the_hazard(browser, address):
+    page = browser.new_page(viewport={"width": 390, "height": 900})
+    page.goto(f"{address}/hazards/#zero-grad-while-offloaded")
+    link = page.locator("td a[href$='zero-grad-while-offloaded/']")
+    link.wait_for()
+    page.wait_for_function("() => window.scrollY > 1000")
+    box = link.bounding_box()
+    assert 0 <= box["y"] < 900
+    link.click()
+    page.wait_for_url("**/hazards/zero-grad-while-offloaded/")
+    page.close()
+
+
 def test_a_benchmark_shows_its_picture_and_folds_its_numbers(browser, address):
     page = browser.new_page()
     page.goto(f"{address}/benchmarks/")
@@ -222,7 +235,8 @@ def test_a_benchmark_shows_its_picture_and_folds_its_numbers(browser, address):
     "path",
     [
         *("", "concepts/", "supported-models/", "benchmarks/", "train-step/packs/"),
-        *("hazards/", "hazards/no-sync-func-reentry/", "matrix/", "api/step/"),
+        *("hazards/", "hazards/no-sync-func-reentry/", "hazards/bridge-setup-reentry/"),
+        *("matrix/", "layouts/", "state/", "compatibility/", "async/", "api/step/"),
         *("environment/", "troubleshooting/", "train-step/failures/"),
     ],
 )
@@ -230,4 +244,33 @@ def test_no_page_is_wider_than_its_screen(browser, address, path, width):
     page = browser.new_page(viewport={"width": width, "height": 900})
     page.goto(f"{address}/{path}")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.close()
+
+
+#: Gives what is wider than the screen and no box around it scrolls.
+CUT = """() => [...document.querySelectorAll('.md-content table, .md-content img')].filter(each => {
+  if (each.getBoundingClientRect().right <= window.innerWidth) return false;
+  for (let box = each.parentElement; box; box = box.parentElement)
+    if (['auto', 'scroll'].includes(getComputedStyle(box).overflowX)
+        && box.getBoundingClientRect().right <= window.innerWidth) return false;
+  return true;
+}).map(each => each.outerHTML.slice(0, 80))"""
+
+
+@pytest.mark.parametrize("path", ["hazards/", "matrix/", "benchmarks/", "compatibility/", "async/"])
+def test_what_is_wider_than_a_phone_scrolls_in_a_box_of_its_own(browser, address, path):
+    page = browser.new_page(viewport={"width": 390, "height": 900})
+    page.goto(f"{address}/{path}")
+    assert page.evaluate(CUT) == []
+    page.close()
+
+
+def test_words_in_the_pictures_of_benchmarks_can_be_read_on_a_phone(browser, address):
+    page = browser.new_page(viewport={"width": 390, "height": 900})
+    page.goto(f"{address}/benchmarks/")
+    pictures = page.locator("img[src*='assets/benchmarks/']")
+    assert pictures.count() > 10
+    for picture in pictures.all():
+        # Labels have 13 of the picture's 720 pixels.
+        assert picture.evaluate("each => 13 * each.clientWidth / 720") > 10
     page.close()
