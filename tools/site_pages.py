@@ -81,7 +81,9 @@ def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str
     told = facts(hazard)
     parts = ["---", f"title: {hazard.id}", "search: {boost: 2}", "---", "", f"# {hazard.id}", ""]
     parts += [f"**{sections['']}**", "", _linked(sections["Symptom"]), ""]
-    parts += ["- " + "\n- ".join(told.pop(name)[0] for name in _SHORT), ""]
+    # Every page has such words: in the search they would hide the ones that only one message has.
+    parts += ['<div markdown="1" data-search-exclude>', ""]
+    parts += [*(f"- {told.pop(name)[0]}" for name in _SHORT), "", "</div>", ""]
     if isinstance(hazard, Patch):
         install = re.search(r"(?m)^    (pip install .*)$", (root / _INSTALL).read_text("utf-8"))
         assert install is not None, f"{_INSTALL} has no line that installs the package"

@@ -64,7 +64,7 @@ def case_text(patch: Hazard) -> str:
         for word, names in seen(patch, recorded()).items()
         for line in wrapped(f"{meaning(word).sentence}: {', '.join(names)}", _LINE)
     ]
-    for name, values in {**facts(patch), "Seen": seen_lines}.items():
+    for name, values in {**facts(patch), "Where it was seen": seen_lines}.items():
         if values:
             lines += [f"{name}:", *(f"    {value}" for value in values), ""]
     lines += ["See it:", f"    megatron-idempotent prove {patch.id}"]

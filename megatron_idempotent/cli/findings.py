@@ -47,7 +47,7 @@ WORDS: Mapping[str, Meaning] = {
         "unpatched", "stock fails as the case file says, and `apply()` leaves the patch out", True
     ),
     "other_error": Meaning(
-        "other_error", "the program needs of that commit what cannot run on our machines", False
+        "cannot run", "the program needs of that commit what cannot run on our machines", False
     ),
     "unsupported_version": Meaning("–", "does not have the hazard", False),
     "fixed_upstream": Meaning("fixed", "upstream has repaired it", False),
@@ -70,13 +70,13 @@ def meaning(word: str) -> Meaning:
 
 
 def seen(hazard: Hazard, proven: Proven) -> dict[str, list[str]]:
-    """Return the releases and commits by verdict; none for a framework's own code.
+    """Return the releases and commits by verdict, in order of `WORDS`; none for frameworks' code.
 
     Frameworks have releases of their own, which the findings do not have.
     """
     if hazard.distribution != MEGATRON:
         return {}
-    names: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {word: [] for word in WORDS}
     for name, verdicts in proven.items():
         names.setdefault(verdicts.get(hazard.id, NOT_RUN), []).append(name)
-    return names
+    return {word: named for word, named in names.items() if named}

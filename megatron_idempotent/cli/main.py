@@ -231,8 +231,9 @@ _COMPLETION = (
     "in fish: megatron-idempotent completion fish | source. Exit code 0."
 )
 _EXPLAIN = (
-    "Prints a hazard's case file: symptom, cause, releases, who met it in public, and when "
-    "the patch may go. For words of a message or symptom, lists the hazards whose case files "
+    "Prints a hazard's case file: symptom, cause, releases, who met it in public, when the patch "
+    "may go, and on which releases and commits it was seen. For words of a message or symptom, "
+    "lists the hazards whose case files "
     "resemble them most. Exit code 0; 2 for an unknown id, or if no case file resembles the words."
 )
 _DOCTOR = (

@@ -224,14 +224,14 @@ def test_explain_prints_every_section_of_the_case_file_also_without_docstrings(c
 
 def test_explain_prints_what_was_seen_on_each_release_and_each_pinned_commit():
     text = case_text(hazards()["mtp-without-transformer-engine"])
-    seen = " ".join(text.partition("\nSeen:\n")[2].partition("\n\n")[0].split())
+    seen = " ".join(text.partition("\nWhere it was seen:\n")[2].partition("\n\n")[0].split())
     verdicts = {name: row["mtp-without-transformer-engine"] for name, row in recorded().items()}
     assert len(set(verdicts.values())) > 1
     for word in set(verdicts.values()):
         names = [name for name, verdict in verdicts.items() if verdict == word]
         assert f"{WORDS[word].sentence}: {', '.join(names)}" in seen
     of_framework = case_text(hazards()["bridge-train-reentry"])
-    assert "\nSeen:\n" not in of_framework, "a framework's releases are not among them"
+    assert "\nWhere it was seen:\n" not in of_framework, "a framework's releases are not among them"
     assert max(map(len, case_text(hazards()["unscaled-twice"]).splitlines())) <= 100
 
 
