@@ -33,7 +33,11 @@ else:
     import tomli as tomllib
 
 # With Field, so that its importers get the error above, which names the extra for pydantic.
-__all__ = ["Field", "SettingsReader", "allowed", "schema", "settings"]
+__all__ = ["MAY_CHANGE", "Field", "SettingsReader", "allowed", "schema", "settings"]
+
+MAY_CHANGE: dict[str, Any] = {"may_change": True}
+"""`Field(json_schema_extra=MAY_CHANGE)` declares that a resumed run may change the field, because
+it affects no number."""
 
 Record = TypeVar("Record")
 KeyPath = tuple[str, ...]

@@ -26,9 +26,8 @@ def settings_table() -> str:
             "|---|---|---|---|",
         ]
         for key, field in schema(section)["properties"].items():
-            default_text = default(name, key, field["default"])
             meaning = " ".join(field["description"].split())
-            lines.append(f"| `{key}` | {default_text} | {allowed(field)} | {meaning} |")
+            lines.append(f"| `{key}` | {default(field)} | {allowed(field)} | {meaning} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from megatron_idempotent.rl.metrics.loggers import SettingsError
 from megatron_idempotent.rl.metrics.names import InflightClock
 from megatron_idempotent.rl.metrics.timeline import Timeline
-from megatron_idempotent.settings import Field, settings
+from megatron_idempotent.settings import MAY_CHANGE, Field, settings
 
 from .buffer import GroupBuffer
 from .protocol import (
@@ -56,21 +56,21 @@ class ControllerLimits:
     calls use a device better; smaller ones train groups sooner."""
     min_groups_per_call: int = Field(default=1, ge=1)
     """The fewest groups per call of the policy, unless fewer complete a step."""
-    step_attempts: int = Field(default=3, ge=1)
+    step_attempts: int = Field(default=3, ge=1, json_schema_extra=MAY_CHANGE)
     """Attempts at an optimizer step with the same groups, and at a publish, before the run ends."""
-    group_attempts: int = Field(default=3, ge=1)
+    group_attempts: int = Field(default=3, ge=1, json_schema_extra=MAY_CHANGE)
     """Attempts at a group before it is dropped and reported."""
-    restarts: int = Field(default=3, ge=0)
+    restarts: int = Field(default=3, ge=0, json_schema_extra=MAY_CHANGE)
     """Restarts of lost ranks, without a completed step in between, before the run ends."""
-    rejected_steps: int = Field(default=10, ge=1)
+    rejected_steps: int = Field(default=10, ge=1, json_schema_extra=MAY_CHANGE)
     """The run ends with an error once the recipe has rejected this many outer steps' groups in a
     row: the verifier then probably gives every sample the same reward."""
-    group_timeout_s: float = Field(default=300.0, gt=0)
+    group_timeout_s: float = Field(default=300.0, gt=0, json_schema_extra=MAY_CHANGE)
     """Time limit of one attempt at a group, with all of its samples, in seconds."""
-    stall_s: float = Field(default=1200.0, gt=0)
+    stall_s: float = Field(default=1200.0, gt=0, json_schema_extra=MAY_CHANGE)
     """Seconds without any progress, while work remains, after which the run ends with an error that
     reports its state."""
-    drain_s: float = Field(default=60.0, gt=0)
+    drain_s: float = Field(default=60.0, gt=0, json_schema_extra=MAY_CHANGE)
     """Seconds for the open step to finish when the run is drained, such as by SIGTERM, after which
     it is undone."""
 

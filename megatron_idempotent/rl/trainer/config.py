@@ -1,23 +1,49 @@
 """Defines and reads the configuration of a run: its sections, keys, defaults and limits.
 
-The string under a field documents it. The tables in docs/settings.md, the JSON schema, the help of
-the command and error messages are generated from these classes. `python tools/settings_page.py`
-updates the tables.
+A setting is declared once: its default, its default in an asynchronous run, its range, its option
+of the command, and whether a resumed run may change it. The string under it documents it. The
+tables in docs/settings.md, the JSON schema, the help of the command and error messages are made of
+these classes. `python tools/settings_page.py` updates the tables.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_idempotent.rl.controller.state import ControllerLimits
 from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
-from megatron_idempotent.settings import Field, SettingsReader, settings
+from megatron_idempotent.settings import MAY_CHANGE, Field, SettingsReader, schema, settings
 
 from . import ConfigError
 from .layout import RankLayout
+
+Transport = Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "bucket"]
+
+
+def setting(
+    default: Any, *, with_async: Any = None, flag: str = "", may_change: bool = False, **limits: Any
+) -> Any:
+    """Declare a setting of a section.
+
+    Args:
+        default: its default.
+        with_async: its default in an asynchronous run, if that is another one.
+        flag: its option of the command, and the name of the option's value, such as "--out DIR".
+        may_change: True if a resumed run may have another value, because it affects no number.
+        limits: its range, as for `Field`.
+    """
+    extra = {"with_async": with_async, "flag": flag} | (MAY_CHANGE if may_change else {})
+    extra = {mark: value for mark, value in extra.items() if value not in (None, "")}
+    return Field(default=default, json_schema_extra=extra, **limits)
+
+
+def _need_divisor(key: str, value: int, of: str, size: int, why: str = "") -> None:
+    if size % value:
+        raise ValueError(f"{key} is {value} and {of} is {size}; allowed: a divisor of it{why}")
 
 
 @settings(ConfigError, "run.")
@@ -27,28 +53,28 @@ class RunConfig:
     Example: `RunConfig(rollouts=3, out="runs/a")`.
     """
 
-    rollouts: int = Field(default=150, ge=1)
+    rollouts: int = setting(150, ge=1, with_async=600, flag="--rollouts N", may_change=True)
     """Rollouts in the run; each is followed by `optimizer.steps_per_rollout` optimizer steps."""
     mode: Literal["sync", "async"] = "sync"
     """`sync` samples and trains in turn, `async` concurrently; see `[controller]`."""
-    seed: int = Field(default=1, ge=0, le=2**31 - 1)
+    seed: int = setting(1, ge=0, le=2**31 - 1, flag="--seed N")
     """Seed of the initial weights, the order of the prompts and the sampled tokens."""
-    ranks: int = Field(default=2, ge=1, le=64)
+    ranks: int = setting(2, ge=1, le=64, flag="--ranks N")
     """Number of training processes, connected by gloo, or by NCCL on GPUs; under torchrun, the
     number that it has started. Each has a replica of the model, unless `[parallel]` distributes one
     over several ranks."""
-    device: Literal["cpu", "cuda", "checked"] = "cpu"
+    device: Literal["cpu", "cuda", "checked"] = setting("cpu", flag="--device DEVICE")
     """Device of ranks and engines: the CPU, this machine's GPUs, or with `checked` the CPU with the
     restrictions of a GPU, to test a change without a GPU."""
-    out: str = ""
+    out: str = setting("", flag="--out DIR", may_change=True)
     """Output directory for logs, curves and checkpoints; empty for the next free
     `runs/train-NNN`."""
-    checkpoint_every: int = Field(default=25, ge=0)
+    checkpoint_every: int = setting(25, ge=0, with_async=100, may_change=True)
     """Rollouts between two checkpoints; there is also one after the last rollout. 0 writes none,
     except when SIGTERM stops an asynchronous run."""
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: int = setting(2, ge=1, may_change=True)
     """Number of complete checkpoints to keep on disk; older ones are removed."""
-    timeout_s: float = Field(default=3600.0, gt=0)
+    timeout_s: float = setting(3600.0, gt=0, may_change=True)
     """Time limit of the run in seconds, after which all ranks are ended. An asynchronous run has
     the limits in `[controller]` instead."""
 
@@ -59,15 +85,15 @@ class ParallelConfig:
     pp=2)`.
     """
 
-    tp: int = Field(default=1, ge=1, le=64)
+    tp: int = setting(1, ge=1, le=64, flag="--tp N")
     """Tensor-parallel ranks; they split heads, feed-forward blocks and the vocabulary."""
-    pp: int = Field(default=1, ge=1, le=64)
+    pp: int = setting(1, ge=1, le=64, flag="--pp N")
     """Pipeline stages; they split the layers."""
-    cp: int = Field(default=1, ge=1, le=64)
+    cp: int = setting(1, ge=1, le=64, flag="--cp N")
     """Context-parallel ranks; they split the positions of each sequence."""
-    vpp: int = Field(default=1, ge=1, le=64)
+    vpp: int = setting(1, ge=1, le=64, flag="--vpp N")
     """Model chunks on each pipeline stage; above 1 the schedule is interleaved."""
-    ep: int = Field(default=1, ge=1, le=64)
+    ep: int = setting(1, ge=1, le=64, flag="--ep N")
     """Expert-parallel ranks; they split the experts. They are ranks of several replicas, or the
     context-parallel ranks of one replica."""
     sequence_parallel: bool = False
@@ -101,40 +127,37 @@ class ParallelConfig:
         divisor = (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
         return -(-positions // divisor) * divisor
 
-    def misfit(self, sizes: Mapping[str, int]) -> str:
-        """Return why ranks cannot split a model of these sizes; "" if they can.
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Check that ranks can split a model of these sizes.
 
         `sizes` are named as in the user's configuration, in this order: heads, query groups, width
         of a feed-forward block or, in a model with experts, of an expert; layers; experts, 0 for
         none.
 
-        Example: `config.parallel.misfit({"num_attention_heads": 4})`.
+        Raises:
+            ValueError: they cannot; the message has a size and the setting that it does not fit.
         """
         *cut, (name, experts) = sizes.items()
         ways = [("tp", self.tp)] * 3 + [("pp x vpp", self.pp * self.vpp)]
         for (key, ranks), (dimension, size) in zip(ways, cut, strict=True):
-            if size % ranks:
-                return (
-                    f"parallel.{key} is {ranks} and {dimension} is {size}; allowed: a divisor of it"
-                )
+            _need_divisor(f"parallel.{key}", ranks, dimension, size)
         if self.ep > 1 and (not experts or experts % self.ep):
-            return (
+            raise ValueError(
                 f"parallel.ep is {self.ep} and {name} is {experts}; allowed: a divisor of it, or 1 "
                 "for a model without experts"
             )
         if experts and self.tp > 1 and not self.sequence_parallel:
-            return (
+            raise ValueError(
                 f"parallel.sequence_parallel is false, parallel.tp is {self.tp} and {name} is "
                 f"{experts}; allowed: true, which Megatron's experts need beside tensor parallelism"
             )
-        return ""
 
 
 @settings(ConfigError, "task.")
 class TaskConfig:
     """Settings of prompts and their verifier. Example: `TaskConfig(data="my_task.jsonl")`."""
 
-    data: str = ""
+    data: str = setting("", flag="--data FILE", may_change=True)
     """JSONL file of prompts, with `prompt` (or `messages`), `answer`, `split` and fields for the
     verifier in each row; empty for the shipped file."""
     reward: str = "megatron_idempotent.rl.trainer.task.reward:position_reward"
@@ -149,28 +172,28 @@ class ModelConfig:
     random weights.
     """
 
-    path: str = ""
+    path: str = setting("", flag="--model DIR")
     """Folder of the Hugging Face checkpoint (Llama, Qwen2, Qwen3, Qwen3-MoE) to start from, with
     its tokenizer; empty for random weights."""
-    layers: int = Field(default=2, ge=1, le=64)
+    layers: int = setting(2, ge=1, le=64)
     """Transformer layers."""
-    hidden: int = Field(default=64, ge=8, le=8192)
+    hidden: int = setting(64, ge=8, le=8192)
     """Width of the residual stream."""
-    ffn: int = Field(default=128, ge=8, le=32768)
+    ffn: int = setting(128, ge=8, le=32768)
     """Width of the SwiGLU block after gating, in a model without experts."""
-    heads: int = Field(default=4, ge=1, le=128)
+    heads: int = setting(4, ge=1, le=128)
     """Query heads; a divisor of `hidden` that makes an even head width."""
-    query_groups: int = Field(default=2, ge=1, le=128)
+    query_groups: int = setting(2, ge=1, le=128)
     """Key and value heads; a divisor of `heads`."""
-    num_experts: int = Field(default=0, ge=0, le=1024)
+    num_experts: int = setting(0, ge=0, le=1024)
     """Experts in each layer of a Qwen3-MoE; 0 for a Llama without experts."""
-    experts_per_token: int = Field(default=2, ge=1, le=1024)
+    experts_per_token: int = setting(2, ge=1, le=1024)
     """Experts per token, at most `num_experts`."""
-    expert_ffn: int = Field(default=64, ge=8, le=32768)
+    expert_ffn: int = setting(64, ge=8, le=32768)
     """Width of an expert after gating."""
-    rotary_base: int = Field(default=10000, ge=2)
+    rotary_base: int = setting(10000, ge=2)
     """Base of the rotary position frequencies."""
-    init_std: float = Field(default=0.06, gt=0, le=1)
+    init_std: float = setting(0.06, gt=0, le=1)
     """Standard deviation of the initial weights."""
 
     def __post_init__(self) -> None:
@@ -179,11 +202,7 @@ class ModelConfig:
                 f"model.heads is {self.heads} and model.hidden is {self.hidden}; allowed: heads "
                 "that divide hidden into an even width, which rotary positions need"
             )
-        if self.heads % self.query_groups:
-            raise ValueError(
-                f"model.query_groups is {self.query_groups}; allowed: a divisor of model.heads, "
-                f"which is {self.heads}"
-            )
+        _need_divisor("model.query_groups", self.query_groups, "model.heads", self.heads)
         if self.num_experts and self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"model.experts_per_token is {self.experts_per_token} and model.num_experts is "
@@ -195,26 +214,28 @@ class ModelConfig:
 class RolloutConfig:
     """Settings of sampling. Example: `RolloutConfig(prompts=32, group_size=8)`."""
 
-    prompts: int = Field(default=64, ge=1)
+    # An asynchronous run has as many samples as a synchronous one. Its steps have more prompts with
+    # fewer samples each: a synchronous step has 256 samples of 64 prompts.
+    prompts: int = setting(64, ge=1, with_async=32)
     """Prompts per rollout, over all ranks."""
-    group_size: int = Field(default=16, ge=2, le=1024)
+    group_size: int = setting(16, ge=2, le=1024, with_async=8)
     """Samples per prompt, which form a group; advantages compare a sample with its group."""
-    temperature: float = Field(default=1.0, gt=0, le=10)
+    temperature: float = setting(1.0, gt=0, le=10)
     """Sampling temperature; log-probs are computed at this temperature."""
-    max_response_tokens: int = Field(default=4, ge=1, le=131072)
+    max_response_tokens: int = setting(4, ge=1, le=131072)
     """The most tokens of a response, including the end token."""
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: Literal["transformers", "vllm"] = setting("transformers", flag="--engine ENGINE")
     """Inference engine: `transformers` runs a model in each rank's process; `vllm` uses servers
     over HTTP for all ranks."""
-    engine_url: str = ""
+    engine_url: str = setting("", flag="--engine-url ENGINE_URL", may_change=True)
     """URLs of the vLLM servers, separated by commas, without passwords. If empty with
     `controller.cluster = "ray"`, actors start `controller.engines` servers."""
-    vllm_python: str = ""
+    vllm_python: str = setting("", may_change=True)
     """Path on the nodes of a Python with vLLM and this package, for servers that actors start;
     empty for the actors' Python."""
-    vllm_arguments: str = ""
+    vllm_arguments: str = setting("", may_change=True)
     """Further arguments for those servers, such as `--dtype bfloat16 --max-model-len 4096`."""
-    request_timeout_s: float = Field(default=600.0, gt=0)
+    request_timeout_s: float = setting(600.0, gt=0, may_change=True)
     """Time limit of one response in seconds, after which the run ends with an error."""
     router_replay: Literal["off", "measure", "replay"] = "off"
     """Use of the experts that the engine's routers selected, for models with experts: `replay`
@@ -241,27 +262,25 @@ class SyncConfig:
     `SyncConfig(transport="shared_memory")`.
     """
 
-    transport: Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "bucket"] = (
-        "shared_memory"
-    )
+    transport: Transport = setting("shared_memory", may_change=True)
     """Transport of weights from ranks to vLLM (`cuda_ipc` needs trainer and vLLM on one GPU).
     Engines of transformers in the controller use shared memory if two buckets fit, otherwise files;
     so do engines on Ray."""
-    directory: str = ""
+    directory: str = setting("", may_change=True)
     """Folder for transports through files, which servers must see under the same path. For `bucket`
     a URL without a password, such as `s3://weights/run`, with which servers must be started
     (`MEGATRON_IDEMPOTENT_BUCKET`). Empty for `sync/` in the output directory."""
-    address: str = ""
+    address: str = setting("", may_change=True)
     """This machine's address for the servers, with `gloo` and `nccl`; empty for 127.0.0.1."""
-    workers: int = Field(default=1, ge=1)
+    workers: int = setting(1, ge=1, may_change=True)
     """Workers of each vLLM server (its tensor-parallel size), with `gloo` and `nccl`."""
-    bucket_mb: int = Field(default=256, ge=1)
+    bucket_mb: int = setting(256, ge=1, may_change=True)
     """Maximum size of a bucket of weights in MiB; up to two are in memory."""
-    senders: int = Field(default=0, ge=0)
+    senders: int = setting(0, ge=0, may_change=True)
     """Maximum number of ranks of an asynchronous run that send concurrently: the first ranks of
     pipeline stages and of expert-parallel ranks, each its own part. 0 for no limit, 1 for rank
     0."""
-    deltas: bool = False
+    deltas: bool = setting(False, may_change=True)
     """True to send only the elements whose bits have changed since the last publish, if all engines
     have that version. Ranks keep a copy of the weights that they send in host memory."""
 
@@ -283,13 +302,13 @@ class SyncConfig:
 class LossConfig:
     """Settings of the objective. Example: `LossConfig(clip_low=0.2, clip_high=0.28)`."""
 
-    clip_low: float = Field(default=0.2, ge=0, le=1)
+    clip_low: float = setting(0.2, ge=0, le=1)
     """The ratio to the old policy is clipped below at 1 - `clip_low`."""
-    clip_high: float = Field(default=0.2, ge=0, le=10)
+    clip_high: float = setting(0.2, ge=0, le=10)
     """The ratio to the old policy is clipped above at 1 + `clip_high`."""
     # Training from random weights depends on exploration, which the distance from the nearly
     # uniform initial policy keeps alive.
-    kl_coefficient: float = Field(default=0.01, ge=0, le=100)
+    kl_coefficient: float = setting(0.01, ge=0, le=100)
     """Coefficient of the KL penalty (k3 estimator); with 0, no reference log-probs are computed."""
     kl_reference: Literal["initial", "old"] = "initial"
     """Reference policy of the KL penalty: the `initial` weights, or the weights that sampled
@@ -305,9 +324,9 @@ class LossConfig:
     """Use of the importance ratio of recomputed log-probs to the engine's: `none` ignores it;
     `truncate` weights each token by it, up to `correction_high`; `mask` weights each token by it,
     and rejects tokens outside of both bounds."""
-    correction_low: float = Field(default=0.5, ge=0, le=1)
+    correction_low: float = setting(0.5, ge=0, le=1)
     """Smallest importance ratio that `mask` keeps."""
-    correction_high: float = Field(default=2.0, ge=1, le=1e6)
+    correction_high: float = setting(2.0, ge=1, le=1e6)
     """Largest weight of `truncate`, and largest importance ratio that `mask` keeps."""
     correction_level: Literal["token", "sequence"] = "token"
     """Level of the importance ratio: per token, or the geometric mean over the sequence."""
@@ -325,36 +344,34 @@ class LossConfig:
 class OptimizerConfig:
     """Settings of Adam and of optimizer steps. Example: `OptimizerConfig(lr=3e-4)`."""
 
-    lr: float = Field(default=1e-3, gt=0, le=1)
+    lr: float = setting(1e-3, gt=0, le=1)
     """Learning rate, constant after the warm-up."""
-    warmup_steps: int = Field(default=20, ge=0)
+    warmup_steps: int = setting(20, ge=0)
     """Optimizer steps over which the learning rate rises from zero."""
-    steps_per_rollout: int = Field(default=4, ge=1, le=1024)
+    steps_per_rollout: int = setting(4, ge=1, le=1024, with_async=1)
     """Optimizer steps per rollout; each sample is used in exactly one of them."""
-    microbatches_per_step: int = Field(default=2, ge=1, le=1024)
+    microbatches_per_step: int = setting(2, ge=1, le=1024)
     """Microbatches per optimizer step on each rank; the last one reduces gradients."""
-    chunks_per_step: int = Field(default=0, ge=0, le=1024)
+    chunks_per_step: int = setting(0, ge=0, le=1024, may_change=True)
     """Number of calls that pass a step's microbatches, a divisor of `microbatches_per_step`; 0 for
     one microbatch per call or, in a pipeline, as many per call as stages. The weights do not depend
     on it, unless `max_tokens_per_microbatch` packs each call's sequences."""
-    max_tokens_per_microbatch: int = Field(default=0, ge=0)
+    max_tokens_per_microbatch: int = setting(0, ge=0)
     """The most tokens of a microbatch, as a pack of sequences without padding; 0 for
     `microbatches_per_step` microbatches of padded rows."""
-    beta1: float = Field(default=0.9, ge=0, le=0.9999)
+    beta1: float = setting(0.9, ge=0, le=0.9999)
     """Adam's decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0, le=0.99999)
+    beta2: float = setting(0.95, ge=0, le=0.99999)
     """Adam's decay of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0, le=1)
+    weight_decay: float = setting(0.0, ge=0, le=1)
     """Decoupled weight decay."""
-    clip_grad: float = Field(default=1.0, ge=0)
+    clip_grad: float = setting(1.0, ge=0)
     """Gradient norm above which gradients are scaled down; 0 for no clipping."""
 
     def __post_init__(self) -> None:
-        if self.chunks_per_step and self.microbatches_per_step % self.chunks_per_step:
-            raise ValueError(
-                f"optimizer.chunks_per_step is {self.chunks_per_step}; allowed: a divisor of "
-                f"optimizer.microbatches_per_step, which is {self.microbatches_per_step}"
-            )
+        calls, microbatches = self.chunks_per_step or 1, self.microbatches_per_step
+        of = "optimizer.microbatches_per_step"
+        _need_divisor("optimizer.chunks_per_step", calls, of, microbatches)
 
 
 @settings(ConfigError, "controller.")
@@ -368,7 +385,7 @@ class ControllerConfig(ControllerLimits):
     sampler: str = "windowed"
     """Sampler, which decides which groups start and train: `windowed`, `strict`, `first_ready`,
     `in_order`, or a class as `package.module:Class`."""
-    max_staleness: int = Field(default=2, ge=0)
+    max_staleness: int = setting(2, ge=0)
     """The most optimizer steps between the weights that sampled a group and the weights that it
     trains; for `windowed` and `in_order`."""
     order: Literal["freshest", "oldest"] = "oldest"
@@ -381,33 +398,35 @@ class ControllerConfig(ControllerLimits):
     `strict`."""
     drop_tied: bool = False
     """True to drop groups whose rewards are all equal, and sample others instead."""
-    cluster: Literal["embedded", "ray"] = "embedded"
+    cluster: Literal["embedded", "ray"] = setting(
+        "embedded", flag="--cluster CLUSTER", may_change=True
+    )
     """Location of the ranks: processes of this machine (`embedded`), or a Ray cluster."""
-    ray_address: str = ""
+    ray_address: str = setting("", may_change=True)
     """Address of the Ray cluster for `ray.init`; empty for the address in RAY_ADDRESS or, if
     that is not set, a new cluster on this machine."""
-    cpus_per_rank: int = Field(default=1, ge=1)
+    cpus_per_rank: int = setting(1, ge=1, may_change=True)
     """CPUs that Ray reserves for each rank, with `cluster = "ray"`."""
-    gpus_per_rank: int = Field(default=0, ge=0)
+    gpus_per_rank: int = setting(0, ge=0, may_change=True)
     """GPUs that Ray reserves for each rank, with `cluster = "ray"`: 1 or more with
     `run.device = "cuda"`, otherwise 0."""
-    engines: int = Field(default=1, ge=1, le=4096)
+    engines: int = setting(1, ge=1, le=4096, may_change=True)
     """Number of engines, unless `rollout.engine_url` lists servers: models of transformers in the
     controller's process or, with `cluster = "ray"`, actors spread over the nodes."""
-    cpus_per_engine: int = Field(default=1, ge=1)
+    cpus_per_engine: int = setting(1, ge=1, may_change=True)
     """CPUs that Ray reserves for each engine, with `cluster = "ray"`."""
-    gpus_per_engine: int = Field(default=0, ge=0)
+    gpus_per_engine: int = setting(0, ge=0, may_change=True)
     """GPUs that Ray reserves for each engine, with `cluster = "ray"`; also the number of
     tensor-parallel workers of a vLLM server."""
-    plane: Literal["memory", "transfer_queue"] = "memory"
+    plane: Literal["memory", "transfer_queue"] = setting("memory", may_change=True)
     """Storage of complete groups: the controller's memory, or TransferQueue."""
-    call_timeout_s: float = Field(default=600.0, gt=0)
+    call_timeout_s: float = setting(600.0, gt=0, may_change=True)
     """Time limit of one call of the ranks, such as a microbatch or a checkpoint, in seconds, after
     which they count as lost."""
-    loggers: str = ""
+    loggers: str = setting("", may_change=True)
     """Further loggers, separated by commas: `wandb`, or `package.module:callable`. Synchronous runs
     use them, too."""
-    timeline: bool = True
+    timeline: bool = setting(True, may_change=True)
     """True to record a timeline of the run, as a trace for Perfetto."""
 
     def __post_init__(self) -> None:
@@ -426,9 +445,9 @@ class ControllerConfig(ControllerLimits):
 class EvaluationConfig:
     """Settings of evaluations on held-out prompts. Example: `EvaluationConfig(every=10)`."""
 
-    every: int = Field(default=10, ge=0)
+    every: int = setting(10, ge=0, with_async=40, may_change=True)
     """Rollouts between two evaluations; 0 for evaluations at the start and the end only."""
-    prompts: int = Field(default=256, ge=1)
+    prompts: int = setting(256, ge=1)
     """Held-out prompts per evaluation, the first ones of the file, with one sample each."""
 
 
@@ -436,8 +455,7 @@ class EvaluationConfig:
 class Config:
     """All sections of a configuration. Example: `Config(run=RunConfig(rollouts=3))`.
 
-    The defaults are those of a synchronous run; `load_config` gives an asynchronous run the
-    defaults in `ASYNC`.
+    The defaults are those of a synchronous run; `load_config` gives an asynchronous run its own.
 
     Raises:
         ConfigError: with a line for each wrong key.
@@ -455,69 +473,50 @@ class Config:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
-        if self.run.mode == "sync" and self.controller.cluster != "embedded":
+        run, parallel, model, rollout = self.run, self.parallel, self.model, self.rollout
+        optimizer, cluster = self.optimizer, self.controller.cluster
+        if run.mode == "sync" and cluster != "embedded":
             raise ValueError(
-                f"controller.cluster is {self.controller.cluster!r} and run.mode is 'sync'; "
-                "allowed: run.mode = 'async', which --async is short for"
+                f"controller.cluster is {cluster!r} and run.mode is 'sync'; allowed: run.mode = "
+                "'async', which --async is short for"
             )
-        gpus, device = self.controller.gpus_per_rank, self.run.device
-        if self.controller.cluster == "ray" and bool(gpus) != (device == "cuda"):
+        gpus = self.controller.gpus_per_rank
+        if cluster == "ray" and bool(gpus) != (run.device == "cuda"):
             raise ValueError(
-                f"controller.gpus_per_rank is {gpus} and run.device is {device!r}; allowed: one "
-                "or more with run.device = 'cuda', none with another, because Ray shows ranks the "
-                "GPUs that they request"
+                f"controller.gpus_per_rank is {gpus} and run.device is {run.device!r}; allowed: "
+                "one or more with run.device = 'cuda', none with another, because Ray shows ranks "
+                "the GPUs that they request"
             )
-        rollout, cluster = self.rollout, self.controller.cluster
         if rollout.engine == "vllm" and not rollout.engine_url and cluster != "ray":
             raise ValueError(
                 "rollout.engine is 'vllm' and rollout.engine_url is ''; allowed: a URL for each "
                 "server, or controller.cluster = 'ray', whose actors start servers"
             )
-        if self.rollout.router_replay != "off" and not (self.model.path or self.model.num_experts):
+        if rollout.router_replay != "off" and not (model.path or model.num_experts):
             raise ValueError(
-                f"rollout.router_replay is {self.rollout.router_replay!r} and model.num_experts is "
-                "0; allowed: off for a model without experts"
+                f"rollout.router_replay is {rollout.router_replay!r} and model.num_experts is 0; "
+                "allowed: off for a model without experts"
             )
-        # Check divisibility of ranks, model and microbatches; a checkpoint's model is checked
-        # later.
-        parallel, model, ranks = self.parallel, self.model, self.run.ranks
-        if ranks % parallel.members:
-            raise ValueError(
-                f"parallel.tp x cp x pp is {parallel.members} and run.ranks is {ranks}; "
-                "allowed: a divisor of run.ranks"
-            )
+        _need_divisor("parallel.tp x cp x pp", parallel.members, "run.ranks", run.ranks)
         apart = self.replicas * parallel.cp
-        if apart % parallel.ep:
-            raise ValueError(
-                f"parallel.ep is {parallel.ep} and run.ranks / (tp x pp) is {apart}; allowed: a "
-                "divisor of it: replicas and context-parallel ranks split the experts"
-            )
-        if not model.path:
+        why = ": replicas and context-parallel ranks split the experts"
+        _need_divisor("parallel.ep", parallel.ep, "run.ranks / (tp x pp)", apart, why)
+        if not model.path:  # a checkpoint's model is checked later
             width = "expert_ffn" if model.num_experts else "ffn"
             keys = ("heads", "query_groups", width, "layers", "num_experts")
-            wrong = parallel.misfit({f"model.{key}": getattr(model, key) for key in keys})
-            if wrong:
-                raise ValueError(wrong)
-        together = self.optimizer.microbatches_per_step // self.chunks
-        if parallel.vpp > 1 and together % parallel.pp:
-            raise ValueError(
-                f"optimizer.microbatches_per_step / chunks_per_step is {together} and parallel.pp "
-                f"is {parallel.pp}; allowed: a multiple of it, which an interleaved schedule takes"
-            )
-        if self.rollout.prompts % self.replicas:
-            replicas = (
-                "run.ranks" if self.replicas == self.run.ranks else "run.ranks / (tp x cp x pp)"
-            )
-            raise ValueError(
-                f"rollout.prompts is {self.rollout.prompts}; allowed: a multiple of {replicas}, "
-                f"which is {self.replicas}, because every replica takes whole groups"
-            )
-        pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
-        if self.samples_per_replica % pieces:
-            raise ValueError(
-                f"optimizer.steps_per_rollout x microbatches_per_step is {pieces}; allowed: a "
-                f"divisor of the {self.samples_per_replica} samples each rank holds per rollout"
-            )
+            parallel.check_sizes({f"model.{key}": getattr(model, key) for key in keys})
+        together = optimizer.microbatches_per_step // self.chunks
+        if parallel.vpp > 1:
+            per_call = "optimizer.microbatches_per_step / chunks_per_step"
+            why = ", because an interleaved schedule takes a multiple of the stages"
+            _need_divisor("parallel.pp", parallel.pp, per_call, together, why)
+        why = ", because every replica takes whole groups"
+        replicas = "run.ranks / (tp x cp x pp)"
+        _need_divisor(replicas, self.replicas, "rollout.prompts", rollout.prompts, why)
+        pieces = optimizer.steps_per_rollout * optimizer.microbatches_per_step
+        per_rollout = "optimizer.steps_per_rollout x microbatches_per_step"
+        samples = "a replica's number of samples of a rollout"
+        _need_divisor(per_rollout, pieces, samples, self.samples_per_replica)
 
     @property
     def layout(self) -> RankLayout:
@@ -582,16 +581,19 @@ SECTIONS: dict[str, Any] = {
 }
 """The class of each section, by its name."""
 
-ASYNC: Mapping[str, Mapping[str, Any]] = {
-    # As many samples as the synchronous run, and new weights after every optimizer step.
-    "run": {"rollouts": 600, "checkpoint_every": 100},
-    # More prompts per step, with fewer samples each, than in the synchronous run, where a step has
-    # 256 samples of 64 prompts.
-    "rollout": {"prompts": 32, "group_size": 8},
-    "optimizer": {"steps_per_rollout": 1},
-    "evaluation": {"every": 40},
-}
-"""The defaults of an asynchronous run that differ from those of `Config`, by section and key."""
+
+@functools.cache
+def declared(mark: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return the values of an argument of `setting`, by section and key, where it was given.
+
+    Example: `declared("with_async")["run"]["rollouts"]` is 600.
+    """
+    return {
+        section: {
+            key: field[mark] for key, field in schema(kind)["properties"].items() if mark in field
+        }
+        for section, kind in SECTIONS.items()
+    }
 
 
 def load_config(
@@ -599,8 +601,8 @@ def load_config(
 ) -> Config:
     """Read the configuration in a TOML file, with `section.key=value` overrides applied in order.
 
-    Other keys have the defaults of `Config` or, in an asynchronous run, of `ASYNC`. In a
-    synchronous run, `ranks` is the default of `run.ranks` unless it is None.
+    Other keys have the defaults of the run's mode. In a synchronous run, `ranks` is the default of
+    `run.ranks` unless it is None.
 
     Raises:
         ConfigError: with a line for each wrong key.
@@ -610,7 +612,7 @@ def load_config(
     reader = SettingsReader(Config, ConfigError, path).set(*overrides)
     run = reader.table.get("run")
     if isinstance(run, dict) and run.get("mode") == "async":
-        return reader.build(ASYNC)
+        return reader.build(declared("with_async"))
     return reader.build({"run": {"ranks": ranks}} if ranks is not None else None)
 
 
@@ -621,11 +623,11 @@ def as_toml(config: Config) -> str:
     return tomli_w.dumps(dataclasses.asdict(config))
 
 
-def default(section: str, key: str, value: object) -> str:
-    """Return a key's default as Markdown: one for both modes, or one for each."""
-    text = _as_markdown(value)
-    if key in ASYNC.get(section, {}):
-        text += f"; with `--async` {_as_markdown(ASYNC[section][key])}"
+def default(field: Mapping[str, Any]) -> str:
+    """Return a setting's default, or one per mode, as Markdown; `field` is its JSON schema."""
+    text = _as_markdown(field["default"])
+    if "with_async" in field:
+        text += f"; with `--async` {_as_markdown(field['with_async'])}"
     return text
 
 

@@ -23,26 +23,6 @@ if TYPE_CHECKING:
     from .output import Job
     from .task.prompts import PromptSet
 
-#: Options that set one setting, whose documentation is their help: flag → setting.
-_NAMED = {
-    "--rollouts": "run.rollouts",
-    "--seed": "run.seed",
-    "--ranks": "run.ranks",
-    "--tp": "parallel.tp",
-    "--pp": "parallel.pp",
-    "--vpp": "parallel.vpp",
-    "--cp": "parallel.cp",
-    "--ep": "parallel.ep",
-    "--device": "run.device",
-    "--out": "run.out",
-    "--data": "task.data",
-    "--model": "model.path",
-    "--engine": "rollout.engine",
-    "--engine-url": "rollout.engine_url",
-    "--cluster": "controller.cluster",
-}
-# Shells complete these by files.
-_METAVARS = {"run.out": "DIR", "task.data": "FILE", "model.path": "DIR"}
 _NEEDED = ("pydantic", "torch", "megatron", "tokenizers", "transformers", "rich", "tomli_w")
 
 #: Section, key and value of a setting → the further modules that it needs.
@@ -93,15 +73,16 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_idempotent.rl.trainer.task.prompts import read_prompts
     from megatron_idempotent.rl.workers.protocol import RankFailed, RanksLost
 
-    from .config import load_config
+    from .config import declared, load_config
     from .output import CONFIG_FILE, data_path, is_unused, prepare, run_to_resume, say
 
     began_s, rank = time.time(), torchrun.rank()
     # One thread per rank: the ranks use all cores, and sums have a fixed order.
     os.environ["OMP_NUM_THREADS"] = "1"
     overrides = list(options.set)
-    flags = {path: getattr(options, path) for path in _NAMED.values()}
-    overrides += [f"{path}={value}" for path, value in flags.items() if value is not None]
+    flags = [f"{section}.{key}" for section, keys in declared("flag").items() for key in keys]
+    values = {path: getattr(options, path) for path in flags}
+    overrides += [f"{path}={value}" for path, value in values.items() if value is not None]
     if options.run_async:
         overrides.append("run.mode=async")
     config_file: Path | None = options.config
@@ -169,25 +150,22 @@ def check(config: Config, prompts: PromptSet) -> None:
     """
     _check_packages(config)  # before seconds of imports
 
-    from .async_run import make_sampler, make_settings
-    from .policy import check_budget
-    from .report import named_loggers
-    from .task.prompts import check_answers_fit
-    from .task.reward import check_reward, load_reward
-    from .task.tokenizer import make_tokenizer
+    from . import async_run, policy, report
+    from .task import prompts as data
+    from .task import reward, tokenizer
 
-    make_sampler(config)
-    named_loggers(config, Path(config.run.out))
+    async_run.make_sampler(config)
+    report.named_loggers(config, Path(config.run.out))
     if config.run.mode == "async":
-        make_settings(config)
-    tokenizer = make_tokenizer(config, prompts)
+        async_run.make_settings(config)
+    text_tokenizer = tokenizer.make_tokenizer(config, prompts)
     if config.model.path:
         _check_checkpoint(config)
     longest = config.rollout.max_response_tokens
-    check_answers_fit(prompts, tokenizer.encode_answer, max_response_tokens=longest)
-    check_budget(config, prompts, tokenizer)
+    data.check_answers_fit(prompts, text_tokenizer.encode_answer, max_response_tokens=longest)
+    policy.check_budget(config, prompts, text_tokenizer)
     # The ranks load it again; this reports mistakes early.
-    check_reward(load_reward(config.task.reward), prompts)
+    reward.check_reward(reward.load_reward(config.task.reward), prompts)
 
 
 def _check_packages(config: Config) -> None:
@@ -226,9 +204,10 @@ def _check_checkpoint(config: Config) -> None:
         "num_hidden_layers": arch.layers,
         "num_experts": arch.experts,
     }
-    wrong = config.parallel.misfit(sizes)
-    if wrong:
-        raise ConfigError(f"{folder / 'config.json'}: {wrong}")
+    try:
+        config.parallel.check_sizes(sizes)
+    except ValueError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
 
 
 def launch(job: Job, prompts: PromptSet) -> bool:
@@ -295,7 +274,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of `train`."""
     from megatron_idempotent.settings import schema
 
-    from .config import SECTIONS, default
+    from .config import SECTIONS, declared, default
 
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent train",
@@ -322,19 +301,18 @@ def parser() -> argparse.ArgumentParser:
         help="sample and train at the same time, whatever FILE says; other defaults where it is "
         "silent",
     )
-    for flag, path in _NAMED.items():
-        section, _, key = path.partition(".")
-        field = schema(SECTIONS[section])["properties"][key]
-        text = f"{field['description']} (default: {default(section, key, field['default'])})"
-        parser.add_argument(
-            flag,
-            dest=path,
-            metavar="N" if field["type"] == "integer" else _METAVARS.get(path, key.upper()),
-            help=text.replace("`", "").replace("%", "%%"),
-        )
-    parser.add_argument(
-        "--schema", action="store_true", help="print the JSON schema of FILE, for editors, and end"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    parser.add_argument("--quiet", action="store_true", help="print errors only")
+    for section, flags in declared("flag").items():
+        for key, flag in flags.items():
+            option, _, metavar = flag.partition(" ")
+            field = schema(SECTIONS[section])["properties"][key]
+            text = f"{field['description']} (default: {default(field)})"
+            text = text.replace("`", "").replace("%", "%%")
+            parser.add_argument(option, dest=f"{section}.{key}", metavar=metavar, help=text)
+    switches = {
+        "--schema": "print the JSON schema of FILE, for editors, and end",
+        "--resume": "continue the run in --out",
+        "--quiet": "print errors only",
+    }
+    for option, text in switches.items():
+        parser.add_argument(option, action="store_true", help=text)
     return parser

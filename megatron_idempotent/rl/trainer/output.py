@@ -27,7 +27,7 @@ from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics, w
 from megatron_idempotent.rl.trainer.task.prompts import SHIPPED_FILE
 
 from . import CheckpointError, OutputError
-from .config import SECTIONS, Config, as_toml
+from .config import SECTIONS, Config, as_toml, declared
 
 #: Folders of Hugging Face checkpoints in the output directory: the random initial one of a run
 #: without `model.path`, and the trained one.
@@ -70,27 +70,8 @@ def data_path(config: Config) -> Path:
 RUNS = Path("runs")
 CONFIG_FILE, MARKER, SUMS = "config.toml", "COMPLETE.json", "SHA256SUMS"
 
-# Keys that may change when a run is resumed, because they do not affect its numbers.
-_FREE = {
-    "run": "rollouts out checkpoint_every keep_checkpoints timeout_s",
-    "task": "data",  # the content is compared, not the path
-    "rollout": "engine_url vllm_python vllm_arguments request_timeout_s",
-    "sync": "transport directory address workers bucket_mb senders deltas",
-    "optimizer": "chunks_per_step",
-    "controller": "cluster engines ray_address cpus_per_rank gpus_per_rank cpus_per_engine "
-    "gpus_per_engine plane step_attempts group_attempts restarts rejected_steps group_timeout_s "
-    "call_timeout_s stall_s drain_s loggers timeline",
-    "evaluation": "every",
-}
 
-
-def prepare(
-    config: Config,
-    *,
-    resume: bool,
-    quiet: bool,
-    began_s: float | None = None,
-) -> Job:
+def prepare(config: Config, *, resume: bool, quiet: bool, began_s: float | None = None) -> Job:
     """Create the output directory or, to resume, check its newest checkpoint; return the job.
 
     A run that died before its first checkpoint is resumed from its start.
@@ -142,7 +123,7 @@ def resume_state(config: Config) -> dict[str, Any]:
         f"{section}.{key}": value
         for section in SECTIONS
         for key, value in dataclasses.asdict(getattr(config, section)).items()
-        if key not in _FREE.get(section, "").split()
+        if key not in declared("may_change")[section]
     }
     if config.packs:
         # Another chunk size makes other packs, whose sums round differently.

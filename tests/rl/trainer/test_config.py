@@ -13,7 +13,6 @@ from megatron_idempotent.rl.engines.vllm import VllmEngine
 from megatron_idempotent.rl.trainer import ConfigError
 from megatron_idempotent.rl.trainer.async_run import make_settings
 from megatron_idempotent.rl.trainer.config import (
-    ASYNC,
     SECTIONS,
     Config,
     ControllerConfig,
@@ -21,6 +20,7 @@ from megatron_idempotent.rl.trainer.config import (
     RolloutConfig,
     RunConfig,
     as_toml,
+    declared,
     load_config,
 )
 from megatron_idempotent.rl.trainer.main import main
@@ -46,7 +46,8 @@ def test_keys_that_nobody_gives_have_the_one_default_of_the_mode(tmp_path):
     assert load_config() == Config()
     path.write_text("[task]\n")
     assert load_config(path) == Config()
-    others = {f"{name}.{key}": value for name, keys in ASYNC.items() for key, value in keys.items()}
+    asynchronous = declared("with_async").items()
+    others = {f"{name}.{key}": value for name, keys in asynchronous for key, value in keys.items()}
     path.write_text("[rollout]\nprompts = 16\n[run]\nmode = 'async'\n")
     by_file = load_config(path, ["evaluation.every=7"])
     given = {"run.mode": "async", "rollout.prompts": 16, "evaluation.every": 7}
@@ -88,12 +89,24 @@ def test_a_configuration_survives_the_way_through_toml(tmp_path):
         ("run.seed.x=1", "run.seed is {'x': 1}; give a whole number"),
         ("run=1", "run is 1; write it as a table, [run]"),
         ("model.heads=5", "model.heads is 5 and model.hidden is 64"),
-        ("model.query_groups=3", "model.query_groups is 3; allowed: a divisor of model.heads"),
-        ("rollout.prompts=63", "rollout.prompts is 63; allowed: a multiple of run.ranks, which"),
+        (
+            "model.query_groups=3",
+            "model.query_groups is 3 and model.heads is 4; allowed: a divisor",
+        ),
+        (
+            "rollout.prompts=63",
+            "run.ranks / (tp x cp x pp) is 2 and rollout.prompts is 63; allowed: a",
+        ),
         ("rollout.engine=vllm", "rollout.engine is 'vllm' and rollout.engine_url is ''; allowed"),
         ("rollout.engine_url=http://a", "is 'transformers' and rollout.engine_url is 'http://a'"),
-        ("optimizer.chunks_per_step=3", "is 3; allowed: a divisor of optimizer.microbatches_per"),
-        ("optimizer.steps_per_rollout=7", "allowed: a divisor of the 512 samples each rank"),
+        (
+            "optimizer.chunks_per_step=3",
+            "is 3 and optimizer.microbatches_per_step is 2; allowed: a divisor",
+        ),
+        (
+            "optimizer.steps_per_rollout=7",
+            "is 14 and a replica's number of samples of a rollout is 512; allowed",
+        ),
         ("controller.cpus_per_rank=0", "controller.cpus_per_rank is 0; allowed: 1 or more"),
         ("controller.cpus_per_engine=2", "cpus_per_engine is 2, gpus_per_engine is 0 and"),
         ("controller.gpus_per_rank=-1", "controller.gpus_per_rank is -1; allowed: 0 or more"),
@@ -122,11 +135,11 @@ def test_a_configuration_survives_the_way_through_toml(tmp_path):
         ),
         (
             "run.ranks=4 parallel.tp=2 rollout.prompts=63",
-            "rollout.prompts is 63; allowed: a multiple of run.ranks / (tp x cp x pp), which is 2",
+            "run.ranks / (tp x cp x pp) is 2 and rollout.prompts is 63; allowed: a divisor of it",
         ),
         (
             "parallel.pp=2 parallel.vpp=2 model.layers=4 optimizer.chunks_per_step=2",
-            "optimizer.microbatches_per_step / chunks_per_step is 1 and parallel.pp is 2",
+            "parallel.pp is 2 and optimizer.microbatches_per_step / chunks_per_step is 1; allowed",
         ),
     ],
 )
