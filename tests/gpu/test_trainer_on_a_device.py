@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,10 +77,14 @@ def test_it_trains_on_a_gpu_again_to_the_bit_with_its_memory_written_down(device
 
 def test_the_stopwatch_says_what_a_phase_held_and_what_it_kept():
     gib = 1 << 30
-    readings = [(2, 3, 2), (2, 8, 7), (2, 8, 2), (3, 8, 4)]  # allocated, reserved, peak
-    states = iter([tuple(number * gib for number in each) for each in readings])
-    resets = []
-    watch = Stopwatch(lambda: next(states), lambda: resets.append(1))
+    allocated, peaks, resets = iter((2, 2, 2, 3)), iter((7, 4)), []
+    device = SimpleNamespace(
+        reset_peak_memory_stats=lambda: resets.append(1),
+        memory_allocated=lambda: next(allocated) * gib,
+        memory_reserved=lambda: 8 * gib,
+        max_memory_allocated=lambda: next(peaks) * gib,
+    )
+    watch = Stopwatch(device)
     for name in ("generation", "policy_training"):
         with watch.phase(name):
             pass

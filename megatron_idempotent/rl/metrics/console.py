@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import IO, Any
 
-from .names import (
-    ENGINE_IDLE_RATIO,
-    LOSS,
-    REWARD,
-    STALENESS_MAX,
-    STALENESS_MEAN,
-    TOKENS_PER_S,
-    TRAINER_IDLE_RATIO,
-    WASTED_FRACTION,
-)
+from . import names
 
 
-class LiveTable:
-    """Redraws a table of two columns in place. Example: `LiveTable(sys.stderr).draw(rows)`."""
+class Progress:
+    """Shows named texts: a table that is redrawn on a terminal, otherwise lines.
 
-    def __init__(self, terminal: IO[str]) -> None:
-        """Start drawing.
+    Example: `Progress(sys.stderr).draw({"reward": "0.4"}, due=True)`.
+    """
 
-        Raises:
-            ModuleNotFoundError: rich is not installed.
-        """
-        from rich.console import Console
-        from rich.live import Live
+    _only_in_tables, _separator = "", "  "
 
+    def __init__(self, output: IO[str]) -> None:
+        """Start the table if `output` is a terminal and rich is installed."""
+        self._output, self._live = output, None
+        if not output.isatty():
+            return
+        try:
+            from rich.console import Console
+            from rich.live import Live
+        except ModuleNotFoundError as error:
+            print(f"no live table: {error}", file=sys.stderr)
+            return
         self._live = Live(
-            console=Console(file=terminal),
+            console=Console(file=output),
             # Drawn by `draw` only: a refresh thread would take a core from the ranks.
             auto_refresh=False,
             # These would swallow what Megatron prints to the log file.
@@ -42,43 +41,69 @@ class LiveTable:
         )
         self._live.start()
 
-    def draw(self, rows: Mapping[str, str]) -> None:
-        """Draw a row per name."""
-        from rich.table import Table
-        from rich.text import Text
+    def draw(self, texts: Mapping[str, str], *, due: bool) -> None:
+        """Draw a table with a row per text; without a table, print them as a line if it is due."""
+        if self._live is not None:
+            from rich.table import Table
+            from rich.text import Text
 
-        table = Table.grid(padding=(0, 2))
-        for name, text in rows.items():
-            table.add_row(Text(name, style="bold"), Text(text))
-        self._live.update(table, refresh=True)
+            table = Table.grid(padding=(0, 2))
+            for name, text in texts.items():
+                table.add_row(Text(name, style="bold"), Text(text))
+            self._live.update(table, refresh=True)
+        elif due:
+            parts = [f"{name} {texts[name]}" for name in texts if name != self._only_in_tables]
+            print(self._separator.join(parts), file=self._output, flush=True)
 
     def close(self) -> None:
-        """Stop drawing, leaving the last table, and restore the cursor."""
-        self._live.stop()
+        """Leave the last table or line, and restore the cursor."""
+        if self._live is not None:
+            self._live.stop()
 
 
-def live_table(output: IO[str]) -> LiveTable | None:
-    """Return a live table if `output` is a terminal and rich is installed, else None."""
-    if output.isatty():
-        try:
-            return LiveTable(output)
-        except ModuleNotFoundError as error:
-            print(f"no live table: {error}", file=sys.stderr)
-    return None
+class RolloutProgress(Progress):
+    """Shows a synchronous run: a table on a terminal, otherwise a line per evaluation.
+
+    It is a `Logger`. Example: `RolloutProgress(sys.stderr, rollouts=150)`.
+    """
+
+    _only_in_tables, _separator = "left", " "
+
+    def __init__(self, output: IO[str], *, rollouts: int) -> None:
+        super().__init__(output)
+        self._rollouts, self._held_out = rollouts, float("nan")
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Draw the table, or print a line if the row has a held-out reward."""
+        self._held_out = metrics.get(names.HELD_OUT, self._held_out)
+        trained = names.REWARD in metrics  # step 0 has an evaluation only
+        texts = {"rollout": f"{step}/{self._rollouts}"}
+        if trained:
+            texts["reward"] = f"{metrics[names.REWARD]:.3f}"
+        texts["held-out"] = f"{self._held_out:.3f}"
+        if trained:
+            texts |= {
+                "loss": f"{metrics[names.LOSS]:+.3f}",
+                "grad": f"{metrics[names.GRAD_NORM]:.1f}",
+            }
+            texts["speed"] = f"{metrics[names.TOKENS_PER_S]:.0f} tok/s"
+        left_s = (self._rollouts - step) * metrics.get(names.TOTAL_S, 0.0)
+        self.draw(texts | {"left": f"{left_s / 60:.0f} min"}, due=names.HELD_OUT in metrics)
 
 
-class StatusTable:
+class StatusTable(Progress):
     """Shows a controller's run: a live table on a terminal, else a line every `every_s` seconds.
 
     It is also a `Logger`, to get the latest metrics. Example: `StatusTable(sys.stderr, until=600)`.
     """
 
+    _only_in_tables = "groups"
+
     def __init__(self, output: IO[str], *, until: int = 0, every_s: float = 30.0) -> None:
         """Take the output; `until` is the version at which the run ends, or 0 if unknown."""
-        self._output, self._until, self._every_s = output, until, every_s
-        self._table = live_table(output)
+        super().__init__(output)
+        self._until, self._every_s, self._last_s = until, every_s, -math.inf
         self._metrics: Mapping[str, float] = {}
-        self._last_s: float | None = None
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Update the latest value of each metric; thread-safe."""
@@ -89,26 +114,9 @@ class StatusTable:
 
         `status` has the fields of `controller.Status`, and `at_s` is the time of a monotonic clock.
         """
-        rows = self._rows(status)
-        if self._table is not None:
-            self._table.draw(rows)
-        elif (
-            self._last_s is None
-            or at_s - self._last_s >= self._every_s
-            or status["state"] == "ended"
-        ):
-            self._last_s = at_s
-            print(
-                *(f"{name} {text}" for name, text in rows.items() if name != "groups"),
-                sep="  ",
-                file=self._output,
-                flush=True,
-            )
-
-    def close(self) -> None:
-        """Leave the last table or line, and restore the cursor."""
-        if self._table is not None:
-            self._table.close()
+        due = at_s - self._last_s >= self._every_s or status["state"] == "ended"
+        self._last_s = at_s if due else self._last_s
+        self.draw(self._rows(status), due=due)
 
     def _rows(self, status: Mapping[str, Any]) -> dict[str, str]:
         def number(name: str, form: str) -> str:
@@ -119,19 +127,20 @@ class StatusTable:
             f"{status['counts'].get(name, 0)} {name}"
             for name in ("submitted", "trained", "filtered", "evicted")
         ]
+        until = f" of {self._until}" if self._until else ""
         return {
             "run": f"{status['state']}, epoch {status['epoch']}",
-            "version": f"{status['trainer_version']}"
-            f"{f' of {self._until}' if self._until else ''}, engines serve "
+            "version": f"{status['trainer_version']}{until}, engines serve "
             f"{status['rollout_version']}",
-            "reward": f"{number(REWARD, '.3f')}  loss {number(LOSS, '+.4f')}",
-            "lag": f"mean {number(STALENESS_MEAN, '.2f')}  max {number(STALENESS_MAX, '.0f')}",
+            "reward": f"{number(names.REWARD, '.3f')}  loss {number(names.LOSS, '+.4f')}",
+            "lag": f"mean {number(names.STALENESS_MEAN, '.2f')}  "
+            f"max {number(names.STALENESS_MAX, '.0f')}",
             "queues": f"{status['inflight_rollouts']} generating ({started})  "
             f"{status['ready_groups']} ready  {status['step_groups']} in the step",
-            "groups": f"{', '.join(counts)}; wasted {number(WASTED_FRACTION, '.0%')}",
-            "idle": f"trainer {number(TRAINER_IDLE_RATIO, '.0%')}  "
-            f"engines {number(ENGINE_IDLE_RATIO, '.0%')}",
-            "speed": f"{number(TOKENS_PER_S, '.0f')} tokens/s",
+            "groups": f"{', '.join(counts)}; wasted {number(names.WASTED_FRACTION, '.0%')}",
+            "idle": f"trainer {number(names.TRAINER_IDLE_RATIO, '.0%')}  "
+            f"engines {number(names.ENGINE_IDLE_RATIO, '.0%')}",
+            "speed": f"{number(names.TOKENS_PER_S, '.0f')} tokens/s",
             "train pump": f"{status['doing'] or '–'}, last progress {status['idle_s']:.1f} s ago",
         }
 

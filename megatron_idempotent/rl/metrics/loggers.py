@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -11,7 +10,7 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,7 +72,7 @@ class Loggers:
             # A daemon: a logger that hangs must not keep the process alive.
             self._thread = threading.Thread(target=self._run, name="loggers", daemon=True)
             self._thread.start()
-        self._do(functools.partial(self._build, list(loggers)))
+        self._do(self._with_each, list(loggers), self._build)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Pass metrics to every working logger; with a thread, without waiting.
@@ -81,13 +80,10 @@ class Loggers:
         After `close` they are discarded.
         """
         if not self._closed and self._calls.qsize() < self._queued:
-            self._do(functools.partial(self._call_all, "log", dict(metrics), step=step))
+            self._do(self._call_all, "log", dict(metrics), step=step)
             return
         if not (self._closed or self.left_out):
-            print(
-                f"loggers have {self._queued} records waiting; further ones are left out",
-                file=sys.stderr,
-            )
+            _warn(f"loggers have {self._queued} records waiting; further ones are left out")
         self.left_out += 1
 
     def flush(self, timeout_s: float = 10.0) -> bool:
@@ -108,52 +104,50 @@ class Loggers:
             return
         self._closed = True
         if not self._lent:
-            self._do(functools.partial(self._call_all, "close"))
+            self._do(self._call_all, "close")
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join(self._close_timeout_s)
             if self._thread.is_alive():
-                print(
+                _warn(
                     f"loggers did not end in {self._close_timeout_s:g} s, with up to "
-                    f"{self._calls.qsize()} records still queued; they are dropped",
-                    file=sys.stderr,
+                    f"{self._calls.qsize()} records still queued; they are dropped"
                 )
         if self.left_out:
-            print(f"{self.left_out} records of metrics were left out", file=sys.stderr)
+            _warn(f"{self.left_out} records of metrics were left out")
 
-    def _do(self, call: Callable[[], object]) -> None:
+    def _do(self, function: Callable[..., None], *args: Any, **options: Any) -> None:
         if self._thread is None:
-            call()
+            function(*args, **options)
         else:
-            self._calls.put(call)
+            self._calls.put(functools.partial(function, *args, **options))
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
 
-    def _build(self, factories: Sequence[Any]) -> None:
-        for factory in factories:
-            with self._dropping(factory):
-                # A logger class also has an attribute `log`, but is a factory.
-                ready = hasattr(factory, "log") and not isinstance(factory, type)
-                self.working.append(factory if ready else factory())
+    def _build(self, factory: Any) -> None:
+        # A logger class also has an attribute `log`, but is a factory.
+        ready = hasattr(factory, "log") and not isinstance(factory, type)
+        self.working.append(factory if ready else factory())
 
     def _call_all(self, method: str, *args: Any, **options: Any) -> None:
-        for logger in tuple(self.working):
-            with self._dropping(logger):
-                getattr(logger, method)(*args, **options)
+        self._with_each(self.working, lambda logger: getattr(logger, method)(*args, **options))
 
-    @contextlib.contextmanager
-    def _dropping(self, logger: Any) -> Iterator[None]:
-        """Drop a logger with a warning if the block raises any `Exception`."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 (a logger must not end the training)
-            factory = logger.func if isinstance(logger, functools.partial) else logger
-            name = getattr(factory, "__qualname__", type(factory).__name__)
-            # stderr is the run's log file.
-            print(f"{name} failed and is dropped: {type(error).__name__}: {error}", file=sys.stderr)
-            self.working = [working for working in self.working if working is not logger]
+    def _with_each(self, loggers: Sequence[Any], call: Callable[[Any], object]) -> None:
+        """Call a function with each logger; drop one, with a warning, for which it raises."""
+        for logger in tuple(loggers):
+            try:
+                call(logger)
+            except Exception as error:  # noqa: BLE001 (a logger must not end the training)
+                factory = logger.func if isinstance(logger, functools.partial) else logger
+                name = getattr(factory, "__qualname__", type(factory).__name__)
+                _warn(f"{name} failed and is dropped: {type(error).__name__}: {error}")
+                self.working = [working for working in self.working if working is not logger]
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)  # stderr is the run's log file
 
 
 METRICS_FILE = "metrics.jsonl"
@@ -294,6 +288,13 @@ class WandbLogger:
         self._run.finish()
 
 
+_BUILT_IN: Mapping[str, tuple[Callable[..., Logger], str]] = {
+    "jsonl": (JsonlLogger, METRICS_FILE),
+    "tensorboard": (TensorBoardLogger, TENSORBOARD_DIRECTORY),
+    "wandb": (WandbLogger, ""),
+}
+
+
 def logger_factories(
     names: Sequence[str], directory: Path, *, first_step: int = 0
 ) -> list[Callable[[], Logger]]:
@@ -307,11 +308,6 @@ def logger_factories(
 
     Example: `Loggers(logger_factories(["jsonl", "wandb"], out), threaded=True)`.
     """
-    built_in: Mapping[str, tuple[Callable[..., Logger], Path]] = {
-        "jsonl": (JsonlLogger, directory / METRICS_FILE),
-        "tensorboard": (TensorBoardLogger, directory / TENSORBOARD_DIRECTORY),
-        "wandb": (WandbLogger, directory),
-    }
     factories: list[Callable[[], Logger]] = []
     for name in names:
         if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
@@ -319,12 +315,13 @@ def logger_factories(
                 f"loggers has {name!r}, and {name} is not installed; pip install {name}, or take "
                 "it out"
             )
-        if name not in built_in and ":" not in name:
+        if name not in _BUILT_IN and ":" not in name:
+            allowed = ", ".join(_BUILT_IN)
             raise SettingsError(
-                f"loggers has {name!r}; allowed: {', '.join(built_in)}, and package.module:callable"
+                f"loggers has {name!r}; allowed: {allowed}, and package.module:callable"
             )
-        make, location = built_in.get(name) or (import_named(name, "loggers"), directory)
-        factories.append(functools.partial(make, location, first_step=first_step))
+        make, inside = _BUILT_IN.get(name) or (import_named(name, "loggers"), "")
+        factories.append(functools.partial(make, directory / inside, first_step=first_step))
     return factories
 
 

@@ -50,11 +50,10 @@ def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
     if not lags:
         return {}
     of_lag = Counter(min(lag, _LAST_LAG) for lag in lags)
-    fractions = {
-        f"{STALENESS_FRACTION}{lag}{'_or_more' if lag == _LAST_LAG else ''}": of_lag[lag]
-        / len(lags)
-        for lag in range(_LAST_LAG + 1)
-    }
+    fractions = {}
+    for lag in range(_LAST_LAG + 1):
+        suffix = "_or_more" if lag == _LAST_LAG else ""
+        fractions[f"{STALENESS_FRACTION}{lag}{suffix}"] = of_lag[lag] / len(lags)
     return {STALENESS_MEAN: sum(lags) / len(lags), STALENESS_MAX: float(max(lags)), **fractions}
 
 
@@ -114,10 +113,8 @@ class InflightClock:
     """
 
     def __init__(self, at_s: float) -> None:
-        self._at_s = at_s
-        self._running = 0
-        self._busy_s = 0.0
-        self._group_s = 0.0
+        self._at_s, self._running = at_s, 0
+        self._busy_s = self._group_s = 0.0
 
     def now(self, at_s: float, running: int) -> None:
         """Record that `running` groups are being generated from `at_s` on."""

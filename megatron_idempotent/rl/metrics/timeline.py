@@ -109,13 +109,10 @@ class Timeline:
     def _trace(self, events: Sequence[_Event]) -> Iterator[dict[str, Any]]:
         """Yield the trace: a process with a thread per track; times count from the first event."""
         zero_s = min((event.start_s for event in events), default=0.0)
-        tracks = sorted(
-            {event.track for event in events if event.kind != "C"}, key=self._track_order
-        )
+        used = {event.track for event in events if event.kind != "C"}
+        tracks = sorted(used, key=self._track_order)
         threads = {track: _FIRST_THREAD + number for number, track in enumerate(tracks)}
-        titles: list[tuple[str, str, dict[str, int], int]] = [
-            ("process", "controller", {}, _PROCESS)
-        ]
+        titles = [("process", "controller", dict[str, int](), _PROCESS)]
         titles += [("thread", track, {"tid": tid}, tid) for track, tid in threads.items()]
         for kind, name, thread, order in titles:
             row = {"ph": "M", "ts": 0, "pid": _PROCESS, **thread}
@@ -123,9 +120,8 @@ class Timeline:
             yield {**row, "name": f"{kind}_sort_index", "args": {"sort_index": order}}
         for event in events:
             # Integers: a viewer that rounds fractions could move a span past its parent's end.
-            start_us, end_us = (
-                round((time_s - zero_s) * 1e6) for time_s in (event.start_s, event.end_s)
-            )
+            start_us = round((event.start_s - zero_s) * 1e6)
+            end_us = round((event.end_s - zero_s) * 1e6)
             args = {
                 # Numbers that JSON does not have, and other objects, are shown as text.
                 name: value if isinstance(value, int | str) or _is_number(value) else str(value)

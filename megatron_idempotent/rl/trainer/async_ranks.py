@@ -21,6 +21,7 @@ from .output import Job
 from .policy import start_policy
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class RankPolicy:
     """Implements `controller.OneShotPolicy` with ranks that run `PolicyWorker`.
 
@@ -33,21 +34,15 @@ class RankPolicy:
     Example: `await RankPolicy(ranks, config.layout, timeout_s=600.0).begin("run/0/0")`.
     """
 
-    def __init__(
-        self, ranks: RankGroup, layout: RankLayout, *, timeout_s: float, meet: bool = False
-    ) -> None:
-        """
-        Args:
-            ranks: the ranks of the policy.
-            layout: the layout of ranks and replicas.
-            timeout_s: seconds for a call, after which the ranks count as lost.
-            meet: True if the forwards of all replicas are collective, as with experts that are
-                spread over replicas.
-        """
-        self._ranks = ranks
-        self._layout = layout
-        self._timeout_s = timeout_s
-        self._meet = meet
+    ranks: RankGroup
+    """The ranks of the policy."""
+    layout: RankLayout
+    """The layout of ranks and replicas."""
+    timeout_s: float
+    """Seconds for a call, after which the ranks count as lost."""
+    meet: bool = False
+    """True if the forwards of all replicas are collective, as with experts that are spread over
+    replicas."""
 
     async def begin(self, step_id: str) -> None:
         """Open an optimizer step on all ranks; see `controller.Policy.begin`."""
@@ -55,16 +50,16 @@ class RankPolicy:
 
     async def logprobs(self, batch: Batch, which: LogprobsOf) -> torch.Tensor:
         """Return log-probs [B, T] of the targets; 0 where the loss mask is 0."""
-        replicas = self._layout.replicas
+        replicas = self.layout.replicas
         shares = self._shares(batch)
-        if self._meet:
+        if self.meet:
             # All replicas must enter each forward, even those with fewer rows.
             shares = [share.padded(-(-len(batch) // replicas)) for share in shares]
         parts: list[torch.Tensor] = await self._call("logprobs", which, per_rank=shares)
         logprobs_BT = torch.empty_like(batch.old_logprobs_BT)
         for replica in range(replicas):
             rows_BT = logprobs_BT[replica::replicas]
-            rows_BT.copy_(parts[self._layout.ranks_of(replica)[0]][: len(rows_BT)])
+            rows_BT.copy_(parts[self.layout.ranks_of(replica)[0]][: len(rows_BT)])
         return logprobs_BT
 
     async def microbatch(
@@ -92,7 +87,7 @@ class RankPolicy:
 
     def _shares(self, batch: Batch) -> list[Batch]:
         """Split a batch over ranks; ranks of one replica get the same rows."""
-        layout = self._layout
+        layout = self.layout
         if layout.replicas == 1:
             return [batch] * layout.ranks
         # A replica may get no row, as when a batch has one group of which samples failed.
@@ -103,7 +98,7 @@ class RankPolicy:
         return [shares[layout.replica(rank)] for rank in range(layout.ranks)]
 
     async def _call(self, method: str, *args: Any, per_rank: Any = None) -> list[Any]:
-        return await self._ranks.call(method, *args, per_rank=per_rank, timeout_s=self._timeout_s)
+        return await self.ranks.call(method, *args, per_rank=per_rank, timeout_s=self.timeout_s)
 
 
 class PolicyWorker(Exports):
@@ -186,32 +181,26 @@ FACTORY = "megatron_idempotent.rl.trainer.async_ranks:PolicyWorker"
 PRELOAD = (*PROGRAM_PRELOAD, "megatron_idempotent.rl.trainer.async_ranks")
 
 
-def worker_spec(job: Job) -> WorkerSpec:
-    """Return the ranks' worker spec, with absolute paths, because ranks may run in other
-    folders.
-    """
-    return WorkerSpec(factory=FACTORY, argument=dataclasses.replace(job, out=job.out.absolute()))
-
-
 def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
     """Make the configured ranks, embedded or on Ray, without starting them.
 
     `pool` is an existing launcher for embedded ranks; None to make one.
     """
     size, controller = job.config.run.ranks, job.config.controller
+    spec = WorkerSpec(
+        factory=FACTORY,
+        # Absolute, because ranks may run in other folders.
+        argument=dataclasses.replace(job, out=job.out.absolute()),
+    )
     if controller.cluster == "ray":
         from megatron_idempotent.rl.workers.ray import RayRanks
 
-        return RayRanks(
-            worker_spec(job),
-            size,
-            num_cpus=controller.cpus_per_rank,
-            num_gpus=controller.gpus_per_rank,
-        )
+        cpus, gpus = controller.cpus_per_rank, controller.gpus_per_rank
+        return RayRanks(spec, size, num_cpus=cpus, num_gpus=gpus)
     # One thread per rank: the ranks use all cores, and sums have a fixed order.
     os.environ["OMP_NUM_THREADS"] = "1"
     return EmbeddedRanks(
-        worker_spec(job),
+        spec,
         size,
         log_dir=job.out / "logs",
         pool=pool,

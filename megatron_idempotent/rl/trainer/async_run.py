@@ -16,15 +16,7 @@ from typing import Literal
 import torch
 
 from megatron_idempotent.proof.cpu import RankPool
-from megatron_idempotent.rl.controller import (
-    Controller,
-    ControllerSettings,
-    DataPlane,
-    Fleet,
-    MemoryPlane,
-    Sampler,
-    SettingsError,
-)
+from megatron_idempotent.rl import controller as mc
 from megatron_idempotent.rl.controller.samplers import SamplerError, configured_sampler
 from megatron_idempotent.rl.controller.state import ControllerLimits
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
@@ -49,7 +41,7 @@ from .report import make_loggers
 from .rewards import Evaluation, GrpoRecipe, Scorer, make_requests
 
 
-def make_sampler(config: Config) -> Sampler:
+def make_sampler(config: Config) -> mc.Sampler:
     """Make the configured sampler.
 
     Raises:
@@ -64,11 +56,11 @@ def make_sampler(config: Config) -> Sampler:
             gated=controller.gated,
             abort_stale=controller.abort_stale,
         )
-    except SettingsError as error:
+    except mc.SettingsError as error:
         raise ConfigError(f"controller.sampler: {error}") from error
 
 
-def make_settings(config: Config) -> ControllerSettings:
+def make_settings(config: Config) -> mc.ControllerSettings:
     """Make the controller's settings from the configuration.
 
     Raises:
@@ -83,7 +75,7 @@ def make_settings(config: Config) -> ControllerSettings:
         logprobs = "reference" if reference else "policy" if proximal else "none"
     limits = {field.name: getattr(controller, field.name) for field in fields(ControllerLimits)}
     try:
-        settings = ControllerSettings(
+        settings = mc.ControllerSettings(
             **limits,
             target_groups=config.rollout.prompts,
             group_size=config.rollout.group_size,
@@ -92,7 +84,7 @@ def make_settings(config: Config) -> ControllerSettings:
             checkpoint_every=config.run.checkpoint_every,
         )
         settings.checked_capacity(make_sampler(config))
-    except (SettingsError, SamplerError) as error:
+    except (mc.SettingsError, SamplerError) as error:
         raise ConfigError(f"[controller]: {error}") from error
     return settings
 
@@ -101,18 +93,13 @@ def connect(config: Config) -> None:
     """Connect this process to Ray, if the configuration uses Ray; otherwise do nothing.
 
     Raises:
-        ConfigError: Ray is not installed, or there is no cluster at the address.
+        ConfigError: there is no cluster at the address.
+        ModuleNotFoundError: Ray is not installed; the command says so before.
     """
     controller = config.controller
     if controller.cluster != "ray" and controller.plane != "transfer_queue":
         return
-    try:
-        ray = import_ray()
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"controller.cluster is {controller.cluster!r} and controller.plane is "
-            f"{controller.plane!r}: {error}"
-        ) from error
+    ray = import_ray()
     if ray.is_initialized():
         return
     address = controller.ray_address or os.environ.get("RAY_ADDRESS")
@@ -195,7 +182,7 @@ async def _controller(
     timeline: Timeline | None,
     table: StatusTable | None,
     stack: AsyncExitStack,
-) -> Controller:
+) -> mc.Controller:
     config = job.config
     tokenizer = make_tokenizer(config, prompts)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
@@ -207,7 +194,7 @@ async def _controller(
         timeout_s=config.controller.call_timeout_s,
         transport=_transport(config, job.out),
     )
-    fleet = Fleet(
+    fleet = mc.Fleet(
         await make_async_engines(config, checkpoint, job.out, weights),
         source=weights,
         requests=lambda group_id, prompt: make_requests(
@@ -218,8 +205,7 @@ async def _controller(
         deltas=config.sync.deltas,
     )
     stack.push_async_callback(fleet.close)
-    positions = training_positions(config, prompts, tokenizer)
-    plane: DataPlane = MemoryPlane()
+    plane: mc.DataPlane = mc.MemoryPlane()
     if config.controller.plane == "transfer_queue":
         from megatron_idempotent.rl.controller.data_plane import TransferQueuePlane
 
@@ -227,7 +213,7 @@ async def _controller(
     stack.push_async_callback(plane.close)
     loggers = make_loggers(job, *([table] if table is not None else []), threaded=True)
     stack.push_async_callback(asyncio.to_thread, loggers.close)
-    return Controller(
+    return mc.Controller(
         settings=make_settings(config),
         sampler=make_sampler(config),
         prompts=PromptStream(prompts.train, seed=config.run.seed),
@@ -238,7 +224,9 @@ async def _controller(
             timeout_s=config.controller.call_timeout_s,
             meet=config.parallel.ep > 1,
         ),
-        recipe=GrpoRecipe(config, tokenizer, positions=positions),
+        recipe=GrpoRecipe(
+            config, tokenizer, positions=training_positions(config, prompts, tokenizer)
+        ),
         plane=plane,
         store=CheckpointStore(job, ranks),
         loggers=loggers,
@@ -269,7 +257,7 @@ def _save_timeline(timeline: Timeline, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _drained_by_sigterm(controller: Controller) -> Iterator[None]:
+def _drained_by_sigterm(controller: mc.Controller) -> Iterator[None]:
     """Make SIGTERM drain the controller within the block, so that the run ends with a
     checkpoint.
     """

@@ -78,19 +78,24 @@ class Batch:
         by the T targets.
         """
         tensors = {
+            **self._by_target(),
             "input_ids": self.tokens_BT,
-            "targets": self.targets_BT,
-            "old_logprobs": self.old_logprobs_BT,
             "advantages": self.advantages_B,
             "token_mask": torch.nn.functional.pad(self.loss_mask_BT, (1, 0)),
         }
-        if self.reference_logprobs_BT is not None:
-            tensors["reference_logprobs"] = self.reference_logprobs_BT
-        if self.weights_BT is not None:
-            tensors["weights"] = self.weights_BT
         if self.routed_experts is not None:
             tensors["routed_experts"] = self.routed_experts[:, :-1]
         return tensors
+
+    def _by_target(self) -> dict[str, torch.Tensor]:
+        """Return the tensors with a value per target, by the names that the loss reads."""
+        tensors = {
+            "targets": self.targets_BT,
+            "old_logprobs": self.old_logprobs_BT,
+            "reference_logprobs": self.reference_logprobs_BT,
+            "weights": self.weights_BT,
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def sequences(self) -> dict[str, torch.Tensor]:
         """Return the tensors, by name, for a step that packs entire sequences.
@@ -107,21 +112,18 @@ class Batch:
                 f"a batch of {len(self)} sequences without lengths_B cannot be packed; give the "
                 "tokens of each, or set optimizer.max_tokens_per_microbatch to 0"
             )
-        aligned = {**self.tensors(), "response_mask": self.loss_mask_BT}
-        tokens_BT, advantages_B = aligned.pop("input_ids"), aligned.pop("advantages")
-        token_mask_BT = aligned.pop("token_mask")
-        unshifted = {"lengths": self.lengths_B}
-        aligned.pop("routed_experts", None)
-        if self.routed_experts is not None:
-            unshifted["routed_experts"] = self.routed_experts
-        wider = {name: torch.nn.functional.pad(tensor, (0, 1)) for name, tensor in aligned.items()}
-        return {
-            **wider,
-            "input_ids": torch.cat([tokens_BT, self.targets_BT[:, -1:]], dim=1),
-            "token_mask": token_mask_BT,
-            "advantages": advantages_B,
-            **unshifted,
+        pad = torch.nn.functional.pad
+        by_target = self._by_target() | {"response_mask": self.loss_mask_BT}
+        sequences = {
+            **{name: pad(tensor, (0, 1)) for name, tensor in by_target.items()},
+            "input_ids": torch.cat([self.tokens_BT, self.targets_BT[:, -1:]], dim=1),
+            "token_mask": pad(self.loss_mask_BT, (1, 0)),
+            "advantages": self.advantages_B,
+            "lengths": self.lengths_B,
         }
+        if self.routed_experts is not None:
+            sequences["routed_experts"] = self.routed_experts
+        return sequences
 
 
 Row = tuple[tuple[int, ...], Sample, float]
@@ -145,13 +147,10 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool
                 f"{positions + 1}; raise positions"
             )
         # The target at position t is token t + 1, so a response starts one position early.
-        prompt_zeros, padding_zeros = (
-            [0.0] * (len(prompt_tokens) - 1),
-            [0.0] * (positions + 1 - length),
-        )
-        tokens.append([*prompt_tokens, *sample.tokens, *([pad_id] * len(padding_zeros))])
-        old_logprobs.append([*prompt_zeros, *sample.logprobs, *padding_zeros])
-        loss_mask.append([*prompt_zeros, *([1.0] * len(sample.tokens)), *padding_zeros])
+        before, after = [0.0] * (len(prompt_tokens) - 1), [0.0] * (positions + 1 - length)
+        tokens.append([*prompt_tokens, *sample.tokens, *([pad_id] * len(after))])
+        old_logprobs.append([*before, *sample.logprobs, *after])
+        loss_mask.append([*before, *([1.0] * len(sample.tokens)), *after])
         lengths.append(length)
     # Few tensor operations: each waits for the GIL while other threads compute.
     tokens_BT = torch.tensor(tokens, dtype=torch.int64).view(len(rows), positions + 1)
@@ -181,11 +180,10 @@ def _routes(rows: Sequence[Row], lengths: Sequence[int], width: int) -> torch.Te
         )
     shape = (len(rows), width, like.layers, like.topk)
     experts = torch.zeros(shape, dtype=getattr(torch, like.dtype))
-    for row, (routes, (_, sample, _), length) in enumerate(
-        zip(routes_of_rows, rows, lengths, strict=True)
-    ):
+    for row, ((_, sample, _), length) in enumerate(zip(rows, lengths, strict=True)):
         if not sample.tokens:
             continue  # it has no tokens to train on
+        routes = sample.routed_experts
         needed = (length - 1, like.layers, like.topk, like.dtype)
         actual = routes and (routes.tokens, routes.layers, routes.topk, routes.dtype)
         if routes is None or actual != needed:

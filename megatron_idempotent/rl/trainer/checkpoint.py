@@ -23,16 +23,9 @@ from torch.distributed import all_gather_object, barrier, get_rank, get_world_si
 from megatron_idempotent.json_text import JsonError, parse_json
 from megatron_idempotent.rl.workers import RankGroup
 
-from . import CheckpointError
+from . import CheckpointError, output
 from .megatron_setup import MegatronModel
-from .output import (
-    Job,
-    complete_checkpoints,
-    make_empty,
-    seal_checkpoint,
-    unfinished_path,
-    verify_checkpoint,
-)
+from .output import Job
 from .policy import MegatronPolicy
 
 _MEGATRON, _CONTROLLER = "megatron", "controller.json"
@@ -46,15 +39,15 @@ def save_checkpoint(job: Job, policy: MegatronPolicy, rollouts: int) -> None:
     seed. A digest of the weights shows whether two runs are equal.
     """
     directory = job.out / "checkpoints"
-    unfinished = unfinished_path(directory, rollouts)
+    unfinished = output.unfinished_path(directory, rollouts)
     if get_rank() == 0:
-        make_empty(unfinished)
+        output.make_empty(unfinished)
     barrier()  # no rank may write before the directory is empty
     iteration = rollouts * job.config.optimizer.steps_per_rollout
     digest = save_weights(policy, unfinished / _MEGATRON, iteration=iteration)
     barrier()  # rank 0 then lists the files of all ranks
     if get_rank() == 0:
-        seal_checkpoint(directory, rollouts, job.config, digest=digest)
+        output.seal_checkpoint(directory, rollouts, job.config, digest=digest)
     barrier()
 
 
@@ -138,13 +131,13 @@ class CheckpointStore:
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
         """Write a checkpoint, hashing its files in a thread; see `controller.Store.save`."""
-        unfinished = unfinished_path(self._directory, version)
-        await asyncio.to_thread(make_empty, unfinished)
+        unfinished = output.unfinished_path(self._directory, version)
+        await asyncio.to_thread(output.make_empty, unfinished)
         digest, *_ = await self._call("save", str(unfinished / _MEGATRON), version)
 
         def seal() -> None:
             (unfinished / _CONTROLLER).write_text(json.dumps(state), encoding="utf-8")
-            seal_checkpoint(self._directory, version, self._config, digest=digest)
+            output.seal_checkpoint(self._directory, version, self._config, digest=digest)
 
         await asyncio.to_thread(seal)
 
@@ -155,10 +148,10 @@ class CheckpointStore:
             CheckpointError: the checkpoint is damaged.
             RanksLost: ranks cannot be started, or died.
         """
-        checkpoints = complete_checkpoints(self._directory)
+        checkpoints = output.complete_checkpoints(self._directory)
         state: Mapping[str, Any] | None = None
         if checkpoints:
-            await asyncio.to_thread(verify_checkpoint, checkpoints[-1])
+            await asyncio.to_thread(output.verify_checkpoint, checkpoints[-1])
             path = checkpoints[-1] / _CONTROLLER
             try:
                 state = parse_json(path.read_bytes())

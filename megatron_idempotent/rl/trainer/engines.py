@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch.distributed import (
-    broadcast,
-    broadcast_object_list,
-    gather_object,
-    get_global_rank,
-    get_rank,
-    get_world_size,
-    scatter_object_list,
-)
+import torch.distributed as dist
 
 from megatron_idempotent.rl.controller import Fleet
 from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
 from megatron_idempotent.rl.engines.ray import RayEngine
 from megatron_idempotent.rl.hf import Architecture
 from megatron_idempotent.rl.sync import RemoteWeights, SyncSettings, follow
-from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource
-from megatron_idempotent.rl.weights.transports import (
-    BucketSender,
-    CudaIpcSender,
-    DiskSender,
-    ProcessGroupSender,
-    Sender,
-    SharedMemorySender,
-)
+from megatron_idempotent.rl.weights import Bucket, TensorInfo, WeightSource, transports
+from megatron_idempotent.rl.weights.transports import Sender
 from megatron_idempotent.rl.weights.transports.shared_memory import DIRECTORY
 
 from .config import Config
@@ -68,20 +54,14 @@ class Engines:
         # One event loop for the entire run, because engines' connections and locks are bound to it.
         self._runner = asyncio.Runner()
         self._engines, self._source, self._shared = tuple(engines), source, shared
-        self._settings = sync_settings(config)
         self._request_timeout_s = config.rollout.request_timeout_s
+        self._settings, deltas = sync_settings(config), config.sync.deltas
+        # Used for single samples only: each rank makes groups itself.
+        groups: Any = None
+        of_groups = {"requests": groups, "score": groups, "deltas": deltas}
         self._fleet: Fleet | None = None
         if engines:
-            # Used for single samples only: each rank makes groups itself.
-            groups: Any = None
-            self._fleet = Fleet(
-                engines,
-                source=source,
-                requests=groups,
-                score=groups,
-                settings=self._settings,
-                deltas=config.sync.deltas,
-            )
+            self._fleet = Fleet(engines, source=source, settings=self._settings, **of_groups)
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Send the current weights to all engines, as `version`; a collective if shared.
@@ -108,16 +88,16 @@ class Engines:
         if not self._shared:
             return self._generate(requests)
         # Pickled objects are safe: all ranks are processes of one program.
-        requests_of_ranks: list[Any] = [None] * get_world_size()
-        gather_object(tuple(requests), requests_of_ranks if get_rank() == 0 else None)
-        answers: list[Any] = []
-        if get_rank() == 0:
-            samples = iter(
-                self._generate([request for part in requests_of_ranks for request in part])
-            )
+        requests_of_ranks: list[Any] | None = (
+            [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        )
+        dist.gather_object(tuple(requests), requests_of_ranks)
+        answers: list[Any] | None = None
+        if requests_of_ranks is not None:
+            samples = iter(self._generate(list(itertools.chain(*requests_of_ranks))))
             answers = [[next(samples) for _ in part] for part in requests_of_ranks]
         own_samples: list[Any] = [None]
-        scatter_object_list(own_samples, answers or None)
+        dist.scatter_object_list(own_samples, answers)
         samples_here: Sequence[Sample] = own_samples[0]
         return samples_here
 
@@ -168,7 +148,7 @@ class SpreadBuckets(Iterator[Bucket]):
     def __init__(self, buckets: Iterator[Bucket], infos: Sequence[TensorInfo], group: Any) -> None:
         self._buckets, self._group = buckets, group
         self._infos = {info.name: info for info in infos}
-        self._first = 0 if group is None else get_global_rank(group, 0)
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
         self._ended = False
 
     def __next__(self) -> Bucket:
@@ -180,7 +160,7 @@ class SpreadBuckets(Iterator[Bucket]):
         if bucket is None:
             raise StopIteration
         message: list[Any] = [dict(bucket.checksums)]
-        broadcast_object_list(message, self._first, group=self._group)
+        dist.broadcast_object_list(message, self._first, group=self._group)
         checksums: dict[str, int] = message[0]
         tensors = dict(bucket.tensors)
         for name in checksums:
@@ -189,7 +169,7 @@ class SpreadBuckets(Iterator[Bucket]):
                 tensors[name] = torch.empty(info.shape, dtype=info.dtype, device="cuda")
             # As bytes: backends do not support all dtypes.
             bytes_N = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
-            broadcast(bytes_N, self._first, group=self._group)
+            dist.broadcast(bytes_N, self._first, group=self._group)
         self._ended = False
         return Bucket(index=bucket.index, tensors=tensors, checksums=checksums)
 
@@ -210,16 +190,16 @@ def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: 
     `checkpoint` is the Hugging Face checkpoint of the initial weights, `out` the output directory.
     """
     if config.rollout.engine != "transformers":
-        servers = server_engines(config, checkpoint, out) if get_rank() == 0 else ()
+        servers = server_engines(config, checkpoint, out) if dist.get_rank() == 0 else ()
         source = policy.source(deltas=config.sync.deltas)
         return Engines(servers, source, config, shared=True)
     # With the CPU runtime, "cuda" is the CPU.
     device = None if config.run.device == "cpu" else "cuda"
-    engine = _transformers(config, checkpoint, name=f"rank-{get_rank()}", device=device)
+    engine = _transformers(config, checkpoint, name=f"rank-{dist.get_rank()}", device=device)
     # Every rank gets all tensors, from the ranks of its replica or, if experts are spread over
     # replicas, from all ranks. Deltas only if a rank has them all itself.
     group = None if config.parallel.ep > 1 else policy.replica.group
-    alone = get_world_size(group) == 1
+    alone = dist.get_world_size(group) == 1
     weights = policy.source(group, deltas=alone and config.sync.deltas)
     source = weights if alone else SpreadWeights(weights, group)
     return Engines([engine], source, config, shared=False)
@@ -266,24 +246,22 @@ def routing_layers(config: Config, checkpoint: Path) -> Sequence[int]:
 def make_sender(config: Config, directory: Path) -> Sender:
     """Make the configured sender, in the process that has the weights."""
     sync = config.sync
-    if sync.transport == "bucket":
-        return BucketSender(sync.directory or str(directory))
-    if sync.transport == "disk":
-        return DiskSender(directory)
-    if sync.transport == "shared_memory":
-        return SharedMemorySender()
-    if sync.transport == "cuda_ipc":
-        return CudaIpcSender()
-    return ProcessGroupSender(
-        sync.address or "127.0.0.1",
-        ranks=sync.workers,
-        backend="nccl" if sync.transport == "nccl" else "gloo",
-    )
+    make: dict[str, Callable[[], Sender]] = {
+        "bucket": functools.partial(transports.BucketSender, sync.directory or str(directory)),
+        "disk": functools.partial(transports.DiskSender, directory),
+        "shared_memory": transports.SharedMemorySender,
+        "cuda_ipc": transports.CudaIpcSender,
+    }
+    if sync.transport in make:
+        return make[sync.transport]()
+    address = sync.address or "127.0.0.1"
+    backend: Literal["gloo", "nccl"] = "nccl" if sync.transport == "nccl" else "gloo"
+    return transports.ProcessGroupSender(address, ranks=sync.workers, backend=backend)
 
 
 def files_sender(out: Path) -> Callable[[], Sender]:
     """Return a factory, for any process, of a sender through files in the output directory."""
-    return functools.partial(DiskSender, (out / SYNC).absolute())
+    return functools.partial(transports.DiskSender, (out / SYNC).absolute())
 
 
 async def make_async_engines(
@@ -333,9 +311,8 @@ def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> Rollout
         arguments=arguments,
         environment=None if gpus else CPU_ENVIRONMENT,
     )
-    return ServedVllm(
-        server, name=name, transport=local_sender(config, out), routing_layers=routing
-    )
+    transport = local_sender(config, out)
+    return ServedVllm(server, name=name, transport=transport, routing_layers=routing)
 
 
 def local_sender(config: Config, out: Path) -> Callable[[], Sender]:
@@ -349,7 +326,7 @@ def local_sender(config: Config, out: Path) -> Callable[[], Sender]:
     free = os.statvfs(DIRECTORY)
     # By default a container has 64 MB, too little for two buckets of most models.
     has_room = free.f_bavail * free.f_frsize >= 2 * (config.sync.bucket_mb << 20)
-    return SharedMemorySender if has_room else files
+    return transports.SharedMemorySender if has_room else files
 
 
 def _ray_engines(

@@ -12,38 +12,32 @@ the device.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch.distributed import all_reduce, barrier, get_rank
 
 from megatron_idempotent.proof import cpu
-from megatron_idempotent.rl.controller import RolloutGroup
 from megatron_idempotent.rl.engines import Sample
+from megatron_idempotent.rl.metrics.console import RolloutProgress
 from megatron_idempotent.rl.metrics.loggers import Loggers
 from megatron_idempotent.rl.metrics.names import RESPONSE_TOKENS, SYNC, TOKENS_PER_S, TOTAL_S
 from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
+from . import rewards
 from .checkpoint import load_weights, save_checkpoint
 from .engines import Engines, make_engines
 from .output import TRAINED, Job, output_to
 from .policy import MegatronPolicy, start_policy
-from .report import RolloutProgress, make_loggers
-from .rewards import (
-    EVALUATION_STREAM,
-    GrpoRecipe,
-    Scorer,
-    due,
-    evaluation_means,
-    group_means,
-    group_sums,
-    make_requests,
-)
+from .report import make_loggers
+from .rewards import GrpoRecipe, Scorer
 
 _GIB = 1 << 30
 
@@ -58,15 +52,15 @@ def work(job: Job) -> None:
         first = 0
         if job.resume_from:
             first = load_weights(policy.stock, job.resume_from / "megatron") // steps
-        loggers_on_terminal = []
-        if rank == 0 and not job.quiet:
-            job.say("evaluating, and then the first rollout", terminal)
-            loggers_on_terminal = [RolloutProgress(job.config, terminal=terminal)]
-        # Only rank 0 logs. Without a thread, because there is no event loop to block, and a thread
-        # would take a core from the ranks.
-        loggers = (
-            make_loggers(job, *loggers_on_terminal, threaded=False) if rank == 0 else Loggers([])
-        )
+        loggers = Loggers([])  # rank 0 alone logs
+        if rank == 0:
+            displays = []
+            if not job.quiet:
+                job.say("evaluating, and then the first rollout", terminal)
+                displays = [RolloutProgress(terminal, rollouts=job.config.run.rollouts)]
+            # Without a thread, because there is no event loop to block, and a thread would take a
+            # core from the ranks.
+            loggers = make_loggers(job, *displays, threaded=False)
         stack.callback(loggers.close)
         engines = make_engines(job.config, policy, policy.checkpoint, job.out)
         stack.enter_context(contextlib.closing(engines))
@@ -76,47 +70,42 @@ def work(job: Job) -> None:
         barrier()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
     """The training loop of one rank.
 
     Example: `Loop(job, policy, prompts, tokenizer, engines, loggers).run(0)`.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        policy: MegatronPolicy,
-        prompts: PromptSet,
-        tokenizer: TextTokenizer,
-        engines: Engines,
-        loggers: Loggers,
-    ) -> None:
-        self._job, self._config = job, job.config
-        self._prompts, self._tokenizer = prompts, tokenizer
-        self._policy, self._engines, self._loggers = policy, engines, loggers
-        self._scorer = Scorer(load_reward(job.config.task.reward), tokenizer)
-        self._recipe = GrpoRecipe(job.config, tokenizer, positions=policy.positions)
+    job: Job
+    policy: MegatronPolicy
+    prompts: PromptSet
+    tokenizer: TextTokenizer
+    engines: Engines
+    loggers: Loggers
 
     def run(self, first_rollout: int) -> None:
         """Run all rollouts from an index on: sample, score, train, publish. A collective.
 
         From index 0, the initial weights are evaluated first.
         """
-        config, policy = self._config, self._policy
+        config, policy, tokenizer = self.job.config, self.policy, self.tokenizer
+        scorer = Scorer(load_reward(config.task.reward), tokenizer)
+        recipe = GrpoRecipe(config, tokenizer, positions=policy.positions)
         last, every = config.run.rollouts, config.run.checkpoint_every
         count, samples = config.rollout.prompts, config.rollout.group_size
-        stream = PromptStream(self._prompts.train, seed=config.run.seed)
+        stream = PromptStream(self.prompts.train, seed=config.run.seed)
         self._publish(first_rollout)
         if first_rollout == 0:
-            self._loggers.log(self._evaluate(0), step=0)
+            self.loggers.log(self._evaluate(scorer, 0), step=0)
         watch = Stopwatch()
         for index in range(first_rollout, last):
             prompts = [stream.prompt(index * count + position) for position in range(count)]
             with watch.phase("generation"):
                 drawn = self._draw(policy.replica.share(prompts), samples=samples, stream=index)
             with watch.phase("advantages"):
-                groups = self._score(drawn)
-                batch = self._recipe.inputs(policy.replica.gather(groups))
+                groups = [scorer.group(*of_prompt) for of_prompt in drawn]
+                batch = recipe.inputs(policy.replica.gather(groups))
             with watch.phase("policy_training"):
                 step = policy.train(batch, index=index)
 
@@ -124,38 +113,39 @@ class Loop:
             with watch.phase("sync_weights"):
                 published = self._publish(completed)
             # Means over the samples or groups of all ranks.
-            total = summed(group_sums(groups))
-            metrics = {f"train/{name}": value for name, value in group_means(total).items()} | step
+            total = summed(rewards.group_sums(groups))
+            metrics = {
+                f"train/{name}": value for name, value in rewards.group_means(total).items()
+            } | step
             metrics["train/response_length"] = step[RESPONSE_TOKENS] / total["samples"]
             metrics |= {f"{SYNC}{name}": value for name, value in published.items()}
-            if due(completed, config.evaluation.every, last):
+            if rewards.due(completed, config.evaluation.every, last):
                 with watch.phase("evaluation"):
-                    metrics |= self._evaluate(completed)
+                    metrics |= self._evaluate(scorer, completed)
             # Before the checkpoint, so that a run that resumes from it has this row.
-            self._loggers.log(metrics | watch.metrics(step[RESPONSE_TOKENS]), step=completed)
+            self.loggers.log(metrics | watch.metrics(step[RESPONSE_TOKENS]), step=completed)
             watch = Stopwatch()
-            if every and due(completed, every, last):
+            if every and rewards.due(completed, every, last):
                 with watch.phase("checkpoint"):
-                    save_checkpoint(self._job, policy, completed)
+                    save_checkpoint(self.job, policy, completed)
 
     def _publish(self, completed: int) -> Mapping[str, float]:
         """Send the weights after some completed rollouts to the engines. A collective."""
-        with self._policy.weights():
-            return self._engines.publish(completed)
+        with self.policy.weights():
+            return self.engines.publish(completed)
 
-    def _evaluate(self, completed: int) -> Mapping[str, float]:
+    def _evaluate(self, scorer: Scorer, completed: int) -> Mapping[str, float]:
         """Measure the mean reward on held-out prompts after some rollouts. A collective.
 
         Each prompt has one sample, at the training temperature.
         """
-        held_out = self._prompts.held_out[: self._config.evaluation.prompts]
+        held_out = self.prompts.held_out[: self.job.config.evaluation.prompts]
         started = time.perf_counter()
-        own_prompts = self._policy.replica.share(held_out)
-        groups = self._score(
-            self._draw(own_prompts, samples=1, stream=EVALUATION_STREAM + completed)
-        )
+        own_prompts = self.policy.replica.share(held_out)
+        drawn = self._draw(own_prompts, samples=1, stream=rewards.EVALUATION_STREAM + completed)
+        groups = [scorer.group(*of_prompt) for of_prompt in drawn]
         seconds = time.perf_counter() - started
-        means = evaluation_means(summed(group_sums(groups)))
+        means = rewards.evaluation_means(summed(rewards.group_sums(groups)))
         return {**means, "timing/train/evaluation_s": seconds}
 
     def _draw(
@@ -166,27 +156,16 @@ class Loop:
         A sample depends on the seed, `stream`, the prompt's row, its own index and the weights. It
         does not depend on the number of ranks or, up to the rounding of logits, on other samples.
         """
+        config, tokenizer = self.job.config, self.tokenizer
         requests = [
             request
             for prompt in prompts
-            for request in make_requests(
-                self._config, self._tokenizer, prompt, stream=stream, samples=samples
+            for request in rewards.make_requests(
+                config, tokenizer, prompt, stream=stream, samples=samples
             )
         ]
-        samples_in_order = iter(self._engines.generate(requests))
+        samples_in_order = iter(self.engines.generate(requests))
         return [(prompt, tuple(itertools.islice(samples_in_order, samples))) for prompt in prompts]
-
-    def _score(self, drawn: Sequence[tuple[Prompt, tuple[Sample, ...]]]) -> list[RolloutGroup]:
-        """Score this rank's samples with the verifier; the samples of a prompt form a group."""
-        return [
-            RolloutGroup(
-                id=prompt.row,
-                prompt=prompt,
-                samples=samples,
-                rewards=self._scorer.rewards(prompt, samples),
-            )
-            for prompt, samples in drawn
-        ]
 
 
 def summed(values: Mapping[str, float]) -> dict[str, float]:
@@ -201,18 +180,6 @@ def summed(values: Mapping[str, float]) -> dict[str, float]:
     return dict(zip(values, total.tolist(), strict=True))
 
 
-def device_memory() -> tuple[int, int, int]:
-    """Return the allocated, reserved and peak allocated bytes of this process's device.
-
-    This does not synchronize with the device.
-    """
-    return (
-        torch.cuda.memory_allocated(),
-        torch.cuda.memory_reserved(),
-        torch.cuda.max_memory_allocated(),
-    )
-
-
 class Stopwatch:
     """Measures the seconds and device memory of each phase of one rollout, on this rank.
 
@@ -222,39 +189,36 @@ class Stopwatch:
     Example: `with watch.phase("generation"): …`
     """
 
-    def __init__(
-        self,
-        memory: Callable[[], tuple[int, int, int]] | None = None,
-        reset_peak: Callable[[], None] | None = None,
-    ) -> None:
-        """Take functions that read device memory and reset its peak; None for this device's."""
-        self._started = time.perf_counter()
-        self._found: dict[str, float] = {}
-        if memory is None and torch.cuda.is_available() and not cpu.is_enabled():
-            memory = device_memory
-        self._memory = memory
-        self._reset_peak = reset_peak or torch.cuda.reset_peak_memory_stats
+    def __init__(self, device: Any = None) -> None:
+        """Take what measures memory, with the functions of `torch.cuda`; None for `torch.cuda` on a
+        GPU.
+        """
+        self._started, self._metrics = time.perf_counter(), dict[str, float]()
+        on_gpu = torch.cuda.is_available() and not cpu.is_enabled()
+        self._device = torch.cuda if device is None and on_gpu else device
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the seconds and the memory of a block, unless it raises.
 
         Memory is in GiB: allocated and reserved at the block's end, the peak, and `kept`, the
-        increase of allocated memory, which is 0 for a phase that frees what it allocates.
+        increase of allocated memory, which is 0 for a phase that frees what it allocates. This does
+        not synchronize with the device.
         """
-        started, allocated_before = time.perf_counter(), 0
-        if self._memory is not None:
-            self._reset_peak()
-            allocated_before = self._memory()[0]
+        started, device, before = time.perf_counter(), self._device, 0
+        if device is not None:
+            device.reset_peak_memory_stats()
+            before = device.memory_allocated()
         yield
-        self._found[f"timing/train/{name}_s"] = time.perf_counter() - started
-        if self._memory is not None:
-            allocated, reserved, peak = self._memory()
-            sizes = {"allocated": allocated, "reserved": reserved, "peak": peak}
-            for number, size in (sizes | {"kept": allocated - allocated_before}).items():
-                self._found[f"memory/train/{name}_{number}_gib"] = size / _GIB
+        self._metrics[f"timing/train/{name}_s"] = time.perf_counter() - started
+        if device is not None:
+            allocated = device.memory_allocated()
+            sizes = {"allocated": allocated, "kept": allocated - before}
+            sizes |= {"reserved": device.memory_reserved(), "peak": device.max_memory_allocated()}
+            for kind, size in sizes.items():
+                self._metrics[f"memory/train/{name}_{kind}_gib"] = size / _GIB
 
     def metrics(self, tokens: float) -> dict[str, float]:
         """Return all measurements, the total seconds, and `tokens` per second."""
         total = time.perf_counter() - self._started
-        return {**self._found, TOTAL_S: total, TOKENS_PER_S: tokens / total}
+        return {**self._metrics, TOTAL_S: total, TOKENS_PER_S: tokens / total}

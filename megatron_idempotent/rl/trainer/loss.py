@@ -1,4 +1,4 @@
-"""Computes the GRPO objective, the off-policy correction, and the logits for both.
+"""Computes the GRPO objective, the off-policy correction, and the log-probs for both.
 
 Shapes: B sequences, T positions, V vocabulary.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -22,35 +22,16 @@ from .batch import Batch
 from .config import LossConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LossParts:
-    """Sums over response tokens, as scalar tensors; the caller divides them for means.
-
-    Example: `parts.loss / parts.tokens` is the mean.
-    """
-
-    loss: torch.Tensor
-    """The loss, with a gradient."""
-    kl: torch.Tensor
-    """The KL penalty before multiplying by its coefficient, without a gradient."""
-    clipped: torch.Tensor
-    """The number of tokens whose ratio was clipped."""
-    tokens: torch.Tensor
-    """The number of response tokens."""
-
-
 def grpo_loss(
     logprobs_BT: torch.Tensor,
     old_logprobs_BT: torch.Tensor,
     advantages: torch.Tensor,
     loss_mask_BT: torch.Tensor,
+    config: LossConfig,
     *,
-    clip_low: float,
-    clip_high: float,
     reference_logprobs_BT: torch.Tensor | None = None,
-    kl_coefficient: float = 0.0,
     weights_BT: torch.Tensor | None = None,
-) -> LossParts:
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Compute the clipped policy-gradient loss with a KL penalty, summed over response tokens.
 
     ratio = exp(logprobs - old_logprobs)
@@ -68,9 +49,15 @@ def grpo_loss(
     `advantages` are [B], or [B, T] if a row has several sequences. `loss_mask_BT` is 1.0 on
     response tokens and 0.0 elsewhere; where it is 0, all other tensors are ignored, even NaN.
 
+    Returns:
+        The loss, with a gradient, and without one `kl`, the penalty before it is multiplied by its
+        coefficient, and `clip_fraction`, the number of tokens whose ratio was clipped. All are
+        sums, as scalars, which the caller divides.
+
     Raises:
         ValueError: `kl_coefficient` is set without reference log-probs.
     """
+    kl_coefficient = config.kl_coefficient
     if kl_coefficient and reference_logprobs_BT is None:
         raise ValueError(
             f"kl_coefficient is {kl_coefficient} and there are no reference log-probs; pass "
@@ -80,7 +67,7 @@ def grpo_loss(
     # Masked before exp(): a padding position may overflow, and inf x 0 in the backward is NaN.
     log_ratio_BT = torch.where(response_BT, logprobs_BT - old_logprobs_BT, 0.0)
     ratio_BT = log_ratio_BT.exp()
-    clipped_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped_BT = ratio_BT.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
     gain_BT = advantages if advantages.dim() == 2 else advantages[:, None]
     objective_BT = torch.minimum(ratio_BT * gain_BT, clipped_BT * gain_BT)
     if weights_BT is not None:
@@ -92,9 +79,7 @@ def grpo_loss(
         kl = (gap_BT.exp() - gap_BT - 1.0).sum()
         loss = loss + kl_coefficient * kl
     is_clipped_BT = (clipped_BT * gain_BT < ratio_BT * gain_BT) & response_BT
-    return LossParts(
-        loss=loss, kl=kl.detach(), clipped=is_clipped_BT.sum(), tokens=response_BT.sum()
-    )
+    return loss, {"kl": kl.detach(), "clip_fraction": is_clipped_BT.sum()}
 
 
 # The largest exponent: exp() of more is useless, and a sum of exp() of this fits into float32.
@@ -126,33 +111,31 @@ def importance_correction(
     proximal_BT: torch.Tensor,
     behaviour_BT: torch.Tensor,
     loss_mask_BT: torch.Tensor,
-    *,
-    mode: str,
-    low: float,
-    high: float,
-    level: str,
+    config: LossConfig,
 ) -> Correction:
     """Compute the weights of response tokens from ratio = exp(proximal - behaviour), in float64.
+
+    By `loss.correction`, with `correction_low` and `correction_high`:
 
     none      weight = 1
     truncate  weight = min(ratio, high); `low` is not used
     mask      weight = ratio; a token whose ratio is outside [low, high] is rejected: its weight is
               0 and it leaves the mask
 
-    With level "sequence" all tokens of a sequence have ratio = exp(mean over its response tokens of
-    proximal - behaviour). In every mode, tokens whose log-ratio is not finite are rejected, because
-    they have no gradient; with level "sequence", so is their entire sequence.
+    With `correction_level` "sequence" all tokens of a sequence have ratio = exp(mean over its
+    response tokens of proximal - behaviour). In every mode, tokens whose log-ratio is not finite
+    are rejected, because they have no gradient; with "sequence", so is their entire sequence.
 
     `loss_mask_BT` is above 0 on response tokens; elsewhere the other tensors are ignored, even NaN.
-    `LossConfig` declares and checks the options: 0 <= low <= high.
     """
+    mode, low, high = config.correction, config.correction_low, config.correction_high
     response_BT = loss_mask_BT > 0
     gap_BT = torch.where(response_BT, proximal_BT.double() - behaviour_BT.double(), 0.0)
     finite_BT = gap_BT.isfinite()
     measured_BT = response_BT & finite_BT
     own_BT = torch.where(finite_BT, gap_BT, 0.0).clamp(-_MOST, _MOST)
     log_ratio_BT, kept_BT = own_BT, measured_BT
-    if level == "sequence":
+    if config.correction_level == "sequence":
         tokens_B1 = response_BT.sum(1, keepdim=True).clamp(min=1)
         log_ratio_BT = (own_BT.sum(1, keepdim=True) / tokens_B1).expand_as(own_BT)
         kept_BT = response_BT & finite_BT.all(1, keepdim=True)
@@ -194,13 +177,7 @@ def corrected(
     reference log-probs first.
     """
     correction = importance_correction(
-        proximal_BT,
-        batch.old_logprobs_BT,
-        batch.loss_mask_BT,
-        mode=config.correction,
-        low=config.correction_low,
-        high=config.correction_high,
-        level=config.correction_level,
+        proximal_BT, batch.old_logprobs_BT, batch.loss_mask_BT, config
     )
     new = dataclasses.replace(
         batch,
@@ -209,23 +186,6 @@ def corrected(
         weights_BT=correction.weights_BT,
     )
     return new, correction.metrics
-
-
-def decoder_logits(module: Any, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Compute logits [B, T, V] of right-padded sequences, with causal attention.
-
-    The result has this rank's positions of T and columns of V; on pipeline stages before the last,
-    it is hidden states. `tokens_BT` are on the rank's device, "cuda", which the CPU runtime maps to
-    the CPU.
-    """
-    positions = tokens_BT.shape[1]
-    position_ids_BT = torch.arange(positions, device="cuda").expand_as(tokens_BT)
-    own_tokens_BT = megatron_idempotent.step.own_positions(tokens_BT)
-    own_ids_BT = megatron_idempotent.step.own_positions(position_ids_BT)
-    # True for pairs that attention must mask.
-    skipped = torch.ones(1, 1, positions, positions, dtype=torch.bool, device="cuda").triu(1)
-    logits_BTV: torch.Tensor = module(own_tokens_BT, own_ids_BT, skipped)
-    return logits_BTV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,13 +236,7 @@ class LogitsOf:
         return megatron_idempotent.step.all_positions(logprobs_here_BT, cu_seqlens=cu_seqlens)
 
 
-def forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
-    """Compute logits [B, T, V] of a microbatch of rows, or of a pack with B = 1."""
-    if "pack" in microbatch:
-        return megatron_idempotent.step.gpt_forward(module, microbatch)
-    return decoder_logits(module, microbatch["input_ids"])
-
-
+@dataclasses.dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """The GRPO objective of a microbatch, for `TrainStep`.
 
@@ -292,19 +246,17 @@ class PolicyLoss:
     Example: `step.begin(PolicyLoss(config.loss, of=LogitsOf(temperature=1.0)), …)`.
     """
 
-    kind: Literal["token"] = "token"
+    config: LossConfig
+    of: LogitsOf
+    """Computes log-probs from logits."""
+    kind: ClassVar[Literal["token"]] = "token"
     #: Every context-parallel rank computes the same loss, from entire rows.
-    context_parallel: Literal["whole"] = "whole"
-
-    def __init__(self, config: LossConfig, *, of: LogitsOf) -> None:
-        """Take the objective's settings, and `of`, which computes log-probs from logits."""
-        self.normalizers: Mapping[str, Literal["tokens", "none"]] = {
-            "kl": "tokens",
-            "clip_fraction": "tokens",
-            "positions": "none",
-        }
-        self._config = config
-        self._of = of
+    context_parallel: ClassVar[Literal["whole"]] = "whole"
+    normalizers: ClassVar[Mapping[str, Literal["tokens", "none"]]] = {
+        "kl": "tokens",
+        "clip_fraction": "tokens",
+        "positions": "none",
+    }
 
     def __call__(
         self, logits_BTV: torch.Tensor, microbatch: Mapping[str, Any]
@@ -322,29 +274,26 @@ class PolicyLoss:
             # end.
             loss_mask_BT = microbatch["response_mask"]
             advantages = pack.expand(advantages)[None]
-        if self._config.old_logprobs == "recomputed" and "weights" not in microbatch:
+        if self.config.old_logprobs == "recomputed" and "weights" not in microbatch:
             raise ValueError(
                 f"loss.old_logprobs is 'recomputed', loss.correction is "
-                f"{self._config.correction!r}, and the batch has no weights_BT; recompute the "
+                f"{self.config.correction!r}, and the batch has no weights_BT; recompute the "
                 "log-probs and pass the batch through trainer.loss.corrected()"
             )
-        logprobs_BT = self._of.logprobs(
+        logprobs_BT = self.of.logprobs(
             logits_BTV,
             microbatch["targets"],
             loss_mask_BT > 0,
             cu_seqlens=None if pack is None else pack.cu_seqlens,
             ownership="consume",  # the logits are not used again
         )
-        parts = grpo_loss(
+        loss, metrics = grpo_loss(
             logprobs_BT,
             microbatch["old_logprobs"],
             advantages,
             loss_mask_BT,
-            clip_low=self._config.clip_low,
-            clip_high=self._config.clip_high,
+            self.config,
             reference_logprobs_BT=microbatch.get("reference_logprobs"),
-            kl_coefficient=self._config.kl_coefficient,
             weights_BT=microbatch.get("weights"),
         )
-        positions = microbatch["input_ids"].numel()
-        return parts.loss, {"kl": parts.kl, "clip_fraction": parts.clipped, "positions": positions}
+        return loss, {**metrics, "positions": microbatch["input_ids"].numel()}

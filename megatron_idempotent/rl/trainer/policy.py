@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import torch
 from torch.distributed import all_reduce, broadcast, get_rank
 
 import megatron_idempotent
+from megatron_idempotent import step
 from megatron_idempotent.fp8.packing import token_alignment
 from megatron_idempotent.megatron.expert_replay import ExpertReplay
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, load_hf, save_hf
@@ -24,23 +25,19 @@ from megatron_idempotent.rl.metrics.names import GRAD_NORM, LOSS, POSITIONS, RES
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, read_prompts
 from megatron_idempotent.rl.trainer.task.tokenizer import (
     TextTokenizer,
+    longest_sequence,
     make_tokenizer,
-    sequence_positions,
 )
 from megatron_idempotent.rl.weights import WeightSource
 
-from . import ConfigError
+from . import ConfigError, megatron_setup
 from .batch import Batch, chunks
 from .config import Config
 from .layout import Replica
-from .loss import LogitsOf, PolicyLoss, corrected, decoder_logits, forward
-from .megatron_setup import (
-    MegatronModel,
-    build_megatron_model,
-    ensure_checkpoint,
-    megatron_arguments,
-)
+from .loss import LogitsOf, PolicyLoss, corrected
 from .output import INITIAL, Job, data_path, write_sums
+
+_Weights = Mapping[str, torch.Tensor]
 
 
 class MegatronPolicy:
@@ -60,8 +57,8 @@ class MegatronPolicy:
 
         self.config, self.checkpoint, self.positions = config, checkpoint, positions
         self.architecture = Architecture.read(checkpoint)
-        self.stock: MegatronModel = build_megatron_model(
-            megatron_arguments(config, self.architecture, positions=positions),
+        self.stock: megatron_setup.MegatronModel = megatron_setup.build_megatron_model(
+            megatron_setup.megatron_arguments(config, self.architecture, positions=positions),
             self.architecture,
             positions=positions,
             packs=config.packs,
@@ -74,7 +71,7 @@ class MegatronPolicy:
         )
         # Copied before a checkpoint of the run is loaded, so that a resumed run has the same
         # reference for the KL penalty.
-        self._initial = [
+        self._initial: list[_Weights | None] = [
             {name: value.detach().clone() for name, value in module.named_parameters()}
             for module in self.stock.modules
         ]
@@ -84,7 +81,7 @@ class MegatronPolicy:
             self.stock.chunks,
             self.stock.optimizer,
             self.stock.scheduler,
-            forward=forward,
+            forward=_forward,
             router_replay=config.rollout.router_replay,
             # A slow verifier may delay one rank for any time within the run's limit.
             deadline_s=config.run.timeout_s,
@@ -195,9 +192,8 @@ class MegatronPolicy:
             tensors = batch.on_device().sequences()
         else:
             if self.config.parallel.vpp > 1:
-                # An interleaved schedule needs a multiple of as many microbatches as stages.
                 multiple = self.config.microbatch_size * self.config.parallel.pp
-                batch = batch.padded(-(-len(batch) // multiple) * multiple)
+                batch = _filled(batch, multiple)
             tensors = batch.on_device().tensors()
         self.step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
 
@@ -207,64 +203,35 @@ class MegatronPolicy:
         "policy" uses the current weights, "reference" the initial ones. May be called while a step
         is open.
         """
-        with self.weights():
+        weights = self._initial if which == "reference" else [None] * len(self._initial)
+        with self.weights() as modules:
             if not len(batch):  # attention rejects an empty batch
                 return torch.empty_like(batch.old_logprobs_BT)
-            return self._forward_only(batch, self._initial if which == "reference" else None)
+            return self._forward_only(batch, dict(zip(modules, weights, strict=True)))
 
-    def _forward_only(
-        self, batch: Batch, weights: Sequence[Mapping[str, torch.Tensor]] | None
-    ) -> torch.Tensor:
-        """Return log-probs [B, T] of the targets, computed at once or in microbatches.
+    def _forward_only(self, batch: Batch, weights: Mapping[Any, _Weights | None]) -> torch.Tensor:
+        """Return log-probs [B, T] of the targets, computed at once or, in a pipeline, in pieces.
 
-        `weights` replace the parameters of each chunk, by name. Every rank of the replica gets the
-        complete result. A collective of the replica's ranks, or of all ranks if experts are spread
-        over replicas.
+        `weights` replace the parameters of each module, by name; None for its own. Every rank of
+        the replica gets the complete result. A collective of the replica's ranks, or of all ranks
+        if experts are spread over replicas.
         """
-        modules = self.stock.modules
-        forwards: list[Callable[..., Any]] = list(modules)
-        if weights is not None:
-            forwards = [
-                _with(*module_and_weights)
-                for module_and_weights in zip(modules, weights, strict=True)
-            ]
-        if self.config.parallel.pp > 1:
-            by_module = dict(zip(map(id, modules), forwards, strict=True))
-            return self._piped(batch, by_module)
-        batch = batch.on_device()
-        return self._of_logits(self._decoded(modules[0], forwards[0], batch), batch).cpu()
-
-    def _decoded(self, module: Any, forward: Callable[..., Any], batch: Batch) -> torch.Tensor:
-        """Compute a chunk's logits, replaying the engine's experts if it has its own weights.
-
-        The reference has other weights, and selects its own experts.
-        """
-        run = functools.partial(decoder_logits, forward, batch.tokens_BT)
-        if self._replay is None or forward is not module:
-            return run()
-        assert batch.routed_experts is not None
-        routes = megatron_idempotent.step.own_positions(batch.routed_experts[:, :-1])
-        return self._replay.run(module, routes, run)
-
-    def _of_logits(self, logits_BTV: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return self._logits.logprobs(logits_BTV, batch.targets_BT, batch.loss_mask_BT > 0)
-
-    def _piped(self, batch: Batch, forwards: Mapping[int, Callable[..., Any]]) -> torch.Tensor:
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        # An interleaved schedule needs a multiple of as many microbatches as stages.
-        rows, size, modules = len(batch), self.config.microbatch_size, list(self.stock.modules)
-        multiple = size * self.config.parallel.pp
-        padded = batch.padded(-(-rows // multiple) * multiple).on_device()
+        rows, modules, stages = len(batch), list(weights), self.config.parallel.pp
+        size = self.config.microbatch_size if stages > 1 else rows
+        padded = _filled(batch, size * stages).on_device()
         pieces = [
             padded.rows(torch.arange(start, start + size)) for start in range(0, len(padded), size)
         ]
 
         def forward_step(waiting: Iterator[Batch], module: Any) -> tuple[Any, Any]:
             piece = next(waiting)
-            logits = self._decoded(module, forwards[id(module)], piece)
-            return logits, lambda output, **_: self._of_logits(output, piece)
+            logits = self._decoded(module, weights[module], piece)
+            return logits, lambda output, **_: self._logits.logprobs(
+                output, piece.targets_BT, piece.loss_mask_BT > 0
+            )
 
         iterators = [iter(pieces) for _ in modules]
         with ExitStack() as stack:
@@ -282,9 +249,27 @@ class MegatronPolicy:
         logprobs_BT = torch.empty_like(padded.old_logprobs_BT)
         if parts:
             logprobs_BT = torch.cat(parts).to(logprobs_BT.dtype).contiguous()
-        group = parallel_state.get_pipeline_model_parallel_group()
-        broadcast(logprobs_BT, parallel_state.get_pipeline_model_parallel_last_rank(), group)
+        if stages > 1:
+            group = parallel_state.get_pipeline_model_parallel_group()
+            broadcast(logprobs_BT, parallel_state.get_pipeline_model_parallel_last_rank(), group)
         return logprobs_BT[:rows].cpu()
+
+    def _decoded(self, module: Any, weights: _Weights | None, batch: Batch) -> torch.Tensor:
+        """Compute a chunk's logits, replaying the engine's experts if it has its own weights.
+
+        The reference has other weights, and selects its own experts.
+        """
+        inputs = step.gpt_inputs(module, {"input_ids": batch.tokens_BT})
+        logits_BTV: torch.Tensor
+        if weights is not None:
+            logits_BTV = torch.func.functional_call(module, dict(weights), (), inputs)
+        elif self._replay is None:
+            logits_BTV = module(**inputs)
+        else:
+            assert batch.routed_experts is not None
+            routes, run = batch.routed_experts[:, :-1], functools.partial(module, **inputs)
+            logits_BTV = self._replay.run(module, step.own_positions(routes), run)
+        return logits_BTV
 
     def _optimizer_step(self, stream: Iterable[Batch]) -> megatron_idempotent.StepResult:
         # With the batch size, so that the last chunk's backward overlaps the reductions.
@@ -299,6 +284,20 @@ class MegatronPolicy:
             raise
 
 
+def _forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
+    """Call the model. Not the step's default, for which it looks at all ids before each call: these
+    are the tokenizer's.
+    """
+    return step.gpt_forward(module, microbatch)
+
+
+def _filled(batch: Batch, multiple: int) -> Batch:
+    """Pad a batch to a multiple of rows: an interleaved schedule needs a multiple of as many
+    microbatches as stages.
+    """
+    return batch.padded(-(-len(batch) // multiple) * multiple)
+
+
 def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> None:
     """Disable the gathers and reductions of training in a schedule, within the stack.
 
@@ -310,13 +309,6 @@ def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> N
     for module in modules:
         for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
             set_for(stack, module.config, name, None)
-
-
-def _with(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
-    def call(*inputs: torch.Tensor) -> Any:
-        return torch.func.functional_call(module, dict(weights), inputs)
-
-    return call
 
 
 def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> dict[str, float]:
@@ -346,11 +338,10 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> dict[
 
 
 def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> int:
-    """Return the length T of training sequences: the longest one, rounded up for the ranks."""
-    least = sequence_positions(
-        prompts, tokenizer, max_response_tokens=config.rollout.max_response_tokens
-    )
-    return config.parallel.rounded(least)
+    """Return the length T of training sequences, rounded up for the ranks: the last token of the
+    longest one is only a target.
+    """
+    return config.parallel.rounded(longest_sequence(config, prompts, tokenizer) - 1)
 
 
 def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> None:
@@ -360,8 +351,7 @@ def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -
         ConfigError: it does not fit.
     """
     budget, parallel = config.optimizer.max_tokens_per_microbatch, config.parallel
-    response = config.rollout.max_response_tokens
-    longest = sequence_positions(prompts, tokenizer, max_response_tokens=response) + 1
+    longest = longest_sequence(config, prompts, tokenizer)
     alignment = token_alignment(None, parallel.tp, parallel.cp, parallel.sequence_parallel)
     least = alignment.of_pack([longest])
     if config.packs and budget < least:
@@ -387,11 +377,9 @@ def start_policy(job: Job) -> tuple[MegatronPolicy, PromptSet, TextTokenizer]:
     if config.model.path:
         checkpoint = Path(config.model.path)
     else:
-        checkpoint = ensure_checkpoint(
-            job.out / INITIAL,
-            config.model,
-            tokenizer,
-            seed=config.run.seed,
-            positions=positions + 1,
+        folder, sizes, seed = job.out / INITIAL, config.model, config.run.seed
+        longest = positions + 1
+        checkpoint = megatron_setup.ensure_checkpoint(
+            folder, sizes, tokenizer, seed=seed, positions=longest
         )
     return MegatronPolicy(config, checkpoint, positions=positions), prompts, tokenizer

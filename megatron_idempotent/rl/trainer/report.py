@@ -1,35 +1,18 @@
-"""Reports a run with loggers, its progress, two curves and a final table."""
+"""Reports a run with loggers, two curves and a final table."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_idempotent.rl.metrics.console import live_table
-from megatron_idempotent.rl.metrics.loggers import (
-    METRICS_FILE,
-    TENSORBOARD_DIRECTORY,
-    JsonlLogger,
-    Logger,
-    Loggers,
-    SettingsError,
-    TensorBoardLogger,
-    logger_factories,
-)
-from megatron_idempotent.rl.metrics.names import (
-    GRAD_NORM,
-    HELD_OUT,
-    LOSS,
-    POSITIONS,
-    REWARD,
-    TOKENS_PER_S,
-    TOTAL_S,
-)
+from megatron_idempotent.rl.metrics import loggers as metric_loggers
+from megatron_idempotent.rl.metrics import names
+from megatron_idempotent.rl.metrics.loggers import Logger, Loggers
 
 from . import ConfigError
 from .config import Config
@@ -43,10 +26,10 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
     A resumed run counts as one run. Set-up time does not count.
     """
-    held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row]
-    trained = [row for row in rows if REWARD in row]
-    seconds = sum(row[TOTAL_S] for row in trained)
-    tokens = sum(row[TOKENS_PER_S] * row[TOTAL_S] for row in trained)
+    held_out = [row[names.HELD_OUT] for row in rows if names.HELD_OUT in row]
+    trained = [row for row in rows if names.REWARD in row]
+    seconds = sum(row[names.TOTAL_S] for row in trained)
+    tokens = sum(row[names.TOKENS_PER_S] * row[names.TOTAL_S] for row in trained)
     return {
         "rollouts": len(trained),
         "held-out reward at the start": held_out[0],
@@ -54,7 +37,7 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         "best held-out reward": max(held_out),
         "seconds, set-up aside": seconds,
         "response tokens per second": tokens / (seconds or 1.0),
-        "positions computed per token": sum(row.get(POSITIONS, 0.0) for row in trained)
+        "positions computed per token": sum(row.get(names.POSITIONS, 0.0) for row in trained)
         / (tokens or 1.0),
     }
 
@@ -87,9 +70,9 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any
         steps, values = ([row[key] for row in with_value] for key in ("step", name))
         axes.plot(steps, values, style, **options)
 
-    plot(reward_axes, REWARD, "-", label="training prompts", linewidth=1, alpha=0.7)
-    plot(reward_axes, HELD_OUT, "o-", label="held-out prompts", markersize=4)
-    plot(loss_axes, LOSS, "-", linewidth=1, alpha=0.7)
+    plot(reward_axes, names.REWARD, "-", label="training prompts", linewidth=1, alpha=0.7)
+    plot(reward_axes, names.HELD_OUT, "o-", label="held-out prompts", markersize=4)
+    plot(loss_axes, names.LOSS, "-", linewidth=1, alpha=0.7)
     for axes in (reward_axes, loss_axes):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -109,10 +92,10 @@ def make_loggers(job: Job, *displays: Logger, threaded: bool) -> Loggers:
     If TensorBoard is not installed, its logger is dropped with a warning.
     """
     first = rollouts_of(job.resume_from) if job.resume_from is not None else 0
-    events = job.out / TENSORBOARD_DIRECTORY
+    events = job.out / metric_loggers.TENSORBOARD_DIRECTORY
     loggers: list[Logger | Callable[[], Logger]] = [
-        functools.partial(JsonlLogger, job.out / METRICS_FILE, first_step=first),
-        functools.partial(TensorBoardLogger, events, first_step=first),
+        *metric_loggers.logger_factories(["jsonl"], job.out, first_step=first),
+        functools.partial(metric_loggers.TensorBoardLogger, events, first_step=first),
         *named_loggers(job.config, job.out, first_step=first),
         *displays,
     ]
@@ -125,42 +108,8 @@ def named_loggers(config: Config, out: Path, *, first_step: int = 0) -> list[Cal
     Raises:
         ConfigError: a logger is unknown, or its package is not installed.
     """
-    names = [name.strip() for name in config.controller.loggers.split(",") if name.strip()]
+    loggers = [name.strip() for name in config.controller.loggers.split(",") if name.strip()]
     try:
-        return logger_factories(names, out, first_step=first_step)
-    except SettingsError as error:
+        return metric_loggers.logger_factories(loggers, out, first_step=first_step)
+    except metric_loggers.SettingsError as error:
         raise ConfigError(f"controller.loggers: {error}") from error
-
-
-class RolloutProgress:
-    """Shows a synchronous run on rank 0: a table on a terminal, otherwise a line per evaluation.
-
-    Example: `RolloutProgress(config, terminal=sys.stderr)`.
-    """
-
-    def __init__(self, config: Config, *, terminal: IO[str]) -> None:
-        self._rollouts, self._terminal = config.run.rollouts, terminal
-        self._table = live_table(terminal)
-        self._held_out = float("nan")
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Draw the table, or print a line if the row has a held-out reward."""
-        self._held_out = metrics.get(HELD_OUT, self._held_out)
-        texts = {"rollout": f"{step}/{self._rollouts}"}
-        if REWARD in metrics:
-            texts["reward"] = f"{metrics[REWARD]:.3f}"
-        texts["held-out"] = f"{self._held_out:.3f}"
-        if REWARD in metrics:
-            texts |= {"loss": f"{metrics[LOSS]:+.3f}", "grad": f"{metrics[GRAD_NORM]:.1f}"}
-            texts["speed"] = f"{metrics[TOKENS_PER_S]:.0f} tok/s"
-        if self._table is not None:
-            left_s = (self._rollouts - step) * metrics.get(TOTAL_S, 0.0)
-            self._table.draw(texts | {"left": f"{left_s / 60:.0f} min"})
-        elif HELD_OUT in metrics:
-            line = " ".join(f"{name} {text}" for name, text in texts.items())
-            print(line, file=self._terminal, flush=True)
-
-    def close(self) -> None:
-        """Leave the last table on the screen, and restore the cursor."""
-        if self._table is not None:
-            self._table.close()

@@ -73,9 +73,7 @@ class Scorer:
     """Scores samples with the verifier. Example: `await scorer(0, prompt, samples)`."""
 
     def __init__(self, reward: Reward, tokenizer: TextTokenizer) -> None:
-        self._reward = reward
-        self._fields = FieldsOf(reward)
-        self._tokenizer = tokenizer
+        self._reward, self._fields, self._tokenizer = reward, FieldsOf(reward), tokenizer
 
     async def __call__(
         self, group_id: int, prompt: Prompt, samples: Sequence[Sample]
@@ -90,16 +88,22 @@ class Scorer:
             ConfigError: a reward is not a number from 0 to 1, such as NaN.
             Exception: the verifier's error.
         """
+        fields = self._fields(prompt.fields)
         return tuple(
             score(
                 self._reward,
                 self._tokenizer.decode(sample.tokens),
                 prompt,
                 finished=sample.finish_reason == "stop",
-                fields=self._fields(prompt.fields),
+                fields=fields,
             )
             for sample in samples
         )
+
+    def group(self, prompt: Prompt, samples: Sequence[Sample]) -> RolloutGroup:
+        """Score the samples of a prompt, and return them as a group; raises as `rewards` does."""
+        rewards = self.rewards(prompt, samples)
+        return RolloutGroup(id=prompt.row, prompt=prompt, samples=tuple(samples), rewards=rewards)
 
 
 def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -144,83 +148,75 @@ def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
     """Measures the mean reward on held-out prompts, with a sample each at training temperature.
 
     Example: `metrics = await evaluation(40)`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        fleet: Fleet,
-        tokenizer: TextTokenizer,
-        scorer: Scorer,
-        held_out: Sequence[Prompt],
-    ) -> None:
-        """Take the fleet, the scorer and the held-out prompts, of which it uses the first ones."""
-        self._config, self._fleet, self._tokenizer, self._scorer = config, fleet, tokenizer, scorer
-        self._prompts = held_out[: config.evaluation.prompts]
+    config: Config
+    fleet: Fleet
+    tokenizer: TextTokenizer
+    scorer: Scorer
+    held_out: Sequence[Prompt]
+    """The held-out prompts, of which the first `evaluation.prompts` are used."""
 
     async def __call__(self, version: int) -> Mapping[str, float]:
         """Return metrics of a version, or nothing if it is not due."""
         if not self.due(version):
             return {}
-        drawn = (self._evaluate_prompt(prompt, version) for prompt in self._prompts)
+        prompts = self.held_out[: self.config.evaluation.prompts]
+        drawn = (self._evaluate_prompt(prompt, version) for prompt in prompts)
         return evaluation_means(group_sums(await asyncio.gather(*drawn)))
 
     def due(self, version: int) -> bool:
         """Return whether a version is evaluated; `evaluation.every` counts rollouts."""
-        every = self._config.evaluation.every * self._config.optimizer.steps_per_rollout
-        return version == 0 or due(version, every, self._config.last_version)
+        every = self.config.evaluation.every * self.config.optimizer.steps_per_rollout
+        return version == 0 or due(version, every, self.config.last_version)
 
     async def _evaluate_prompt(self, prompt: Prompt, version: int) -> RolloutGroup:
         stream = EVALUATION_STREAM + version
-        (request,) = make_requests(self._config, self._tokenizer, prompt, stream=stream, samples=1)
-        sample = await self._fleet.sample(request)
-        rewards = await self._scorer(prompt.row, prompt, [sample])
-        return RolloutGroup(id=prompt.row, prompt=prompt, samples=(sample,), rewards=tuple(rewards))
+        (request,) = make_requests(self.config, self.tokenizer, prompt, stream=stream, samples=1)
+        sample = await self.fleet.sample(request)
+        return await asyncio.to_thread(self.scorer.group, prompt, [sample])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class GrpoRecipe:
     """Implements `controller.Recipe` for GRPO.
 
     Example: `recipe.batch(groups, recipe.inputs(groups), {})`.
     """
 
-    def __init__(self, config: Config, tokenizer: TextTokenizer, *, positions: int) -> None:
-        """Take the configuration, the tokenizer and the length T of training sequences."""
-        self._config = config
-        self._tokenizer = tokenizer
-        self._positions = positions
-        # By group, until its step is reported; a repeated step overwrites its entry.
-        self._corrections: dict[int, Mapping[str, float]] = {}
+    config: Config
+    tokenizer: TextTokenizer
+    positions: int
+    """The length T of training sequences."""
+    # By group, until its step is reported; a repeated step overwrites its entry.
+    _corrections: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def rejects(self, group: RolloutGroup) -> str:
         """Return a reason for a group whose rewards are all equal, with `controller.drop_tied`."""
-        if not self._config.controller.drop_tied or len(set(group.rewards)) > 1:
+        if not self.config.controller.drop_tied or len(set(group.rewards)) > 1:
             return ""
         samples, reward = len(group.rewards), group.rewards[0]
-        return (
-            f"tied: task.reward {self._config.task.reward} gave {samples} samples {reward:g} each"
-        )
+        return f"tied: task.reward {self.config.task.reward} gave {samples} samples {reward:g} each"
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Batch:
         """Make a batch with a row per sample, with advantages and the engine's log-probs."""
         rows = []
         for group in groups:
-            prompt = self._tokenizer.encode_prompt(group.prompt.text)
-            normalize_std = self._config.loss.normalize_std
+            prompt = self.tokenizer.encode_prompt(group.prompt.text)
+            normalize_std = self.config.loss.normalize_std
             advantages = group_advantages(group.rewards, normalize_std=normalize_std)
-            rows += [
-                (prompt, *sample_and_advantage)
-                for sample_and_advantage in zip(group.samples, advantages, strict=True)
-            ]
+            samples = zip(group.samples, advantages, strict=True)
+            rows += [(prompt, sample, advantage) for sample, advantage in samples]
         return pack_rows(
             rows,
-            positions=self._positions,
-            pad_id=self._tokenizer.pad_id,
-            replays=self._config.rollout.router_replay != "off",
+            positions=self.positions,
+            pad_id=self.tokenizer.pad_id,
+            replays=self.config.rollout.router_replay != "off",
         )
 
     def batch(
@@ -230,7 +226,7 @@ class GrpoRecipe:
         logprobs: Mapping[LogprobsOf, torch.Tensor],
     ) -> Batch:
         """Add reference log-probs and importance weights to `inputs`, as the loss needs them."""
-        loss = self._config.loss
+        loss = self.config.loss
         batch: Batch = inputs
         reference_BT = logprobs.get("reference")
         if loss.kl_coefficient and loss.kl_reference == "old":
@@ -253,13 +249,11 @@ class GrpoRecipe:
             for name in ("ratio", "kl", "rejected", "truncated", "not_finite"):
                 means[f"correction/{name}"] = sum(part[name] for part in parts) / tokens
             means["correction/largest_ratio"] = max(part["largest_ratio"] for part in parts)
+        mixed = sum(len(set(sample.versions)) > 1 for group in groups for sample in group.samples)
         return {
             **means,
             **group_means(sums),
             "response_length": sum(group.tokens for group in groups) / samples,
             "failed_samples": float(sum(group.failed for group in groups)),
-            "mixed_version_fraction": sum(
-                len(set(sample.versions)) > 1 for group in groups for sample in group.samples
-            )
-            / samples,
+            "mixed_version_fraction": mixed / samples,
         }

@@ -66,10 +66,8 @@ def join(config: Config, job: Job | None = None) -> Job:
     The process is set up like a rank of `cpu.RankPool`. It ends together with its torchrun, and
     with exit code 1 after `run.timeout_s`.
     """
-    limit_s, terminal = (
-        config.run.timeout_s,
-        os.dup(2),
-    )  # descriptor 2 is redirected to a file later
+    limit_s = config.run.timeout_s
+    terminal = os.dup(2)  # descriptor 2 is redirected to a file later
 
     def end() -> None:
         faulthandler.dump_traceback(terminal)
@@ -89,10 +87,7 @@ def join(config: Config, job: Job | None = None) -> Job:
         raise ConfigError(str(error)) from error
     machine = int(os.environ["LOCAL_WORLD_SIZE"])
     launcher.take_device(
-        config.run.device,
-        int(os.environ["LOCAL_RANK"]),
-        machine,
-        one_machine=machine == size(),
+        config.run.device, int(os.environ["LOCAL_RANK"]), machine, one_machine=machine == size()
     )
     import torch.distributed as dist
 

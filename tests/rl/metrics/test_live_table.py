@@ -11,7 +11,7 @@ pytest.importorskip("torch")  # the records of the engines are imported with it
 
 from status_cases import status as status_record
 
-from megatron_idempotent.rl.metrics.console import LiveTable, StatusTable, keep_showing
+from megatron_idempotent.rl.metrics.console import StatusTable, keep_showing
 
 METRICS = {
     "train/reward": 0.4123,
@@ -39,7 +39,6 @@ def test_the_table_shows_the_status_and_the_last_metrics(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     output = Terminal()
     table = StatusTable(output, until=200)
-    assert isinstance(table._table, LiveTable)
     table.show(status(rollouts_permitted=False), 1.0)
     table.log(METRICS, step=12)
     table.log({"evaluation/reward": 0.5}, step=12)

@@ -29,8 +29,8 @@ def compare_sampling_with_training(job, make=None):
     from megatron_idempotent.rl.trainer.batch import pack_rows
     from megatron_idempotent.rl.trainer.checkpoint import weights_digest
     from megatron_idempotent.rl.trainer.engines import make_engines
-    from megatron_idempotent.rl.trainer.loss import decoder_logits
     from megatron_idempotent.rl.trainer.rewards import make_requests
+    from megatron_idempotent.step import gpt_forward
 
     prompts = [
         Prompt(row=row, text=text, answer=text, split="train") for row, text in enumerate(TEXTS)
@@ -66,7 +66,7 @@ def compare_sampling_with_training(job, make=None):
     engines.close()
     batch = as_batch(groups)
     with policy.weights() as modules, torch.no_grad():
-        logits_BTV = decoder_logits(modules[0], batch.tokens_BT)
+        logits_BTV = gpt_forward(modules[0], {"input_ids": batch.tokens_BT})
         trained_BT = megatron_idempotent.token_logprobs(
             logits=logits_BTV, targets=batch.targets_BT, temperature=temperature
         ).logprob

@@ -24,6 +24,15 @@ from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402
 B, T = 6, 9
 BOUNDS = {"low": 0.8, "high": 1.2}
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+
+
+def correcting(mode, level, low=0.8, high=1.2):
+    """Return the settings of a correction."""
+    bounds = {"correction_low": low, "correction_high": high}
+    options = {"correction": mode, "correction_level": level, **bounds}
+    return LossConfig(old_logprobs="recomputed", **options)
+
+
 modes = pytest.mark.parametrize("mode", ["none", "truncate", "mask"])
 levels = pytest.mark.parametrize("level", ["token", "sequence"])
 
@@ -71,7 +80,7 @@ def test_weights_mask_and_metrics_are_their_formulas(mode, level):
     some = dict.fromkeys(("rejected", "truncated"), 0.0)
     for seed in range(8):
         inputs = make_inputs(seed)
-        found = importance_correction(*doubles(*inputs), mode=mode, level=level, **BOUNDS)
+        found = importance_correction(*doubles(*inputs), correcting(mode, level))
         weights, mask, metrics = expected(*inputs, mode=mode, level=level, **BOUNDS)
         assert found.metrics == pytest.approx(metrics, abs=1e-12)
         assert torch.allclose(found.weights_BT, *doubles(weights), atol=1e-14, rtol=0)
@@ -84,7 +93,7 @@ def test_weights_mask_and_metrics_are_their_formulas(mode, level):
 def test_the_bounds_themselves_are_kept():
     logs = [[math.log(0.5), math.log(2.0), math.log(0.5) - 1e-9, math.log(2.0) + 1e-9]]
     given = doubles(logs, [[0.0] * 4], [[1.0] * 4])
-    found = importance_correction(*given, mode="mask", low=0.5, high=2.0, level="token")
+    found = importance_correction(*given, correcting("mask", "token", low=0.5, high=2.0))
     assert found.loss_mask_BT.tolist() == [[1.0, 1.0, 0.0, 0.0]]
 
 
@@ -92,13 +101,13 @@ def test_the_bounds_themselves_are_kept():
 @modes
 def test_padding_has_no_influence_on_a_correction_not_even_nan(mode, level):
     proximal, behaviour, mask = doubles(*make_inputs())
-    outside, options = mask == 0, {"mode": mode, "level": level, **BOUNDS}
+    outside, config = mask == 0, correcting(mode, level)
     first, *others = [
         importance_correction(
             proximal.masked_fill(outside, one),
             behaviour.masked_fill(outside, other),
             mask,
-            **options,
+            config,
         )
         for one, other in ((0.0, 0.0), (math.nan, 1.0), (-math.inf, -math.inf), (1e300, -1e300))
     ]
@@ -118,7 +127,7 @@ def test_a_ratio_that_is_no_number_is_rejected_and_counted(mode, proximal, behav
         [[proximal, -2.0], [-1.0, -1.0]], [[behaviour, -2.0], [-1.0, -1.0]], [[1.0, 1.0]] * 2
     )
     for level, rejected in (("token", [0.0, 1.0]), ("sequence", [0.0, 0.0])):
-        found = importance_correction(*given, mode=mode, level=level, low=0.0, high=1e6)
+        found = importance_correction(*given, correcting(mode, level, low=0.0, high=1e6))
         assert found.loss_mask_BT.tolist() == [rejected, [1.0, 1.0]]
         assert found.weights_BT.tolist() == [rejected, [1.0, 1.0]]
         assert found.metrics["not_finite"] == 1
@@ -129,7 +138,7 @@ def test_a_ratio_that_is_no_number_is_rejected_and_counted(mode, proximal, behav
 @modes
 def test_a_ratio_too_large_for_floats_stays_a_number(mode):
     inputs = [torch.tensor([[value]]) for value in (-0.5, -1e30, 1.0)]
-    found = importance_correction(*inputs, mode=mode, level="token", **BOUNDS)
+    found = importance_correction(*inputs, correcting(mode, "token"))
     assert found.weights_BT.dtype == torch.float32
     assert found.weights_BT.item() == pytest.approx({"none": 1, "truncate": 1.2, "mask": 0}[mode])
     assert math.isfinite(torch.tensor(found.metrics["largest_ratio"]).float())
@@ -137,7 +146,7 @@ def test_a_ratio_too_large_for_floats_stays_a_number(mode):
 
 def test_a_batch_without_sequences_has_nothing_to_correct():
     empty = torch.zeros(0, 4)
-    found = importance_correction(empty, empty, empty, mode="mask", level="sequence", **BOUNDS)
+    found = importance_correction(empty, empty, empty, correcting("mask", "sequence"))
     assert found.weights_BT.shape == (0, 4)
     assert set(found.metrics.values()) == {0.0}
 
@@ -174,29 +183,26 @@ def objective(logprobs, proximal, reference, weights, advantages, mask, kl_coeff
 @pytest.mark.parametrize("kl_coefficient", [0.05, 0.0])
 def test_decoupled_ppo_with_a_penalty_and_its_gradient_are_the_formula(mode, level, kl_coefficient):
     logprobs, proximal, behaviour, advantages, mask = make_step()
-    options = {"mode": mode, "level": level, **BOUNDS}
-    found = importance_correction(*doubles(proximal, behaviour, mask), **options)
-    weights, kept, _ = expected(proximal, behaviour, mask, **options)
+    found = importance_correction(*doubles(proximal, behaviour, mask), correcting(mode, level))
+    weights, kept, _ = expected(proximal, behaviour, mask, mode=mode, level=level, **BOUNDS)
     current, old, reference, gains = doubles(logprobs, proximal, behaviour, advantages)
-    parts = grpo_loss(
+    total, metrics = grpo_loss(
         current.requires_grad_(),
         old,
         gains,
         found.loss_mask_BT,
-        **CLIP,
+        LossConfig(**CLIP, kl_coefficient=kl_coefficient),
         reference_logprobs_BT=reference,
-        kl_coefficient=kl_coefficient,
         weights_BT=found.weights_BT.requires_grad_(),
     )
-    parts.loss.backward()
+    total.backward()
     loss, kl, clipped, gradient = objective(
         logprobs, proximal, behaviour, weights, advantages, kept, kl_coefficient
     )
     # Sums of some thirty terms of order one: float64 rounding stays far below this.
-    assert parts.loss.item() == pytest.approx(loss, abs=1e-12)
-    assert parts.kl.item() == pytest.approx(kl, abs=1e-12)
-    assert int(parts.clipped) == clipped > 0
-    assert parts.tokens == sum(map(sum, kept))
+    assert total.item() == pytest.approx(loss, abs=1e-12)
+    assert metrics["kl"].item() == pytest.approx(kl, abs=1e-12)
+    assert int(metrics["clip_fraction"]) == clipped > 0
     assert torch.allclose(current.grad, *doubles(gradient), atol=1e-13, rtol=0)
     assert found.weights_BT.grad is None
 
@@ -208,10 +214,11 @@ def test_what_lies_outside_the_mask_has_no_influence_on_a_loss_not_even_nan():
         values = current.masked_fill(outside, filler).requires_grad_()
         others = [each.masked_fill(outside, -filler) for each in (old, reference, old.exp())]
         options = {"reference_logprobs_BT": others[1], "weights_BT": others[2]}
-        parts = grpo_loss(values, others[0], gains, mask, **CLIP, kl_coefficient=0.1, **options)
-        parts.loss.backward()
+        config = LossConfig(**CLIP, kl_coefficient=0.1)
+        loss, _ = grpo_loss(values, others[0], gains, mask, config, **options)
+        loss.backward()
         assert torch.equal(values.grad[outside], torch.zeros_like(values.grad[outside]))
-        results.append((parts.loss.item(), values.grad.tolist()))
+        results.append((loss.item(), values.grad.tolist()))
     assert results[0] == results[1] == results[2] == results[3]
 
 
@@ -219,16 +226,18 @@ def test_without_weights_it_is_the_same_to_the_bit_as_with_weights_of_one():
     found = []
     for weights_BT in (None, torch.ones(B, T)):
         current, old, _, gains, mask = (each.float() for each in doubles(*make_step()))
-        loss = grpo_loss(current.requires_grad_(), old, gains, mask, **CLIP, weights_BT=weights_BT)
-        loss.loss.backward()
-        found.append((loss.loss.item(), current.grad.tolist()))
+        inputs = current.requires_grad_(), old, gains, mask
+        config = LossConfig(**CLIP, kl_coefficient=0)
+        loss, _ = grpo_loss(*inputs, config, weights_BT=weights_BT)
+        loss.backward()
+        found.append((loss.item(), current.grad.tolist()))
     assert found[0] == found[1]
 
 
 def test_a_kl_coefficient_without_a_reference_is_an_error():
     current, old, _, gains, mask = doubles(*make_step())
     with pytest.raises(ValueError, match=r"kl_coefficient is 0.1 and there are no reference"):
-        grpo_loss(current, old, gains, mask, **CLIP, kl_coefficient=0.1)
+        grpo_loss(current, old, gains, mask, LossConfig(**CLIP, kl_coefficient=0.1))
 
 
 def make_batch(seed=5):
@@ -265,22 +274,19 @@ def test_a_steps_loss_is_the_objective_of_the_batch(correction):
     logits = torch.randn(B, T, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     own = token_logprobs(logits=logits, targets=batch.targets_BT, temperature=0.7).logprob
     loss, metrics = PolicyLoss(config, of=LogitsOf(temperature=0.7))(logits, batch.tensors())
-    parts = grpo_loss(
+    expected_loss, sums = grpo_loss(
         own,
         proximal if correction else batch.old_logprobs_BT,
         batch.advantages_B,
         batch.loss_mask_BT,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
+        config,
         reference_logprobs_BT=proximal,
-        kl_coefficient=0.05,
         weights_BT=batch.weights_BT,
     )
-    assert torch.equal(loss, parts.loss)
-    positions = batch.targets_BT.numel()
-    assert metrics == {"kl": parts.kl, "clip_fraction": parts.clipped, "positions": positions}
+    assert torch.equal(loss, expected_loss)
+    assert metrics == {**sums, "positions": batch.targets_BT.numel()}
     # What the step divides by is what the sums go over.
-    assert valid_counts(batch.tensors())[1] == parts.tokens
+    assert valid_counts(batch.tensors())[1] == (batch.loss_mask_BT > 0).sum()
 
 
 def test_rejected_tokens_leave_the_denominator_and_weights_travel_with_their_sequences():

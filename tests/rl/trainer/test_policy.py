@@ -65,9 +65,9 @@ def trained(job, behaviour, failing=()):
     import megatron_idempotent
     from megatron_idempotent.rl.trainer.batch import Batch, chunks
     from megatron_idempotent.rl.trainer.checkpoint import weights_digest
-    from megatron_idempotent.rl.trainer.loss import decoder_logits
     from megatron_idempotent.rl.trainer.output import data_path
     from megatron_idempotent.rl.trainer.task.prompts import read_prompts
+    from megatron_idempotent.step import gpt_forward
 
     config, rank = job.config, dist.get_rank()
     policy, tokenizer, _ = start(job, read_prompts(data_path(config)).all, LENGTH)
@@ -77,7 +77,9 @@ def trained(job, behaviour, failing=()):
     inputs_BT, targets_BT = tokens_BT[:, :-1].clone(), tokens_BT[:, 1:]
     with policy.weights() as modules:
         own_BT = megatron_idempotent.token_logprobs(
-            logits=decoder_logits(modules[0], inputs_BT), targets=targets_BT, temperature=1.0
+            logits=gpt_forward(modules[0], {"input_ids": inputs_BT}),
+            targets=targets_BT,
+            temperature=1.0,
         ).logprob
     old_BT = own_BT if behaviour is None else torch.full((ROWS, LENGTH), behaviour)
     old_BT[0, 0] = own_BT[0, 0] - (5.0 if behaviour is not None else 0.0)

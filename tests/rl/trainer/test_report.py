@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("rich")
 
+from megatron_idempotent.rl.metrics.console import RolloutProgress
 from megatron_idempotent.rl.metrics.loggers import read_metrics
 from megatron_idempotent.rl.metrics.names import (
     GRAD_NORM,
@@ -22,7 +23,6 @@ from megatron_idempotent.rl.metrics.names import (
 from megatron_idempotent.rl.trainer.config import load_config
 from megatron_idempotent.rl.trainer.output import Job
 from megatron_idempotent.rl.trainer.report import (
-    RolloutProgress,
     draw_curves,
     make_loggers,
     print_summary,
@@ -51,7 +51,7 @@ ROWS = [
 @pytest.mark.parametrize("kind", [io.StringIO, Terminal])
 def test_a_terminal_has_a_table_and_a_file_a_line_per_evaluation(kind):
     output = kind()
-    progress = RolloutProgress(load_config(), terminal=output)
+    progress = RolloutProgress(output, rollouts=150)
     for each in ROWS:
         progress.log(each, step=each["step"])
     progress.close()

@@ -162,22 +162,23 @@ def _parse_row(line: str, *, row: int, location: str, words: bool) -> Prompt:
         if "prompt" in fields:
             raise DataError(f"{location}: both 'prompt' and {MESSAGES!r}; keep one of them")
         fields["prompt"] = fields.pop(MESSAGES)
-    text = fields.get("prompt")
-    if isinstance(text, list):
-        if words:
-            raise DataError(
-                f"{location}: the prompt is messages, which need the chat template of a "
-                "checkpoint's tokenizer; give one with --model, or write the prompt as a string"
-            )
+    text: Any = fields.get("prompt")
+    is_chat = isinstance(text, list)
+    if is_chat and words:
+        raise DataError(
+            f"{location}: the prompt is messages, which need the chat template of a "
+            "checkpoint's tokenizer; give one with --model, or write the prompt as a string"
+        )
+    if is_chat:
         _check_messages(text, location)
-        _check_fields(fields, location, ("answer", "split"))
-    else:
-        _check_fields(fields, location, FIELDS)
-    one_line = (lambda value: " ".join(value.split())) if words else (lambda value: value)
+    _check_fields(fields, location, ("answer", "split") if is_chat else FIELDS)
+    text, answer = tuple(text) if is_chat else text, fields["answer"]
+    if words:
+        text, answer = (" ".join(value.split()) for value in (text, answer))
     return Prompt(
         row=row,
-        text=tuple(text) if isinstance(text, list) else one_line(text),
-        answer=one_line(fields["answer"]),
+        text=text,
+        answer=answer,
         split=cast("Split", fields["split"]),
         fields={name: value for name, value in fields.items() if name not in FIELDS},
     )

@@ -172,15 +172,13 @@ def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
     return TextTokenizer.of_words(prompts.all)
 
 
-def sequence_positions(
-    prompts: PromptSet, tokenizer: TextTokenizer, *, max_response_tokens: int
-) -> int:
-    """Return the smallest T that fits all sequences: longest prompt plus response, minus one.
+def longest_sequence(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> int:
+    """Return the most tokens of a sequence: the longest prompt with the longest response.
 
     Held-out prompts are included, so that evaluation and training have the same rotary table.
     """
     longest = max(len(tokenizer.encode_prompt(prompt.text)) for prompt in prompts.all)
-    return longest + max_response_tokens - 1
+    return longest + config.rollout.max_response_tokens
 
 
 def _numbers(checkpoint: Path, key: str, value: Any) -> tuple[int, ...]:
