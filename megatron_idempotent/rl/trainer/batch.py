@@ -47,8 +47,8 @@ class Batch:
     def __len__(self) -> int:
         return int(self.tokens_BT.shape[0])
 
-    def rows(self, index: torch.Tensor) -> Batch:
-        """Return a batch of the sequences at `index`, an int64 vector, in that order."""
+    def rows(self, index: torch.Tensor | slice) -> Batch:
+        """Return a batch of the sequences at `index`: a slice, or an int64 vector in any order."""
         return self._map(lambda tensor: tensor[index])
 
     def padded(self, rows: int) -> Batch:

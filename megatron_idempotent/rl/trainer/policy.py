@@ -222,9 +222,8 @@ class MegatronPolicy:
         rows, modules, stages = len(batch), list(weights), self.config.parallel.pp
         size = self.config.microbatch_size if stages > 1 else rows
         padded = _filled(batch, size * stages).on_device()
-        pieces = [
-            padded.rows(torch.arange(start, start + size)) for start in range(0, len(padded), size)
-        ]
+        starts = range(0, len(padded), size)
+        pieces = [padded.rows(slice(start, start + size)) for start in starts]
 
         def forward_step(waiting: Iterator[Batch], module: Any) -> tuple[Any, Any]:
             piece = next(waiting)
