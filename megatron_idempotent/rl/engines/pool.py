@@ -15,13 +15,7 @@ _ATTEMPTS, _WAIT_S = 8, 0.05
 _LONGEST_WAIT_S = 5.0
 
 
-async def generate_whole(
-    engine: RolloutEngine,
-    request: Request,
-    *,
-    attempts: int = _ATTEMPTS,
-    wait_s: float = _WAIT_S,
-) -> Sample:
+async def generate_whole(engine: RolloutEngine, request: Request) -> Sample:
     """Sample a complete response, and continue it each time the engine aborts it midway.
 
     The tokens of an aborted part are appended to the prompt of the next request, so every token is
@@ -32,30 +26,21 @@ async def generate_whole(
     Args:
         engine: the engine that samples.
         request: the request for the complete response; all parts have its id.
-        attempts: the number of attempts in a row without a token before giving up; a part with a
-            token resets the count, because an engine may abort for every update of its weights.
-        wait_s: seconds to wait after the first attempt without a token; the wait doubles with each
-            further one, up to 5 s.
 
     Raises:
-        EngineError: `attempts` parts in a row had no token.
+        EngineError: eight parts in a row had no token.
         Exception: as `RolloutEngine.generate` raises.
     """
-    return await _sample_to_end(
-        engine.generate, request, engine.name, attempts=attempts, wait_s=wait_s
-    )
+    return await _sample_to_end(engine.generate, request, engine.name)
 
 
 async def _sample_to_end(
-    draw: Callable[[Request], Awaitable[Sample]],
-    request: Request,
-    engine_name: str | None,
-    *,
-    attempts: int,
-    wait_s: float,
+    draw: Callable[[Request], Awaitable[Sample]], request: Request, engine_name: str | None
 ) -> Sample:
     """Sample until the response is complete, and join its parts.
 
+    A part with a token resets the count of attempts, because an engine may abort for every update
+    of its weights. The pause after an attempt without a token doubles with each further one.
     `engine_name` is the engine that samples all parts, or None if several do.
     """
     response = Sample(
@@ -67,20 +52,20 @@ async def _sample_to_end(
             part = await draw(_remaining_request(request, response))
         except EngineDead:
             fruitless += 1
-            if engine_name is not None or fruitless >= attempts:
+            if engine_name is not None or fruitless >= _ATTEMPTS:
                 raise
         else:
             fruitless = 0 if part.tokens else fruitless + 1
             response = _joined(request, response, part)
             if response.finish_reason != "abort":
                 return response
-            if fruitless >= attempts:
+            if fruitless >= _ATTEMPTS:
                 raise EngineError(
                     f"{engine_name or 'the pool'} gave back request {request.id!r} {fruitless} "
                     f"times without a token, after {len(response.tokens)} of them; is it resumed?"
                 )
         if fruitless:
-            await asyncio.sleep(min(wait_s * 2 ** (fruitless - 1), _LONGEST_WAIT_S))
+            await asyncio.sleep(min(_WAIT_S * 2 ** (fruitless - 1), _LONGEST_WAIT_S))
 
 
 def _remaining_request(request: Request, response: Sample) -> Request:
@@ -152,7 +137,7 @@ class EnginePool:
             EngineError: no usable engine is left; the message gives the reason for each.
             ValueError: the model can never serve this request.
         """
-        return await _sample_to_end(self._draw, request, None, attempts=_ATTEMPTS, wait_s=_WAIT_S)
+        return await _sample_to_end(self._draw, request, None)
 
     async def _draw(self, request: Request) -> Sample:
         """Sample on the engine that runs the fewest requests; on a tie, on the first of them."""

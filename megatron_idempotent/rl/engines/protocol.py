@@ -43,20 +43,17 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt:
-            raise ValueError(f"request {self.id!r} has an empty prompt; give at least one token")
-        if self.max_tokens < 1:
-            raise ValueError(
-                f"request {self.id!r} has max_tokens={self.max_tokens}; allowed: 1 or more"
-            )
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(
-                f"request {self.id!r} has temperature={self.temperature}; allowed: above 0"
-            )
-        if not 0 <= self.continued < len(self.prompt):
-            raise ValueError(
-                f"request {self.id!r} has continued={self.continued} and a prompt of "
-                f"{len(self.prompt)} tokens; allowed: 0 to one fewer than those"
-            )
+            fact = "an empty prompt; give at least one token"
+        elif self.max_tokens < 1:
+            fact = f"max_tokens={self.max_tokens}; allowed: 1 or more"
+        elif not 0 < self.temperature < math.inf:
+            fact = f"temperature={self.temperature}; allowed: above 0"
+        elif not 0 <= self.continued < len(self.prompt):
+            prompt = f"a prompt of {len(self.prompt)} tokens; allowed: 0 to one fewer than those"
+            fact = f"continued={self.continued} and {prompt}"
+        else:
+            return
+        raise ValueError(f"request {self.id!r} has {fact}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.rl.weights import Bucket, WeightUpdate
@@ -149,8 +149,6 @@ class RayEngine:
         transport: Callable[[], Sender],
         num_cpus: float = 1,
         num_gpus: float = 0,
-        runtime_env: Mapping[str, Any] | None = None,
-        health_timeout_s: float = 10.0,
     ) -> None:
         """Start the actor; `ready()` waits until its engine is constructed.
 
@@ -160,22 +158,16 @@ class RayEngine:
             transport: makes the sender of each update; the actor is the receiver.
             num_cpus: CPUs that Ray reserves for the actor.
             num_gpus: GPUs that Ray reserves for the actor.
-            runtime_env: the actor's `runtime_env`, in Ray's format.
-            health_timeout_s: seconds after which an engine without a health report counts as dead.
 
         Raises:
             ModuleNotFoundError: Ray is not installed.
             RuntimeError: Ray is not connected to a cluster.
         """
         self._ray = connected_ray("RayEngine")
-        self._name, self._transport = name, transport
-        self._health_timeout_s = health_timeout_s
+        self.name, self._transport = name, transport
         self._closed = False
         self._tickets = itertools.count()
         self._waiting: list[tuple[int, Request]] = []
-        options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-        if runtime_env:
-            options["runtime_env"] = dict(runtime_env)
         # No retries by Ray: the caller decides whether a lost request or commit is sent again.
         self._actor = (
             self._ray.remote(EngineActor)
@@ -184,15 +176,11 @@ class RayEngine:
                 max_task_retries=0,
                 max_concurrency=_CONCURRENCY,
                 scheduling_strategy="SPREAD",
-                **options,
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
             )
             .remote(make)
         )
-
-    @property
-    def name(self) -> str:
-        """See `RolloutEngine.name`."""
-        return self._name
 
     async def ready(self) -> None:
         """Wait until the engine in the actor is constructed.
@@ -262,7 +250,7 @@ class RayEngine:
         """See `RolloutEngine.health`. An actor that Ray restarts is DEAD until it responds."""
         try:
             reply = self._request("call", "health")
-            health: EngineHealth = await asyncio.wait_for(reply, self._health_timeout_s)
+            health: EngineHealth = await asyncio.wait_for(reply, _HEALTH_S)
         except Exception as error:  # noqa: BLE001 (any error means a DEAD engine)
             return EngineHealth(status="DEAD", version=None, detail=repr(error))
         return health
@@ -272,7 +260,7 @@ class RayEngine:
         if self._closed:
             return
         with contextlib.suppress(EngineDead, asyncio.TimeoutError):
-            await asyncio.wait_for(self._request("call", "close"), self._health_timeout_s)
+            await asyncio.wait_for(self._request("call", "close"), _HEALTH_S)
         self._closed = True
         if self._ray.is_initialized():  # else Ray would start a cluster
             self._ray.kill(self._actor, no_restart=True)
@@ -285,7 +273,7 @@ class RayEngine:
             Exception: as the engine raises.
         """
         if self._closed:
-            raise EngineDead(f"{self._name} was closed; make a new engine")
+            raise EngineDead(f"{self.name} was closed; make a new engine")
         try:
             result = getattr(self._actor, method).remote(*args)
             try:
@@ -297,8 +285,10 @@ class RayEngine:
             raise error.cause from None
         except self._ray.exceptions.RayError as error:
             words = " ".join(str(error).split())[:400]
-            raise EngineDead(f"{self._name} does not answer: {words}") from error
+            raise EngineDead(f"{self.name} does not answer: {words}") from error
 
 
 #: The most calls that run in an actor at once: requests, and commands beside them.
 _CONCURRENCY = 1000
+#: Seconds after which an engine without a health report counts as dead.
+_HEALTH_S = 10.0

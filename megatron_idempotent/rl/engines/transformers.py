@@ -88,27 +88,22 @@ class TransformersEngine:
         if isinstance(model, (str, os.PathLike)):
             model = _load(Path(model), device)
         _check_layers(model.config)
-        self._name = name
+        self.name = name
         self._vocabulary: int = model.config.vocab_size
         self._max_positions: int = model.config.max_position_embeddings
         model.eval()
         served = ServedWeights(model, adapters=adapters)
         self._updates = WeightVersions(served, name=name, version=version)
         self._serving = Scheduler(
-            model,
-            name,
-            version,
+            model=model,
+            name=name,
+            version=version,
             max_running=max_running,
             prefill_tokens=prefill_tokens,
             recorder=RouteRecorder(model) if routed_experts else None,
         )
         self._asleep: set[str] = set()
         self._closed = False
-
-    @property
-    def name(self) -> str:
-        """See `RolloutEngine.name`."""
-        return self._name
 
     async def generate(self, request: Request) -> Sample:
         """See `RolloutEngine.generate`.
@@ -123,13 +118,13 @@ class TransformersEngine:
         if lowest < 0 or highest >= self._vocabulary:
             raise ValueError(
                 f"request {request.id!r} has token {lowest if lowest < 0 else highest}; "
-                f"{self._name} has tokens 0 to {self._vocabulary - 1}"
+                f"{self.name} has tokens 0 to {self._vocabulary - 1}"
             )
         positions = len(request.prompt) + request.max_tokens
         if positions > self._max_positions:
             raise ValueError(
                 f"request {request.id!r} has a prompt of {len(request.prompt)} tokens and "
-                f"max_tokens={request.max_tokens}, {positions} together; {self._name} has "
+                f"max_tokens={request.max_tokens}, {positions} together; {self.name} has "
                 f"{self._max_positions} positions: ask for fewer tokens"
             )
         return await self._serving.answer(request)
@@ -149,7 +144,7 @@ class TransformersEngine:
         """See `RolloutEngine.resume`."""
         self._check_open()
         if self._trouble:
-            raise EngineError(f"{self._name} cannot resume: {self._trouble}")
+            raise EngineError(f"{self.name} cannot resume: {self._trouble}")
         self._serving.open()
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
@@ -160,7 +155,7 @@ class TransformersEngine:
         """
         self._check_open()
         if "weights" in self._asleep:
-            raise EngineError(f"{self._name} is asleep; wake its weights before update {update.id}")
+            raise EngineError(f"{self.name} is asleep; wake its weights before update {update.id}")
         await self._updates.stage(update, buckets)
 
     async def commit(self, update_id: str) -> int:
@@ -171,7 +166,7 @@ class TransformersEngine:
             return version
         if not self._serving.shut:
             raise EngineError(
-                f"{self._name} cannot commit update {update_id}: it is not paused; pause it first"
+                f"{self.name} cannot commit update {update_id}: it is not paused; pause it first"
             )
         version = self._updates.commit(update_id)
         self._serving.version = version
@@ -237,7 +232,7 @@ class TransformersEngine:
         still_asleep = self._asleep - set(tags)
         if still_asleep == {"weights"}:
             raise EngineError(
-                f"{self._name} cannot wake its cache while its weights are asleep; "
+                f"{self.name} cannot wake its cache while its weights are asleep; "
                 'wake "weights" first'
             )
         self._asleep = still_asleep
@@ -255,7 +250,7 @@ class TransformersEngine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineDead(f"{self._name} was closed; make a new engine")
+            raise EngineDead(f"{self.name} was closed; make a new engine")
 
 
 def _load(directory: Path, device: str | None) -> Any:
@@ -344,41 +339,32 @@ class RequestSlot:
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Scheduler:
     """Runs requests in batches, one forward of the model after the other.
 
     All state belongs to the event loop; forwards run in a separate thread. Between two forwards,
     rows join and leave, and a shut gate stops the loop. The task that runs the loop exists only
     while there is something to compute.
+
+    Example: `Scheduler(model=model, name="a", version=0, max_running=8, prefill_tokens=64)`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        name: str,
-        version: int,
-        *,
-        max_running: int,
-        prefill_tokens: int,
-        recorder: RouteRecorder | None = None,
-    ) -> None:
-        """
-        Args:
-            model: the model to sample from.
-            name: the engine's name, for errors.
-            version: the version of the model's weights, recorded with each token.
-            max_running: the most rows in a batch; further requests wait.
-            prefill_tokens: the most positions, padding included, that one forward computes for new
-                rows.
-            recorder: records the experts of each forward; None for samples without them.
-        """
-        self.version = version
-        self._name = name
-        self._model = model
-        self._recorder = recorder
-        self._batch = DecodeBatch(model, recorder)
-        self._max_running = max_running
-        self._prefill_tokens = prefill_tokens
+    model: Any
+    """The model to sample from."""
+    name: str
+    """The engine's name, for errors."""
+    version: int
+    """The version of the model's weights, recorded with each token."""
+    max_running: int
+    """The most rows in a batch; further requests wait."""
+    prefill_tokens: int
+    """The most positions, padding included, that one forward computes for new rows."""
+    recorder: RouteRecorder | None = None
+    """Records the experts of each forward; None for samples without them."""
+
+    def __post_init__(self) -> None:
+        self._batch = DecodeBatch(self.model, self.recorder)
         self._gate: Literal["open", "draining", "shut"] = "open"
         self._taken = 0
         self._admitted = math.inf
@@ -387,7 +373,7 @@ class Scheduler:
         self._rows: list[RequestSlot] = []
         self._task: asyncio.Task[None] | None = None
         self._quiet: list[asyncio.Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{name}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{self.name}")
 
     @property
     def shut(self) -> bool:
@@ -406,7 +392,7 @@ class Scheduler:
             request=request,
             seed=secrets.randbits(64) if request.seed is None else request.seed,
             answer=asyncio.get_running_loop().create_future(),
-            recorder=self._recorder,
+            recorder=self.recorder,
         )
         self._taken += 1
         self._waiting[slot.order] = slot
@@ -435,7 +421,7 @@ class Scheduler:
             self._quiet.append(waiter)
             await waiter
         if self._opened():
-            raise EngineError(f"{self._name} was resumed while it was about to pause; pause again")
+            raise EngineError(f"{self.name} was resumed while it was about to pause; pause again")
         if returned:
             self.give_back()
 
@@ -488,7 +474,7 @@ class Scheduler:
             self._sweep()
         except BaseException as error:
             # The event loop ends, or this is a bug. A forward may still write to the old batch.
-            self._batch = DecodeBatch(self._model, self._recorder)
+            self._batch = DecodeBatch(self.model, self.recorder)
             for slot in self._forget():
                 slot.fail(self._error("its serving task ended", error))
             raise
@@ -506,7 +492,7 @@ class Scheduler:
 
     def _next_sequences(self) -> dict[tuple[int, ...], list[RequestSlot]]:
         """Return the distinct sequences to prefill in one forward, each with its requests."""
-        room = self._max_running - len(self._rows)
+        room = self.max_running - len(self._rows)
         slots_of: dict[tuple[int, ...], list[RequestSlot]] = {}
         for slot in itertools.islice(self._waiting.values(), max(room, 0)):
             if slot.order < self._admitted:
@@ -516,7 +502,7 @@ class Scheduler:
         # Sorted by length: similar lengths need little padding. Long sequences wait.
         batch: dict[tuple[int, ...], list[RequestSlot]] = {}
         for sequence in sorted(slots_of, key=len):
-            if batch and len(sequence) * (len(batch) + 1) > self._prefill_tokens:
+            if batch and len(sequence) * (len(batch) + 1) > self.prefill_tokens:
                 break
             batch[sequence] = slots_of[sequence]
         return batch
@@ -546,7 +532,7 @@ class Scheduler:
             if math.isnan(logprob):
                 slot.fail(
                     EngineError(
-                        f"{self._name}: the logits of request {slot.request.id!r} are not finite "
+                        f"{self.name}: the logits of request {slot.request.id!r} are not finite "
                         f"after {len(slot.tokens)} tokens, with weights of version {self.version}; "
                         "are these weights finite?"
                     )
@@ -575,6 +561,6 @@ class Scheduler:
         return slots
 
     def _error(self, event: str, cause: BaseException) -> EngineError:
-        error = EngineError(f"{self._name}: {event}: {type(cause).__name__}: {cause}")
+        error = EngineError(f"{self.name}: {event}: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         return error

@@ -7,6 +7,9 @@ import base64
 import io
 import itertools
 import json
+import logging
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -27,7 +30,9 @@ from .protocol import (
 from .vllm_server import CPU_ENVIRONMENT, BadRequest, Control, Timeouts, VllmServer
 from .vllm_updates import VllmUpdates
 
-__all__ = ["CPU_ENVIRONMENT", "Timeouts", "VllmEngine", "VllmServer"]
+__all__ = ["CPU_ENVIRONMENT", "ServedVllm", "Timeouts", "VllmEngine", "VllmServer"]
+
+_log = logging.getLogger(__name__)
 
 _ABORT_S = 0.1
 _GENERATE = "/inference/v1/generate"
@@ -344,6 +349,61 @@ class VllmEngine(VllmUpdates):
             (drawn,) = answer["choices"][0]["logprobs"]["content"]
             likeliest.append(max(candidate["logprob"] for candidate in drawn["top_logprobs"]))
         return bool(abs(likeliest[0] - likeliest[1]) > 1e-4)
+
+
+class ServedVllm(VllmEngine):
+    """A `VllmEngine` that owns its server, which listens on this machine only.
+
+    If the server dies, this process ends too, so that Ray starts both again.
+
+    Example: `RayEngine("a", lambda: ServedVllm(VllmServer(folder), name="a", transport=…), …)`.
+    """
+
+    def __init__(
+        self,
+        server: VllmServer,
+        *,
+        name: str,
+        transport: Callable[[], Sender],
+        routing_layers: Sequence[int] = (),
+    ) -> None:
+        """Start the server, and wait until it responds.
+
+        Args:
+            server: the server, which is not running yet.
+            name: see `VllmEngine`.
+            transport: makes the sender of each update, from this process to the server's workers.
+            routing_layers: see `VllmEngine`.
+
+        Raises:
+            RuntimeError: the server does not start; the error has the end of its log.
+        """
+        self._server = server.__enter__()
+        try:
+            super().__init__(
+                server.url, name=name, transport=transport, routing_layers=routing_layers
+            )
+        except BaseException:
+            server.stop()
+            raise
+        threading.Thread(target=self._end_with_server, name=f"server {name}", daemon=True).start()
+
+    def _end_with_server(self) -> None:
+        code = self._server.wait()
+        if not self._closed:
+            _log.error(
+                "vLLM of engine %s ended with %d; its log ends:\n%s",
+                self.name,
+                code,
+                self._server.log(),
+            )
+            self._server.stop()
+            os._exit(1)
+
+    async def close(self) -> None:
+        """See `RolloutEngine.close`. Stops the server, too."""
+        await super().close()
+        await asyncio.to_thread(self._server.stop)
 
 
 LOWEST_TEMPERATURE = 0.01

@@ -5,6 +5,8 @@ This module does not import vLLM; `vllm_worker` does.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +23,7 @@ from megatron_idempotent.rl.weights import (
     WeightUpdate,
 )
 from megatron_idempotent.rl.weights.records import listed
-from megatron_idempotent.rl.weights.transports import receiver
+from megatron_idempotent.rl.weights.transports import Receiver, receiver
 from megatron_idempotent.rl.weights.transports.bucket import VARIABLE
 from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
 
@@ -33,48 +35,34 @@ class IncomingUpdate:
     """Receives and checks the buckets of one update, without touching the model.
 
     Example:
-        arrival = IncomingUpdate(update, opened, rank=0, expected=infos, silence_s=60.0)
+        staging = Staging(update, expected=infos)
+        arrival = IncomingUpdate(staging, lambda: receiver(opened), silence_s=60.0)
         arrival.announce(announced)
         arrival.received                # counts up
         arrival.complete(buckets=1)     # checks that all tensors arrived
     """
 
     def __init__(
-        self,
-        update: WeightUpdate,
-        opened: Mapping[str, Any],
-        *,
-        rank: int,
-        expected: Iterable[TensorInfo],
-        silence_s: float,
-        served: Callable[[str], torch.Tensor] | None = None,
-        bucket: str = "",
+        self, staging: Staging, connect: Callable[[], Receiver], *, silence_s: float
     ) -> None:
         """
         Args:
-            update: the update to receive.
-            opened: the announcement that the trainer's sender returned from `open`.
-            rank: this worker's rank, from 0.
-            expected: every tensor of the model, by its Hugging Face name.
+            staging: checks and keeps the tensors of the update to receive.
+            connect: returns the receiver of the buckets, in the thread that receives them.
             silence_s: seconds without an announced bucket after which the update is dropped.
-            served: returns a served tensor by its name; None for a worker that keeps no copy.
-            bucket: the URL below which objects may be read, as for `transports.receiver`.
         """
-        self.update = update
+        self.update = staging.update
         self.received, self.decode_s = 0, 0.0
         self.error: Exception | None = None
         self.tensors: Mapping[str, Any] | None = None
-        infos = tuple(expected)
-        self._staging: Staging | None = Staging(update, expected=infos, served=served)
-        limits = {"rank": rank + 1, "expected": infos, "bucket": bucket}  # the trainer is 0
+        self._staging: Staging | None = staging
         self._announced: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        self._silence_s = silence_s
         # The model's GPU: a new thread would use the first one.
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._gpu = torch.cuda.current_device() if started else None
+        arguments = connect, silence_s, torch.cuda.current_device() if started else None
         # A daemon: a sender that hangs must not keep the process alive.
         threading.Thread(
-            target=self._run, args=(opened, limits), name=f"stage {update.id}", daemon=True
+            target=self._run, args=arguments, name=f"stage {self.update.id}", daemon=True
         ).start()
 
     @property
@@ -117,13 +105,13 @@ class IncomingUpdate:
     def _fail(self, error: Exception) -> None:
         self.error, self.tensors, self._staging = error, None, None
 
-    def _run(self, opened: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
+    def _run(self, connect: Callable[[], Receiver], silence_s: float, gpu: int | None) -> None:
         try:
-            if self._gpu is not None:
-                torch.cuda.set_device(self._gpu)
-            inbound = receiver(opened, **limits)
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            inbound = connect()
             try:
-                while (announced := self._announced.get(timeout=self._silence_s)) is not None:
+                while (announced := self._announced.get(timeout=silence_s)) is not None:
                     bucket = inbound.receive(announced)
                     staging = self._staging
                     if staging is None:
@@ -135,7 +123,7 @@ class IncomingUpdate:
         except queue.Empty:
             self._fail(
                 UpdateDamaged(
-                    f"update {self.update.id}: no bucket in {self._silence_s:g} s after "
+                    f"update {self.update.id}: no bucket in {silence_s:g} s after "
                     f"{self.received}; is the trainer still there? Send the update again"
                 )
             )
@@ -147,8 +135,12 @@ class IncomingUpdate:
 Weights = Mapping[str, torch.Tensor]
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Inbox:
     """Executes the client's commands while the model serves; it never changes the model itself.
+
+    Raises:
+        ValueError: `bucket` is not a store's URL, or has a secret.
 
     Example:
         inbox = Inbox(
@@ -160,35 +152,21 @@ class Inbox:
         inbox.answer({"do": "state"})["version"]
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        expected: Callable[[], Iterable[TensorInfo]],
-        checkpoint: Callable[[], Weights],
-        check_scales: Callable[[Mapping[str, float]], None],
-        bucket: str = "",
-    ) -> None:
-        """
-        Args:
-            rank: this worker's rank, from 0.
-            expected: returns the tensors of a full update; called once per update.
-            checkpoint: returns the tensors that the model was loaded from; called only before the
-                first commit.
-            check_scales: raises an error for `kv_scales` that the model cannot use.
-            bucket: the URL below which objects may be read, as for `transports.receiver`.
+    rank: int
+    """This worker's rank, from 0."""
+    expected: Callable[[], Iterable[TensorInfo]]
+    """Returns the tensors of a full update; called once per update."""
+    checkpoint: Callable[[], Weights]
+    """Returns the tensors that the model was loaded from; called only before the first commit."""
+    check_scales: Callable[[Mapping[str, float]], None]
+    """Raises an error for `kv_scales` that the model cannot use."""
+    bucket: str = ""
+    """The URL below which objects may be read, as for `transports.receiver`."""
 
-        Raises:
-            ValueError: `bucket` is not a store's URL, or has a secret.
-        """
-        self._rank = rank
-        self._expected = expected
-        self._checkpoint = checkpoint
-        self._check_scales = check_scales
-        if bucket:
-            refuse_secrets(VARIABLE, bucket, "set the secret in the worker's environment")
-            place_of(bucket)
-        self._bucket = bucket
+    def __post_init__(self) -> None:
+        if self.bucket:
+            refuse_secrets(VARIABLE, self.bucket, "set the secret in the worker's environment")
+            place_of(self.bucket)
         self._arrival: IncomingUpdate | None = None
         self._version: int | None = None
         self._committed = ""
@@ -211,7 +189,7 @@ class Inbox:
         try:
             self._do(command["do"], command)
         except Exception as error:  # noqa: BLE001 (the client raises it)
-            return {**self._state(), "error": _described(error)}
+            return {**self._state(), "error": described(error)}
         return self._state()
 
     def to_load(self, update_id: str, *, restore: bool) -> Weights:
@@ -220,20 +198,19 @@ class Inbox:
         Raises:
             UpdateRefused: the update is not staged, or there is no copy of the previous weights.
         """
-        arrival = self._arrival
-        is_arriving = arrival is not None and arrival.update.id == update_id
-        weights = arrival.tensors if arrival is not None and is_arriving and not restore else None
+        arrival = None if restore else self._arrival
+        weights = None if arrival is None or arrival.update.id != update_id else arrival.tensors
         if arrival is not None and weights is not None:
             self._half = update_id
             if arrival.update.base_version is not None:
                 # Reloading a layer needs all of its tensors, including fused ones.
                 weights = Patched(self._base(), weights)
             self._loaded = (arrival.update, weights)
-            return weights
-        if restore or update_id == self._committed:  # this worker committed it, another one failed
+        elif restore or update_id == self._committed:  # committed here, and failed elsewhere
             self._loaded = (None, self._base())
-            return self._loaded[1]
-        raise UpdateRefused(f"update {update_id} is not staged here; stage it first")
+        else:
+            raise UpdateRefused(f"update {update_id} is not staged here; stage it first")
+        return self._loaded[1]
 
     @property
     def dirty(self) -> str:
@@ -283,13 +260,12 @@ class Inbox:
         if arrival is not None and arrival.tensors is not None:
             holds[arrival.update.id] = arrival.update.version
         return {
-            "rank": self._rank,
             "version": self._version,
             "committed": self._committed,
             "holds": holds,
             "staging": arrival.update.id if arrival is not None and arrival.busy else "",
             "received": arrival.received if arrival is not None else 0,
-            "failed": _described(arrival.error) if arrival is not None and arrival.error else None,
+            "failed": described(arrival.error) if arrival is not None and arrival.error else None,
             "dirty": self.dirty,
             "half": self._half,
             "updating": self._updating,
@@ -300,7 +276,7 @@ class Inbox:
         if self._served is not None:
             return self._served
         if self._version is None:
-            return self._checkpoint()
+            return self.checkpoint()
         raise UpdateRefused(
             f"version {self._version} is served and no copy of it is kept; construct the engine "
             "with keep_copy=True, or send every tensor"
@@ -332,30 +308,30 @@ class Inbox:
 
     def _open(self, update: WeightUpdate, command: Mapping[str, Any]) -> None:
         serving = command["serving"] if self._version is None else self._version
-        arrival = self._arrival
         refuse_out_of_turn(
-            f"worker {self._rank}",
+            f"worker {self.rank}",
             update,
             least=serving + 1,
             serving=None if self.dirty else serving,
-            staging=arrival.update.id if arrival is not None and arrival.busy else "",
+            staging=self._state()["staging"],
         )
         base = None if update.base_version is None else self._base()
         if update.kv_scales is not None:
-            self._check_scales(update.kv_scales)
+            self.check_scales(update.kv_scales)
         self._keep = bool(command["keep"])
-        self._arrival = IncomingUpdate(
-            update,
-            command["opened"],
-            rank=self._rank,
-            expected=self._expected(),
-            silence_s=float(command["silence_s"]),
-            served=None if base is None else base.__getitem__,
-            bucket=self._bucket,
+        infos = tuple(self.expected())
+        # The trainer has rank 0.
+        connect = functools.partial(
+            receiver, command["opened"], rank=self.rank + 1, expected=infos, bucket=self.bucket
         )
+        served = None if base is None else base.__getitem__
+        staging = Staging(update, expected=infos, served=served)
+        silence_s = float(command["silence_s"])
+        self._arrival = IncomingUpdate(staging, connect, silence_s=silence_s)
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def described(error: BaseException) -> dict[str, str]:
+    """Return an error as the client's `WorkersState.of` reads it."""
     return {"kind": type(error).__name__, "message": str(error) or repr(error)}
 
 

@@ -125,18 +125,13 @@ class VllmUpdates:
         keep_copy: bool,
         adapter: str | None,
     ) -> None:
-        self._control = control
+        self._control, self.name = control, control.engine
         self._adapter = adapter
         self._transport = transport
         self._initial_version = initial_version
         self._keep_copy = keep_copy
         # Commits and rollbacks take several calls each, which must not interleave.
         self._switching = asyncio.Lock()
-
-    @property
-    def name(self) -> str:
-        """See `RolloutEngine.name`."""
-        return self._control.engine
 
     async def _state(self) -> WorkersState:
         """Return the workers' state; before the first commit, with the version of vLLM's stamp."""
@@ -177,7 +172,36 @@ class VllmUpdates:
         state = await self._state()
         if state.committed == update.id and not state.dirty:
             return
-        await self._send(update, buckets, self._transport(), state.version)
+        sender = self._transport()
+        try:
+            opened = await sender.open(update)
+            await self._tell(
+                {
+                    "do": "open",
+                    "update": dataclasses.asdict(update),
+                    "opened": dict(opened),
+                    "serving": self._initial_version if state.version is None else state.version,
+                    "keep": self._keep_copy,
+                    "silence_s": self._control.timeouts.silence_s,
+                    "adapter": self._adapter and await self._card(),
+                }
+            )
+            sent = 0
+            async for bucket in buckets:
+                announced = await sender.announce(bucket)
+                await self._tell({"do": "bucket", "id": update.id, "announced": dict(announced)})
+                sent += 1
+                await both_ends(sender.transmit(bucket), self._received(update.id, sent))
+                await sender.release(bucket)
+            await self._tell({"do": "complete", "id": update.id, "buckets": sent})
+        except BaseException:
+            # The first error is raised; workers that cannot be reached drop the update by
+            # themselves.
+            with contextlib.suppress(EngineError):
+                await self._tell({"do": "drop", "id": update.id})
+            raise
+        finally:
+            await sender.close()
 
     async def commit(self, update_id: str) -> int:
         """See `RolloutEngine.commit`."""
@@ -221,43 +245,6 @@ class VllmUpdates:
             elif not state.dirty and state.committed == update_id and state.version is not None:
                 await self._stamp(state.version)
             await self._tell({"do": "drop", "id": update_id})
-
-    async def _send(
-        self,
-        update: WeightUpdate,
-        buckets: AsyncIterator[Bucket],
-        sender: Sender,
-        serving: int | None,
-    ) -> None:
-        try:
-            opened = await sender.open(update)
-            await self._tell(
-                {
-                    "do": "open",
-                    "update": dataclasses.asdict(update),
-                    "opened": dict(opened),
-                    "serving": serving if serving is not None else self._initial_version,
-                    "keep": self._keep_copy,
-                    "silence_s": self._control.timeouts.silence_s,
-                    "adapter": self._adapter and await self._card(),
-                }
-            )
-            sent = 0
-            async for bucket in buckets:
-                announced = await sender.announce(bucket)
-                await self._tell({"do": "bucket", "id": update.id, "announced": dict(announced)})
-                sent += 1
-                await both_ends(sender.transmit(bucket), self._received(update.id, sent))
-                await sender.release(bucket)
-            await self._tell({"do": "complete", "id": update.id, "buckets": sent})
-        except BaseException:
-            # The first error is raised; workers that cannot be reached drop the update by
-            # themselves.
-            with contextlib.suppress(EngineError):
-                await self._tell({"do": "drop", "id": update.id})
-            raise
-        finally:
-            await sender.close()
 
     async def _card(self) -> Mapping[str, str]:
         """Return the server's entry for the adapter to update, with its name and folder."""

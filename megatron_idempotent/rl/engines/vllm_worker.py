@@ -31,8 +31,9 @@ from megatron_idempotent.rl.weights import TensorInfo
 from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_tensors
 from megatron_idempotent.rl.weights.transports.bucket import VARIABLE as BUCKET_URL
 
+from .protocol import EngineError, EngineUnsupported
 from .vllm_in_place import NotInPlace, Patched, Places
-from .vllm_inbox import CacheScales, Inbox, LayerScales, Weights
+from .vllm_inbox import CacheScales, Inbox, LayerScales, Weights, described
 
 _log = logging.getLogger(__name__)
 
@@ -52,13 +53,11 @@ class StagingExtension:
         request = json.loads(command)
         inbox: Inbox | None = getattr(self.weight_transfer_engine, "inbox", None)
         if inbox is None:
-            return {
-                "error": {
-                    "kind": "EngineUnsupported",
-                    "message": "the engine was started with another weight transfer backend; "
-                    'start it with --weight-transfer-config \'{"backend": "megatron_idempotent"}\'',
-                }
-            }
+            message = (
+                "the engine was started with another weight transfer backend; "
+                'start it with --weight-transfer-config \'{"backend": "megatron_idempotent"}\''
+            )
+            return {"error": described(EngineUnsupported(message))}
         if request.get("adapter"):
             self.weight_transfer_engine.serve_adapter(self, request["adapter"])
         if request["do"] == "sleeps":
@@ -73,10 +72,7 @@ class StagingExtension:
             try:
                 self.finish_weight_update()  # type: ignore[attr-defined]
             except Exception as error:  # noqa: BLE001 (the client raises it)
-                failure = {
-                    "kind": "EngineError",
-                    "message": f"finish_weight_update failed: {error}",
-                }
+                failure = described(EngineError(f"finish_weight_update failed: {error}"))
                 return {**inbox.answer({"do": "state"}), "error": failure}
         return inbox.answer({"do": "state"})
 

@@ -296,8 +296,7 @@ def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> Rollout
     gpus = config.controller.gpus_per_engine
     if config.rollout.engine == "transformers":
         return _transformers(config, checkpoint, name=name, device="cuda" if gpus else None)
-    from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, VllmServer
-    from megatron_idempotent.rl.engines.vllm_served import ServedVllm
+    from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, ServedVllm, VllmServer
 
     arguments = shlex.split(config.rollout.vllm_arguments)
     routing = routing_layers(config, checkpoint)

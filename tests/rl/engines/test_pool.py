@@ -20,6 +20,7 @@ from megatron_idempotent.rl.engines import (
     Sample,
     generate_whole,
 )
+from megatron_idempotent.rl.engines import pool as engines_pool
 
 REQUEST = Request(
     id="r", prompt=(1, 2), max_tokens=6, stop_tokens=(9,), seed=3, temperature=0.5, continued=1
@@ -69,8 +70,11 @@ class Out:
     quarantined: dict[str, str] = {}  # noqa: RUF012 (a new one each time)
 
 
-def whole(engine: Any, request: Request = REQUEST, **settings: Any) -> Sample:
-    return asyncio.run(generate_whole(engine, request, wait_s=0, **settings))
+def whole(engine: Any, request: Request = REQUEST, *, attempts: int = 8) -> Sample:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engines_pool, "_WAIT_S", 0.0)
+        patched.setattr(engines_pool, "_ATTEMPTS", attempts)
+        return asyncio.run(generate_whole(engine, request))
 
 
 def test_a_whole_response_is_passed_on() -> None:
@@ -132,8 +136,9 @@ def test_only_attempts_that_brought_nothing_are_waited_for_longer_each_time(
         waits.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", note)
+    monkeypatch.setattr(engines_pool, "_WAIT_S", 0.5)
     engine = Engine("a", *[part()] * 2, part(4), *[part()] * 5, part(5, reason="length"))
-    asyncio.run(generate_whole(engine, REQUEST, wait_s=0.5))  # type: ignore[arg-type]
+    asyncio.run(generate_whole(engine, REQUEST))  # type: ignore[arg-type]
     assert waits == [0.5, 1, 0.5, 1, 2, 4, 5]
 
 

@@ -428,7 +428,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from test_vllm_client import SLOW_SERVER, served_by
-from megatron_idempotent.rl.engines.vllm_served import ServedVllm
+from megatron_idempotent.rl.engines.vllm import ServedVllm
 from megatron_idempotent.rl.weights.transports import SharedMemorySender
 server = served_by(SLOW_SERVER, Path({folder!r}))
 engine = ServedVllm(server, name="a", transport=SharedMemorySender)
