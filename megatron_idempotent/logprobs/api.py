@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_idempotent.kernel_choice import uses_triton
@@ -41,7 +42,6 @@ from .sources import (
     WeightGradient,
     as_matrices,
     flat_indices,
-    of_all_ranks,
     once_differentiable,
     product_into,
     submask,
@@ -152,7 +152,7 @@ def token_logprobs(
     caller = "token_logprobs"
     one_of(caller, "entropy", entropy, ("none", "metric", "grad"))
     call = Call(
-        caller,
+        caller=caller,
         logits=logits,
         hidden=hidden,
         weight=weight,
@@ -187,20 +187,17 @@ def token_logprobs(
     )
     of_tokens = call.ordered(call.ids), call.ordered(temperature)
     batch = TokenBatch(*of_tokens, call.columns, options)
+    sampler: Any = None
+    if sampling is not None and sampling.cuts(call.columns.vocabulary):
+        sampler = functools.partial(columns_above_boundary, sampling=sampling)
+        if call.keep is not None:
+            keep_NK = call.ordered(call.keep)
+            sampler = functools.partial(columns_of_ids, sampling=sampling, keep_NK=keep_NK)
+    function: Any = LogprobsFromLogits
     inputs: tuple[Any, ...] = (rows, call.kept_N)
     if weight is not None:
-        inputs = call.ordered(rows), weight, call.parts(backend)
-    function: Any = LogprobsFromLogits if weight is None else LogprobsFromHidden
-    if sampling is not None and sampling.cuts(call.columns.vocabulary):
-        function = KeptFromLogits if weight is None else KeptFromHidden
-        keep_NK = call.ordered(call.keep)
-        sampler: Any = (
-            columns_above_boundary
-            if keep_NK is None
-            else functools.partial(columns_of_ids, keep_NK=keep_NK)
-        )
-        inputs = *inputs, functools.partial(sampler, sampling=sampling)
-    stats = TokenStats(*map(call.shaped, function.apply(batch, *inputs)))
+        function, inputs = LogprobsFromHidden, (call.ordered(rows), weight, call.parts(backend))
+    stats = TokenStats(*map(call.shaped, function.apply(batch, *inputs, sampler)))
     if call.valid is None:
         return stats
     # The last log-prob is that of all other tokens. A repeated id gets that of its first mention.
@@ -250,40 +247,74 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     return VocabStatistics(*ctx.saved_tensors[:count]), *ctx.saved_tensors[count:]
 
 
+Sampler = Callable[[Source, TokenBatch], tuple[KeptColumns, VocabStatistics]]
+"""Returns this rank's columns among those that are kept, and statistics over all of those."""
+
+
 class LogprobsFromLogits(torch.autograd.Function):
     """Computes `(logprob, entropy, lse)` from logits, each [N] in the order of `Order`.
 
-    The N tokens are those that are kept: neither masked nor ignored.
+    The N tokens are those that are kept: neither masked nor ignored. With a sampler the outputs are
+    over what that kept, and the logits are not needed after the forward, unless their memory is
+    consumed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, batch: TokenBatch, logits: Tensor, kept_N: Tensor | None
+        ctx: Any, batch: TokenBatch, logits: Tensor, kept_N: Tensor | None, sampler: Sampler | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute the statistics; `batch` has an entry for each kept token."""
-        partial = local_statistics(Order(logits).rows(logits), kept_N, batch)
-        return _outputs(ctx, batch, global_statistics(partial, batch), logits, kept_N)
+        rows, ctx.is_sampled = Order(logits).rows(logits), sampler is not None
+        if sampler is None:
+            partial = local_statistics(rows, kept_N, batch)
+            return _outputs(ctx, batch, global_statistics(partial, batch), logits, kept_N)
+        source = Logits(rows, kept_N, batch.columns, batch.options.workspace_bytes)
+        columns, total = sampler(source, batch)
+        ctx.like, ctx.device = torch.empty_like(logits, device="meta"), logits.device
+        consumed = logits if batch.options.consume else None
+        return _outputs(ctx, batch, total, *columns, kept_N, consumed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
         """Compute the logits' gradient, without a collective: all ranks' sums have been saved."""
-        batch, (total, logits, kept_N) = ctx.batch, _saved(ctx)
-        order, of_outputs = Order(logits), (batch, total, d_logprob_N, d_entropy_N)
-        # An alias that shares the version counter: autograd tells others who have saved the logits.
-        gradient = logits.detach() if batch.options.consume else torch.empty_like(logits)
-        panels, into = as_matrices(order.rows(logits.detach()), order.rows(gradient))
-        if batch.options.backend == "triton":
-            from . import on_gpu
+        gradient_of = _gradient_of_kept_logits if ctx.is_sampled else _gradient_of_logits
+        return None, gradient_of(ctx, d_logprob_N, d_entropy_N), None, None
 
-            slopes, token_N = on_gpu.grad_coefficients(*of_outputs)
-            on_gpu.write_gradient(panels, into, kept_N, token_N, slopes, batch)
-        else:
-            slopes, batch, few_N = _differentiated(*of_outputs)
-            kept_N = kept_N if few_N is None else submask(kept_N, few_N)
-            zero_others(into, kept_N, batch.columns.real)
-            write_gradient(panels, into, kept_N, slopes, batch)
-        return None, gradient, None
+
+def _gradient_of_logits(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None) -> Tensor:
+    """Return the gradient of all columns."""
+    batch, (total, logits, kept_N) = ctx.batch, _saved(ctx)
+    order, of_outputs = Order(logits), (batch, total, d_logprob_N, d_entropy_N)
+    # An alias that shares the version counter: autograd tells others who have saved the logits.
+    gradient: Tensor = logits.detach() if batch.options.consume else torch.empty_like(logits)
+    panels, into = as_matrices(order.rows(logits.detach()), order.rows(gradient))
+    if batch.options.backend == "triton":
+        from . import on_gpu
+
+        slopes, token_N = on_gpu.grad_coefficients(*of_outputs)
+        on_gpu.write_gradient(panels, into, kept_N, token_N, slopes, batch)
+    else:
+        slopes, batch, few_N = _differentiated(*of_outputs)
+        kept_N = kept_N if few_N is None else submask(kept_N, few_N)
+        zero_others(into, kept_N, batch.columns.real)
+        write_gradient(panels, into, kept_N, slopes, batch)
+    return gradient
+
+
+def _gradient_of_kept_logits(
+    ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
+) -> Tensor:
+    """Return the gradients of the columns that the sampler kept, and zeros elsewhere."""
+    row_E, column_E, gradient_E, kept_N, logits = _kept_gradient(ctx, d_logprob_N, d_entropy_N)
+    # An alias that shares the version counter: autograd tells others who have saved the logits.
+    gradient: Tensor = (
+        torch.zeros_like(ctx.like, device=ctx.device) if logits is None else logits.detach().zero_()
+    )
+    (into,) = as_matrices(Order(gradient).rows(gradient))
+    for panel, entry_e, row_e in flat_indices(into, kept_N, row_E):
+        panel[row_e, column_E[entry_e]] = gradient_E[entry_e].to(gradient.dtype)
+    return gradient
 
 
 #: If more than this share of the tokens has a gradient, picking them costs more than it saves.
@@ -311,18 +342,31 @@ def _differentiated(
 
 
 class LogprobsFromHidden(torch.autograd.Function):
-    """Computes `(logprob, entropy, lse)` of tokens [N] from their hidden states, [N, H]."""
+    """Computes `(logprob, entropy, lse)` of tokens [N] from their hidden states, [N, H].
+
+    With a sampler the outputs are over what that kept.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, batch: TokenBatch, hidden_NH: Tensor, weight_VH: Tensor, parts: ProductParts
+        ctx: Any,
+        batch: TokenBatch,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        parts: ProductParts,
+        sampler: Sampler | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both.
 
         It makes some columns of all tokens at a time, so that each row of the weight is read once;
         with Triton's kernels all columns of some tokens.
         """
+        # Saved tensors may be other objects, without the weight's main_grad.
+        ctx.parts, ctx.weight, ctx.is_sampled = parts, weight_VH, sampler is not None
         partials, columns = [], batch.columns
+        if sampler is not None:
+            kept, total = sampler(Products(hidden_NH, weight_VH, columns, parts), batch)
+            return _outputs(ctx, batch, total, *kept, hidden_NH, weight_VH)
         if batch.options.backend == "triton":
             for tokens, logits_nV in Products(hidden_NH, weight_VH, columns, parts).parts():
                 partials.append(local_statistics(logits_nV, None, batch.select(tokens)))
@@ -336,8 +380,6 @@ class LogprobsFromHidden(torch.autograd.Function):
                 partials.append(local_statistics(logits_Nv, None, of_part))
                 has_target.append(is_local(of_part.local, of_part.columns.real))
             partial = merged(partials, has_target, batch.temperature)
-        ctx.parts = parts
-        ctx.weight = weight_VH  # saved tensors may be other objects, without its main_grad
         return _outputs(ctx, batch, global_statistics(partial, batch), hidden_NH, weight_VH)
 
     @staticmethod
@@ -349,8 +391,12 @@ class LogprobsFromHidden(torch.autograd.Function):
         """
         by_tokens = ctx.batch.options.backend == "triton"
         gradients = _gradients_by_tokens if by_tokens else _gradients_by_columns
+        if ctx.is_sampled:
+            gradients = _gradients_of_kept
         d_hidden_NH, d_weight_VH = gradients(ctx, d_logprob_N, d_entropy_N)
-        return None, of_all_ranks(d_hidden_NH, ctx.parts, ctx.batch.columns), d_weight_VH, None
+        if d_hidden_NH is not None and ctx.parts.reduce:
+            dist.all_reduce(d_hidden_NH, group=ctx.batch.columns.group)
+        return None, d_hidden_NH, d_weight_VH, None, None
 
 
 def _gradients_by_columns(
@@ -367,7 +413,7 @@ def _gradients_by_columns(
     shape, product = hidden_NH.shape, Product()
     if few_N is not None:
         hidden_NH = hidden_NH[few_N]
-    _, of_hidden, of_weight, _ = ctx.needs_input_grad
+    _, of_hidden, of_weight, *_ = ctx.needs_input_grad
     sum_NH = torch.zeros_like(hidden_NH, dtype=dtype) if of_hidden else None
     d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused, written=real)
     for part in ctx.parts.of_columns(len(hidden_NH), real, hidden_NH.dtype):
@@ -399,7 +445,7 @@ def _gradients_by_tokens(
     all_live, rows = len(token_L) == len(hidden_NH), slice(batch.columns.real)
     real_VH = weight_VH[rows]
     blocks = list(parts.of_tokens(len(token_L), rows.stop, dtype)) if len(token_L) else []
-    _, of_hidden, of_weight, _ = ctx.needs_input_grad
+    _, of_hidden, of_weight, *_ = ctx.needs_input_grad
     d_hidden_NH: Any = None
     if of_hidden:
         allocate = torch.empty_like if all_live and rows.stop else torch.zeros_like
@@ -432,90 +478,27 @@ def _kept_gradient(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | N
     return columns.row.long(), columns.column.long(), gradient_E, *inputs
 
 
-Sampler = Callable[[Source, TokenBatch], tuple[KeptColumns, VocabStatistics]]
-"""Returns this rank's columns among those that are kept, and statistics over all of those."""
-
-
-class KeptFromLogits(torch.autograd.Function):
-    """Computes `(logprob, entropy, lse)` over what a sampler kept, from logits.
-
-    Each is [N] in the order of `Order`, of the tokens that are computed. The logits are not needed
-    after the forward, unless their memory is consumed.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        batch: TokenBatch,
-        logits: Tensor,
-        kept_N: Tensor | None,
-        sampler: Sampler,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the statistics; `batch` has an entry for each kept token."""
-        memory, rows = batch.options.workspace_bytes, Order(logits).rows(logits)
-        columns, total = sampler(Logits(rows, kept_N, batch.columns, memory), batch)
-        ctx.like, ctx.device = torch.empty_like(logits, device="meta"), logits.device
-        consumed = logits if batch.options.consume else None
-        return _outputs(ctx, batch, total, *columns, kept_N, consumed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
-        """Write the gradients of kept columns, and zeros elsewhere, without a collective."""
-        row_E, column_E, gradient_E, kept_N, logits = _kept_gradient(ctx, d_logprob_N, d_entropy_N)
-        if logits is None:
-            gradient = torch.zeros_like(ctx.like, device=ctx.device)
-        else:
-            # An alias that shares the version counter: autograd tells others who saved the logits.
-            gradient = logits.detach().zero_()
-        (into,) = as_matrices(Order(gradient).rows(gradient))
-        for panel, entry_e, row_e in flat_indices(into, kept_N, row_E):
-            panel[row_e, column_E[entry_e]] = gradient_E[entry_e].to(gradient.dtype)
-        return None, gradient, None, None
-
-
-class KeptFromHidden(torch.autograd.Function):
-    """Computes `(logprob, entropy, lse)` over what a sampler kept, from hidden states [N, H]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        batch: TokenBatch,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        parts: ProductParts,
-        sampler: Sampler,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both."""
-        ctx.parts, ctx.weight = parts, weight_VH
-        columns, total = sampler(Products(hidden_NH, weight_VH, batch.columns, parts), batch)
-        return _outputs(ctx, batch, total, *columns, hidden_NH, weight_VH)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
-        """Compute both gradients with the columns that some token kept, and make no logits.
-
-        With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
-        """
-        row_E, column_E, gradient_E, hidden_NH, weight_VH = _kept_gradient(
-            ctx, d_logprob_N, d_entropy_N
-        )
-        _, of_hidden, of_weight, *_ = ctx.needs_input_grad
-        d_hidden_NH = torch.zeros_like(hidden_NH, dtype=gradient_E.dtype) if of_hidden else None
-        d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
-        used_U, place_E = torch.unique(column_E, return_inverse=True)
-        by_place_E = place_E.argsort(stable=True)
-        place_E, row_E, gradient_E = place_E[by_place_E], row_E[by_place_E], gradient_E[by_place_E]
-        columns = list(ctx.parts.of_columns(len(hidden_NH), len(used_U), hidden_NH.dtype))
-        ends = torch.tensor([part.stop for part in columns], device=place_E.device)
-        counts = torch.searchsorted(place_E, ends).tolist()
-        for part, start, stop in zip(columns, [0, *counts], counts, strict=False):
-            d_logits_Nu = hidden_NH.new_zeros(len(hidden_NH), part.stop - part.start)
-            values_e = gradient_E[start:stop].to(d_logits_Nu.dtype)
-            d_logits_Nu[row_E[start:stop], place_E[start:stop] - part.start] = values_e
-            if d_hidden_NH is not None:
-                d_hidden_NH += d_logits_Nu @ weight_VH[used_U[part]]
-            d_weight.add(used_U[part], d_logits_Nu, hidden_NH)
-        d_hidden_NH = of_all_ranks(d_hidden_NH, ctx.parts, ctx.batch.columns)
-        return None, d_hidden_NH, d_weight.finish(), None, None
+def _gradients_of_kept(
+    ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the same with the columns that some token kept, and make no logits."""
+    row_E, column_E, gradient_E, hidden_NH, weight_VH = _kept_gradient(
+        ctx, d_logprob_N, d_entropy_N
+    )
+    _, of_hidden, of_weight, *_ = ctx.needs_input_grad
+    d_hidden_NH = torch.zeros_like(hidden_NH, dtype=gradient_E.dtype) if of_hidden else None
+    d_weight = WeightGradient(ctx.weight, of_weight, ctx.parts.fused)
+    used_U, place_E = torch.unique(column_E, return_inverse=True)
+    by_place_E = place_E.argsort(stable=True)
+    place_E, row_E, gradient_E = place_E[by_place_E], row_E[by_place_E], gradient_E[by_place_E]
+    columns = list(ctx.parts.of_columns(len(hidden_NH), len(used_U), hidden_NH.dtype))
+    ends = torch.tensor([part.stop for part in columns], device=place_E.device)
+    counts = torch.searchsorted(place_E, ends).tolist()
+    for part, start, stop in zip(columns, [0, *counts], counts, strict=False):
+        d_logits_Nu = hidden_NH.new_zeros(len(hidden_NH), part.stop - part.start)
+        values_e = gradient_E[start:stop].to(d_logits_Nu.dtype)
+        d_logits_Nu[row_E[start:stop], place_E[start:stop] - part.start] = values_e
+        if d_hidden_NH is not None:
+            d_hidden_NH += d_logits_Nu @ weight_VH[used_U[part]]
+        d_weight.add(used_U[part], d_logits_Nu, hidden_NH)
+    return d_hidden_NH, d_weight.finish()

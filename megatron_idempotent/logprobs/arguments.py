@@ -6,6 +6,7 @@ H features.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -28,79 +29,72 @@ _LOGITS_BYTES_ELSEWHERE = 256 << 20
 _LOGITS_BYTES_OF_ROWS = 512 << 20
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Call:
     """Holds the checked arguments of a call, and orders values as the rows lie in memory.
 
     `ordered` puts values of each token into that order, and leaves out tokens that are not
-    computed; `shaped` puts results back. Both need `gather` before them.
-
-    Args:
-        caller: the function that was called, as errors name it.
-        fused: True if the weight's gradient is to be added to its `main_grad`.
-
-    The others are those of `token_logprobs`; without `targets` all tokens are computed that are
-    not masked.
+    computed; `shaped` puts results back. Both need `gather` before them. Arguments are those of
+    `token_logprobs`; without `targets` all tokens are computed that are not masked.
 
     Raises:
         ValueError: arguments that do not fit each other.
+
+    Example: `Call(caller="vocab_topk", **arguments)`.
     """
 
-    computed: Tensor | None
+    caller: str
+    """The function that was called, as errors name it."""
+    logits: Tensor | None
+    hidden: Tensor | None
+    weight: Tensor | None
+    tp_group: Any
+    vocab_size: int | None
+    temperature: float | Tensor
+    token_mask: Tensor | None
+    ignore_index: int
+    hidden_layout: str
+    workspace_bytes: int | None
+    targets: Tensor | None = None
+    sampling: Sampling | None = None
+    ownership: str = "borrow"
+    fused: bool = False
+    """True if the weight's gradient is to be added to its `main_grad`."""
+    computed: Tensor | None = dataclasses.field(init=False, default=None)
     """A bool mask of the tokens that are computed, [...]; None for all."""
-    count: int
+    count: int = dataclasses.field(init=False)
     """The number of tokens that are computed."""
-    ids: Tensor
+    ids: Tensor = dataclasses.field(init=False)
     """Targets, [...] of int64. Or [..., K], with -1 for those ignored, masked or repeated."""
-    valid: Tensor | None = None
+    valid: Tensor | None = dataclasses.field(init=False, default=None)
     """[..., K] of bool, False for targets that are ignored or masked; None for one per token."""
-    first: Tensor | None = None
+    first: Tensor | None = dataclasses.field(init=False, default=None)
     """[..., K], the place in `ids` where each target is named first; None if none is repeated."""
-    keep: Tensor | None = None
+    keep: Tensor | None = dataclasses.field(init=False, default=None)
     """The ids that a sampler kept for each token, [..., K]; None if it names none."""
 
-    def __init__(
-        self,
-        caller: str,
-        *,
-        logits: Tensor | None,
-        hidden: Tensor | None,
-        weight: Tensor | None,
-        tp_group: Any,
-        vocab_size: int | None,
-        temperature: float | Tensor,
-        token_mask: Tensor | None,
-        ignore_index: int,
-        hidden_layout: str,
-        workspace_bytes: int | None,
-        targets: Tensor | None = None,
-        sampling: Sampling | None = None,
-        ownership: str = "borrow",
-        fused: bool = False,
-    ) -> None:
-        self.caller, self.temperature = caller, temperature
-        self.fused, self._workspace_bytes = fused, workspace_bytes
-        self._consumes = ownership == "consume"
-        one_of(caller, "ownership", ownership, ("borrow", "consume"))
-        one_of(caller, "hidden_layout", hidden_layout, ("replicated", "sequence_parallel"))
-        self._accept_form(logits, hidden, weight, hidden_layout)
-        if workspace_bytes is not None and workspace_bytes < 1:
-            raise misfit(caller, f"workspace_bytes={workspace_bytes}", "pass at least 1")
+    def __post_init__(self) -> None:
+        caller, token_mask, sampling = self.caller, self.token_mask, self.sampling
+        one_of(caller, "ownership", self.ownership, ("borrow", "consume"))
+        one_of(caller, "hidden_layout", self.hidden_layout, ("replicated", "sequence_parallel"))
+        self._accept_form()
+        if self.workspace_bytes is not None and self.workspace_bytes < 1:
+            raise misfit(caller, f"workspace_bytes={self.workspace_bytes}", "pass at least 1")
         self._accept_main_grad()
-        self.columns = self._columns(tp_group, vocab_size)
-        self._in_pieces = self.columns.ranks > 1 and hidden_layout == "sequence_parallel"
+        self.columns = self._columns()
+        self._in_pieces = self.columns.ranks > 1 and self.hidden_layout == "sequence_parallel"
         shape = list(self.input.shape[:-1])
         if self._in_pieces:
             shape[0] *= self.columns.ranks
         self.shape = torch.Size(shape)
+        integer(caller, "ignore_index", self.ignore_index)
         if token_mask is not None:
             dense(caller, "token_mask", token_mask)
-        integer(caller, "ignore_index", ignore_index)
-        kind = None if token_mask is None else (token_mask.dtype, token_mask.shape)
-        if token_mask is not None and kind != (torch.bool, self.shape):
-            remedy = f"torch.bool, {tuple(self.shape)}"
-            raise misfit(caller, f"token_mask of {typed(token_mask)}", remedy)
-        if targets is not None:
-            self._accept_targets(targets, token_mask, ignore_index)
+            if (token_mask.dtype, token_mask.shape) != (torch.bool, self.shape):
+                remedy = f"torch.bool, {tuple(self.shape)}"
+                raise misfit(caller, f"token_mask of {typed(token_mask)}", remedy)
+        if self.targets is not None:
+            self._accept_targets(self.targets)
         else:
             self.count = self.shape.numel() if token_mask is None else int(token_mask.sum())
             self.computed = None if self.count == self.shape.numel() else token_mask
@@ -110,33 +104,30 @@ class Call:
         if sampling is not None and sampling.keep is not None:
             self._accept_keep(sampling)
 
-    def _accept_form(
-        self, logits: Tensor | None, hidden: Tensor | None, weight: Tensor | None, layout: str
-    ) -> None:
-        """Take logits, or hidden states and a weight that fit; `layout` must go with them."""
-        forms = {"logits": logits, "hidden": hidden, "weight": weight}
+    def _accept_form(self) -> None:
+        """Take logits, or hidden states and a weight that fit; the layout must go with them."""
+        weight = self.weight
+        forms: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden, "weight": weight}
         names = [name for name, value in forms.items() if value is not None]
         if names not in (["logits"], ["hidden", "weight"]):
             remedy = "pass logits, or hidden and weight"
             raise misfit(self.caller, ", ".join(names) or "neither", remedy)
-        rows = logits if hidden is None else hidden
-        assert rows is not None
-        dense(self.caller, names[0], rows)
-        if weight is not None:
-            dense(self.caller, "weight", weight)
-        self.weight, self.input = weight, rows
+        for name in names:
+            dense(self.caller, name, forms[name])
+        self.input: Tensor = forms[names[0]]
+        rows = self.input
         if not rows.is_floating_point() or rows.dim() < 1:
             remedy = "pass floating point numbers, [..., columns]"
             raise misfit(self.caller, f"{names[0]} of {typed(rows)}", remedy)
-        if weight is None and layout != "replicated":
-            argument = f"logits and hidden_layout={layout!r}, which is for hidden"
+        if weight is None and self.hidden_layout != "replicated":
+            argument = f"logits and hidden_layout={self.hidden_layout!r}, which is for hidden"
             raise misfit(self.caller, argument, "leave it out")
         if weight is None:
             return
         if weight.dim() != 2 or rows.shape[-1] != weight.shape[1] or rows.dtype != weight.dtype:
             argument = f"hidden of {typed(rows)} with weight of {typed(weight)}"
             raise misfit(self.caller, argument, "[..., H] and [columns, H] of one type")
-        if self._consumes:
+        if self.ownership == "consume":
             argument = "hidden and ownership='consume', but no logits are kept that it could"
             raise misfit(self.caller, f"{argument} consume", "leave it out")
 
@@ -153,12 +144,12 @@ class Call:
             "DistributedDataParallel has"
         )
 
-    def _columns(self, group: Any, vocab_size: int | None) -> Columns:
+    def _columns(self) -> Columns:
         per_rank = self.input.shape[-1] if self.weight is None else self.weight.shape[0]
-        alone = group is None
+        group, alone = self.tp_group, self.tp_group is None
         rank, size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
         total = per_rank * size
-        vocabulary = total if vocab_size is None else vocab_size
+        vocabulary = total if self.vocab_size is None else self.vocab_size
         if not 1 <= vocabulary <= total:
             argument = (
                 f"vocab_size={vocabulary}, and {size} ranks with {per_rank} columns each have"
@@ -168,9 +159,7 @@ class Call:
         columns = Columns(rank * per_rank, 0, per_rank, vocabulary, group, size)
         return columns._replace(real=columns.real_of(rank))
 
-    def _accept_targets(
-        self, targets: Tensor, token_mask: Tensor | None, ignore_index: int
-    ) -> None:
+    def _accept_targets(self, targets: Tensor) -> None:
         """Take the targets, and the tokens that are neither masked nor ignored.
 
         The host reads from the device once for the whole call, because each reading waits for all
@@ -188,14 +177,14 @@ class Call:
                 caller, f"targets of shape {tuple(targets.shape)}", "pass at least one each"
             )
         self.ids = targets = targets.long()
-        valid = targets != ignore_index
+        valid = targets != self.ignore_index
         computed = valid.any(-1) if many else valid
-        if token_mask is not None:
-            computed = computed & token_mask
+        if self.token_mask is not None:
+            computed = computed & self.token_mask
         if many:
             self.valid = valid = valid & computed[..., None]
             self.ids = torch.where(valid, targets, -1)
-        self.computed, self.count = None, 0
+        self.count = 0
         if not computed.numel():
             return
         checked = torch.where(valid if many else computed, targets, 0)
@@ -300,10 +289,10 @@ class Call:
         For logits that are made from hidden states it is no more than what suits the device.
         """
         in_cache = _WORKSPACE_BYTES.get(self.input.device.type, _WORKSPACE_BYTES_ELSEWHERE)
-        if self._workspace_bytes is None:
+        if self.workspace_bytes is None:
             return in_cache
-        limit = self._workspace_bytes if self.weight is None else in_cache
-        return min(self._workspace_bytes, limit)
+        limit = self.workspace_bytes if self.weight is None else in_cache
+        return min(self.workspace_bytes, limit)
 
     def parts(self, backend: Backend = "eager") -> ProductParts:
         """Return how large the parts are in which logits are made from hidden states."""
@@ -312,7 +301,7 @@ class Call:
         if backend == "triton" and device != "cpu":
             usual = _LOGITS_BYTES_OF_ROWS
         return ProductParts(
-            self._workspace_bytes or usual,
+            self.workspace_bytes or usual,
             reduce=self.columns.ranks > 1 and not self._in_pieces,
             fused=self.fused,
         )
@@ -332,7 +321,8 @@ class Call:
             ValueError: the logits are a leaf, which its owner would find overwritten.
         """
         logits = self.input
-        if not self._consumes or not logits.requires_grad or not torch.is_grad_enabled():
+        trained = logits.requires_grad and torch.is_grad_enabled()
+        if self.ownership != "consume" or not trained:
             return False
         if logits.is_leaf:
             raise ValueError(

@@ -388,18 +388,6 @@ def product_into(
     return into.add_(product) if add else into.copy_(product)
 
 
-def of_all_ranks(
-    d_hidden_NH: Tensor | None, parts: ProductParts, columns: Columns
-) -> Tensor | None:
-    """Return the hidden states' gradient; with `parts.reduce` its sum over the group's ranks.
-
-    All of them then take part in one all-reduce, which changes `d_hidden_NH` in place.
-    """
-    if d_hidden_NH is not None and parts.reduce:
-        dist.all_reduce(d_hidden_NH, group=columns.group)
-    return d_hidden_NH
-
-
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Apply torch's decorator at each call, because its wrapper cannot be pickled by value.
 

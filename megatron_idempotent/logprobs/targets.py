@@ -104,22 +104,8 @@ def context_parallel_part(
     if positions % (2 * size):
         argument, remedy = f"{positions} positions for {size} ranks", "pad them to a multiple of"
         raise misfit(caller, argument, f"{remedy} {2 * size}")
-    position = torch.arange(positions // size, device=values.device)
-    if cu_seqlens is None:
-        start, offset = torch.zeros_like(position), position
-        half = torch.full_like(position, positions // (2 * size))
-    else:
-        _check_lengths(caller, cu_seqlens)
-        starts = cu_seqlens.to(position)
-        # Of each sequence a rank has its share, so the shares begin where starts / size say.
-        number = torch.searchsorted(starts[1:] // size, position, right=True)
-        number = number.clamp(max=len(starts) - 2)
-        start = starts[number]
-        offset = position - start // size
-        half = (starts[number + 1] - start) // (2 * size)
-    behind = (2 * size - 1 - rank) * half + (offset - half)
     return values.index_select(
-        dim, start + torch.where(offset < half, rank * half + offset, behind)
+        dim, _positions_of(caller, rank, size, positions, cu_seqlens, values.device)
     )
 
 
@@ -177,30 +163,30 @@ def context_parallel_whole(
         argument = f"{positions // size} positions from each of {size} ranks"
         remedy = "pass parts that context_parallel_part made, which have an even number"
         raise misfit(caller, argument, remedy)
-    return joined.index_select(dim, _index_among_parts(positions, size, cu_seqlens, joined.device))
+    rank_R1 = torch.arange(size, device=joined.device)[:, None]
+    position_RT = _positions_of(caller, rank_R1, size, positions, cu_seqlens, joined.device)
+    return joined.index_select(dim, position_RT.flatten().argsort())
 
 
-def _index_among_parts(positions: int, size: int, cu_seqlens: Tensor | None, device: Any) -> Tensor:
-    """Return where each position is among the parts of all ranks, one after the other."""
-    position_T = torch.arange(positions, device=device)
-    if cu_seqlens is None:
-        start, half = (
-            torch.zeros_like(position_T),
-            torch.full_like(position_T, positions // (2 * size)),
-        )
-    else:
-        _check_lengths("context_parallel_whole", cu_seqlens)
-        starts = cu_seqlens.to(position_T)
-        number = torch.searchsorted(starts[1:].contiguous(), position_T, right=True)
-        number = number.clamp(max=len(starts) - 2)
-        start = starts[number]
-        # At least 1: positions after the last sequence have none.
-        half = ((starts[number + 1] - start) // (2 * size)).clamp(min=1)
-    piece = (position_T - start) // half
-    front = piece < size
-    rank = torch.where(front, piece, 2 * size - 1 - piece)
-    offset = (position_T - start) % half + torch.where(front, 0, half)
-    return rank * (positions // size) + start // size + offset
+def _positions_of(
+    caller: str, rank: Any, size: int, positions: int, cu_seqlens: Tensor | None, device: Any
+) -> Tensor:
+    """Return the positions that a rank has, [positions / size], or those of ranks [R, 1]."""
+    share_T = torch.arange(positions // size, device=device)
+    start: Any = 0
+    half: Any = positions // (2 * size)
+    if cu_seqlens is not None:
+        _check_lengths(caller, cu_seqlens)
+        starts = cu_seqlens.to(share_T)
+        # Of each sequence a rank has its share, so the shares begin where starts / size say.
+        number_T = torch.searchsorted(starts[1:] // size, share_T, right=True)
+        number_T = number_T.clamp(max=len(starts) - 2)
+        start = starts[number_T]
+        half = (starts[number_T + 1] - start) // (2 * size)
+    offset_T = share_T - start // size
+    behind_T = (2 * size - 1 - rank) * half + (offset_T - half)
+    position: Tensor = start + torch.where(offset_T < half, rank * half + offset_T, behind_T)
+    return position
 
 
 class _GatheredParts(torch.autograd.Function):

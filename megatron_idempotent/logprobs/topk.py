@@ -82,7 +82,7 @@ def vocab_topk(
     """
     caller = "vocab_topk"
     call = Call(
-        caller,
+        caller=caller,
         logits=logits,
         hidden=hidden,
         weight=weight,
@@ -278,16 +278,10 @@ def topk_kl(
                 teacher_K, teacher_mass, student_rest, teacher_logprobs.dtype
             )
         # Tokens without any entry have no outcomes at all.
-        empty = ~valid_K.any(-1, keepdim=True)
-        student_K, teacher_K = (
-            torch.cat(
-                [logprob_K, rest_logprob[..., None].double().masked_fill(empty, -torch.inf)], -1
-            )
-            for logprob_K, rest_logprob in (
-                (student_K, student_rest),
-                (teacher_K, teacher_rest.detach()),
-            )
-        )
+        rests = torch.stack([student_rest, teacher_rest.detach().double()])[..., None]
+        rests = rests.masked_fill(~valid_K.any(-1, keepdim=True), -torch.inf)
+        student_K = torch.cat([student_K, rests[0]], -1)
+        teacher_K = torch.cat([teacher_K, rests[1]], -1)
     elif tail == "renormalize":
         student_K, teacher_K = _renormalized(student_K), _renormalized(teacher_K)
     forward = {"forward": 1.0, "reverse": 0.0, "mixed": mix}[direction]
