@@ -365,8 +365,8 @@ class LogprobsFromHidden(torch.autograd.Function):
         ctx.parts, ctx.weight, ctx.is_sampled = parts, weight_VH, sampler is not None
         partials, columns = [], batch.columns
         if sampler is not None:
-            kept, total = sampler(Products(hidden_NH, weight_VH, columns, parts), batch)
-            return _outputs(ctx, batch, total, *kept, hidden_NH, weight_VH)
+            kept_columns, total = sampler(Products(hidden_NH, weight_VH, columns, parts), batch)
+            return _outputs(ctx, batch, total, *kept_columns, hidden_NH, weight_VH)
         if batch.options.backend == "triton":
             for tokens, logits_nV in Products(hidden_NH, weight_VH, columns, parts).parts():
                 partials.append(local_statistics(logits_nV, None, batch.select(tokens)))
