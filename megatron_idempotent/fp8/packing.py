@@ -9,6 +9,7 @@ their own, positions could belong to other sequences than the loss assumes, and 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -271,6 +272,12 @@ class Pack:
             mask=mask,
             place_N=place_N,
         )
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The place of each sequence's first token, and its tokens without padding."""
+        starts = itertools.accumulate(self.segments, initial=0)
+        return tuple(zip(starts, self.lengths, strict=False))
 
     def join(self, sequences: Sequence[Tensor] | Tensor, *, fill: float = 0) -> Tensor:
         """Put values of each token into the pack, [T, ...]; differentiable.

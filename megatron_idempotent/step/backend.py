@@ -7,18 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_idempotent.fp8.packing import TokenAlignment
-from megatron_idempotent.window.agreement import DEADLINE_S, checked_deadline
+from megatron_idempotent.window.agreement import DEADLINE_S
 
-from .loss import (
-    ARGUMENTS,
-    LossResult,
-    NonFinite,
-    NothingValid,
-    StepLoss,
-    StepTotals,
-    Update,
-    check_arguments,
-)
+from .loss import LossResult, NonFinite, NothingValid, StepLoss, StepTotals, Update
 from .microbatches import Batch, Calls, Microbatch, Shape
 from .snapshot import Writes
 
@@ -42,17 +33,6 @@ class Options:
     nothing_valid: NothingValid = "skip"
     deadline_s: float = DEADLINE_S
     undo: bool = False
-
-    def check_options(self) -> None:
-        """Raise unless each option, also those of subclasses, has a value that it takes.
-
-        Raises:
-            ValueError, TypeError: names the option, its value, and what it takes.
-        """
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        options = {name: value for name, value in values.items() if name in ARGUMENTS}
-        check_arguments(type(self).__name__, **options)
-        checked_deadline(self.deadline_s)
 
 
 class LocalFailure(Exception):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.window.agreement import collective_timeout
 
+from . import snapshot
 from .backend import Forward
 from .fsdp_run import (
     FSDPCall,
@@ -32,18 +33,6 @@ from .lifecycle import SplitStep
 from .loss import LossResult, StepLoss, StepTotals, Update, reason_to_skip
 from .microbatches import TOKENS, Batch, Calls, Microbatch, check_ids
 from .packs import NO_ALIGNMENT
-from .snapshot import (
-    ModuleSnapshot,
-    Restore,
-    Writes,
-    evaluating,
-    first_not_finite,
-    keep_groups,
-    keep_torch,
-    keep_update,
-    refuse_update,
-    sum_of_norms,
-)
 
 
 class FSDPBackend:
@@ -52,7 +41,8 @@ class FSDPBackend:
     def __init__(self, step: FSDPTrainStep) -> None:
         self._options = step
         self.shards = shards = _checked_shards(step.model, step.optimizer)
-        _check_scheduler(step.scheduler)
+        remedy = "pass one of torch.optim.lr_scheduler, or add them"
+        snapshot.check_scheduler(step, remedy, "step", "state_dict", "load_state_dict")
         self._model = shards.model
         self.optimizer = step.optimizer
         self._scheduler = step.scheduler
@@ -61,10 +51,8 @@ class FSDPBackend:
         self._sizes = vocabulary_of(self._model)
         # An unknown id on a device ends the process there; to check it the host would have to wait.
         self._reads_ids = looks()
-        self._snapshot: list[Restore] = []
-        self._undo: Restore | None = None
-        self._allow_update: list[Restore] = []
-        self._updating = False
+        self._snapshot: list[snapshot.Restore] = []
+        self._update = snapshot.OpenUpdate(undo=step.undo)
         self._released = False
         self.lowers_scale = self._scaler is not None and bool(self._scaler.is_enabled())
         self.must_agree = {
@@ -80,7 +68,7 @@ class FSDPBackend:
 
     @property
     def partially_updated(self) -> bool:
-        return self._updating and self._undo is None
+        return self._update.is_torn
 
     def open(self) -> None:
         self.close()  # a step whose end was interrupted may still be here
@@ -92,21 +80,21 @@ class FSDPBackend:
         self.shards.drop()
         self._snapshot = [
             keep_sync(self.shards),
-            ModuleSnapshot([self._model]).restore,
-            keep_torch(),
-            keep_groups(self.optimizer.param_groups),
+            snapshot.ModuleSnapshot([self._model]).restore,
+            snapshot.keep_torch(),
+            *snapshot.keep_groups(self.optimizer.param_groups),
         ]
         if self._scheduler is not None:
             self._snapshot.append(keep_scheduler(self._scheduler))
         if self._scaler is not None:
             self._snapshot.append(keep_scaler(self._scaler, self.device))
         self._released = False
-        self._allow_update = [refuse_update(self.optimizer)]
+        self._update.open([self.optimizer])
         self._watch.install()
         self._model.set_is_last_backward(True)
         self._model.train()
 
-    def writes(self) -> Writes:
+    def writes(self) -> snapshot.Writes:
         return self.shards.writes()
 
     def gradient_bits(self) -> None:
@@ -119,11 +107,11 @@ class FSDPBackend:
         """Accept any shapes, but known tokens alone, and packs if `forward` knows sequences."""
         if self._options.forward is not tokens_forward:
             return
-        if any(microbatch.packed is not None for call in calls for microbatch in call):
+        if any(microbatch.spans is not None for call in calls for microbatch in call):
             raise ValueError(
-                "microbatch() got packs, and FSDPTrainStep() no forward, without which a model "
-                "would take a pack for one sequence: give it a forward that hands the pack's "
-                "cu_seqlens and position_ids on to the model's attention"
+                "packs, and FSDPTrainStep() no forward, without which a model would take a pack "
+                "for one sequence: give it a forward that hands the pack's cu_seqlens and "
+                "position_ids on to the model's attention"
             )
         check_ids(self._sizes, calls, read=self._reads_ids)
 
@@ -146,8 +134,8 @@ class FSDPBackend:
             )
             if dummies:
                 # Buffers and random states stay as if no dummy microbatch had been run.
-                stack.callback(keep_torch())
-                stack.callback(ModuleSnapshot([self._model]).restore_buffers)
+                stack.callback(snapshot.keep_torch())
+                stack.callback(snapshot.ModuleSnapshot([self._model]).restore_buffers)
             if not self._model.training:  # an evaluation may have left it so
                 self._model.train()
             for number, microbatch in enumerate(microbatches, start=1):
@@ -174,7 +162,7 @@ class FSDPBackend:
         """Do nothing: each forward of FSDP2 ends the gathers that it starts."""
 
     def parameter_norm(self) -> Any:
-        return sum_of_norms(self.shards.trained())
+        return snapshot.sum_of_norms(self.shards.trained())
 
     def outdated_main_parameters(self) -> int:
         """Return 0: FSDP2 steps on the parameters of the model."""
@@ -182,7 +170,7 @@ class FSDPBackend:
 
     def bad_parameter(self) -> str | None:
         self.shards.reshard()
-        return first_not_finite(
+        return snapshot.first_not_finite(
             (name, parameter.to_local())
             for name, parameter in self._model.named_parameters()
             if isinstance(parameter, DTensor) and parameter.requires_grad
@@ -201,10 +189,8 @@ class FSDPBackend:
             grad_norm, skipped = self._clipped()
         if skipped is not None:
             return Update(skipped=skipped, grad_norm=grad_norm)
-        if self._options.undo:
-            self._undo = keep_update([], [self.optimizer])
-        self._updating = True
-        self._stop_refusing()
+        self._update.reset()
+        self._update.begin([], [self.optimizer])
         if self._scaler is None or not math.isfinite(grad_norm or 0.0):
             # The scaler has been updated for such gradients already, and would unscale them again.
             self.optimizer.step()
@@ -254,20 +240,16 @@ class FSDPBackend:
     def close(self) -> None:
         for restore_sync in self._snapshot[:1]:  # a step that has ended leaves all else
             restore_sync()
-        self._snapshot, self._undo, self._updating = [], None, False
-        self._stop_refusing()
+        self._snapshot = []
+        self._update.reset()
         self._watch.remove()
-
-    def _stop_refusing(self) -> None:
-        while self._allow_update:
-            self._allow_update.pop()()
 
     def restore(self) -> None:
         if not self._snapshot:
             return  # another step is open for the model, and this one never was
         self.shards.drop()
-        if self._undo is not None:
-            self._undo()
+        if self._update.undo is not None:
+            self._update.undo()
         for restore in self._snapshot:
             restore()
         self.close()
@@ -386,24 +368,12 @@ class FSDPTrainStep(SplitStep):
         restore_gradients = keep_gradients(self._shards)
         self._shards.reshard()
         try:
-            with evaluating([model]):
+            with snapshot.evaluating([model]):
                 yield [model]
         finally:
             # Forwards leave modules unsharded, which an update would make stale.
             self._shards.settle()
             restore_gradients()
-
-
-def _check_scheduler(scheduler: Any) -> None:
-    needed = ("step", "state_dict", "load_state_dict")
-    is_object = not isinstance(scheduler, type)
-    lacking = [n for n in needed if not (is_object and callable(getattr(scheduler, n, None)))]
-    if scheduler is not None and lacking:
-        raise ValueError(
-            f"FSDPTrainStep() got a {type(scheduler).__name__} as scheduler, without "
-            f"{'(), '.join(lacking)}(): abort() could not put it back. Pass one of "
-            "torch.optim.lr_scheduler, or add them"
-        )
 
 
 def _checked_shards(model: Any, optimizer: Any) -> Shards:

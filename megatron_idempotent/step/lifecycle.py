@@ -14,10 +14,11 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from megatron_idempotent.window.agreement import control_group, refuse_if_poisoned
+from megatron_idempotent.window.agreement import checked_deadline, control_group, refuse_if_poisoned
 
 from .backend import Backend, Options
 from .loss import (
+    ARGUMENTS,
     Divisor,
     StepLoss,
     check_arguments,
@@ -68,7 +69,9 @@ class SplitStep(Options):
     """
 
     def __post_init__(self) -> None:
-        self.check_options()
+        options = {name: value for name, value in vars(self).items() if name in ARGUMENTS}
+        check_arguments(type(self).__name__, **options)
+        checked_deadline(self.deadline_s)
         self._backend = self._make_backend()
         self._open: OpenStep | None = None
         # The steps that ended last: their results, or why there is none.

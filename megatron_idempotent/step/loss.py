@@ -20,7 +20,7 @@ from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.megatron.expert_replay import ReplayMode
 from megatron_idempotent.window.agreement import describe
 
-from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Microbatch
+from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Microbatch, described
 
 NonFinite = Literal["refuse", "skip", "update"]
 """The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the
@@ -418,14 +418,12 @@ def evaluate(
             f"row itself, as {_listed(RESERVED)}: give them other names"
         )
     has_graph = isinstance(total, Tensor) and total.requires_grad
-    scalar = isinstance(total, (int, float)) or (isinstance(total, Tensor) and total.numel() == 1)
     # Another constant is a mistake: a graph that was lost, and gradients that would be zero.
-    if not scalar or (not has_graph and float(total) != 0.0):
-        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        value = f", the constant {float(total):g}" if scalar else ""
+    if not _is_scalar(total) or (not has_graph and float(total) != 0.0):
+        value = f", the constant {float(total):g}" if _is_scalar(total) else ""
         raise ValueError(
-            f"the loss returned shape {shape} with requires_grad={has_graph}{value}: return the "
-            "sum over the microbatch, a scalar with the graph that it was computed by, or the "
+            f"the loss returned {described(total)} with requires_grad={has_graph}{value}: return "
+            "the sum over the microbatch, a scalar with the graph that it was computed by, or the "
             "constant 0 where nothing is valid"
         )
     output_names = tuple(getattr(loss, "outputs", ()))
@@ -439,17 +437,11 @@ def evaluate(
     for name, value in values.items():
         if name in output_names:
             continue
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(
-                    f"the loss reported {name!r} of shape {tuple(value.shape)}: metrics are "
-                    "scalars, summed over the microbatch; name it in the loss's `outputs` if each "
-                    "sample has one"
-                )
-        elif not isinstance(value, (int, float)):
+        if not _is_scalar(value):
             raise ValueError(
-                f"the loss reported {name!r} as {type(value).__name__}: metrics are numbers or "
-                "tensors of one element"
+                f"the loss reported {name!r} as {described(value)}: metrics are numbers or tensors "
+                "of one element, summed over the microbatch; name it in the loss's `outputs` if "
+                "each sample has one"
             )
         metrics[name] = _detached_copy(value)
     outputs = {name: _by_sequence(name, values[name], microbatch) for name in output_names}
@@ -458,6 +450,11 @@ def evaluate(
 
 def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _is_scalar(value: Any) -> bool:
+    is_one = isinstance(value, Tensor) and value.numel() == 1
+    return is_one or isinstance(value, (int, float))
 
 
 def _listed(names: Iterable[Any]) -> str:
@@ -470,27 +467,22 @@ def _detached_copy(value: Any) -> Any:
 
 def _by_sequence(name: str, value: Any, microbatch: Microbatch) -> tuple[Tensor, ...]:
     """Split a value that has an entry for each sequence, or for each token of a pack."""
-    packed, number = microbatch.packed, microbatch.entries
-    if isinstance(value, (list, tuple)) and all(isinstance(entry, Tensor) for entry in value):
-        if len(value) == number:
-            return tuple(entry.detach() for entry in value)
-        kind = f"{len(value)} tensors"
-    elif isinstance(value, Tensor) and value.dim():
+    spans, number = microbatch.spans, microbatch.entries
+    is_listed = isinstance(value, (list, tuple)) and len(value) == number
+    if is_listed and all(isinstance(entry, Tensor) for entry in value):
+        return tuple(entry.detach() for entry in value)
+    if isinstance(value, Tensor) and value.dim():
         value = value.detach()
-        if packed is not None:
+        if spans is not None:
             tokens_T = value[0] if value.dim() > 1 and len(value) == 1 else value
             if len(tokens_T) == microbatch.positions:
-                spans = zip(packed.starts, packed.lengths, strict=True)
                 return tuple(tokens_T[start : start + length] for start, length in spans)
         if len(value) == number:
             return tuple(value.unbind())
-        kind = f"shape {tuple(value.shape)}"
-    else:
-        kind = type(value).__name__
-    or_tokens = f", or {microbatch.positions}, one for each token of the pack" if packed else ""
+    or_tokens = f", or {microbatch.positions}, one for each token of the pack" if spans else ""
     raise ValueError(
-        f"the loss returned the output {name!r} as {kind} for {number} sequences: return a tensor "
-        f"or list whose first dimension is {number}{or_tokens}"
+        f"the loss returned the output {name!r} as {described(value)} for {number} sequences: "
+        f"return a tensor or list whose first dimension is {number}{or_tokens}"
     )
 
 
@@ -538,40 +530,30 @@ class StepTotals:
     def __init__(
         self,
         loss: StepLoss,
-        counts: Iterable[tuple[float, float]],
-        rows: Sequence[tuple[int, int, Mapping[str, float]]],
-        groups: Iterable[Sequence[int]] = (),
+        counts: Sequence[tuple[float, float]],
+        groups: Iterable[Sequence[int]],
+        rows: Sequence[tuple[int, Sequence[Mapping[str, float]]]],
     ) -> None:
-        """Sum `counts` and `groups`, one per rank, and `rows`, each with its rank and replica.
+        """Sum `counts`, `groups`, and `rows` with their replica, each by rank.
 
         Under context parallelism several ranks of a replica have rows of the same microbatches.
         """
         self._rank_rows = rows
-        number: dict[int, int] = {}
         parts: dict[tuple[int, int], list[tuple[int, Mapping[str, float]]]] = {}
-        for rank, replica, row in rows:
-            index = number[rank] = number.get(rank, -1) + 1
-            parts.setdefault((replica, index), []).append((rank, row))
+        for rank, (replica, rows_of_rank) in enumerate(rows):
+            for index, row in enumerate(rows_of_rank):
+                parts.setdefault((replica, index), []).append((rank, row))
         # One row for each microbatch, under the first rank: rows of its parts are added up.
         are_added = context_scope(loss) == "part"
         self._rows = [
-            (
-                of_ranks[0][0],
-                replica,
-                merge(r for _, r in of_ranks) if are_added else of_ranks[0][1],
-            )
-            for (replica, _), of_ranks in parts.items()
+            (ranks[0][0], replica, merge(row for _, row in ranks) if are_added else ranks[0][1])
+            for (replica, _), ranks in parts.items()
         ]
-        sequences = tokens = 0.0
-        self.is_integral = True
+        self.is_integral = all(number.is_integer() for pair in counts for number in pair)
         """True if no rank's counts have fractions."""
-        for rank_sequences, rank_tokens in counts:
-            self.is_integral &= rank_sequences.is_integer() and rank_tokens.is_integer()
-            sequences += rank_sequences
-            tokens += rank_tokens
         self.counts = StepCounts(
-            tokens=tokens,
-            sequences=sequences,
+            tokens=sum(tokens for _, tokens in counts),
+            sequences=sum(sequences for sequences, _ in counts),
             groups=len({group for ids in groups for group in ids}),
             microbatches=len(self._rows),
             reported=merge(row for _, _, row in self._rows),
@@ -608,13 +590,10 @@ class StepTotals:
     def bad_losses(self) -> dict[int, str]:
         """Name the first loss of each rank that is NaN or infinite, by global rank."""
         faults: dict[int, str] = {}
-        number: dict[int, int] = {}
-        for rank, _, row in self._rank_rows:
-            number[rank] = number.get(rank, 0) + 1
-            if not math.isfinite(row["loss"]):
-                faults.setdefault(
-                    rank, f"the loss of its microbatch {number[rank]} is {row['loss']}"
-                )
+        for rank, (_, rows) in enumerate(self._rank_rows):
+            for number, row in enumerate(rows, start=1):
+                if not math.isfinite(row["loss"]):
+                    faults.setdefault(rank, f"the loss of its microbatch {number} is {row['loss']}")
         return faults
 
     def rows(self, **constants: float) -> tuple[dict[str, float], ...]:

@@ -30,7 +30,7 @@ from megatron_idempotent.megatron.expert_replay import (
     ReplayMode,
     Span,
 )
-from megatron_idempotent.megatron.optimizers import count_outdated
+from megatron_idempotent.megatron.optimizers import count_outdated, parts
 from megatron_idempotent.megatron.schedules import (
     are_held,
     open_windows,
@@ -47,11 +47,12 @@ from megatron_idempotent.window.agreement import (
 )
 from megatron_idempotent.window.missed_collectives import gather_params
 
+from . import snapshot
 from .backend import Forward
 from .exact_sums import ExactSums
 from .lifecycle import SplitStep
-from .loss import LossResult, StepLoss, StepTotals, Update, lacks_auxiliary_weight
-from .megatron_checks import NEEDS, refuse_chunks, refuse_scheduler, refuse_strangers
+from .loss import StepLoss, StepTotals, Update, lacks_auxiliary_weight
+from .megatron_checks import NEEDS, refuse_chunks, refuse_strangers
 from .megatron_run import CheckedUpdate, MegatronModel, forget_inference
 from .microbatches import (
     ATTENTION_MASK,
@@ -75,14 +76,6 @@ from .pack_layout import (
     padding_inputs,
 )
 from .packs import real_tokens
-from .snapshot import (
-    LogSnapshot,
-    MegatronSnapshot,
-    Writes,
-    evaluating,
-    first_not_finite,
-    sum_of_norms,
-)
 
 
 def gpt_forward(model: Any, microbatch: Batch) -> torch.Tensor:
@@ -149,18 +142,19 @@ class MegatronBackend(MegatronModel):
         chunks = checked_chunks("TrainStep()", step.model_chunks, step.optimizer)
         refuse_chunks(chunks, order_stable=step.order_stable)
         refuse_strangers(chunks, step.optimizer)
-        refuse_scheduler(step.scheduler)
+        remedy = "pass an OptimizerParamScheduler, or an object with step() and without __slots__"
+        snapshot.check_scheduler(step, remedy, "step", "__dict__")
         super().__init__(chunks, step.optimizer, step.forward, step.deadline_s)
         self._scheduler = step.scheduler
         # An unknown id on a device ends the process there; to check it the host would have to wait.
         self._reads_ids = looks()
         self._update = CheckedUpdate(self.chunks, step.optimizer, step)
         self._sums = ExactSums(self.chunks) if step.order_stable else None
+        self.may_overlap = self._sums is None
         if step.router_replay != "off":
             self.replay = ExpertReplay(self.chunks, mode=step.router_replay, of="TrainStep()")
         self._last_shift: int | None = None
-        self._snapshot: MegatronSnapshot | None = None
-        self._released = False
+        self._snapshot: snapshot.MegatronSnapshot | None = None
         self._window = _StepWindow(self)
         self._context_rank, self._context_ranks = context_parallel_ranks()
         self.replicas = int(parallel_state.get_data_parallel_world_size())
@@ -196,7 +190,7 @@ class MegatronBackend(MegatronModel):
 
     @property
     def partially_updated(self) -> bool:
-        return self._update.updating and self._update.undo is None
+        return self._update.is_torn
 
     def open(self) -> None:
         self.close()  # a step whose end was interrupted may still be here
@@ -207,17 +201,18 @@ class MegatronBackend(MegatronModel):
             )
         # A new window each time: an interrupted call may have left the last one marked as running.
         self._window = _StepWindow(self)
-        if any(window.shares_modules(self.chunks) for window in _step_windows()):
+        steps = [window for window in open_windows if isinstance(window, _StepWindow)]
+        if any(window.shares_modules(self.chunks) for window in steps):
             raise RuntimeError(
                 "begin(): a TrainStep is open for another DDP over the same modules, and to abort "
                 "one of the two would undo what the other has done: finish() or abort() the open "
                 "one first"
             )
-        self._snapshot = MegatronSnapshot(
+        self._snapshot = snapshot.MegatronSnapshot(
             self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
         )
-        self._update.open()
-        self._released, self._last_shift, self.shift = False, None, 0
+        self._update.open(parts(self.optimizer))
+        self.released, self._last_shift, self.shift = False, None, 0
         open_windows.append(self._window)
         modules = self._snapshot.modules
         forget_inference(modules.modules)
@@ -230,9 +225,9 @@ class MegatronBackend(MegatronModel):
         if self._sums is not None:
             self._sums.open()
 
-    def writes(self) -> Writes:
+    def writes(self) -> snapshot.Writes:
         of_ddp = (param for chunk in self.chunks for param in chunk.param_to_bucket_group)
-        return Writes(self.gradient_writes(), tuple(param._version for param in of_ddp))
+        return snapshot.Writes(self.gradient_writes(), tuple(param._version for param in of_ddp))
 
     def gradient_bits(self) -> Any:
         # Exact sums move gradients out of these buffers after each backward.
@@ -260,9 +255,9 @@ class MegatronBackend(MegatronModel):
         for microbatches in calls:
             if len(microbatches) % stages:
                 raise ValueError(
-                    f"microbatch() got {len(microbatches)} microbatches of equal size for an "
-                    f"interleaved pipeline of {stages} stages, whose schedule takes multiples of "
-                    f"{stages}: pad the batch with rows whose sample_mask is 0"
+                    f"{len(microbatches)} microbatches of equal size for an interleaved pipeline "
+                    f"of {stages} stages, whose schedule takes multiples of {stages}: pad the "
+                    "batch with rows whose sample_mask is 0"
                 )
 
     def _refuse_frozen(self) -> None:
@@ -296,14 +291,6 @@ class MegatronBackend(MegatronModel):
                 chunk.scale_gradients(2.0 ** (self._last_shift - shift))
         self._last_shift = self.shift = shift
 
-    def run(
-        self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
-    ) -> list[LossResult]:
-        # Exact sums are reduced when all of them are there.
-        reduce = reduce and self._sums is None
-        self._released = self._released or reduce
-        return self.run_schedule(microbatches, loss, reduce=reduce, dummies=dummies)
-
     def check_ready(self, increment: int | None) -> None:
         if self.optimizer is None:
             raise RuntimeError("finish(): TrainStep() was made without an optimizer")
@@ -324,13 +311,13 @@ class MegatronBackend(MegatronModel):
                 gather_params(chunk, wait=wait)
 
     def parameter_norm(self) -> Any:
-        return sum_of_norms(param for chunk in self.chunks for param in trained(chunk))
+        return snapshot.sum_of_norms(param for chunk in self.chunks for param in trained(chunk))
 
     def outdated_main_parameters(self) -> Any:
         return count_outdated(self.optimizer, self.device)
 
     def bad_parameter(self) -> str | None:
-        return first_not_finite(
+        return snapshot.first_not_finite(
             (name, parameter)
             for chunk in self.chunks
             for name, parameter in chunk.module.named_parameters()
@@ -365,7 +352,7 @@ class MegatronBackend(MegatronModel):
         if self._sums is not None:
             self._sums.put()
         for chunk in self.chunks:
-            if chunk.ddp_config.overlap_grad_reduce and not self._released:
+            if chunk.ddp_config.overlap_grad_reduce and not self.released:
                 start_held(chunk)  # else finalizing dispatches by itself
         finalize = self.configs[0].finalize_model_grads_func
         counted = self.per_token and totals.is_counted
@@ -405,7 +392,7 @@ class MegatronBackend(MegatronModel):
         if is_poisoned():
             drop_collectives(self.chunks)
         # An abort clears the logs of other models too; the snapshot has this model's alone.
-        logs = None if self.has_auxiliary else LogSnapshot()
+        restore_logs = None if self.has_auxiliary else snapshot.keep_logs()
         try:
             abort_window(self.chunks, self.optimizer)
         except RuntimeError as lost:  # from the wait for what a peer has not joined
@@ -415,8 +402,8 @@ class MegatronBackend(MegatronModel):
         if self._update.undo is not None:
             self._update.undo()
         self._snapshot.restore()
-        if logs is not None:
-            logs.restore()
+        if restore_logs is not None:
+            restore_logs()
         self.close()
 
 
@@ -428,14 +415,13 @@ def _check_routes(replay: ExpertReplay, calls: Calls, *, read: bool) -> None:
         spans = _spans_with_routes(microbatch) if is_read else None
         fault = replay.fault(routes, microbatch.shape, spans)
         if fault is not None:
-            raise ValueError(f"microbatch() got a batch whose microbatch {index} {fault}")
+            raise ValueError(f"a batch whose microbatch {index} {fault}")
 
 
 def _spans_with_routes(microbatch: Microbatch) -> list[Span]:
     """Return the tokens that need routes: those that predict a token that counts."""
-    if microbatch.packed is not None:
-        sequences = zip(microbatch.packed.starts, microbatch.packed.lengths, strict=True)
-        return [(0, start, start + max(length - 1, 0)) for start, length in sequences]
+    if microbatch.spans is not None:
+        return [(0, start, start + max(length - 1, 0)) for start, length in microbatch.spans]
     rows, width = microbatch.shape
     mask_BT = field_of(microbatch.inputs, ATTENTION_MASK)
     firsts, counts = [0] * rows, [width] * rows
@@ -460,20 +446,19 @@ def _check_positions(calls: Calls, config: Any, size: int) -> None:
         length = microbatch.shape[1]
         if size > 1 and length % (2 * size):
             raise ValueError(
-                f"microbatch() got rows of {length} positions for {size} context-parallel ranks: "
-                f"pad them to a multiple of {2 * size}"
+                f"rows of {length} positions for {size} context-parallel ranks: pad them to a "
+                f"multiple of {2 * size}"
             )
         if length % sharing:
             raise ValueError(
-                f"microbatch() got {length} positions for {sharing} ranks that share them by "
-                f"sequence parallelism: pad them to a multiple of {sharing}"
+                f"{length} positions for {sharing} ranks that share them by sequence parallelism: "
+                f"pad them to a multiple of {sharing}"
             )
-        starts = () if microbatch.packed is None else microbatch.packed.starts
-        for index, start in enumerate(starts):
+        for index, (start, _) in enumerate(microbatch.spans or ()):
             if size > 1 and start % (2 * size):
                 raise ValueError(
-                    f"microbatch() got a pack whose sequence {index} begins at {start}, for "
-                    f"{size} context-parallel ranks: pad each to a multiple of {2 * size}, as "
+                    f"a pack whose sequence {index} begins at {start}, for {size} context-parallel "
+                    f"ranks: pad each to a multiple of {2 * size}, as "
                     "TokenAlignment.of_config(config) says"
                 )
 
@@ -504,10 +489,6 @@ class _StepWindow:
             "would reduce in the middle of the step. Use step.microbatch(), or finish() or "
             "abort() the step first"
         )
-
-
-def _step_windows() -> list[_StepWindow]:
-    return [window for window in open_windows if isinstance(window, _StepWindow)]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -602,5 +583,5 @@ class TrainStep(SplitStep):
                 weights = {n: p.clone() for n, p in chunks[0].module.named_parameters()}
         """
         self._backend.join()
-        with evaluating(self._chunks):
+        with snapshot.evaluating(self._chunks):
             yield self._chunks

@@ -5,7 +5,7 @@ All of it runs once, when a step is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core import parallel_state
@@ -16,45 +16,26 @@ from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.optimizers import trained_by
 from megatron_idempotent.patching.needs import Need
 
-
-def _refused_settings(chunk: Any, ranks: int, *, order_stable: bool) -> Iterator[tuple[bool, str]]:
-    """Yield whether a chunk has each setting that a step refuses, and why."""
-    config = get_model_config(chunk)
-    yield (
-        getattr(config, "overlap_moe_expert_parallel_comm", False),
-        "overlap_moe_expert_parallel_comm=True, whose schedule runs two microbatches in one and "
-        "cannot be taken apart: set it to False",
-    )
-    for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size"):
-        size = getattr(config, name, None) or 1
-        yield (
-            size > 1,
-            f"{name}={size}, whose ranks share weights and not batches, so that they are neither "
-            "one replica nor several: set it to 1",
-        )
-    yield (
-        getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False),
-        "reuse_grad_buf_for_mxfp8_param_ag=True, where a gather of parameters would overwrite the "
-        "gradients of an open step: set it to False",
-    )
-    if not order_stable:
-        return
-    for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute"):
-        yield (
-            getattr(config, name, False),
-            f"{name}=True and order_stable=True: one computes gradients after the backward in "
-            "which the other takes them. Set one of the two to False",
-        )
-    yield (
-        config.fp16,
-        "fp16=True, whose loss scale changes what a gradient is rounded to: train in bf16, or "
-        "leave order_stable out",
-    )
-    yield (
-        not config.calculate_per_token_loss and bool(ranks & (ranks - 1)),
-        f"{ranks} ranks over which DDP averages, which rounds unless they are a power of two: set "
-        "calculate_per_token_loss=True, so that it sums, or leave order_stable out",
-    )
+_NEITHER = (
+    "whose ranks share weights and not batches, so that they are neither one replica nor several"
+)
+_LATE = "computes gradients after the backward in which order_stable=True takes them"
+#: Settings of a model or its DDP, true or above 1, that a step refuses: why, and what to do.
+_REFUSED = {
+    "overlap_moe_expert_parallel_comm": "whose schedule runs two microbatches in one and cannot be "
+    "taken apart: set it to False",
+    "gtp_weight_remat_size": f"{_NEITHER}: set it to 1",
+    "expert_gtp_weight_remat_size": f"{_NEITHER}: set it to 1",
+    "reuse_grad_buf_for_mxfp8_param_ag": "where a gather of parameters would overwrite the "
+    "gradients of an open step: set it to False",
+}
+#: Those with which `ExactSums` cannot take or keep all gradients.
+_REFUSED_BY_SUMS = {
+    "defer_embedding_wgrad_compute": f"which {_LATE}: set one of the two to False",
+    "delay_wgrad_compute": f"which {_LATE}: set one of the two to False",
+    "fp16": "whose loss scale changes what a gradient is rounded to: train in bf16, or leave "
+    "order_stable out",
+}
 
 
 def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
@@ -64,9 +45,17 @@ def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
     """
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     for chunk in chunks:
-        for is_set, reason in _refused_settings(chunk, ranks, order_stable=order_stable):
-            if is_set:
-                raise ValueError(f"TrainStep() got {reason}")
+        config = get_model_config(chunk)
+        for name, reason in {**_REFUSED, **(_REFUSED_BY_SUMS if order_stable else {})}.items():
+            value = getattr(config, name, getattr(chunk.ddp_config, name, None))
+            if value is True or (value or 1) > 1:
+                raise ValueError(f"TrainStep() got {name}={value}, {reason}")
+        if order_stable and not config.calculate_per_token_loss and ranks & (ranks - 1):
+            raise ValueError(
+                f"TrainStep() got {ranks} ranks over which DDP averages, which rounds unless they "
+                "are a power of two: set calculate_per_token_loss=True, so that it sums, or leave "
+                "order_stable out"
+            )
 
 
 def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
@@ -89,22 +78,6 @@ def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
             f"TrainStep() got an optimizer whose {len(trained)} parameters none of the chunks' DDP "
             "reduces: pass what get_megatron_optimizer() returned for these chunks, not that of "
             "another DDP over the same modules"
-        )
-
-
-def refuse_scheduler(scheduler: Any) -> None:
-    """Raise `ValueError` for a scheduler that cannot be stepped, or put back after a failure."""
-    if scheduler is None:
-        return
-    lacking = [] if callable(getattr(scheduler, "step", None)) else ["step()"]
-    if not hasattr(scheduler, "__dict__"):
-        lacking.append("__dict__")
-    if lacking or isinstance(scheduler, type):
-        missing = " and ".join(lacking) or "an object of it"
-        raise ValueError(
-            f"TrainStep() got {scheduler!r} as scheduler, without {missing}: abort() puts back its "
-            "attributes. Pass an OptimizerParamScheduler, or an object with step(increment=…) and "
-            "without __slots__"
         )
 
 

@@ -66,7 +66,7 @@ from .loss import (
 )
 from .microbatches import EmbeddingSizes, Microbatch, name_the_token
 from .pack_layout import own_routes
-from .snapshot import MegatronSnapshot, Restore, keep_update, refuse_update
+from .snapshot import MegatronSnapshot, OpenUpdate
 
 # Functions by which a config weighs auxiliary losses itself, instead of with grad_scale_func.
 _OWN_SCALES = ("moe_grad_scale_func", "mtp_grad_scale_func")
@@ -136,6 +136,10 @@ class MegatronModel:
         self.sizes = embedding_sizes(chunks)
         self.running = False
         """True while a schedule runs for the step."""
+        self.may_overlap = True
+        """False if gradients may be reduced at the end of the step alone."""
+        self.released = False
+        """True once reductions have begun in the step."""
         self.shift = 0
         """The exponent of the power of two that losses are divided by; it changes no mantissa."""
         self.finalize_options: dict[str, Any] = {}
@@ -183,13 +187,15 @@ class MegatronModel:
         """Return the counters of `writes` for gradients alone."""
         return tuple(number for chunk in self.chunks for number in versions(chunk))
 
-    def run_schedule(
+    def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
         """Run the schedule on this rank's chunks; it divides no loss, and reduces if asked.
 
         Returns what the loss returned, see `Backend.run`.
         """
+        reduce = reduce and self.may_overlap
+        self.released = self.released or reduce
         results: list[LossResult] = []
         iterators = [iter(microbatches) for _ in self.chunks]
         arguments: dict[str, Any] = {
@@ -447,31 +453,15 @@ def _tell_no_rank(failure: str | None) -> dict[int, str]:
     return {}
 
 
-class CheckedUpdate:
+class CheckedUpdate(OpenUpdate):
     """Runs an optimizer's `step()`, checks the norm in it, and tells how far it has come."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, options: Options) -> None:
-        self.updating = False
-        """True once parameters may have been changed."""
-        self.undo: Restore | None = None
-        """Goes back to before the update; None without a copy, or before it has begun."""
+        super().__init__(undo=options.undo)
         self._chunks = list(chunks)
         self._optimizer = optimizer
-        self._options = options
+        self._non_finite = options.non_finite
         self._norms: list[Any] = []
-        self._allow: list[Restore] = []
-
-    def open(self) -> None:
-        """Begin a step, in which the optimizer steps in `run` alone."""
-        self.reset()
-        if self._optimizer is not None:
-            self._allow = [refuse_update(part) for part in parts(self._optimizer)]
-
-    def reset(self) -> None:
-        """Forget an earlier step."""
-        self.updating, self.undo, self._norms = False, None, []
-        while self._allow:
-            self._allow.pop()()
 
     @property
     def lowers_scale(self) -> bool:
@@ -486,6 +476,7 @@ class CheckedUpdate:
             RuntimeError: the norm is not finite, and the rule is "refuse". Nothing was updated.
         """
         self.reset()
+        self._norms = []
         # A scale is never written in place, so these are the values from before.
         scales = [(scaler, scaler.scale) for scaler in grad_scalers(self._optimizer)]
         with self._watched() as reasons:
@@ -497,7 +488,7 @@ class CheckedUpdate:
             return norm, reasons[0]
         if norm is None:
             return None, _overflow(scales)
-        if not self.updating:
+        if not self.begun:
             return norm, f"the norm of the gradients, {norm:g}, is above grad_norm_skip_threshold"
         return norm, "the optimizer reports that it has not updated"
 
@@ -523,21 +514,17 @@ class CheckedUpdate:
             if reason is not None:
                 reasons.append(reason)
                 return False
-            if self._options.undo:
-                inner = [part.optimizer for part in unchained(optimizer)]
-                # A hybrid one holds the state of those inside of it, and they hold copies.
-                inner += [
-                    part for hybrid in inner if is_hybrid(hybrid) for part in stepping(hybrid)
-                ]
-                self.undo = keep_update(
-                    [param for chunk in self._chunks for param in chunk.param_to_bucket_group],
-                    [part for part in inner if part is not None],
-                )
-            self.updating = True
+            inner = [part.optimizer for part in unchained(optimizer)]
+            # A hybrid one holds the state of those inside of it, and they hold copies.
+            inner += [part for hybrid in inner if is_hybrid(hybrid) for part in stepping(hybrid)]
+            self.begin(
+                (param for chunk in self._chunks for param in chunk.param_to_bucket_group),
+                [part for part in inner if part is not None],
+            )
             return begin_update(*args, **kwargs)
 
         replaced = {"step_with_ready_grads": update}
-        if self._options.non_finite != "update":
+        if self._non_finite != "update":
             replaced["get_grad_norm"] = keep_norm_of(optimizer.get_grad_norm)
             replaced["clip_grad_norm"] = keep_norm_of(optimizer.clip_grad_norm)
         try:
@@ -553,7 +540,7 @@ class CheckedUpdate:
         by_group = getattr(self._optimizer, "grad_norms_by_group", None) or {}
         for norm in (*self._norms, *by_group.values()):
             if norm is not None:
-                reason = reason_to_skip(float(norm), self._options.non_finite)
+                reason = reason_to_skip(float(norm), self._non_finite)
                 if reason is not None:
                     return reason
         return None

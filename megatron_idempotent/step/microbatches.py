@@ -10,6 +10,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,17 +55,8 @@ Groups = tuple[Tensor, Tensor | None]
 """Group ids of sequences [n], and which sequences are valid [n]; None if all are."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class PackedSequences:
-    """Holds the places of a pack's sequences, on the host.
-
-    Example: `PackedSequences(starts=(0, 8), lengths=(5, 3))`.
-    """
-
-    starts: tuple[int, ...]
-    """The place of each sequence's first token."""
-    lengths: tuple[int, ...]
-    """The tokens of each sequence, padding left out; 0 for an empty one."""
+Spans = Sequence[tuple[int, int]]
+"""The place of the first token of each of a pack's sequences, and its tokens without padding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +68,7 @@ class Microbatch:
     shape: Shape
     sequences: int
     """The number of sequences, masked ones included: rows, or a pack's that are not empty."""
-    packed: PackedSequences | None = None
+    spans: Spans | None = None
     """The sequences of a pack; None if the sequences are rows."""
     counts: Tensor | None = None
     """Valid sequences and tokens, float64 [2]; None if they are counted for a whole batch."""
@@ -89,13 +81,13 @@ class Microbatch:
     @property
     def entries(self) -> int:
         """The number of sequences, empty ones of a pack included."""
-        return self.sequences if self.packed is None else len(self.packed.lengths)
+        return self.sequences if self.spans is None else len(self.spans)
 
     @property
     def tokens(self) -> int:
         """The number of positions without padding, read from the device for rows with lengths."""
-        if self.packed is not None:
-            return sum(self.packed.lengths)
+        if self.spans is not None:
+            return sum(length for _, length in self.spans)
         lengths = field_of(self.inputs, LENGTHS)
         if lengths is None:
             return self.positions
@@ -104,7 +96,7 @@ class Microbatch:
     @property
     def may_be_padded(self) -> bool:
         """True if it is known where padding is."""
-        return self.packed is not None or field_of(self.inputs, LENGTHS) is not None
+        return self.spans is not None or field_of(self.inputs, LENGTHS) is not None
 
 
 Calls = Sequence[Sequence[Microbatch]]
@@ -137,7 +129,7 @@ class PreparedBatch:
 
 
 def cut_rows(
-    batch: Batch, size: int | None, *, shared: Collection[str] = (), grouped: bool = False
+    batch: Batch, size: int | None, shared: Collection[str], *, grouped: bool
 ) -> PreparedBatch:
     """Cut a batch into microbatches of `size` rows; `grouped` says that groups are counted.
 
@@ -149,19 +141,19 @@ def cut_rows(
         return PreparedBatch()
     if size is None:
         raise ValueError(
-            f"microbatch() got {rows} rows, and begin() no micro_batch_size to cut them by: "
-            "begin with one or with max_tokens_per_microbatch, or pass microbatches=[…]"
+            f"{rows} rows, and begin() no micro_batch_size to cut them by: begin with one or with "
+            "max_tokens_per_microbatch, or pass microbatches=[…]"
         )
     if batch[TOKENS].is_nested:
         raise ValueError(
-            f"microbatch() got {rows} nested rows, and begin() micro_batch_size={size}, which cuts "
-            "rows of one length: begin with max_tokens_per_microbatch, or pass microbatches=[…]"
+            f"{rows} nested rows, and begin() micro_batch_size={size}, which cuts rows of one "
+            "length: begin with max_tokens_per_microbatch, or pass microbatches=[…]"
         )
     return PreparedBatch(
         sequences=rows,
         calls=_split(batch, rows, size, shared),
         counts=[nan_if_wrong(valid_counts(batch), batch)],
-        groups=groups_of_rows(batch, rows, shared) if grouped else (),
+        groups=[group_ids(batch, rows, shared)] if grouped else (),
     )
 
 
@@ -170,34 +162,29 @@ def _split(batch: Batch, rows: int, size: int, shared: Collection[str]) -> Calls
 
     Returns a call for each size, because the messages of a pipeline have one shape per call.
     """
-    full = rows - rows % size
-    borders = [[(start, start + size) for start in range(0, full, size)], [(full, rows)]]
     positions = int(batch[TOKENS].shape[1])
     by_row = {
         name: value
         for name, value in batch.items()
         if isinstance(value, (Tensor, list, tuple)) and name not in shared
     }
-    calls = [
-        [
-            Microbatch(
-                inputs={**batch, **{name: value[start:end] for name, value in by_row.items()}},
-                shape=(end - start, positions),
-                sequences=end - start,
-            )
-            for start, end in spans
-            if start < end
-        ]
-        for spans in borders
+    microbatches = [
+        Microbatch(
+            inputs={**batch, **{name: value[start:end] for name, value in by_row.items()}},
+            shape=(end - start, positions),
+            sequences=end - start,
+        )
+        for start, end in ((n, min(n + size, rows)) for n in range(0, rows, size))
     ]
-    return [call for call in calls if call]
+    full = rows // size
+    return [call for call in (microbatches[:full], microbatches[full:]) if call]
 
 
 def checked_rows(batch: Any, shared: Collection[str] = (), *, one_more: bool = True) -> int:
     """Check a batch, and return its number of rows, B.
 
     Values named in `shared` may be anything; all others have B rows, or are scalars. For `one_more`
-    see `check_mask_shapes`.
+    see `check_masks`.
 
     Raises:
         ValueError: the batch is no mapping or has no `input_ids` [B, T], or a value has another
@@ -206,80 +193,53 @@ def checked_rows(batch: Any, shared: Collection[str] = (), *, one_more: bool = T
     tokens_BT = batch.get(TOKENS) if hasattr(batch, "get") else None
     if not isinstance(tokens_BT, Tensor) or tokens_BT.dim() < 2:
         raise ValueError(
-            f"microbatch() got a {type(batch).__name__} whose {TOKENS!r} is "
-            f"{_shape_or_type(tokens_BT)}: pass a mapping of tensors with "
-            f"{TOKENS!r} of shape [rows, positions]"
+            f"a {type(batch).__name__} whose {TOKENS!r} is {described(tokens_BT)}: pass a mapping "
+            f"of tensors with {TOKENS!r} of shape [rows, positions]"
         )
     rows = int(tokens_BT.shape[0])
-    misshapen = {
-        name: tuple(value.shape)
-        for name, value in batch.items()
-        if isinstance(value, Tensor)
-        and name not in shared
-        and (value.dim() == 0 or value.shape[0] != rows)
-    }
-    if misshapen:
-        raise ValueError(
-            f"microbatch() got {rows} rows of {TOKENS!r}, and tensors of other shapes: {misshapen};"
-            " the first dimension of every tensor is the rows. Name one that all rows share in "
-            "shared=(…) when you make the step"
-        )
     for name, value in batch.items():
-        _refuse_rowless(name, value, rows, name in shared)
-    try:
-        check_mask_shapes(batch, one_more=one_more)
-        check_masks(batch)
-    except ValueError as error:
-        raise ValueError(f"microbatch() got a batch {error}") from None
+        _check_rows_of(name, value, rows, name in shared)
+    with in_batch("a batch "):
+        check_masks(batch, one_more=one_more)
     return rows
 
 
-def _refuse_rowless(name: str, value: Any, rows: int, shared: bool) -> None:
+def _check_rows_of(name: str, value: Any, rows: int, shared: bool) -> None:
     """Raise `ValueError` for a value with a pack, or with another number of items than rows."""
-    per_row = isinstance(value, (list, tuple))
-    for item in value if per_row else (value,):
+    is_listed = isinstance(value, (list, tuple))
+    for item in value if is_listed else (value,):
         if isinstance(item, Pack):
             raise ValueError(
-                f"microbatch() got {name!r} with a Pack of {len(item.lengths)} sequences and "
-                f"{sum(item.lengths)} tokens, which would count as one sequence of {item.tokens} "
-                "tokens, and cannot be cut into rows: send a list of packs as microbatches=[…], or "
-                "one sequence a row"
+                f"{name!r} with a Pack of {len(item.lengths)} sequences and {sum(item.lengths)} "
+                f"tokens, which would count as one sequence of {item.tokens} tokens, and cannot be "
+                "cut into rows: send a list of packs as microbatches=[…], or one sequence a row"
             )
-    fits = shared or isinstance(value, (Tensor, *SCALARS)) or (per_row and len(value) == rows)
-    if not fits:
-        items = f" of {len(value)} items" if per_row else ""
+    if shared or isinstance(value, SCALARS):
+        return
+    sized = isinstance(value, Tensor) and value.dim() > 0
+    if not (sized or is_listed) or len(value) != rows:
         raise ValueError(
-            f"microbatch() got {name!r}, a {type(value).__name__}{items}, for {rows} rows of "
-            f"{TOKENS!r}: give a tensor, list or tuple with an item per row, or if all rows share "
-            f"it, name it in shared=({name!r},) when you make the step"
+            f"{name!r}, {described(value)}, for {rows} rows of {TOKENS!r}: give a tensor, list or "
+            f"tuple with an item per row, or if all rows share it, name it in shared=({name!r},) "
+            "when you make the step"
         )
 
 
-def _shape_or_type(value: Any) -> str:
-    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+def described(value: Any) -> str:
+    """Describe a tensor by its shape, a list by its length, and all else by its type."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    items = f" of {len(value)} items" if isinstance(value, (list, tuple)) else ""
+    return f"a {type(value).__name__}{items}"
 
 
-def check_mask_shapes(batch: Any, *, one_more: bool = False) -> None:
-    """Raise `ValueError` for a mask of rows that has another shape than its tokens [B, T].
-
-    With `one_more` a token mask may have an entry more than there are inputs, which are then a
-    sequence without its last token. Nested rows have masks of any width, and a flat row any masks.
-    """
-    tokens_BT = field_of(batch, TOKENS)
-    for name, dims in ((SAMPLE_MASK, 1), (TOKEN_MASK, 2)):
-        mask = field_of(batch, name)
-        if tokens_BT.dim() < 2 or not isinstance(mask, Tensor):
-            continue  # `check_masks` refuses what is no tensor
-        expected = tuple(tokens_BT.shape[:dims])
-        widths = (0, 1) if one_more and dims == 2 else (0,)
-        if mask.dim() == dims and (
-            tokens_BT.is_nested
-            or any(tuple(mask.shape) == (*expected[:-1], expected[-1] + n) for n in widths)
-        ):
-            continue
-        raise ValueError(
-            f"whose {name!r} has shape {tuple(mask.shape)}: give it {expected}, as its tokens"
-        )
+@contextmanager
+def in_batch(place: str) -> Iterator[None]:
+    """Begin the message of a `ValueError` that the block raises with the place that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}{error}") from None
 
 
 def field_of(batch: Any, name: str) -> Any:
@@ -316,24 +276,32 @@ def on_host(values: Tensor) -> bool:
     return values.device.type == "cpu"
 
 
-def check_masks(batch: Any) -> None:
-    """Raise `ValueError` if a mask on the host has another value than 0 and 1.
+def check_masks(batch: Any, *, packed: bool = False, one_more: bool = False) -> None:
+    """Raise `ValueError` for tokens and masks that are no dense tensors, or do not fit.
 
-    Tokens and masks that are no dense tensors are refused too. A step counts what is valid, and a
-    loss may multiply by a mask or ask what is above 0: with any other value the two differ without
-    a word.
+    A mask of rows has the shape of its tokens [B, T]. With `one_more` a token mask may have an
+    entry more than there are inputs, which are then a sequence without its last token. Nested rows
+    have masks of any width, and a flat row or a pack any masks.
+
+    A mask on the host has no other values than 0 and 1. A step counts what is valid, and a loss may
+    multiply by a mask or ask what is above 0: with any other value the two differ without a word.
     """
-    for name in (TOKENS, SAMPLE_MASK, TOKEN_MASK):
+    tokens_BT = field_of(batch, TOKENS)
+    for name, dims in ((TOKENS, 0), (SAMPLE_MASK, 1), (TOKEN_MASK, 2)):
         value = field_of(batch, name)
-        if value is None or (
-            type(value) is Tensor
-            and value.layout is torch.strided
-            and not (value.is_meta or value.is_complex())
-        ):
+        if value is None:
             continue
-        kind = not_dense(value)
-        if kind is not None or value.is_complex():
-            raise ValueError(f"whose {name!r} is {kind or value.dtype}: give a dense tensor")
+        kind = not_dense(value) or (value.is_complex() and value.dtype)
+        if kind:
+            raise ValueError(f"whose {name!r} is {kind}: give a dense tensor")
+        if packed or not dims or tokens_BT.dim() < 2:
+            continue
+        shape, expected = tuple(value.shape), tuple(tokens_BT.shape[:dims])
+        if (tokens_BT.is_nested and len(shape) == dims) or shape == expected:
+            continue
+        if one_more and dims == 2 and shape == (expected[0], expected[1] + 1):
+            continue
+        raise ValueError(f"whose {name!r} has shape {shape}: give it {expected}, as its tokens")
     for name, mask, wrong in _wrong_in_masks(batch, host=True):
         if wrong.any():
             dimensions = zip(("row", "position"), _first_index(mask, wrong), strict=False)
@@ -433,7 +401,7 @@ def check_ids(sizes: EmbeddingSizes, calls: Calls, *, read: bool) -> None:
     for index, microbatch in enumerate(itertools.chain.from_iterable(calls)):
         fault = _unknown_id(sizes, microbatch.inputs, read=read)
         if fault is not None:
-            raise ValueError(f"microbatch() got a batch whose microbatch {index} {fault}")
+            raise ValueError(f"a batch whose microbatch {index} {fault}")
 
 
 def name_the_token(error: Exception, sizes: EmbeddingSizes, inputs: Any) -> Exception:
@@ -487,29 +455,17 @@ def _unknown_id(sizes: EmbeddingSizes, inputs: Any, *, read: bool) -> str | None
     return None
 
 
-def groups_of_rows(batch: Batch, rows: int, shared: Collection[str]) -> list[Groups]:
-    """Return the group ids of all rows, and which rows are valid.
-
-    Raises:
-        ValueError: the batch has not one id for each row.
-    """
-    if GROUP_IDS in shared:
-        raise ValueError(
-            f"microbatch() got {GROUP_IDS!r} that all rows share: give one for each row, and take "
-            "the name out of shared="
-        )
-    try:
-        return [group_ids(batch, rows)]
-    except ValueError as error:
-        raise ValueError(f"microbatch() got {error}") from None
-
-
-def group_ids(batch: Any, sequences: int) -> Groups:
+def group_ids(batch: Any, sequences: int, shared: Collection[str] = ()) -> Groups:
     """Return each sequence's group id, and which sequences are valid.
 
     Raises:
-        ValueError: `group_ids` is missing, or is not one integer for each sequence.
+        ValueError: `group_ids` is missing, in `shared`, or not one integer for each sequence.
     """
+    if GROUP_IDS in shared:
+        raise ValueError(
+            f"{GROUP_IDS!r} that all rows share: give one for each row, and take the name out of "
+            "shared="
+        )
     ids = field_of(batch, GROUP_IDS)
     if ids is None:
         raise ValueError(
@@ -540,11 +496,11 @@ def distinct_groups(groups: Iterable[Groups]) -> tuple[int, ...]:
 def call_shape(microbatches: Sequence[Microbatch]) -> CallShape:
     """Describe the microbatches of one call, in few bytes: there may be hundreds of them."""
     shapes = [microbatch.shape for microbatch in microbatches]
-    lengths = [mb.packed.lengths for mb in microbatches if mb.packed is not None]
-    is_uneven = bool(lengths) or len(set(shapes)) > 1
+    spans = [microbatch.spans for microbatch in microbatches if microbatch.spans is not None]
+    is_uneven = bool(spans) or len(set(shapes)) > 1
     return (
         len(shapes),
         max(rows for rows, _ in shapes),
         max(positions for _, positions in shapes),
-        zlib.crc32(repr((shapes, lengths)).encode()) if is_uneven else 0,
+        zlib.crc32(repr((shapes, spans)).encode()) if is_uneven else 0,
     )

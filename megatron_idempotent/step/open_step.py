@@ -47,6 +47,7 @@ from .microbatches import (
     call_shape,
     cut_rows,
     distinct_groups,
+    in_batch,
 )
 from .packs import Budget, PackedRows
 from .ready import take_ready
@@ -91,22 +92,14 @@ def failures_of(statuses: Sequence[RankStatus], group: Any = None) -> dict[int, 
 def differing_arguments(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> dict[int, str]:
     """Return the arguments that ranks began one step with and others did not, by global rank."""
     first_of: dict[str, tuple[int, str]] = {}
-    differences: dict[int, list[str]] = {}
+    differences: dict[int, str] = {}
     for rank, status in zip(ranks, statuses, strict=True):
         for name, value in status.arguments.items():
             first_rank, first = first_of.setdefault(name, (rank, value))
             if value != first:
-                text = f"{name}={value} where rank {first_rank} has {first}"
-                differences.setdefault(rank, []).append(text)
-    return {rank: f"the step has {'; '.join(texts)}" for rank, texts in differences.items()}
-
-
-def raise_failures(
-    failures: Mapping[int, str], consequence: str, cause: BaseException | None
-) -> None:
-    """Raise `WindowAborted`, on all ranks alike, if there are failures."""
-    if failures:
-        raise WindowAborted(failures, consequence) from cause
+                before = f"{differences[rank]};" if rank in differences else "the step has"
+                differences[rank] = f"{before} {name}={value} where rank {first_rank} has {first}"
+    return differences
 
 
 class OpenStep:
@@ -193,18 +186,11 @@ class OpenStep:
             check_arguments("microbatch", last=last, microbatch_id=microbatch_id)
             if microbatch_id is not None:
                 identity = fingerprint(batch if ready is None else ready)
-            prepared, packed = self._prepare(batch, ready)
-            rank_size, sequences = (
-                self.begun_with["rank_batch_size"],
-                self._sequences + prepared.sequences,
-            )
-            if rank_size is not None and sequences > rank_size:
-                raise ValueError(
-                    f"microbatch() got {prepared.sequences} rows, after {self._sequences} of "
-                    f"rank_batch_size={rank_size}: begin() with the true number, or without it"
-                )
-            last = last or (prepared.sequences > 0 and sequences == rank_size)
-            self._backend.accept(prepared.calls)
+            with in_batch("microbatch() got "):
+                prepared, packed = self._prepare(batch, ready)
+            sequences = self._sequences + prepared.sequences
+            completed = prepared.sequences > 0 and sequences == self.begun_with["rank_batch_size"]
+            last = last or completed
         except Exception as caught:  # told to all ranks that wait for this one
             if not coupled:
                 raise
@@ -267,25 +253,31 @@ class OpenStep:
         options, grouped = self._options, counts_groups(self._loss)
         if ready is not None and batch is not None:
             raise ValueError(
-                "microbatch() got a batch and microbatches: pass rows to be cut, or a list of "
-                "microbatches that are run as they are"
+                "a batch and microbatches: pass rows to be cut, or a list of microbatches that are "
+                "run as they are"
             )
+        packed: PackedRows | None = None
         if ready is not None:
-            shape, counts = options.shape, options.counts
-            return take_ready(ready, shape=shape, counts=counts, grouped=grouped), None
-        if batch is None:
-            return PreparedBatch(), None
-        if self._max_tokens is None:
+            prepared = take_ready(ready, options.shape, options.counts, grouped=grouped)
+        elif batch is None:
+            prepared = PreparedBatch()
+        elif self._max_tokens is None:
             size = self.begun_with["micro_batch_size"]
-            return cut_rows(batch, size, shared=options.shared, grouped=grouped), None
-        budget = Budget(
-            self._max_tokens,
-            options.alignment or self._backend.alignment,
-            self._backend.microbatch_multiple,
-            self._backend.attention,
-        )
-        packed = PackedRows(batch, budget, options.shared, grouped=grouped)
-        return packed.prepare(packed.packs), packed
+            prepared = cut_rows(batch, size, options.shared, grouped=grouped)
+        else:
+            alignment = options.alignment or self._backend.alignment
+            multiple, attention = self._backend.microbatch_multiple, self._backend.attention
+            budget = Budget(self._max_tokens, alignment, multiple, attention)
+            packed = PackedRows(batch, budget, options.shared, grouped=grouped)
+            prepared = packed.prepare(packed.packs)
+        rank_size = self.begun_with["rank_batch_size"]
+        if rank_size is not None and self._sequences + prepared.sequences > rank_size:
+            raise ValueError(
+                f"{prepared.sequences} rows, after {self._sequences} of rank_batch_size="
+                f"{rank_size}: begin() with the true number, or without it"
+            )
+        self._backend.accept(prepared.calls)
+        return prepared, packed
 
     def repeated(self, microbatch_id: str, batch: Batch | None, ready: Any) -> BatchResult:
         """Return the result of a batch that was sent before.
@@ -431,7 +423,7 @@ class OpenStep:
         reports, has_losses = self._backend.is_reporting_rank, self._backend.has_losses
         status = self._status(
             "finish",
-            failure=None if error is None else describe(error),
+            error,
             arguments={
                 **self._arguments,
                 "normalizers": repr(dict(sorted(self._loss.normalizers.items()))),
@@ -451,7 +443,8 @@ class OpenStep:
         all_meet = coupled and group is None
         while True:
             self.peers_wait = all_meet
-            statuses = self._exchange_or_stop(status, error)
+            statuses = self._exchange(status)
+            self._stop_if(failures_of(statuses), error)
             self._agree_on_shift(peer.shift for peer in statuses)
             if all(peer.phase == "finish" for peer in statuses):
                 self.peers_wait = False
@@ -466,9 +459,9 @@ class OpenStep:
         self._rates = own_lr if lr is None else lr, weight_decay
         totals = StepTotals(
             self._loss,
-            [peer.counts for peer in statuses],
-            [(rank, peer.replica, row) for rank, peer in enumerate(statuses) for row in peer.rows],
-            [peer.groups for peer in statuses],
+            counts=[peer.counts for peer in statuses],
+            groups=[peer.groups for peer in statuses],
+            rows=[(peer.replica, peer.rows) for peer in statuses],
         )
         totals.divisor = divisor
         if callable(divisor):
@@ -531,9 +524,8 @@ class OpenStep:
             value = call_divisor(divisor, counts)
         except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
-        failure = None if error is None else describe(error)
-        arguments = {"divisor": repr(value)}
-        self._exchange_or_stop(self._status("divide", failure=failure, arguments=arguments), error)
+        status = self._status("divide", error, arguments={"divisor": repr(value)})
+        self._stop_if(failures_of(self._exchange(status)), error)
         return value
 
     def _reason_to_skip(self, totals: StepTotals) -> str | None:
@@ -567,26 +559,22 @@ class OpenStep:
             update = self._backend.update(totals, local, increment, self._options.deadline_s / 2)
         except BaseException as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
-        failure = None if error is None else describe(error)
-        vote = self._status(
-            "updated", failure=failure, partially_updated=self._backend.partially_updated
-        )
+        is_torn = self._backend.partially_updated
+        vote = self._status("updated", error, partially_updated=is_torn)
         if update is not None:
             self._done = totals, update
         self._votes = self._exchange(vote)
         failures = failures_of(self._votes)
         if not failures:
             return
-        self._fail("; ".join(failures.values()), all_know=True)
         remedy = _TORN if self.partially_updated else "All ranks can go back: abort() the step."
         if len({peer.failure for peer in self._votes}) > 1:
             # A rank left collectives that the others were in, or have started since.
+            self._fail("; ".join(failures.values()), all_know=True)
             poisoned = poison(f"a step was left in its update: {_by_rank(failures)}. {remedy}")
             if error is None or isinstance(error, Exception):
                 raise poisoned from error
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        raise_failures(failures, remedy, error)
+        self._stop_if(failures, error, remedy)
 
     def _agree_to_run(
         self,
@@ -605,7 +593,7 @@ class OpenStep:
         firsts = [call[0] for call in calls] if uneven else []
         status = self._status(
             phase,
-            failure=None if error is None else describe(error),
+            error,
             replica=self._backend.replica,
             arguments=self._arguments,
             packs=packs,
@@ -622,9 +610,11 @@ class OpenStep:
         self.peers_wait = not failures
         elsewhere = any(peer.phase == "abort" or peer.step_id != self.step_id for peer in statuses)
         if elsewhere or differing_arguments(statuses, range(len(statuses))):
-            self._fail("; ".join(failures.values()), all_know=group is None)
-            raise_failures(failures, "No rank has run this batch; abort() the step.", error)
-        raise_failures(failures, "No rank has run this batch; the step is as it was.", error)
+            remedy = "No rank has run this batch; abort() the step."
+            self._stop_if(failures, error, remedy, all_know=group is None)
+        if failures:
+            consequence = "No rank has run this batch; the step is as it was."
+            raise WindowAborted(failures, consequence) from error
         self._agree_on_shift(peer.shift for peer in statuses)
         return statuses
 
@@ -661,21 +651,25 @@ class OpenStep:
             self._shift = largest
             self._backend.divide_losses(largest)
 
-    def _exchange_or_stop(self, status: RankStatus, error: Exception | None) -> list[RankStatus]:
-        """Return the statuses of all ranks at the end of the step; raise if any has failed."""
-        statuses = self._exchange(status)
-        self._stop_if(failures_of(statuses), error)
-        return statuses
-
-    def _stop_if(self, failures: Mapping[int, str], error: Exception | None) -> None:
-        """Stop the step before its update, if there are failures, which all ranks know."""
+    def _stop_if(
+        self,
+        failures: Mapping[int, str],
+        error: BaseException | None,
+        remedy: str = "No rank has updated its parameters; abort() the step.",
+        *,
+        all_know: bool = True,
+    ) -> None:
+        """Stop the step if there are failures: raise `WindowAborted` on all ranks alike."""
         if failures:
             self.peers_wait = False
-            self._fail("; ".join(failures.values()), all_know=True)
-            consequence = "No rank has updated its parameters; abort() the step."
-            raise_failures(failures, consequence, error)
+            self._fail("; ".join(failures.values()), all_know=all_know)
+            if error is not None and not isinstance(error, Exception):
+                raise error  # such as KeyboardInterrupt
+            raise WindowAborted(failures, remedy) from error
 
-    def _status(self, phase: Phase, **fields: Any) -> RankStatus:
+    def _status(self, phase: Phase, error: Any = None, **fields: Any) -> RankStatus:
+        if error is not None:
+            fields["failure"] = describe(error)
         return RankStatus(phase=phase, step_id=self.step_id, updates=self._updates, **fields)
 
     def _exchange(self, status: RankStatus, group: Any = None) -> list[RankStatus]:
@@ -727,11 +721,10 @@ class OpenStep:
                 if not dummies:
                     results += of_call
                     number += len(call)
-        except LocalFailure as failure:
+        except (LocalFailure, WindowAborted, SessionPoisoned) as failure:
             self.peers_wait = False
-            raise failure.error from None
-        except (WindowAborted, SessionPoisoned):
-            self.peers_wait = False
+            if isinstance(failure, LocalFailure):
+                raise failure.error from None
             raise
         except BaseException as error:
             if self.peers_wait:

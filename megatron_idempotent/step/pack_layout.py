@@ -26,14 +26,14 @@ from .microbatches import (
     TOKEN_MASK,
     TOKENS,
     Batch,
-    PackedSequences,
+    Spans,
     field_of,
     is_packed,
     pack_in,
 )
 
 
-def packed_sequences(batch: Any) -> PackedSequences | None:
+def spans_in(batch: Any) -> Spans | None:
     """Return the sequences of a microbatch that holds a pack; None if its sequences are rows.
 
     A pack is a `Pack`, Megatron's `PackedSeqParams`, or a tensor `cu_seqlens`, with
@@ -51,37 +51,15 @@ def packed_sequences(batch: Any) -> PackedSequences | None:
                 f"whose Pack has {pack.tokens} tokens, and whose {TOKENS!r} has "
                 f"{tokens.numel()}: give one for each token of the Pack, padding included"
             )
-        return sequences_of(pack)
+        return pack.spans
     if pack is not None:
-        padded = getattr(pack, "cu_seqlens_q_padded", None)
-        return _from_borders(pack.cu_seqlens_q, padded, batch)
-    borders = field_of(batch, "cu_seqlens")
+        borders, padded = pack.cu_seqlens_q, getattr(pack, "cu_seqlens_q_padded", None)
+    else:
+        borders, padded = field_of(batch, "cu_seqlens"), field_of(batch, "cu_seqlens_padded")
     if borders is None:
         return None
-    return _from_borders(borders, field_of(batch, "cu_seqlens_padded"), batch)
-
-
-def sequences_of(pack: Pack) -> PackedSequences:
-    """Return the sequences of a pack, which the host knows."""
-    starts = itertools.accumulate(pack.segments, initial=0)
-    return PackedSequences(starts=tuple(starts)[: len(pack.lengths)], lengths=pack.lengths)
-
-
-def _from_borders(borders: Any, padded: Any, batch: Any) -> PackedSequences:
-    ends = [int(end) for end in torch.as_tensor(borders).reshape(-1).tolist()]
-    padded_ends = ends
-    if padded is not None:
-        padded_ends = [int(end) for end in torch.as_tensor(padded).reshape(-1).tolist()]
-    for name, values in (("cu_seqlens", ends), ("cu_seqlens_padded", padded_ends)):
-        if not values or values[0] != 0:
-            raise ValueError(f"whose {name} begin with {values[:1]}: let them begin with 0")
-        for index, (start, end) in enumerate(itertools.pairwise(values)):
-            if end < start:
-                raise ValueError(
-                    f"whose {name} fall from {start} to {end} in sequence {index}: give rising ones"
-                )
-    lengths = [end - start for start, end in itertools.pairwise(ends)]
-    rooms = [end - start for start, end in itertools.pairwise(padded_ends)]
+    _, lengths = _spans_between("cu_seqlens", borders)
+    starts, rooms = _spans_between("cu_seqlens_padded", borders if padded is None else padded)
     if len(rooms) != len(lengths):
         raise ValueError(
             f"whose cu_seqlens have {len(lengths)} sequences, and cu_seqlens_padded {len(rooms)}: "
@@ -94,51 +72,61 @@ def _from_borders(borders: Any, padded: Any, batch: Any) -> PackedSequences:
                 "cu_seqlens_padded leave it as many or more"
             )
     tokens = field_of(batch, TOKENS)
-    if isinstance(tokens, Tensor) and not tokens.is_nested and padded_ends[-1] != tokens.numel():
+    if isinstance(tokens, Tensor) and not tokens.is_nested and sum(rooms) != tokens.numel():
         raise ValueError(
-            f"whose cu_seqlens end at {padded_ends[-1]}, and which has {tokens.numel()} tokens: "
-            "let them end with the last token, padding included"
+            f"whose cu_seqlens end at {sum(rooms)}, and which has {tokens.numel()} tokens: let "
+            "them end with the last token, padding included"
         )
-    return PackedSequences(starts=tuple(padded_ends[:-1]), lengths=tuple(lengths))
+    return tuple(zip(starts, lengths, strict=True))
 
 
-def packed_counts(batch: Any, packed: PackedSequences) -> Tensor:
+def _spans_between(name: str, borders: Any) -> tuple[list[int], list[int]]:
+    """Return where each sequence between the borders begins, and the tokens that it has."""
+    ends = [int(end) for end in torch.as_tensor(borders).reshape(-1).tolist()]
+    if not ends or ends[0] != 0:
+        raise ValueError(f"whose {name} begin with {ends[:1]}: let them begin with 0")
+    for index, (start, end) in enumerate(itertools.pairwise(ends)):
+        if end < start:
+            raise ValueError(
+                f"whose {name} fall from {start} to {end} in sequence {index}: give rising ones"
+            )
+    return ends[:-1], [end - start for start, end in itertools.pairwise(ends)]
+
+
+def packed_counts(batch: Any, spans: Spans) -> Tensor:
     """Return valid sequences and tokens of a pack, float64 [2], as `valid_counts` does of rows.
 
     `sample_mask` is [n], one for each sequence; `token_mask` has an entry for each of the pack's
     tokens, and the first of each sequence does not count. Empty sequences do not count.
     """
     sample_mask_n, token_mask_T = field_of(batch, SAMPLE_MASK), field_of(batch, TOKEN_MASK)
-    masks = [mask for mask in (sample_mask_n, token_mask_T) if isinstance(mask, Tensor)]
+    masks = [mask for mask in (sample_mask_n, token_mask_T) if mask is not None]
     device = masks[0].device if masks else torch.device("cpu")
-    lengths_n = torch.tensor(packed.lengths, dtype=torch.int64, device=device)
+    spans_n2 = torch.tensor(spans, dtype=torch.int64, device=device).view(-1, 2)
+    starts_n, lengths_n = spans_n2.unbind(1)
     valid_n = (lengths_n > 0).double()
     if sample_mask_n is not None:
-        if sample_mask_n.numel() != len(packed.lengths):
+        if sample_mask_n.numel() != len(spans):
             raise ValueError(
-                f"whose {SAMPLE_MASK!r} has {sample_mask_n.numel()} entries for "
-                f"{len(packed.lengths)} sequences: give one for each"
+                f"whose {SAMPLE_MASK!r} has {sample_mask_n.numel()} entries for {len(spans)} "
+                "sequences: give one for each"
             )
         valid_n = valid_n * sample_mask_n.reshape(-1).double()
     if token_mask_T is None:
         tokens_n = (lengths_n - 1).clamp(min=0).double()
     else:
-        end = max(map(sum, zip(packed.starts, packed.lengths, strict=True)), default=0)
-        tokens = field_of(batch, TOKENS)
-        is_known = isinstance(tokens, Tensor) and not tokens.is_nested
-        entries = token_mask_T.numel()
-        if entries < end or (is_known and entries != tokens.numel()):
-            expected = (
-                f"which has {tokens.numel()} tokens"
-                if is_known
-                else (f"whose sequences end at {end}")
-            )
+        entries, end = token_mask_T.numel(), max(map(sum, spans), default=0)
+        expected = f"whose sequences end at {end}"
+        fits, tokens = entries >= end, field_of(batch, TOKENS)
+        if isinstance(tokens, Tensor) and not tokens.is_nested:
+            expected = f"which has {tokens.numel()} tokens"
+            fits = fits and entries == tokens.numel()
+        if not fits:
             raise ValueError(
                 f"whose {TOKEN_MASK!r} has {entries} entries, and {expected}: give one for each "
                 "token, padding included"
             )
         sums_T = torch.nn.functional.pad(token_mask_T.reshape(-1).double(), (1, 0)).cumsum(0)
-        starts_n = torch.tensor(packed.starts, dtype=torch.int64, device=device)
         second_n = (starts_n + 1).clamp(max=len(sums_T) - 1)
         tokens_n = (sums_T[starts_n + lengths_n] - sums_T[second_n]) * (lengths_n > 0)
     return torch.stack((valid_n, valid_n * tokens_n)).sum(1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_idempotent.fp8.packing import Pack, TokenAlignment
+from megatron_idempotent.logprobs.errors import typed
 
 from .microbatches import (
     ATTENTION_MASK,
@@ -29,10 +30,12 @@ from .microbatches import (
     Microbatch,
     PreparedBatch,
     checked_rows,
-    groups_of_rows,
+    described,
+    group_ids,
+    in_batch,
     nan_if_wrong,
 )
-from .pack_layout import packed_counts, sequences_of
+from .pack_layout import packed_counts
 
 Bins = tuple[tuple[int, ...], ...]
 """The indices of each bin's sequences, in rising order; the bin with most work comes first."""
@@ -214,8 +217,9 @@ def pack_batches(
         step.microbatch(step_id, microbatches=microbatches)
     """
     budget = Budget(max_tokens, alignment, multiple, attention)
-    rows = PackedRows(batch, budget, shared)
-    prepared = rows.prepare(bins if rows.rows or bins > 1 else 0)
+    with in_batch("pack_batches() got "):
+        rows = PackedRows(batch, budget, shared)
+        prepared = rows.prepare(bins if rows.rows or bins > 1 else 0)
     return [microbatch.inputs for call in prepared.calls for microbatch in call]
 
 
@@ -226,17 +230,6 @@ class Budget(NamedTuple):
     alignment: TokenAlignment
     multiple: int
     attention: float
-
-    def bins(self, lengths: Sequence[int], number: int) -> Bins:
-        """Return at least that number of bins for sequences of these lengths."""
-        return bin_sequences(
-            lengths,
-            self.max_tokens,
-            bins=number,
-            alignment=self.alignment,
-            multiple=self.multiple,
-            attention=self.attention,
-        )
 
 
 class PackedRows:
@@ -256,14 +249,13 @@ class PackedRows:
             ValueError: the batch cannot be packed within the budget.
         """
         self.rows = checked_rows(batch, shared, one_more=False)
-        self._batch, self._budget = batch, budget
-        self._shared = frozenset(shared)
+        self._batch, self._budget, self._shared = batch, budget, shared
         if PACK in batch:
             raise ValueError(
-                f"microbatch() got {PACK!r} in a batch of rows, where a budget of tokens puts the "
-                "pack that it makes of them: give it another name"
+                f"{PACK!r} in a batch of rows, where a budget of tokens puts the pack that it "
+                "makes of them: give it another name"
             )
-        self._groups = groups_of_rows(batch, self.rows, shared) if grouped else ()
+        self._groups = [group_ids(batch, self.rows, shared)] if grouped else ()
         self._firsts, self._lengths = real_tokens(batch, self.rows)
         self._bins = self._rows_of_packs(1 if self.rows else 0)
 
@@ -286,10 +278,8 @@ class PackedRows:
     def _rows_of_packs(self, packs: int) -> Bins:
         if not packs:
             return ()
-        try:
-            return self._budget.bins(self._lengths, packs)
-        except ValueError as error:
-            raise ValueError(f"microbatch() got {self.rows} rows, of which {error}") from None
+        with in_batch(f"{self.rows} rows, of which "):
+            return bin_sequences(self._lengths, bins=packs, **self._budget._asdict())
 
     def _pack(self, rows: tuple[int, ...]) -> Microbatch:
         tokens_BT = self._batch[TOKENS]
@@ -302,9 +292,8 @@ class PackedRows:
         width = 0 if tokens_BT.is_nested else tokens_BT.shape[1]
         starts = [self._firsts[row] + row * width for row in rows]
         spans = zip(starts, lengths, strict=True)
-        source_N = torch.cat(
-            [torch.arange(0), *(torch.arange(start, start + length) for start, length in spans)]
-        )
+        sources = [torch.arange(start, start + length) for start, length in spans]
+        source_N = torch.cat([torch.arange(0), *sources])
         inputs = {
             name: value
             if name in self._shared
@@ -315,13 +304,12 @@ class PackedRows:
         inputs.setdefault(TOKEN_MASK, pack.mask.float()[None])
         inputs.setdefault(POSITIONS, pack.position_ids[None])
         inputs[PACK] = pack
-        packed = sequences_of(pack)
         return Microbatch(
             inputs=inputs,
             shape=(1, pack.tokens),
             sequences=sum(length > 0 for length in lengths),
-            counts=nan_if_wrong(packed_counts(inputs, packed), inputs),
-            packed=packed,
+            counts=nan_if_wrong(packed_counts(inputs, pack.spans), inputs),
+            spans=pack.spans,
         )
 
 
@@ -364,30 +352,23 @@ def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
     width = int(tokens_BT.shape[1])
     if lengths is None and mask is None:
         raise ValueError(
-            f"microbatch() got {rows} rows of {width} positions, and not how many are real, which "
-            f"a budget of tokens needs: give {LENGTHS!r} [rows] where they are padded at the end, "
-            f"or {ATTENTION_MASK!r} [rows, positions]"
+            f"{rows} rows of {width} positions, and not how many are real, which a budget of "
+            f"tokens needs: give {LENGTHS!r} [rows] where they are padded at the end, or "
+            f"{ATTENTION_MASK!r} [rows, positions]"
         )
-    firsts = [0] * rows
-    masked_lengths: list[int] = []
-    if mask is not None:
-        if not isinstance(mask, Tensor) or tuple(mask.shape) != tuple(tokens_BT.shape[:2]):
-            shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(
-                f"microbatch() got {ATTENTION_MASK!r} of {shape} for {TOKENS!r} of "
-                f"{tuple(tokens_BT.shape)}: give it that shape, with 1 for each real token"
-            )
-        firsts, masked_lengths = _masked_tokens(mask > 0, width)
+    masked = None if mask is None else _masked_tokens(mask, tokens_BT)
     if lengths is None:
-        return firsts, masked_lengths
-    checked_lengths = _checked_lengths(lengths, rows, width)
-    for row, (length, masked) in enumerate(zip(checked_lengths, masked_lengths, strict=False)):
-        if length != masked:
+        assert masked is not None
+        return masked
+    row_lengths = _checked_lengths(lengths, rows, width)
+    firsts, masked_lengths = masked or ([0] * rows, row_lengths)
+    for row, (length, number) in enumerate(zip(row_lengths, masked_lengths, strict=True)):
+        if length != number:
             raise ValueError(
-                f"microbatch() got row {row} with {LENGTHS!r} {length} and {masked} tokens in "
-                f"{ATTENTION_MASK!r}: give one of the two"
+                f"row {row} with {LENGTHS!r} {length} and {number} tokens in {ATTENTION_MASK!r}: "
+                "give one of the two"
             )
-    return firsts, checked_lengths
+    return firsts, row_lengths
 
 
 def _nested_tokens(batch: Batch, tokens: Tensor) -> tuple[list[int], list[int]]:
@@ -398,8 +379,8 @@ def _nested_tokens(batch: Batch, tokens: Tensor) -> tuple[list[int], list[int]]:
         for row, (entries, length) in enumerate(zip(_jagged(value)[1], lengths, strict=True)):
             if entries != length:
                 raise ValueError(
-                    f"microbatch() got {name!r} with {entries} entries in row {row}, which has "
-                    f"{length} tokens: give one for each token"
+                    f"{name!r} with {entries} entries in row {row}, which has {length} tokens: "
+                    "give one for each token"
                 )
     return starts, lengths
 
@@ -410,39 +391,41 @@ def _jagged(nested: Any) -> tuple[list[int], list[int]]:
     return ends[:-1], [end - start for start, end in itertools.pairwise(ends)]
 
 
-def _masked_tokens(real_BT: Tensor, width: int) -> tuple[list[int], list[int]]:
+def _masked_tokens(mask: Any, tokens_BT: Tensor) -> tuple[list[int], list[int]]:
     """Return first place and number of the real tokens of each row, which lie side by side."""
-    if not real_BT.numel():
-        return [0] * len(real_BT), [0] * len(real_BT)
-    place_T = torch.arange(width, device=real_BT.device)
+    expected = tuple(tokens_BT.shape[:2])
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != expected:
+        raise ValueError(
+            f"{ATTENTION_MASK!r}, {described(mask)}, for {TOKENS!r} of {expected}: give it that "
+            "shape, with 1 for each real token"
+        )
+    rows, width = expected
+    if not mask.numel():
+        return [0] * rows, [0] * rows
+    real_BT, place_T = mask > 0, torch.arange(width, device=mask.device)
     first_B = torch.where(real_BT, place_T, width).amin(1)
     last_B = torch.where(real_BT, place_T, -1).amax(1)
-    facts = torch.stack((first_B, last_B, real_BT.sum(1))).tolist()
-    for row, (first, last, number) in enumerate(zip(*facts, strict=True)):
+    firsts, lasts, numbers = torch.stack((first_B, last_B, real_BT.sum(1))).tolist()
+    for row, (first, last, number) in enumerate(zip(firsts, lasts, numbers, strict=True)):
         if number and last - first + 1 != number:
             raise ValueError(
-                f"microbatch() got {ATTENTION_MASK!r} with {number} tokens in row {row}, between "
-                f"places {first} and {last}: pad rows at their ends alone"
+                f"{ATTENTION_MASK!r} with {number} tokens in row {row}, between places {first} and "
+                f"{last}: pad rows at their ends alone"
             )
-    return [first if number else 0 for first, _, number in zip(*facts, strict=True)], facts[2]
+    return [first % width for first in firsts], numbers  # width stands for no token
 
 
 def _checked_lengths(lengths: Any, rows: int, width: int) -> list[int]:
     if isinstance(lengths, Tensor):
         if lengths.dim() != 1 or lengths.is_floating_point():
-            raise ValueError(
-                f"microbatch() got {LENGTHS!r} of {lengths.dtype} and shape "
-                f"{tuple(lengths.shape)}: give integers, [rows]"
-            )
+            raise ValueError(f"{LENGTHS!r} of {typed(lengths)}: give integers, [rows]")
         lengths = lengths.tolist()
     if not isinstance(lengths, (list, tuple)) or len(lengths) != rows:
-        raise ValueError(
-            f"microbatch() got {LENGTHS!r} {lengths!r} for {rows} rows: give a length for each row"
-        )
+        raise ValueError(f"{LENGTHS!r} {lengths!r} for {rows} rows: give a length for each row")
     for row, length in enumerate(lengths):
         if type(length) is not int or not 0 <= length <= width:
             raise ValueError(
-                f"microbatch() got row {row} with {LENGTHS!r} {length!r}: give an int from 0 to "
-                f"{width}, its positions"
+                f"row {row} with {LENGTHS!r} {length!r}: give an int from 0 to {width}, its "
+                "positions"
             )
     return list(lengths)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_idempotent.logprobs.errors import typed
+
 from .loss import call_user, is_number
 from .microbatches import (
     COUNTS,
@@ -16,16 +18,15 @@ from .microbatches import (
     Microbatch,
     PreparedBatch,
     Shape,
-    check_mask_shapes,
     check_masks,
     field_of,
     group_ids,
-    is_packed,
+    in_batch,
     nan_if_wrong,
     on_host,
     valid_counts,
 )
-from .pack_layout import packed_counts, packed_sequences
+from .pack_layout import packed_counts, spans_in
 
 Count = Callable[[Any], Any]
 
@@ -35,10 +36,10 @@ _LARGEST_COUNT = 2.0**53
 
 def take_ready(
     ready: Any,
+    shape: Callable[[Any], Shape] | None,
+    counts: Count | None,
     *,
-    shape: Callable[[Any], Shape] | None = None,
-    counts: Count | None = None,
-    grouped: bool = False,
+    grouped: bool,
 ) -> PreparedBatch:
     """Take a list of microbatches, which are run as they are.
 
@@ -49,18 +50,13 @@ def take_ready(
             names by its index.
     """
     if isinstance(ready, (str, bytes, Mapping)) or not isinstance(ready, Sequence):
-        raise ValueError(
-            f"microbatch() got a {type(ready).__name__} as microbatches: pass a list of them"
-        )
+        raise ValueError(f"a {type(ready).__name__} as microbatches: pass a list of them")
     microbatches, groups = [], []
     for index, inputs in enumerate(ready):
-        try:
-            microbatch = _microbatch(inputs, shape, counts)
+        with in_batch(f"microbatches[{index}], "):
+            microbatches.append(_microbatch(inputs, shape, counts))
             if grouped:
-                groups.append(group_ids(inputs, microbatch.entries))
-        except ValueError as error:
-            raise ValueError(f"microbatch() got microbatches[{index}], {error}") from None
-        microbatches.append(microbatch)
+                groups.append(group_ids(inputs, microbatches[-1].entries))
     sequences = sum(microbatch.sequences for microbatch in microbatches)
     return PreparedBatch.of_one_call(microbatches, sequences, groups)
 
@@ -69,27 +65,25 @@ def _microbatch(
     inputs: Any, shape: Callable[[Any], Shape] | None, counts: Count | None
 ) -> Microbatch:
     size = _shape(inputs) if shape is None else _called_shape(shape, inputs)
-    packed = packed_sequences(inputs) if is_packed(inputs) else None
+    spans = spans_in(inputs)
     if counts is not None:
         counted = _checked_counts(call_user("counts", counts, inputs))
     elif (of_caller := field_of(inputs, COUNTS)) is not None:
         counted = _checked_counts(of_caller)
-    elif packed is None and not isinstance(field_of(inputs, TOKENS), Tensor):
+    elif spans is None and not isinstance(field_of(inputs, TOKENS), Tensor):
         raise ValueError(
             f"a {type(inputs).__name__} that does not say how many valid sequences and tokens it "
             f"has: put {COUNTS!r} into it, or make the step with counts="
         )
     else:
-        if packed is None:
-            check_mask_shapes(inputs)
-        check_masks(inputs)
-        valid = valid_counts(inputs) if packed is None else packed_counts(inputs, packed)
+        check_masks(inputs, packed=spans is not None)
+        valid = valid_counts(inputs) if spans is None else packed_counts(inputs, spans)
         counted = nan_if_wrong(valid, inputs)
     return Microbatch(
         inputs=inputs,
         shape=size,
-        sequences=size[0] if packed is None else sum(length > 0 for length in packed.lengths),
-        packed=packed,
+        sequences=size[0] if spans is None else sum(length > 0 for _, length in spans),
+        spans=spans,
         counts=counted,
     )
 
@@ -120,13 +114,8 @@ def _shape(inputs: Any) -> Shape:
 
 def _checked_counts(counts: Any) -> Tensor:
     if isinstance(counts, Tensor):
-        if tuple(counts.shape) != (2,):
-            raise ValueError(
-                f"whose counts have shape {tuple(counts.shape)}: give [2], valid sequences and "
-                "tokens"
-            )
-        if counts.dtype == torch.bool or counts.is_complex():
-            raise ValueError(f"whose counts are of {counts.dtype}: give two numbers")
+        if counts.shape != (2,) or counts.dtype == torch.bool or counts.is_complex():
+            raise ValueError(f"whose counts are of {typed(counts)}: give two numbers, [2]")
         counts_2 = counts.detach().to(torch.float64)
         if not on_host(counts_2):
             is_count = (counts_2 >= 0) & (counts_2 <= _LARGEST_COUNT)

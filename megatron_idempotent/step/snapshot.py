@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -72,26 +72,42 @@ def keep_torch() -> Restore:
     return restore
 
 
-def keep_attributes(owner: Any, names: Iterable[str] | None = None) -> Restore:
-    """Keep the plain values and tensors among an object's attributes.
+def keep_values(values: Mapping[str, Any], put: Callable[[str, Any], None]) -> Restore:
+    """Keep values and tensors by name; `put(name, value)` sets one.
 
     Tensors are put back in place, because captured graphs and aliases hold their memory.
     """
-    values = vars(owner) if names is None else {name: getattr(owner, name) for name in names}
-    copies = {
-        name: (value, _copied(value))
-        for name, value in values.items()
-        if value is None or isinstance(value, (Tensor, bool, int, float, str, list, tuple))
-    }
+    copies = {name: (value, _copied(value)) for name, value in values.items()}
 
     def restore() -> None:
         for name, (value, copied) in copies.items():
             if isinstance(value, Tensor):
                 with torch.no_grad():
                     value.copy_(copied)
-            setattr(owner, name, value if isinstance(value, Tensor) else copy.copy(copied))
+            put(name, value if isinstance(value, Tensor) else copy.copy(copied))
 
     return restore
+
+
+def keep_attributes(owner: Any, names: Iterable[str] | None = None) -> Restore:
+    """Keep the plain values and tensors among an object's attributes."""
+    values = vars(owner) if names is None else {name: getattr(owner, name) for name in names}
+    plain = (Tensor, bool, int, float, str, list, tuple, type(None))
+    kept = {name: value for name, value in values.items() if isinstance(value, plain)}
+    return keep_values(kept, partial(setattr, owner))
+
+
+def check_scheduler(step: Any, remedy: str, *needed: str) -> None:
+    """Raise `ValueError` if the step's scheduler lacks a method or `__dict__` that it needs."""
+    scheduler = step.scheduler
+    is_class = isinstance(scheduler, type)  # whose methods want an object
+    values = {name: None if is_class else getattr(scheduler, name, None) for name in needed}
+    lacking = [n for n, value in values.items() if not (callable(value) or isinstance(value, dict))]
+    if scheduler is not None and lacking:
+        raise ValueError(
+            f"{type(step).__name__}() got {scheduler!r} as scheduler, without "
+            f"{', '.join(lacking)}: abort() could not put it back; {remedy}"
+        )
 
 
 def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
@@ -144,28 +160,12 @@ def _refused(name: str, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def keep_groups(groups: Iterable[dict[str, Any]]) -> Restore:
+def keep_groups(groups: Iterable[dict[str, Any]]) -> list[Restore]:
     """Keep the settings in an optimizer's parameter groups."""
-    copies = [
-        (group, {name: _copied(value) for name, value in group.items() if name != "params"})
+    return [
+        keep_values({n: v for n, v in group.items() if n != "params"}, group.__setitem__)
         for group in groups
     ]
-
-    def restore() -> None:
-        for group, values in copies:
-            for name, value in values.items():
-                _put(group, name, value)
-
-    return restore
-
-
-def _put(values: dict[str, Any], name: str, value: Any) -> None:
-    """Put a copied value back, into the memory of the tensor that is there."""
-    if isinstance(values.get(name), Tensor) and isinstance(value, Tensor):
-        with torch.no_grad():
-            values[name].copy_(value)
-    else:
-        values[name] = _copied(value)
 
 
 _MOE = "megatron.core.transformer.moe"
@@ -211,9 +211,8 @@ class MegatronSnapshot:
         groups = [group for chunk in chunks for group in bucket_groups(chunk)]
         self._parts += [keep_functions(group, _OVERRIDDEN) for group in groups]
         if auxiliary:
-            self._parts.append(LogSnapshot().restore)
-        for scaler in moe.scalers() if auxiliary else ():
-            self._parts.append(keep_attributes(scaler, ["main_loss_backward_scale"]))
+            scales = (keep_attributes(s, ["main_loss_backward_scale"]) for s in moe.scalers())
+            self._parts += [keep_logs(), *scales]
         if optimizer is not None:
             self._parts.append(keep_functions(optimizer, _WATCHED))
         for part in unchained(optimizer):
@@ -221,7 +220,7 @@ class MegatronSnapshot:
             if scaler is not None:
                 self._parts.append(keep_attributes(scaler))
             if getattr(part, "optimizer", None) is not None:
-                self._parts.append(keep_groups(part.optimizer.param_groups))
+                self._parts += keep_groups(part.optimizer.param_groups)
         if scheduler is not None:
             self._parts.append(keep_attributes(scheduler))
 
@@ -250,21 +249,16 @@ def keep_tracker() -> Restore:
     return restore
 
 
-class LogSnapshot:
-    """Keeps the totals that MoE, MTP and DSA layers log."""
+def keep_logs() -> Restore:
+    """Keep the totals that MoE, MTP and DSA layers log; later ones become zero."""
+    totals = {id(value): (value, value.clone()) for value in logged()}
 
-    def __init__(self) -> None:
-        self._values = [(value, value.clone()) for value in logged()]
-
-    def restore(self) -> None:
-        """Put the totals back; those that layers have begun to log since then become zero."""
-        totals = {id(value): total for value, total in self._values}
+    def restore() -> None:
         for value in logged():
-            total = totals.get(id(value))
-            if total is None:
-                value.zero_()
-            else:
-                value.copy_(total)
+            _, total = totals.get(id(value), (None, None))
+            value.zero_() if total is None else value.copy_(total)
+
+    return restore
 
 
 def logged() -> Iterator[Tensor]:
@@ -302,22 +296,60 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
         for o in optimizers
     ]
 
+    @torch.no_grad()
     def restore() -> None:
-        with torch.no_grad():
-            for parameter, value in values:
-                parameter.copy_(value)
+        for parameter, value in values:
+            parameter.copy_(value)
         for optimizer, states in copies:
-            for parameter in list(optimizer.state):
-                if parameter not in states:
-                    del optimizer.state[parameter]
+            for parameter in [
+                parameter for parameter in optimizer.state if parameter not in states
+            ]:
+                del optimizer.state[parameter]
             for parameter, saved in states.items():
                 state = optimizer.state[parameter]
                 for name in [name for name in state if name not in saved]:
                     del state[name]
                 for name, value in saved.items():
-                    _put(state, name, value)
+                    if isinstance(state.get(name), Tensor) and isinstance(value, Tensor):
+                        state[name].copy_(value)
+                    else:
+                        state[name] = _copied(value)
 
     return restore
+
+
+class OpenUpdate:
+    """Refuses updates while a step is open, but for its own, and tells how far that has come."""
+
+    def __init__(self, *, undo: bool) -> None:
+        self.begun = False
+        """True once parameters may have been changed."""
+        self.undo: Restore | None = None
+        """Goes back to before the update; None without a copy, or before it has begun."""
+        self._keeps_copy = undo
+        self._allow: list[Restore] = []
+
+    @property
+    def is_torn(self) -> bool:
+        """True if parameters may be half updated, and there is no copy to go back to."""
+        return self.begun and self.undo is None
+
+    def open(self, optimizers: Iterable[Any]) -> None:
+        """Begin a step, in which these optimizers refuse to step until `reset`."""
+        self.reset()
+        self._allow = [refuse_update(part) for part in optimizers if part is not None]
+
+    def begin(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
+        """Note that the update begins, after copies were made if the step can be undone."""
+        if self._keeps_copy:
+            self.undo = keep_update(parameters, optimizers)
+        self.begun = True
+
+    def reset(self) -> None:
+        """Forget an earlier update, and let the optimizers step."""
+        self.begun, self.undo = False, None
+        while self._allow:
+            self._allow.pop()()
 
 
 @contextmanager

@@ -218,13 +218,13 @@ COUNTED: Table = {
 }
 #: Shapes that do not fit, and values without rows.
 SHAPES = _rows(
-    (lambda _: {"batch": [1, 2]}, "got a list whose 'input_ids' is NoneType"),
+    (lambda _: {"batch": [1, 2]}, "got a list whose 'input_ids' is a NoneType"),
     (lambda batch: {"batch": {"tokens": batch["input_ids"]}}, "NoneType"),
     (lambda _: {"batch": {"input_ids": _ones(3)(None)}}, r"\(3,\)"),
-    (_with(token_mask=_ones(3, 4)), r"of other shapes: .*\(3, 4\)"),
+    (_with(token_mask=_ones(3, 4)), r"'token_mask', a tensor of shape \(3, 4\), for 4 rows"),
     (_with(sample_mask=_ones(4, 2)), r"'sample_mask' has shape \(4, 2\): give it \(4,\)"),
     (_with(sample_mask=[1.0] * 4), "'sample_mask' is a list: give a dense tensor"),
-    (_with(weight=lambda _: _tensor(1.0).sum()), r"'weight': \(\)"),
+    (_with(weight=lambda _: _tensor(1.0).sum()), r"'weight', a tensor of shape \(\), for 4 rows"),
     (_with(images=[1] * 3), r"a list of 3 items, for 4 rows .*shared=\("),
     (_with(images=lambda _: _ones(4, 2)(None).numpy()), r"a ndarray.*shared=\("),
     (_with(meta={"a": 1}), r"a dict, for 4 rows.*shared=\("),
@@ -413,37 +413,26 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         "the loss reported metrics named 3: names are str",
     ),
 }
-#: Values that are no sum, no metrics or no outputs; the last have `outputs = ("kl",)`.
-VALUES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "a vector": (lambda _, each: (each, {}), r"\(2, 32\) with requires_grad=True"),
-    "no graph": (lambda total, _: (total.detach() + 1, {}), r"\(\) with requires_grad=False"),
-    "a float": (
-        lambda total, _: (float(total) + 1, {}),
-        "float with requires_grad=False",
+#: What the error says → values that are no sum, no metrics, or no outputs of the name "kl".
+VALUES: dict[str, Callable[[Any, Any], Any]] = {
+    r"a tensor of shape \(2, 32\) with requires_grad=True": lambda _, each: (each, {}),
+    r"\(\) with requires_grad=False, the constant": lambda total, _: (total.detach() + 1, {}),
+    "a float with requires_grad=False": lambda total, _: (float(total) + 1, {}),
+    "named 'lr', 'rank'": lambda total, _: (total, {"lr": 1.0, "rank": 1.0, "kl": 0.0}),
+    r"reported 'kl' as a tensor of shape \(2, 32\): metr": lambda total, each: (
+        total,
+        {"kl": each},
     ),
-    "names of rows": (
-        lambda total, _: (total, {"lr": 1.0, "rank": 1.0, "kl": 0.0}),
-        "named 'lr', 'rank'",
+    "reported 'kl' as a str: metrics are numbers": lambda total, _: (total, {"kl": "0.1"}),
+    "names 'kl' in its `outputs`, and has returned 'nll'": lambda total, _: (total, {"nll": 1}),
+    r"output 'kl' as a tensor of shape \(1, 32\) for 2": lambda total, each: (
+        total,
+        {"kl": each[:1]},
     ),
-    "a metric of rows": (
-        lambda total, each: (total, {"kl": each}),
-        r"'kl' of shape \(2, 32\): metrics are scalars",
-    ),
-    "a metric of text": (lambda total, _: (total, {"kl": "0.1"}), "'kl' as str: metrics are num"),
-    "no output": (
-        lambda total, _: (total, {"nll": 1}),
-        "names 'kl' in its `outputs`, and has returned 'nll'",
-    ),
-    "an output of one row": (
-        lambda total, each: (total, {"kl": each[:1]}),
-        r"'kl' as shape \(1, 32\) for 2 sequences",
-    ),
-    "an output of a list": (
-        lambda total, each: (total, {"kl": [each] * 3}),
-        "'kl' as 3 tensors for 2 sequences",
-    ),
-    "an output of a float": (lambda total, _: (total, {"kl": 1.0}), "'kl' as float for 2 seq"),
+    "output 'kl' as a list of 3 items for 2": lambda total, each: (total, {"kl": [each] * 3}),
+    "output 'kl' as a float for 2 sequences": lambda total, _: (total, {"kl": 1.0}),
 }
+RETURNED = [*LOSSES.values(), *((returns, text) for text, returns in VALUES.items())]
 
 
 @pytest.mark.parametrize(
@@ -459,8 +448,8 @@ def test_a_loss_that_returns_something_else_is_refused_by_name(
     def run(bad: bool) -> Any:
         bench, batch = _bench(engine, layout)
         told = []
-        for name, (returns, _) in {**LOSSES, **VALUES}.items() if bad else ():
-            outputs = ("kl",) if "output" in name else ()
+        for returns, text in RETURNED if bad else ():
+            outputs = ("kl",) if "output" in text else ()
             loss = _loss(returns, outputs) if bench.rank == 1 else _loss()
             error = raised_by(bench.run, [batch], loss=loss)
             told.append(str(error))
@@ -469,8 +458,8 @@ def test_a_loss_that_returns_something_else_is_refused_by_name(
         return told, bench.state()
 
     told, got = run(True)
-    for (name, (_, text)), message in zip({**LOSSES, **VALUES}.items(), told, strict=True):
-        assert re.search(text, message), (name, message)
+    for (_, text), message in zip(RETURNED, told, strict=True):
+        assert re.search(text, message), (text, message)
     assert same(got, run(False)[1])
 
 
@@ -497,52 +486,40 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "deadline_s=nan": ({"deadline_s": float("nan")}, ValueError, "must be positive, got nan"),
     "a scheduler with slots": ({"scheduler": _Slots()}, ValueError, "_Slots .*as scheduler"),
 }
-OTHERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "deadline_s=0": ({"deadline_s": 0}, ValueError, "positive, got 0"),
-    "deadline_s='1'": ({"deadline_s": "1"}, ValueError, "'1'"),
-    "shared='rope'": ({"shared": "rope"}, ValueError, "'rope'"),
-    "shared=(1,)": ({"shared": (1,)}, ValueError, r"\(1,\)"),
-    "shared masks": (
-        {"shared": ("token_mask",)},
-        ValueError,
-        r"token_mask\), as shared, got \('token_mask',\)",
-    ),
-    "nothing_valid": (
-        {"nothing_valid": "ignore"},
-        ValueError,
-        "one of 'skip', 'update' as nothing_valid, got 'ig",
-    ),
+#: Others, each a `ValueError`: what it says → the arguments.
+OTHERS: dict[str, dict[str, Any]] = {
+    "positive, got 0": {"deadline_s": 0},
+    "'1'": {"deadline_s": "1"},
+    "'rope'": {"shared": "rope"},
+    r"\(1,\)": {"shared": (1,)},
+    r"token_mask\), as shared, got \('token_mask',\)": {"shared": ("token_mask",)},
+    "one of 'skip', 'update' as nothing_valid, got 'ig": {"nothing_valid": "ignore"},
 }
-ON_FSDP: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "clip_grad='1'": (
-        {"clip_grad": "1"},
-        ValueError,
-        "a positive number or None as clip_grad, got '1'",
-    ),
-    "clip_grad=nan": ({"clip_grad": float("nan")}, ValueError, "got nan"),
-    "clip_grad of two": ({"clip_grad": torch.ones(2)}, ValueError, r"got tensor\(\[1"),
-    "grad_scaler='x'": ({"grad_scaler": "x"}, ValueError, "GradScaler as grad_scaler, got 'x'"),
-    "a class of scalers": ({"grad_scaler": torch.amp.GradScaler}, ValueError, "got <class"),
-    "a class of schedulers": (
-        {"scheduler": torch.optim.lr_scheduler.LinearLR},
-        ValueError,
-        r"as scheduler, without step\(\)",
-    ),
+ON_FSDP: dict[str, dict[str, Any]] = {
+    "a positive number or None as clip_grad, got '1'": {"clip_grad": "1"},
+    "as clip_grad, got nan": {"clip_grad": float("nan")},
+    r"as clip_grad, got tensor\(\[1": {"clip_grad": torch.ones(2)},
+    "as clip_grad, got 0.0": {"clip_grad": 0.0},
+    "as clip_grad, got -1.0": {"clip_grad": -1.0},
+    "GradScaler as grad_scaler, got 'x'": {"grad_scaler": "x"},
+    "as grad_scaler, got <class": {"grad_scaler": torch.amp.GradScaler},
+    "LinearLR.* as scheduler, without step": {"scheduler": torch.optim.lr_scheduler.LinearLR},
 }
 _SIZES = ("micro_batch_size", "max_tokens_per_microbatch")
-#: Arguments of `begin()`, beside usual ones, and what it says.
-BEGUN: dict[str, tuple[dict[str, Any], str]] = {
+#: Arguments of `begin()`, beside usual ones, by what it says.
+BEGUN: dict[str, dict[str, Any]] = {
     **{
-        f"divisor={each!r}": ({"divisor": each}, f"as divisor, got {each!r}")
+        f"as divisor, got {each!r}": {"divisor": each}
         for each in (0, -1.0, float("nan"), float("inf"), "2", True)
     },
-    "no size": ({"global_batch_size": 0}, "global_batch_size, got 0"),
-    "a float": ({"micro_batch_size": 2.0}, "micro_batch_size, got 2.0"),
-    "no budget": ({**BUDGET, _SIZES[1]: 0}, "max_tokens_per_microbatch, got 0"),
-    "both": ({_SIZES[1]: 96}, "micro_batch_size=2, max_tokens_per_microbatch=96"),
-    "a number": ({"step_id": 3}, "step_id, got 3"),
-    "fewer than none": ({"rank_batch_size": -1}, "rank_batch_size, got -1"),
-    "no loss": ({"loss": len}, "len"),
+    "global_batch_size, got 0": {"global_batch_size": 0},
+    "micro_batch_size, got 2.0": {"micro_batch_size": 2.0},
+    "max_tokens_per_microbatch, got 0": {**BUDGET, _SIZES[1]: 0},
+    "micro_batch_size=2, max_tokens_per_microbatch=96": {_SIZES[1]: 96},
+    "step_id, got 3": {"step_id": 3},
+    "rank_batch_size, got -1": {"rank_batch_size": -1},
+    "a callable object as loss, got 3": {"loss": 3},
+    "len": {"loss": len},
 }
 
 
@@ -552,14 +529,15 @@ def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(engine: str) -> 
     bench = Bench(engine)
     model, optimizer, scheduler = bench.parts
     kind = functools.partial(class_of(engine), model, optimizer)
-    also = ON_FSDP if engine == "fsdp" else {}
-    for name, (arguments, error, text) in {**ARGUMENTS, **OTHERS, **also}.items():
+    others = {**OTHERS, **(ON_FSDP if engine == "fsdp" else {})}
+    rows = [*ARGUMENTS.values(), *((row, ValueError, text) for text, row in others.items())]
+    for arguments, error, text in rows:
         if engine == "fsdp" and "order_stable" in arguments:
             continue
         given = {"scheduler": scheduler, **arguments}
         told = raised_by(kind, given.pop("scheduler"), **given)
-        assert type(told) is error, (name, told)
-        assert re.search(text, str(told)), (name, told)
+        assert type(told) is error, (text, told)
+        assert re.search(text, str(told)), (text, told)
 
     class Kindless(TokenLoss):
         kind = "mean"
@@ -576,7 +554,7 @@ def test_a_bad_argument_is_refused_when_a_step_is_made_or_begun(engine: str) -> 
         "'words'": Wrong(),
         "`outputs` is None": Nameless(),
     }
-    for arguments, text in (*BEGUN.values(), *(({"loss": v}, t) for t, v in losses.items())):
+    for text, arguments in {**BEGUN, **{t: {"loss": loss} for t, loss in losses.items()}}.items():
         told = raised_by(bench.begin, **arguments)
         assert isinstance(told, ValueError), (arguments, told)
         assert text in str(told), (arguments, told)

@@ -412,7 +412,7 @@ def test_bad_arguments_are_errors_that_name_the_remedy():
         with pytest.raises(ValueError, match=match):
             FSDPTrainStep(*arguments, **more)
 
-    refuse(r"SimpleNamespace as scheduler, without state_dict\(\)", model, optimizer, lacking)
+    refuse("namespace.* as scheduler, without state_dict", model, optimizer, lacking)
     refuse("Model that is not fully sharded: apply", plain, optimizer)
     ignored = Model()
     fully_shard(ignored, ignored_params=set(ignored.parameters()))
@@ -422,10 +422,6 @@ def test_bad_arguments_are_errors_that_name_the_remedy():
     plain.head.requires_grad_(False)
     refuse(r"of which 13 parameters are not.*\(128, 16\).*after", plain, early)
     refuse("got a NoneType as optimizer", model, None)
-    for wrong in (0.0, -1.0):
-        refuse(
-            "takes a positive number or None as clip_grad, got", model, optimizer, clip_grad=wrong
-        )
     step_id = made.begin()
     made.step.microbatch(step_id, made.batch(1))
     with torch.no_grad():

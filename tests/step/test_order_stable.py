@@ -143,7 +143,7 @@ def test_a_step_that_nobody_holds_keeps_no_sums() -> None:
     assert sums() is None
 
 
-def refused(options: dict[str, Any], **later: Any) -> str:
+def refused(options: dict[str, Any], later: dict[str, Any]) -> str:
     """Runs on a rank: what is said of a model that cannot have exact sums."""
     from megatron_idempotent import TrainStep
 
@@ -154,17 +154,16 @@ def refused(options: dict[str, Any], **later: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "said"),
+    ("ranks", "options", "later", "said"),
     [
-        (1, {"dtype": "fp16"}, "got fp16=True"),
-        (3, {"config_overrides": {"calculate_per_token_loss": False}}, "got 3 ranks over which"),
+        (1, {"dtype": "fp16"}, {}, "got fp16=True"),
+        (3, AVERAGED, {}, "got 3 ranks over which"),
+        # Gradients that come after their backward.
+        *(
+            (1, {}, {name: True}, f"got {name}=True")
+            for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute")
+        ),
     ],
 )
-def test_what_cannot_be_added_exactly_is_refused(megatron_ranks, ranks, options, said):
-    assert all(said in text for text in megatron_ranks(ranks, refused, options))
-
-
-@pytest.mark.parametrize("name", ["defer_embedding_wgrad_compute", "delay_wgrad_compute"])
-def test_gradients_that_come_after_their_backward_are_refused(megatron_ranks, name):
-    (text,) = megatron_ranks(1, refused, {}, **{name: True})
-    assert f"got {name}=True" in text
+def test_what_cannot_be_added_exactly_is_refused(megatron_ranks, ranks, options, later, said):
+    assert all(said in text for text in megatron_ranks(ranks, refused, options, later))

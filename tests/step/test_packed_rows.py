@@ -135,8 +135,14 @@ def holes() -> torch.Tensor:
     ("changed", "text"),
     [
         ({"attention_mask": None}, "not how many are real"),
-        ({"attention_mask": torch.ones(2, T - 1)}, "(2, 8) for 'input_ids' of (2, 9)"),
-        ({"attention_mask": torch.ones(2, 1, T, T)}, "'attention_mask' of (2, 1, 9, 9)"),
+        (
+            {"attention_mask": torch.ones(2, T - 1)},
+            "a tensor of shape (2, 8), for 'input_ids' of (2, 9)",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 1, T, T)},
+            "'attention_mask', a tensor of shape (2, 1, 9, 9)",
+        ),
         ({"attention_mask": holes()}, "8 tokens in row 1, between places 0 and 8"),
         ({"lengths": torch.tensor([5, 8])}, "row 1 with 'lengths' 8 and 9 tokens"),
         ({"lengths": torch.tensor([5, 10])}, "row 1 with 'lengths' 10: give an int from 0 to 9"),
