@@ -20,7 +20,7 @@ from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.megatron.expert_replay import ReplayMode
 from megatron_idempotent.window.agreement import describe
 
-from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Microbatch, described
+from .microbatches import SAMPLE_MASK, TOKEN_MASK, TOKENS, Microbatch, kind_of
 
 NonFinite = Literal["refuse", "skip", "update"]
 """The act of `finish` if a loss or the norm of the gradients is NaN or infinite: raise, drop the
@@ -422,7 +422,7 @@ def evaluate(
     if not _is_scalar(total) or (not has_graph and float(total) != 0.0):
         value = f", the constant {float(total):g}" if _is_scalar(total) else ""
         raise ValueError(
-            f"the loss returned {described(total)} with requires_grad={has_graph}{value}: return "
+            f"the loss returned {kind_of(total)} with requires_grad={has_graph}{value}: return "
             "the sum over the microbatch, a scalar with the graph that it was computed by, or the "
             "constant 0 where nothing is valid"
         )
@@ -439,7 +439,7 @@ def evaluate(
             continue
         if not _is_scalar(value):
             raise ValueError(
-                f"the loss reported {name!r} as {described(value)}: metrics are numbers or tensors "
+                f"the loss reported {name!r} as {kind_of(value)}: metrics are numbers or tensors "
                 "of one element, summed over the microbatch; name it in the loss's `outputs` if "
                 "each sample has one"
             )
@@ -481,7 +481,7 @@ def _by_sequence(name: str, value: Any, microbatch: Microbatch) -> tuple[Tensor,
             return tuple(value.unbind())
     or_tokens = f", or {microbatch.positions}, one for each token of the pack" if spans else ""
     raise ValueError(
-        f"the loss returned the output {name!r} as {described(value)} for {number} sequences: "
+        f"the loss returned the output {name!r} as {kind_of(value)} for {number} sequences: "
         f"return a tensor or list whose first dimension is {number}{or_tokens}"
     )
 

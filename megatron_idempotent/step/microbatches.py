@@ -193,7 +193,7 @@ def checked_rows(batch: Any, shared: Collection[str] = (), *, one_more: bool = T
     tokens_BT = batch.get(TOKENS) if hasattr(batch, "get") else None
     if not isinstance(tokens_BT, Tensor) or tokens_BT.dim() < 2:
         raise ValueError(
-            f"a {type(batch).__name__} whose {TOKENS!r} is {described(tokens_BT)}: pass a mapping "
+            f"a {type(batch).__name__} whose {TOKENS!r} is {kind_of(tokens_BT)}: pass a mapping "
             f"of tensors with {TOKENS!r} of shape [rows, positions]"
         )
     rows = int(tokens_BT.shape[0])
@@ -219,13 +219,13 @@ def _check_rows_of(name: str, value: Any, rows: int, shared: bool) -> None:
     sized = isinstance(value, Tensor) and value.dim() > 0
     if not (sized or is_listed) or len(value) != rows:
         raise ValueError(
-            f"{name!r}, {described(value)}, for {rows} rows of {TOKENS!r}: give a tensor, list or "
+            f"{name!r}, {kind_of(value)}, for {rows} rows of {TOKENS!r}: give a tensor, list or "
             f"tuple with an item per row, or if all rows share it, name it in shared=({name!r},) "
             "when you make the step"
         )
 
 
-def described(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """Describe a tensor by its shape, a list by its length, and all else by its type."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

@@ -30,9 +30,9 @@ from .microbatches import (
     Microbatch,
     PreparedBatch,
     checked_rows,
-    described,
     group_ids,
     in_batch,
+    kind_of,
     nan_if_wrong,
 )
 from .pack_layout import packed_counts
@@ -291,8 +291,7 @@ class PackedRows:
         # The place of each token among all of the batch's, one row after the other.
         width = 0 if tokens_BT.is_nested else tokens_BT.shape[1]
         starts = [self._firsts[row] + row * width for row in rows]
-        spans = zip(starts, lengths, strict=True)
-        sources = [torch.arange(start, start + length) for start, length in spans]
+        sources = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
         source_N = torch.cat([torch.arange(0), *sources])
         inputs = {
             name: value
@@ -304,12 +303,13 @@ class PackedRows:
         inputs.setdefault(TOKEN_MASK, pack.mask.float()[None])
         inputs.setdefault(POSITIONS, pack.position_ids[None])
         inputs[PACK] = pack
+        spans = pack.spans
         return Microbatch(
             inputs=inputs,
             shape=(1, pack.tokens),
             sequences=sum(length > 0 for length in lengths),
-            counts=nan_if_wrong(packed_counts(inputs, pack.spans), inputs),
-            spans=pack.spans,
+            counts=nan_if_wrong(packed_counts(inputs, spans), inputs),
+            spans=spans,
         )
 
 
@@ -396,7 +396,7 @@ def _masked_tokens(mask: Any, tokens_BT: Tensor) -> tuple[list[int], list[int]]:
     expected = tuple(tokens_BT.shape[:2])
     if not isinstance(mask, Tensor) or tuple(mask.shape) != expected:
         raise ValueError(
-            f"{ATTENTION_MASK!r}, {described(mask)}, for {TOKENS!r} of {expected}: give it that "
+            f"{ATTENTION_MASK!r}, {kind_of(mask)}, for {TOKENS!r} of {expected}: give it that "
             "shape, with 1 for each real token"
         )
     rows, width = expected

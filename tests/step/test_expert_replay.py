@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,14 +83,24 @@ def test_recomputed_gradients_are_the_same_bits(megatron_ranks, layout):
             assert mine.any()
 
 
-#: A fault → what its error says.
-FAULTS = {
-    "missing": r"microbatch 0 has no 'routed_experts': give \(2, 32, 4, 2\) integers",
-    "float": r"'routed_experts' of torch.float32: give \(2, 32, 4, 2\) integers",
-    "layer": r"shape \(2, 32, 3, 2\): give \(2, 32, 4, 2\)",
-    "token": r"shape \(2, 31, 4, 2\): give \(2, 32, 4, 2\)",
-    "expert": r"experts \[1, 6\] .* row 1, position 4, layer 2: give 2 different .* model's 6",
-    "none": r"microbatch 1 has routes of 5 tokens in row 1, layer 1, and 31 that need one",
+def _put(routes: Any, place: Any, value: Any) -> Any:
+    routes = routes.clone()
+    routes[place] = torch.tensor(value, dtype=routes.dtype)
+    return routes
+
+
+#: What an error says → the fault in right routes.
+FAULTS: dict[str, Callable[[Any], Any]] = {
+    r"microbatch 0 has no 'routed_experts': give \(2, 32, 4, 2\) integers": lambda _: None,
+    r"'routed_experts' of torch.float32: give \(2, 32, 4, 2\) int": lambda routes: routes.float(),
+    r"shape \(2, 32, 3, 2\): give \(2, 32, 4, 2\)": lambda routes: routes[:, :, :3],
+    r"shape \(2, 31, 4, 2\): give \(2, 32, 4, 2\)": lambda routes: routes[:, :-1],
+    r"experts \[1, 6\] .* row 1, position 4, layer 2: give 2 different .* model's 6": (
+        lambda routes: _put(routes, (1, 4, 2), [1, 6])
+    ),
+    r"microbatch 1 has routes of 5 tokens in row 1, layer 1, and 31 that need one": (
+        lambda routes: _put(routes, (3, slice(5, None), 1), 0)
+    ),
 }
 
 
@@ -103,22 +114,8 @@ def test_wrong_routes_are_refused_on_all_ranks_and_named() -> None:
     batch = bench.batch(2, full=True)
     right = replayed.routes(batch, bench.step.replay.layers, 3)
     step_id = bench.begin()
-    for name, said in FAULTS.items():
-        wrong = right.clone()
-        match name:
-            case "missing":
-                wrong = None
-            case "float":
-                wrong = right.float()
-            case "layer":
-                wrong = right[:, :, :3]
-            case "token":
-                wrong = right[:, :-1]
-            case "expert":
-                wrong[1, 4, 2] = torch.tensor([1, 6])
-            case "none":
-                wrong[3, 5:, 1] = 0
-        given = right if bench.rank == 0 else wrong
+    for said, fault in FAULTS.items():
+        given = right if bench.rank == 0 else fault(right)
         named = {} if given is None else {"routed_experts": given}
         with pytest.raises((ValueError, RuntimeError), match=said):
             bench.step.microbatch(step_id, {**batch, **named})
