@@ -291,7 +291,8 @@ def check_masks(batch: Any, *, packed: bool = False, one_more: bool = False) -> 
         value = field_of(batch, name)
         if value is None:
             continue
-        kind = not_dense(value) or (value.is_complex() and value.dtype)
+        is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
+        kind = (None if is_plain else not_dense(value)) or (value.is_complex() and value.dtype)
         if kind:
             raise ValueError(f"whose {name!r} is {kind}: give a dense tensor")
         if packed or not dims or tokens_BT.dim() < 2:
