@@ -240,7 +240,7 @@ class Slime(Training):
         self.module.save(self.iteration, subject.chunks, subject.optimizer, subject.scheduler)
         return folder
 
-    def _load(self, state: str) -> None:
+    def load(self, state: str) -> None:
         self.args.load = state
         subject = self.subject
         with torch.no_grad():  # upstream copies into fp32 parameters in place

@@ -24,6 +24,7 @@ from megatron_idempotent.window.accumulation import set_for
 
 from . import batches
 from .layouts import LossKind
+from .parameters import inner_optimizers
 from .protocol import Finished, Packed, Part, Planted, Rows, Subject
 
 _NO_OFFLOAD: Mapping[str, str] = MappingProxyType(
@@ -144,11 +145,9 @@ def parameters_of(subject: Subject) -> list[Any]:
 
 def updated(subject: Subject) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of a torch optimizer, in Megatron's, and a parameter that it updates."""
-    for outer in getattr(subject.optimizer, "chained_optimizers", [subject.optimizer]):
-        inner = getattr(outer, "optimizer", None)
-        for group in inner.param_groups if inner is not None else ():
-            for parameter in group["params"]:
-                yield inner, parameter
+    for inner in inner_optimizers(subject.optimizer):
+        for group in inner.param_groups:
+            yield from ((inner, parameter) for parameter in group["params"])
 
 
 class SplitStep(Stateful):

@@ -7,6 +7,7 @@ All of them train with `TrainStep`. `DPReshardable`, `FullyReshardable` and `Mod
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,7 @@ import megatron_idempotent
 from megatron_idempotent.megatron.layer_specs import takes
 from megatron_idempotent.megatron.optimizers import unchained
 from megatron_idempotent.proof.cpu import program
+from megatron_idempotent.window.accumulation import set_for
 
 from . import low_rank
 from .adapters import SplitStep
@@ -292,37 +294,29 @@ class Training(DistCheckpoint):
     def save_async(self) -> Any:
         from megatron.training import async_utils
 
-        self.args.async_save, self.args.async_strategy = True, self.strategy
+        self.args.async_strategy = self.strategy
         if self.persistent:  # as `initialize_megatron` does
             async_utils.init_persistent_async_worker(torch.distributed.get_rank())
-        try:
+        with contextlib.ExitStack() as stack:
+            set_for(stack, self.args, "async_save", True)
             return self.save()
-        finally:
-            self.args.async_save = False
 
     def saved(self) -> None:
         from megatron.training import async_utils
 
-        self.args.async_save = True
-        try:
+        with contextlib.ExitStack() as stack:
+            set_for(stack, self.args, "async_save", True)
             async_utils.maybe_finalize_async_save(blocking=True, terminate=True)
-        finally:
-            self.args.async_save = False
-
-    def load(self, state: Any) -> None:
-        self._load(state)
 
     def load_weights(self, state: Any) -> None:
-        settings = self.args.no_load_optim, self.args.no_load_rng
-        counters = self.iteration, self.args.consumed_train_samples
-        self.args.no_load_optim = self.args.no_load_rng = True
-        try:
-            self._load(state)
-        finally:
-            self.args.no_load_optim, self.args.no_load_rng = settings
-            self.iteration, self.args.consumed_train_samples = counters
+        with contextlib.ExitStack() as stack:
+            set_for(stack, self, "iteration", self.iteration)
+            set_for(stack, self.args, "consumed_train_samples", self.args.consumed_train_samples)
+            set_for(stack, self.args, "no_load_optim", True)
+            set_for(stack, self.args, "no_load_rng", True)
+            self.load(state)
 
-    def _load(self, state: Any) -> None:
+    def load(self, state: Any) -> None:
         from megatron.training import checkpointing
 
         subject = self.subject

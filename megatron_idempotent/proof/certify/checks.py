@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .draws import CALLS, MICROBATCHES
 from .failures import SPANS, Point, fail, failures, or_aborted
@@ -40,47 +40,44 @@ class Check:
     run: Callable[[Any], None]
     """Takes a `Bench`, or a check of state a `States`."""
     needs: tuple[str, ...] = ()
-    """Methods of the adapter without which the check is not made."""
+    """Methods of the adapter without which the check is not made, and attributes that are true."""
     hazards: tuple[str, ...] = ()
     """Hazards of Megatron that may be the cause of a failure; `megatron-idempotent explain ID`."""
-    replicas: bool = False
-    """True if it needs more than one data-parallel rank."""
-    auxiliary: bool = False
-    """True if it needs a model with auxiliary losses."""
-    packs: bool = False
-    """True if it needs a layout of packs."""
-    plain: bool = False
-    """True if it needs a layout that is `plain`."""
-    adapters: bool = False
-    """True if it needs a layout in which low-rank adapters can be judged."""
-    bits: bool = False
-    """True if it needs an adapter with `order_stable = True`, and compares bits of layouts."""
+    where: str = ""
+    """A feature of layouts, as `Layout.lacks` takes it, without which the check is not made."""
     then: Callable[[Any], None] | None = None
     """Takes a `States` on new ranks, once those of `run` have ended."""
     reshards: str = ""
     """The layout's word whose number is another on the ranks of `then`; "" for none."""
     keeps: str = ""
     """A kind of state that the adapter must name in its `keeps`; "" for none."""
-    parts: bool = False
-    """True if it needs an adapter with `parts`, which it moves one by one."""
+
+
+Run = TypeVar("Run", bound=Callable[..., None])
+
+
+def entering(checks: dict[str, Check], **defaults: Any) -> Callable[..., Callable[[Run], Run]]:
+    """Return a decorator that enters a function into `checks`, under its own name or `name`.
+
+    It takes the check's summary and other fields of `Check`, for which there are `defaults`.
+    """
+
+    def check(summary: str, *, name: str = "", **traits: Any) -> Callable[[Run], Run]:
+        def enter(run: Run) -> Run:
+            own_name = name or run.__name__.replace("_", "-")
+            fields = {**defaults, **traits}
+            checks[own_name] = Check(name=own_name, summary=summary, run=run, **fields)
+            return run
+
+        return enter
+
+    return check
 
 
 _checks: dict[str, Check] = {}
 CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
 """All checks by name, in the order in which they are made."""
-
-
-def _check(
-    summary: str, **traits: Any
-) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
-    """Register a function as a check, under its own name; `traits` are fields of `Check`."""
-
-    def enter(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
-        name = run.__name__.replace("_", "-")
-        _checks[name] = Check(name=name, summary=summary, run=run, **traits)
-        return run
-
-    return enter
+_check = entering(_checks)
 
 
 @_check(
@@ -123,7 +120,7 @@ def counts(bench: Bench) -> None:
 
 @_check(
     "sequences of a pack have other lengths than each other, and see and count only themselves",
-    packs=True,
+    where="packs",
 )
 def packed_lengths(bench: Bench) -> None:
     for _ in range(2):
@@ -142,43 +139,38 @@ def split_step(bench: Bench) -> None:
 @_check(
     "a call's last microbatch may have fewer rows than others, or is refused and the next step is "
     "right; so for log-probs",
-    plain=True,
+    where="plain",
 )
 def rows_left_over(bench: Bench) -> None:
-    adapter: Any = bench.adapter
     for numbers in ((2 * CALL + 1, CALL), (1, MICRO_BATCH + 1)):
         calls_of = bench.alike(bench.draw.number(1, 10**5), *bench.draw.shuffled(numbers))
-
-        def step(calls_of: Calls = calls_of) -> Finished:
-            adapter.begin()
-            for rows in calls_of(bench.replica):
-                adapter.microbatch(rows)
-            return adapter.finish()  # type: ignore[no-any-return]
-
         numbers_text = f"calls of {numbers[0]} and {numbers[1]} rows"
-        if _refused(bench, step, calls_of, f"a step with {numbers_text}"):
+        if _refused(bench, calls_of, f"a step with {numbers_text}"):
             bench.take(bench.alike(1, CALL), cause=f"a refusal of {numbers_text}")
     if not bench.offers("logprobs") or bench.declares("logprobs-in-mid-step"):
         return
     rows, lengths_B = bench.ragged(bench.replica, bench.draw.number(1, 10**5), 2 * CALL + 1)
     try:
-        logprobs = adapter.logprobs(rows)
+        logprobs = bench.adapter.logprobs(rows)
     except Exception:  # noqa: BLE001  a refusal, which is right if all ranks refuse
         logprobs = None
     if any(bench.gather(logprobs is not None)):
         bench.hold_logprobs(rows, lengths_B, logprobs)
 
 
-def _refused(bench: Bench, step: Callable[[], Finished], calls_of: Calls, name: str) -> bool:
+def _refused(
+    bench: Bench, calls_of: Calls, name: str, between: Callable[[], object] | None = None
+) -> bool:
     """Return whether all ranks refuse a step; hold it to its definition if none does.
 
-    `name` is the step's in errors.
+    `name` is the step's in errors, and `between` is called before each microbatch and after the
+    last.
     """
-    raised, finished = or_aborted(bench, step)
+    raised, finished = or_aborted(bench, calls_of(bench.replica), between=between)
     refusals = bench.gather(raised)
     bench.step_name = name
     if finished is not None and not any(refusals):
-        bench.expect(finished, bench.everybody(calls_of))
+        bench.expect(finished, calls_of)
     elif not all(refusals):
         refusal = next(filter(None, refusals))
         raise Wrong(
@@ -249,13 +241,13 @@ def _by_replica(bench: Bench, seed: int, numbers: Sequence[int]) -> Calls:
     return lambda replica: [bench.rows(replica, seed, numbers[(replica + seed) % len(numbers)])]
 
 
-@_check("replicas have different numbers of microbatches", replicas=True)
+@_check("replicas have different numbers of microbatches", where="replicas")
 def uneven_replicas(bench: Bench) -> None:
     for seed in range(2):
         bench.take(_by_replica(bench, seed, (CALL, 2 * CALL)))
 
 
-@_check("a replica has no rows in a step", replicas=True)
+@_check("a replica has no rows in a step", where="replicas")
 def replica_without_rows(bench: Bench) -> None:
     for seed in range(2):
         bench.take(_by_replica(bench, seed, (0, CALL)))
@@ -355,7 +347,7 @@ def unwatched_steps(bench: Bench) -> None:
 @_check(
     "auxiliary losses count by the tokens, or sequences, of their microbatches, in any calls",
     hazards=("chained-calls-weigh-losses", "aux-loss-scale-left-set"),
-    auxiliary=True,
+    where="auxiliary",
 )
 def auxiliary_losses(bench: Bench) -> None:
     def calls(replica: int) -> list[Rows]:
@@ -374,7 +366,7 @@ def auxiliary_losses(bench: Bench) -> None:
     hazards=("offload-plan-mislearned",),
 )
 def logprobs_in_mid_step(bench: Bench) -> None:
-    adapter: Any = bench.adapter
+    adapter = bench.adapter
     first, second = (bench.alike(seed, CALL) for seed in range(2))
     # Each look reads new rows, of the same number within a step; in one step they are many.
     many = MICROBATCHES // bench.multiple * bench.multiple
@@ -386,7 +378,7 @@ def logprobs_in_mid_step(bench: Bench) -> None:
     # The same rows just before the update and just after it, before parameters are gathered.
     rows, lengths_B = looks[-1]
     logprobs_BT = adapter.logprobs(rows)
-    bench.expect(finished, bench.everybody(first))
+    bench.expect(finished, first)
     bench.hold_logprobs(rows, lengths_B, logprobs_BT)
     # Other rows in the same tensors, as a data loader's buffers are refilled.
     other_rows, lengths_B = _some(bench, first_size)
@@ -398,9 +390,8 @@ def logprobs_in_mid_step(bench: Bench) -> None:
 
 def _hold_logprobs(bench: Bench, microbatches: int = 2) -> tuple[Rows, Tensor]:
     """Raise `Wrong` unless the adapter's log-probs of some rows are right; return these rows."""
-    adapter: Any = bench.adapter
     rows, lengths_B = _some(bench, microbatches)
-    bench.hold_logprobs(rows, lengths_B, adapter.logprobs(rows))
+    bench.hold_logprobs(rows, lengths_B, bench.adapter.logprobs(rows))
     return rows, lengths_B
 
 
@@ -415,14 +406,13 @@ def _some(bench: Bench, microbatches: int) -> tuple[Rows, Tensor]:
     hazards=("params-stale-after-step", "pending-gather-dropped"),
 )
 def export_in_mid_step(bench: Bench) -> None:
-    adapter: Any = bench.adapter
     first, second = (bench.alike(seed, CALL) for seed in range(2))
     unseen: list[Finished] = []
 
     def export() -> None:
-        exported = adapter.export()
+        exported = bench.adapter.export()
         if unseen:  # the export came before anything else read the step's parameters
-            bench.expect(unseen.pop(), bench.everybody(first))
+            bench.expect(unseen.pop(), first)
         bench.unchanged("a step that has not finished")
         bench.hold_export(exported)
 
@@ -456,8 +446,7 @@ def failure_on_one_rank(bench: Bench) -> None:
         if issubclass(failure.error, Exception):
             bench.take(calls_of, cause=failed_step)
         else:  # the process was told to end, and may refuse further steps
-            step = functools.partial(bench.step, calls_of)
-            _refused(bench, step, calls_of, f"the step after {failed_step}")
+            _refused(bench, calls_of, f"the step after {failed_step}")
 
 
 @_check(
@@ -480,7 +469,7 @@ def _not_finite(bench: Bench, replica: int, point: Point, number: float | None) 
     The loss of a row of the replica is multiplied by `number`. If that is None, the loss stays as
     it is, and a gradient is NaN on one rank of the replica.
     """
-    adapter, draw, call = bench.adapter, bench.draw, point.call
+    draw, call = bench.draw, point.call
     seed = draw.number(1, 10**5)
     calls_of = bench.alike(seed, *(MICRO_BATCH * size for size in point.sizes))
     # In later calls not in the first microbatch, which may be the only one that is checked.
@@ -491,24 +480,17 @@ def _not_finite(bench: Bench, replica: int, point: Point, number: float | None) 
     forwards_done = None
     if number is None and bench.rank == rank:
         forwards_done = sum(point.sizes[:call]) + point.microbatch
-
-    def step() -> Finished:
-        rows_of_calls = calls_of(bench.replica)
-        if bench.replica == replica and number is not None:
-            rows_of_calls[call]["scale"][row] = number
-        adapter.begin()
-        for rows in rows_of_calls:
-            adapter.microbatch(rows)
-        return adapter.finish()
-
+    rows_of_calls = calls_of(bench.replica)
+    if bench.replica == replica and number is not None:
+        rows_of_calls[call]["scale"][row] = number
     with bench.forwards.failing(forwards_done, "gradient"):
-        raised, finished = or_aborted(bench, step)
+        raised, finished = or_aborted(bench, rows_of_calls)
     if number is not None:
         event = f"a loss of replica {replica} is {number}, {point}"
     elif not any(bench.gather(bench.forwards.has_failed)):
         # The adapter runs fewer microbatches, or does not call the chunk's forward.
         if finished is not None:
-            bench.expect(finished, bench.everybody(calls_of))
+            bench.expect(finished, calls_of)
         return "nothing was NaN"
     else:
         event = f"a gradient is NaN on rank {rank}, of a finite loss, {point}"
@@ -536,14 +518,13 @@ def second_run(bench: Bench) -> None:
 def resume(bench: Bench) -> None:
     from .bench import names_moved
 
-    adapter: Any = bench.adapter
+    adapter = bench.adapter
     _steps(bench)
     state = adapter.save()
     saved, update = bench.parameters, copy.deepcopy(bench.update)
     bench.take(bench.alike(2, CALL), cause="save()")
     later = bench.parameters
-    bench.make_model()
-    adapter.build(bench.subject)
+    bench.set_up()
     adapter.load(state)
     if not names_moved(bench.gather_parameters(), later):
         raise Wrong(
@@ -593,26 +574,15 @@ def logprobs_while_offloaded(bench: Bench) -> None:
 def offload_in_mid_step(bench: Bench) -> None:
     calls = bench.alike(0, CALL)
 
-    def exchange() -> None:
-        bench.memories.offload(bench.adapter, freeing=False)
-        bench.memories.onload(bench.adapter)
-
-    def step() -> Finished:
-        bench.adapter.begin()
-        for rows in calls(bench.replica):
-            exchange()
-            bench.adapter.microbatch(rows)
-        exchange()
-        return bench.adapter.finish()
-
-    if _refused(bench, step, calls, "a step with an offload in it"):
+    exchange = functools.partial(bench.memories.away_and_back, bench.adapter, freeing=False)
+    if _refused(bench, calls, "a step with an offload in it", exchange):
         bench.take(bench.alike(1, CALL), cause="an offload in an open step, which was refused")
 
 
 @_check(
     "factors of low-rank adapters over a frozen base have their gradients, some frozen in between; "
     "log-probs are those of merged weights",
-    adapters=True,
+    where="megatron",
     hazards=("frozen-parameters-move", "frozen-parameters-refused"),
 )
 def low_rank_adapters(bench: Bench) -> None:
@@ -635,7 +605,8 @@ def low_rank_adapters(bench: Bench) -> None:
 
 @_check(
     "the same microbatches give the same bits on any number of replicas, in any order and calls",
-    bits=True,
+    needs=("order_stable",),
+    where="rows",
 )
 def same_bits(bench: Bench) -> None:
     # A number that one, two, three and four replicas can share.

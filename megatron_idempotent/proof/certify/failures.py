@@ -6,22 +6,27 @@ With any seed each rank fails in some step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .draws import CALLS
-from .protocol import MICRO_BATCH, Finished, Planted, Wrong
+from .protocol import MICRO_BATCH, Finished, Planted, Rows, Wrong
 
 if TYPE_CHECKING:
     from .bench import Bench
 
 
-def or_aborted(bench: Bench, step: Callable[[], Finished]) -> tuple[str | None, Finished | None]:
-    """Take a step; return its error, after an abort, and None, or None and its result."""
+def or_aborted(
+    bench: Bench, rows_of_calls: Sequence[Rows], **options: Any
+) -> tuple[str | None, Finished | None]:
+    """Take a step; return its error, after an abort, and None, or None and its result.
+
+    `options` are those of `Bench.drive`.
+    """
     from megatron_idempotent.window.agreement import describe
 
     try:
-        finished = step()
+        finished = bench.drive(rows_of_calls, **options)
     except BaseException as error:
         bench.adapter.abort()
         if isinstance(error, Wrong) or not isinstance(error, (Exception, Planted)):
@@ -124,27 +129,20 @@ def failures(bench: Bench) -> list[Failure]:
 
 def fail(bench: Bench, failure: Failure) -> None:
     """Take a step with this failure; raise `Wrong` unless all ranks raise and drop the step."""
-    adapter = bench.adapter
     seed = bench.draw.number(1, 10**5)
     point = failure.point
     calls_of = bench.alike(seed, *(MICRO_BATCH * size for size in point.sizes))
+    rows_of_calls = calls_of(bench.replica)
     fails = bench.rank in failure.ranks
     Planted.drawn = failure.error
-
-    def step() -> Finished:
-        adapter.begin()
-        for call, rows in enumerate(calls_of(bench.replica)):
-            loss = fails and failure.phase == "loss" and call == point.call
-            adapter.microbatch(rows, fail=loss)
-        return adapter.finish()
-
     if failure.phase == "loss":
-        raised, finished = or_aborted(bench, step)
+        failing_call = point.call if fails else None
+        raised, finished = or_aborted(bench, rows_of_calls, failing_call=failing_call)
         has_failed = fails
     else:
         forwards_done = sum(point.sizes[: point.call]) + point.microbatch
         with bench.forwards.failing(forwards_done if fails else None, failure.phase):
-            raised, finished = or_aborted(bench, step)
+            raised, finished = or_aborted(bench, rows_of_calls)
         has_failed = bench.forwards.has_failed
     outcomes = bench.gather((raised, has_failed))
     nobody_raised = all(error is None for error, _ in outcomes)
@@ -153,7 +151,7 @@ def fail(bench: Bench, failure: Failure) -> None:
         # The adapter runs other microbatches, or does not call the chunk's forward, or has run the
         # failed forward a second time. A loss that is to fail does so each time.
         try:
-            bench.expect(finished, bench.everybody(calls_of))
+            bench.expect(finished, calls_of)
         except Wrong as wrong:
             raise Wrong(f"{failure} (nothing raised): {wrong}") from None
         return

@@ -45,6 +45,12 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
+def _replace(blocks: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until the blocks end."""
+    blocks.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
 @contextlib.contextmanager
 def _limited(limit: int, number: int, *, yes: bool) -> Iterator[None]:
     soft, hard = resource.getrlimit(limit)
@@ -76,7 +82,6 @@ def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
             blocks.callback(gc.freeze)
         if forked:
             fork = os.fork
-            blocks.callback(setattr, os, "fork", fork)
 
             def limited() -> int:
                 pid = fork()
@@ -84,7 +89,7 @@ def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
                     resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
                 return pid
 
-            os.fork = limited
+            _replace(blocks, os, "fork", limited)
         else:
             blocks.enter_context(_limited(resource.RLIMIT_FSIZE, room, yes=yes))
         yield
@@ -112,7 +117,7 @@ class SlowDisk:
 
         Their whole work is late then, and not the writing alone.
         """
-        submit, profile = ThreadPoolExecutor.submit, threading.getprofile()
+        submit = ThreadPoolExecutor.submit
 
         def submit_late(
             executor: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -127,10 +132,9 @@ class SlowDisk:
             sys.setprofile(None)
             self.hold()
 
-        ThreadPoolExecutor.submit = submit_late  # type: ignore[method-assign]
+        _replace(self._starts, ThreadPoolExecutor, "submit", submit_late)
+        self._starts.callback(threading.setprofile, threading.getprofile())
         threading.setprofile(before_first_call)
-        self._starts.callback(setattr, ThreadPoolExecutor, "submit", submit)
-        self._starts.callback(threading.setprofile, profile)
 
     def returned(self) -> None:
         """Note that the saving call has returned: threads that start later are not its own."""
@@ -203,17 +207,15 @@ def slow_disk(bench: States) -> Iterator[SlowDisk]:
         disk.hold_file(f)  # torch opens a file by its name in C++
         save(state, f, *args, **kwargs)
 
-    os.fsync = fsync  # type: ignore[assignment]
-    torch.save = save_late  # type: ignore[assignment]
-    _slow_disks.append(disk)
-    disk.hold_starts()
-    try:
+    with contextlib.ExitStack() as blocks:
+        blocks.callback(disk.release)
+        blocks.callback(disk.returned)
+        _replace(blocks, os, "fsync", fsync)
+        _replace(blocks, torch, "save", save_late)
+        _slow_disks.append(disk)
+        blocks.callback(_slow_disks.remove, disk)
+        disk.hold_starts()
         yield disk
-    finally:
-        os.fsync, torch.save = sync, save
-        _slow_disks.remove(disk)
-        disk.returned()
-        disk.release()
 
 
 LONGEST_S = 20.0

@@ -153,10 +153,8 @@ class SeenPart:
 
     place_s: Tensor
     """The places of its tokens in the pack."""
-    tokens_s: Tensor
-    positions_s: Tensor
-    real_s: Tensor | None
-    """False for padding; None if the model got no padding mask."""
+    fields: dict[str, Tensor]
+    """`PackSeen`'s fields of the tokens [s]; no `real_S` if the model got no padding mask."""
     starts: tuple[int, ...]
     """The places where sequences begin, and S; padding belongs to the sequence before it."""
     lengths: tuple[int, ...]
@@ -185,13 +183,16 @@ class PacksSeen:
         padded_n = borders.cu_seqlens_q_padded
         starts_n = ends_n if padded_n is None else padded_n
         place_S = torch.arange(int(starts_n[-1]), device=ends_n.device)
-        padding = arguments.get("padding_mask")
+        fields = {
+            "tokens_S": arguments["input_ids"].long(),
+            "positions_S": arguments["position_ids"].long(),
+        }
+        if (padding := arguments.get("padding_mask")) is not None:
+            fields["real_S"] = ~padding.bool()
         self._shares.append(
             SeenPart(
                 place_s=own_positions(place_S[None], cu_seqlens=starts_n)[0].cpu(),
-                tokens_s=arguments["input_ids"].detach().flatten().cpu(),
-                positions_s=arguments["position_ids"].detach().flatten().cpu(),
-                real_s=None if padding is None else ~padding.flatten().bool().cpu(),
+                fields={name: value.detach().flatten().cpu() for name, value in fields.items()},
                 starts=tuple(starts_n.tolist()),
                 lengths=tuple(ends_n.diff().tolist()),
             )
@@ -243,15 +244,11 @@ def _joined(shares: Sequence[SeenPart], missing: dict[tuple[int, ...], Tensor]) 
     """Join the ranks' parts of a pack; take its rows out of `missing`; None if it has none."""
     first = shares[0]
     size = first.starts[-1]
-    tokens_S = torch.zeros(size, dtype=torch.int64)
-    positions_S = torch.zeros(size, dtype=torch.int64)
-    counts_S = torch.zeros(size, dtype=torch.float64)
-    real_S = None if first.real_s is None else torch.zeros(size, dtype=torch.bool)
+    fields = {name: torch.zeros(size, dtype=part.dtype) for name, part in first.fields.items()}
     for share in shares:
-        tokens_S[share.place_s] = share.tokens_s
-        positions_S[share.place_s] = share.positions_s
-        if real_S is not None and share.real_s is not None:
-            real_S[share.place_s] = share.real_s
+        for name, part in share.fields.items():
+            fields[name][share.place_s] = part
+    tokens_S, counts_S = fields["tokens_S"], torch.zeros(size, dtype=torch.float64)
     sequences = 0
     for start, end in zip(first.starts, first.starts[1:], strict=False):
         # The longest row that the segment begins with; padding follows it.
@@ -264,10 +261,8 @@ def _joined(shares: Sequence[SeenPart], missing: dict[tuple[int, ...], Tensor]) 
     if not sequences:
         return None
     return PackSeen(
-        tokens_S=tokens_S,
-        positions_S=positions_S,
+        **fields,
         counts_S=counts_S,
-        real_S=real_S,
         starts=first.starts,
         lengths=first.lengths,
         sequences=sequences,

@@ -33,7 +33,7 @@ class _Layer(nn.Module):
 
     def forward(self, x_BTH: Tensor) -> Tensor:
         parameters = dict(self.named_parameters(prefix="layer"))
-        return Gpt(parameters, 1, tiny.HEADS).layer(x_BTH, "layer")
+        return Gpt(parameters).layer(x_BTH, "layer")
 
 
 class _GPT(nn.Module):
@@ -50,7 +50,7 @@ class _GPT(nn.Module):
         self.output_layer = nn.Linear(tiny.HIDDEN, tiny.VOCABULARY, bias=False)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        gpt = Gpt(dict(self.named_parameters()), LAYERS, tiny.HEADS)
+        gpt = Gpt(dict(self.named_parameters()))
         x_BTH = gpt.embedded(tokens_BT)
         for layer in self.decoder.layers:
             x_BTH = layer(x_BTH)

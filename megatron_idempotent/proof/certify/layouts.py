@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -114,15 +112,25 @@ class Layout:
         """True if a microbatch may have any number of rows, and any rows may share one."""
         return not (self.packs or self.stages > 1 or self.auxiliary)
 
+    def lacks(self, feature: str) -> str | None:
+        """Return why a check that needs a feature of layouts is not for this one; None if it is."""
+        has_it, reason = {
+            "": (True, ""),
+            "replicas": (self.replicas > 1, "one replica"),
+            "auxiliary": (self.auxiliary, "no auxiliary losses"),
+            "packs": (self.packs, "no packs"),
+            "rows": (not self.packs, "which sequences share a pack is the adapter's to choose"),
+            "plain": (self.plain, "packs, stages, or losses of a microbatch"),
+            "megatron": (not self.fsdp2, "no adapters on FSDP2"),
+            "experts": (self.experts > 0, "no experts"),
+            "loss scale": (self.dtype == "fp16", "no loss scale"),
+        }[feature]
+        return None if has_it else reason
+
     @property
     def loss_kind(self) -> LossKind:
         """The unit of the loss's mean."""
         return "sequence" if "sequences" in self.flags else "token"
-
-    @property
-    def adapters(self) -> bool:
-        """True if certify can check low-rank adapters over a frozen base in this layout."""
-        return not self.fsdp2
 
     @property
     def fsdp2(self) -> bool:
@@ -132,10 +140,8 @@ class Layout:
     @property
     def dtype(self) -> Literal["fp64", "fp32", "bf16", "fp16"]:
         """The type of the model's parameters. In float64 SGD trains it, else Adam."""
-        if "bf16" in self.flags:
-            return "bf16"
-        if "fp16" in self.flags:
-            return "fp16"
+        if half := self.flags & {"bf16", "fp16"}:
+            return "bf16" if "bf16" in half else "fp16"
         return "fp32" if self.flags & {"distopt", "fp32"} else "fp64"
 
     @property
@@ -281,77 +287,22 @@ def resharded(start: Layout, word: str) -> Layout | None:
     return None
 
 
-#: A layout has at most one word of each line.
-_CHOICES = (
-    ("dp2",),
-    ("tp2",),
-    ("pp2", "vpp2"),
-    ("cp2",),
-    ("packs",),
-    ("fp32", "bf16", "fp16"),
-    ("nosp",),
-    ("distopt",),
-    ("nooverlap",),
-    ("moe", "ep2"),
-    ("etp1", "etp2"),
-    ("mtp",),
-    ("tied",),
-    ("sequences",),
+GRID = (
+    *("sequences", "tp2-pp2-bf16-distopt-nooverlap-moe-etp1-mtp-tied"),
+    *("dp2-cp2-fp32-nooverlap-ep2-etp2-tied", "tp2-vpp2-packs-fp16-nosp-distopt"),
+    *("dp2-vpp2-fp16-moe-etp2-mtp-sequences", "tp2-cp2-packs-bf16-nosp-nooverlap-tied-sequences"),
+    *("tp2-pp2-fp32-ep2-etp1-sequences", "dp2-pp2-packs-distopt-tied"),
+    *("vpp2-cp2-distopt-nooverlap-moe-etp2-sequences", "tp2-vpp2-fp32-nosp-mtp-tied"),
+    *("dp2-tp2-fp16-distopt-nooverlap-ep2-etp1-mtp-tied", "pp2-cp2-bf16-etp2", "tp2-pp2-nosp"),
+    *("tp2-vpp2-ep2-etp1-mtp", "dp2-vpp2-bf16-ep2", "fp32-moe", "tp2-cp2-fp16-etp1", "pp2-fp16"),
+    *("dp2-tp2-packs-fp32-nosp", "cp2-packs-moe-etp2-mtp", "tp2-packs-ep2-etp1"),
+    *("dp4", "tp4", "pp4", "cp4", "ep4"),
 )
-#: Four ranks of one kind leave no room for another kind.
-_FOUR = ("dp4", "tp4", "pp4", "cp4", "ep4")
+"""Names of layouts that cover all pairs of words.
 
+For each two words that fit together there is a layout with both, and one with each alone. A fault
+seldom needs more than two; all layouts that fit on four ranks are thousands. Four ranks of one kind
+leave no room for another kind. FSDP2 is left out, because it is for adapters of its own.
 
-@functools.cache  # it takes seconds
-def grid() -> tuple[str, ...]:
-    """Return names of layouts, few and always the same, that cover all pairs of choices.
-
-    For each two words that fit together there is a layout with both, with the one alone and with
-    neither. A fault seldom needs more than two; all layouts that fit on four ranks are thousands.
-    Four ranks of one kind are a layout by themselves. FSDP2 is left out, because it is for adapters
-    of its own.
-
-    Example: `certify("mine:Adapter", layouts=grid(), checks=["split-step"])`.
-    """
-    names, masks = [], []
-    bits: dict[object, int] = {}
-    for picked in sorted(_fitting(), key=_is_late):
-        pairs = itertools.combinations(enumerate(picked), 2)
-        names.append("-".join(filter(None, picked)))
-        masks.append(sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs))
-        if not _is_late(picked):
-            early, first = len(names), (1 << len(bits)) - 1
-    selected, covered = [], 0
-    for candidates, targets in ((early, first), (len(names), (1 << len(bits)) - 1)):
-        while missing := targets & ~covered:
-            best = max(range(candidates), key=lambda index: (masks[index] & missing).bit_count())
-            selected.append(names[best])
-            covered |= masks[best]
-    return (*selected, *_FOUR)
-
-
-def _is_late(picked: tuple[str, ...]) -> bool:
-    """Return whether `grid` covers the words after all others.
-
-    These words came later; the order leaves the layouts of earlier grids as they were.
-    """
-    words = {word.rstrip("0123456789") for word in picked}
-    return bool(
-        (words & {"moe", "ep", "etp", "mtp"} and "packs" in words) or {"mtp", "cp"} <= words
-    )
-
-
-def _fitting() -> Iterator[tuple[str, ...]]:
-    """Yield a word of each choice, or "" for none, where they make a layout."""
-    for picked in itertools.product(*(("", *words) for words in _CHOICES)):
-        if "nosp" in picked and "tp2" not in picked:
-            continue  # nosp changes nothing without tp
-        if {"fp32", "distopt"} <= set(picked):
-            continue  # distopt is in float32 already
-        try:
-            candidate = layout("-".join(filter(None, picked)))
-        except ValueError:
-            continue
-        if "etp" in candidate.words and candidate.sizes["etp"] == candidate.sizes["tp"]:
-            continue  # etp is as many as tp by default
-        yield picked
+Example: `certify("mine:Adapter", layouts=GRID, checks=["split-step"])`.
+"""

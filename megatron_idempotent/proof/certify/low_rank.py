@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from .batches import forward
-from .bench import OF_BFLOAT16, Bench
+from .bench import Bench
 from .oracle import Truth
-from .parameters import parts, spread
-from .protocol import Finished, Rows, Wrong
+from .parameters import drawn, parts, spread
+from .protocol import Calls, Finished, Rows, Wrong
+from .tolerances import OF_BFLOAT16
 
 SCALE = 2.0
 """The factors' product is multiplied by this: alpha is twice the rank."""
@@ -54,10 +53,10 @@ class LowRank(Bench):
         super().__init__(type(host.adapter)(), host.layout)
         self._base = {n: value for n, value in self.parameters.items() if not n.endswith(_FACTORS)}
 
-    def expect(self, finished: Finished, everybody: Sequence[Rows], **options: Any) -> None:
+    def expect(self, finished: Finished, calls_of: Calls, **options: Any) -> None:
         """Hold the step to its definition, and the base to its bits."""
         frozen = self._base | {name: self.parameters[name] for name in self.update.frozen}
-        super().expect(finished, everybody, **options)
+        super().expect(finished, calls_of, **options)
         moved = [
             name for name, value in frozen.items() if not torch.equal(value, self.parameters[name])
         ]
@@ -66,16 +65,6 @@ class LowRank(Bench):
 
     def _within(self, error: float, bound: float) -> bool:
         return self._host._within(error, bound)
-
-    def _narrowed(self, truth: Truth, gradient: dict[str, Tensor], reach: float = 1.0) -> Truth:
-        """Return the truth with this gradient, which is zero for frozen parameters.
-
-        An error of the whole gradient shows in it multiplied by `reach`.
-        """
-        norm = math.sqrt(sum(float(value.square().sum()) for value in gradient.values()))
-        # Momentum holds the errors of earlier steps too.
-        self._ratio = max(self._ratio, truth.grad_norm * reach / norm)
-        return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
 
     def make_model(self) -> None:
         """Build the model, put adapters into it before DDP, and draw their factors."""
@@ -94,20 +83,13 @@ class LowRank(Bench):
         for part in parts(chunk, self.layout):
             if not part.name.endswith(_FACTORS):
                 continue
-            shape = list(part.value.shape)
-            if part.dimension is not None:
-                shape[part.dimension] *= part.size
-            generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
             # Routers must decide by wide margins with adapters, too.
-            size = 0.03 if self.layout.experts else 0.1
-            drawn = size * torch.randn(shape, generator=generator, dtype=torch.float64)
-            if part.dimension is not None:
-                drawn = drawn.chunk(part.size, part.dimension)[part.rank]
+            values = drawn(part, 0.03 if self.layout.experts else 0.1)
             with torch.no_grad():
                 if part.name.endswith(_MAGNITUDE):  # which begins as the rows' norm
-                    part.value.mul_((1 + drawn).to(part.value))
+                    part.value.mul_((1 + values).to(part.value))
                 else:
-                    part.value.copy_(drawn)
+                    part.value.copy_(values)
 
     def freeze(self, *factors: str) -> None:
         """Freeze these factors, such as "linear_in", from the next step on; train all others."""
@@ -162,7 +144,10 @@ class LowRank(Bench):
             factor.detach() for name, factor in parameters.items() if name.endswith((_IN, _OUT))
         )
         reach = 2 * SCALE * max(float(torch.linalg.matrix_norm(factor, 2)) for factor in factors)
-        return self._narrowed(truth, gradient, max(1.0, reach))
+        norm = math.sqrt(sum(float(value.square().sum()) for value in gradient.values()))
+        # Momentum holds the errors of earlier steps too.
+        self._ratio = max(self._ratio, truth.grad_norm * max(1.0, reach) / norm)
+        return dataclasses.replace(truth, gradient=gradient, grad_norm=norm)
 
 
 def merged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -194,31 +179,27 @@ def add(module: Any, *, rank: int, magnitudes: bool = False, wide: bool = False)
             setattr(module.get_submodule(parent), attribute, Adapted(layer, rank, magnitudes, wide))
 
 
-class _Factor(nn.Module):
-    def __init__(
-        self, shape: tuple[int, int], base: Any, dimension: int | None, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        # If both factors were zero, so would be both gradients, and no step would move them. The
-        # values are drawn from no generator, so all replicas have the same.
-        number = torch.arange(shape[0] * shape[1], device=base.weight.device, dtype=torch.float32)
-        values = (0.02 * (number + 1).sin()).reshape(shape).to(dtype)
-        self.weight = mark(nn.Parameter(values), base, dimension)
-
-    def forward(self) -> Tensor:
-        """Return the weight, in a call of a module: DDP gathers updated parameters at each call."""
-        weight: Tensor = self.weight
-        return weight
+def _factor(
+    shape: tuple[int, int], base: Any, dimension: int | None, dtype: torch.dtype
+) -> nn.Linear:
+    """Return a linear layer of weight `shape`, which ranks share along `dimension`, or copy."""
+    # If both factors were zero, so would be both gradients, and no step would move them. The values
+    # are drawn from no generator, so all replicas have the same.
+    number = torch.arange(shape[0] * shape[1], device=base.weight.device, dtype=torch.float32)
+    values = (0.02 * (number + 1).sin()).reshape(shape).to(dtype)
+    factor = nn.Linear(shape[1], shape[0], bias=False, device="meta")
+    factor.weight = mark(nn.Parameter(values), base, dimension)
+    return factor
 
 
 class _Adapter(nn.Module):
-    def __init__(self, linear_in: _Factor, linear_out: _Factor) -> None:
+    def __init__(self, linear_in: nn.Linear, linear_out: nn.Linear) -> None:
         super().__init__()
         self.linear_in, self.linear_out = linear_in, linear_out
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return both factors, and DoRA's magnitudes."""
-        return self.linear_in(), self.linear_out(), getattr(self, "weight_magnitude", None)
+    def forward(self) -> Tensor | None:
+        """Return DoRA's magnitudes, in a call: DDP gathers updated parameters at each."""
+        return getattr(self, "weight_magnitude", None)
 
 
 class Adapted(nn.Module):
@@ -233,8 +214,8 @@ class Adapted(nn.Module):
         outputs, inputs = base.weight.shape
         cuts = (None, 0, 0) if self.column else (1, None, None)
         self.adapter = _Adapter(
-            _Factor((rank, inputs), base, cuts[0], dtype),
-            _Factor((outputs, rank), base, cuts[1], dtype),
+            _factor((rank, inputs), base, cuts[0], dtype),
+            _factor((outputs, rank), base, cuts[1], dtype),
         )
         if magnitudes:
             norm = nn.Parameter(self._norm().clone())
@@ -258,9 +239,9 @@ class Adapted(nn.Module):
         from megatron.core.tensor_parallel import mappings as m
 
         base: Any = self.to_wrap
+        adapter: Any = self.adapter
         output, bias = base(x, *args, **kwargs)
-        linear_in, linear_out, magnitude = self.adapter()
-        low = functional.linear(x.to(linear_in.dtype), linear_in)
+        low = adapter.linear_in(x.to(adapter.linear_in.weight.dtype))
         if _sharing(base) > 1:
             if self.column and base.sequence_parallel:
                 low = m.gather_from_sequence_parallel_region(low)
@@ -270,9 +251,8 @@ class Adapted(nn.Module):
                 low = m.reduce_scatter_to_sequence_parallel_region(low)
             else:
                 low = m.reduce_from_tensor_model_parallel_region(low)
-        product = self.scale * functional.linear(low, linear_out)
-        output = output + product.to(output.dtype)
-        if magnitude is not None:
+        output = output + (self.scale * adapter.linear_out(low)).to(output.dtype)
+        if (magnitude := adapter()) is not None:
             inside = 0.0 if bias is not None or base.bias is None else base.bias
             output = (output - inside) * (magnitude / self._norm()) + inside
         return output, bias

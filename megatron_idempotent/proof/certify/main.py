@@ -16,7 +16,7 @@ from megatron_idempotent.patching.record import Hazard
 from megatron_idempotent.patching.table import render, terminal_width, wrapped
 
 from .checks import CHECKS
-from .layouts import KINDS, LAYOUTS, WORDS, grid, layout
+from .layouts import GRID, KINDS, LAYOUTS, WORDS, layout
 from .run import Result, certify
 from .state_checks import EVERY, STATE_CHECKS
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         for result in certify(
             options.adapter,
             checks=options.check or ([*STATE_CHECKS] if options.state else None),
-            layouts=grid() if options.grid else options.layout,
+            layouts=GRID if options.grid else options.layout,
             stock=options.stock,
             declared=options.declared,
             seed=seed,
@@ -85,11 +85,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", action="append", metavar="CHECK", help="only this one; repeatable"
     )
-    parser.add_argument(
-        "--state",
-        action="store_true",
-        help="checks of saves, loads, rollbacks and offloads, in place of those of the step",
-    )
+    for name, purpose in (
+        (
+            "--state",
+            "checks of saves, loads, rollbacks and offloads, in place of those of the step",
+        ),
+        ("--stock", "without this library's patches"),
+        ("--declared", "also run what the adapter says that it cannot do"),
+        ("--thorough", "more draws, in several times the time"),
+        ("--list", "print checks and layouts, run nothing"),
+        ("--json", "print the results as JSON"),
+    ):
+        parser.add_argument(name, action="store_true", help=purpose)
     layouts = parser.add_mutually_exclusive_group()
     layouts.add_argument(
         "--layout",
@@ -102,21 +109,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="layouts that have all pairs of words, instead of the usual ones",
     )
-    parser.add_argument("--stock", action="store_true", help="without this library's patches")
-    parser.add_argument(
-        "--declared", action="store_true", help="also run what the adapter says that it cannot do"
-    )
     parser.add_argument(
         "--seed",
         type=int,
         metavar="N",
         help="draw sizes and places of failures from this number, which the report of a run prints",
     )
-    parser.add_argument(
-        "--thorough", action="store_true", help="more draws, in several times the time"
-    )
-    parser.add_argument("--list", action="store_true", help="print checks and layouts, run nothing")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     return parser
 
 

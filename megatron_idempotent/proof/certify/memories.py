@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_idempotent.proof.cpu.placement import naming_devices
 
+from .parameters import inner_optimizers
 from .protocol import Subject, Wrong
 
 
@@ -59,6 +60,11 @@ class Memories:
             if names:
                 raise Wrong(f"after {call} {len(names)} tensors {fault}, the first is {names[0]}")
 
+    def away_and_back(self, adapter: Any, *, freeing: bool = True, **kwargs: Any) -> None:
+        """Call the adapter's `offload` and `onload`, and check both."""
+        self.offload(adapter, freeing=freeing, **kwargs)
+        self.onload(adapter)
+
     def _parameters(self) -> dict[str, Any]:
         """Return parameters and buffers, by name."""
         return {
@@ -75,11 +81,7 @@ class Memories:
                 gradient = getattr(parameter, kind, None)
                 if gradient is not None:
                     tensors[f"the gradient of {name}"] = gradient
-        chain = self._subject.optimizer
-        for number, outer in enumerate(getattr(chain, "chained_optimizers", [chain])):
-            inner = getattr(outer, "optimizer", outer)  # torch's, bare or in Megatron's
-            if inner is None:
-                continue
+        for number, inner in enumerate(inner_optimizers(self._subject.optimizer)):
             parameters = [p for group in inner.param_groups for p in group["params"]]
             for index, parameter in enumerate(parameters):
                 parameter_name = f"parameter {index} of optimizer {number}"

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .layouts import EXPERTS, LossKind
+from megatron_idempotent.proof.cpu import tiny
+
+from .layouts import EXPERTS, LAYERS, LossKind
 from .protocol import MICRO_BATCH, Rows
 
 Parameters = Mapping[str, Tensor]
@@ -41,7 +43,7 @@ these margins, as tests/proof/certify/test_oracle.py finds."""
 class Truth:
     """Holds the gradient and the loss of a step, by definition.
 
-    Example: `truth_of(parameters, rows, layers=2, heads=4).grad_norm`.
+    Example: `truth_of(parameters, rows).grad_norm`.
     """
 
     gradient: dict[str, Tensor]
@@ -77,7 +79,7 @@ class PackSeen:
     positions_S: Tensor
     counts_S: Tensor
     """1 where a position predicts a token that counts."""
-    real_S: Tensor | None
+    real_S: Tensor | None = None
     """False for padding, which routers leave out; None if the model got no padding mask."""
     starts: tuple[int, ...]
     """The places where segments begin, and S. A segment is a sequence with its padding, or an end
@@ -92,9 +94,6 @@ def truth_of(
     rows: Iterable[Rows],
     *,
     packs: Iterable[PackSeen] | None = None,
-    layers: int,
-    heads: int,
-    epsilon: float = 1e-5,
     kind: LossKind = "token",
     balance_mean: bool = False,
     mtp_sum: bool = False,
@@ -108,9 +107,6 @@ def truth_of(
         rows: the rows of all replicas and calls, in any order; each call's are cut into
             microbatches of MICRO_BATCH rows in their order.
         packs: the packs that all rows are in, if auxiliary losses are of packs.
-        layers: the number of transformer layers.
-        heads: the number of attention heads.
-        epsilon: that of layer norms.
         kind: the unit of the loss's mean.
         balance_mean: True if experts' loss is a mean over all positions of the step.
         mtp_sum: True if the loss of the MTP layer is the sum over the positions that it predicts,
@@ -124,7 +120,7 @@ def truth_of(
     auxiliary = _Auxiliary(leaves, kind=kind, balance_mean=balance_mean, mtp_sum=mtp_sum)
     pieces = [piece for call_rows in rows for piece in _equal_lengths(call_rows)]
     for tokens_BT, mask_BT, scale_B1 in pieces[rank::ranks]:
-        gpt = Gpt(leaves, layers, heads, epsilon)
+        gpt = Gpt(leaves)
         x_BTH = gpt.hidden(tokens_BT)
         number_B = mask_BT.sum(1)
         positions, weight_BT = float(number_B.sum()), mask_BT
@@ -138,7 +134,7 @@ def truth_of(
         if packs is None:
             auxiliary.of_rows(gpt, x_BTH, tokens_BT, mask_BT)
     for pack in list(packs or ())[rank::ranks]:
-        auxiliary.of_pack(lambda: Gpt(leaves, layers, heads, epsilon), pack)
+        auxiliary.of_pack(leaves, pack)
     numbers = [count, auxiliary.routed, auxiliary.terms, float(total.detach()), sizes]
     sums = torch.tensor(numbers, dtype=torch.float64)
     add(sums)
@@ -183,26 +179,21 @@ def counted(rows: Rows) -> Tensor:
     return functional.pad(mask_BT[:, 1:], (0, 1))
 
 
-def negative_logprobs(
-    parameters: Parameters, tokens_BT: Tensor, layers: int, heads: int, epsilon: float = 1e-5
-) -> Tensor:
+def negative_logprobs(parameters: Parameters, tokens_BT: Tensor) -> Tensor:
     """Return -log p of the token after each position, [B, T]; the first token follows the last."""
-    gpt = Gpt(parameters, layers, heads, epsilon)
+    gpt = Gpt(parameters)
     return gpt.negative_logprobs(gpt.hidden(tokens_BT), tokens_BT, 1)
 
 
 class Gpt:
-    """Writes out a GPT with layer norms and GELU, with learned positions or none.
+    """Writes out a GPT of LAYERS layers with layer norms and GELU, with learned positions or none.
 
-    Example: `Gpt(parameters, layers=2, heads=4).hidden(tokens_BT)`.
+    Example: `Gpt(parameters).hidden(tokens_BT)`.
     """
 
-    def __init__(
-        self, parameters: Parameters, layers: int, heads: int, epsilon: float = 1e-5
-    ) -> None:
-        """Take arguments of `truth_of`. `routed` collects the logits [B, T, E] of each router."""
+    def __init__(self, parameters: Parameters) -> None:
+        """Take the parameters. `routed` collects the logits [B, T, E] of each router."""
         self._parameters = parameters
-        self._layers, self._heads, self._epsilon = layers, heads, epsilon
         self._attending: int | None = None
         self.routed: list[Tensor] = []
 
@@ -215,7 +206,7 @@ class Gpt:
         """
         self._attending = attending
         x_BTH = self.embedded(tokens_BT, positions_T)
-        for index in range(self._layers):
+        for index in range(LAYERS):
             x_BTH = self.layer(x_BTH, f"decoder.layers.{index}")
         return self.norm(x_BTH, "decoder.final_layernorm")
 
@@ -243,7 +234,7 @@ class Gpt:
         normed = self.norm(x_BTH, f"{prefix}.input_layernorm")
         mixed = self.linear(normed, f"{prefix}.self_attention.linear_qkv")
         # Each head has its query, key and value one after the other.
-        q, k, v = mixed.view(batch, length, self._heads, 3, -1).permute(3, 0, 2, 1, 4)
+        q, k, v = mixed.view(batch, length, tiny.HEADS, 3, -1).permute(3, 0, 2, 1, 4)
         scores_BATT = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
         attended = scores_BATT.masked_fill(later, -math.inf).softmax(-1) @ v
         if self._attending is not None:
@@ -266,7 +257,7 @@ class Gpt:
     def norm(self, x: Tensor, name: str) -> Tensor:
         """Return x after a layer norm."""
         weight, bias = self._parameters[f"{name}.weight"], self._parameters[f"{name}.bias"]
-        return functional.layer_norm(x, weight.shape, weight, bias, eps=self._epsilon)
+        return functional.layer_norm(x, weight.shape, weight, bias)
 
 
 class _Auxiliary:
@@ -299,7 +290,7 @@ class _Auxiliary:
             self.terms += mask_BT.numel()
         self.routed += mask_BT.numel()
 
-    def of_pack(self, gpt_of: Callable[[], Gpt], pack: PackSeen) -> None:
+    def of_pack(self, parameters: Parameters, pack: PackSeen) -> None:
         """Add the losses of a pack: segments run one by one, means are over all of them."""
         predictions: list[tuple[Tensor, Tensor, Tensor]] = []
         routed: list[list[Tensor]] = []
@@ -308,7 +299,7 @@ class _Auxiliary:
             if start == end:
                 continue
             tokens_1L = pack.tokens_S[None, start:end]
-            gpt = gpt_of()
+            gpt = Gpt(parameters)
             x_1LH = gpt.hidden(tokens_1L, positions_T=pack.positions_S[start:end], attending=length)
             if self._mtp:
                 mask_1L = pack.counts_S[None, start:end]
@@ -371,8 +362,7 @@ class TrueUpdate:
     def __init__(self, kind: str, *, lr: float, **options: float) -> None:
         """Take `momentum` for "sgd", or `beta1`, `beta2` and `epsilon` for "adam"."""
         self._kind, self._lr, self._options = kind, lr, options
-        self._first: dict[str, Tensor] = {}
-        self._second: dict[str, Tensor] = {}
+        self._moments: dict[str, tuple[Tensor, Tensor]] = {}
         self._steps = 0
         self.frozen: frozenset[str] = frozenset()
         """The names of parameters that steps leave as they are, with their moments."""
@@ -389,28 +379,26 @@ class TrueUpdate:
 
     def without(self, parameters: Parameters) -> dict[str, Tensor]:
         """Return the parameters that a step with a zero gradient would give; take no step."""
-        state = dict(self._first), dict(self._second), self._steps
+        state = dict(self._moments), self._steps
         zeros = {name: torch.zeros_like(value).double() for name, value in parameters.items()}
         try:
             return self.next(parameters, zeros)
         finally:
-            self._first, self._second, self._steps = state
+            self._moments, self._steps = state
 
     def _direction(self, name: str, gradient: Tensor) -> Tensor:
         options = self._options
+        first, second = self._moments.get(name, (torch.zeros_like(gradient),) * 2)
         if self._kind == "sgd":
-            momentum = self._first.get(name)
-            self._first[name] = (
-                gradient if momentum is None else options["momentum"] * momentum + gradient
-            )
-            return self._first[name]
+            first = options["momentum"] * first + gradient
+            self._moments[name] = first, second
+            return first
         beta1, beta2 = options["beta1"], options["beta2"]
-        zero = torch.zeros_like(gradient)
-        self._first[name] = beta1 * self._first.get(name, zero) + (1 - beta1) * gradient
-        self._second[name] = beta2 * self._second.get(name, zero) + (1 - beta2) * gradient.square()
-        first = self._first[name] / (1 - beta1**self._steps)
-        second = self._second[name] / (1 - beta2**self._steps)
-        return first / (second.sqrt() + options["epsilon"])
+        first = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient.square()
+        self._moments[name] = first, second
+        root = (second / (1 - beta2**self._steps)).sqrt()
+        return first / (1 - beta1**self._steps) / (root + options["epsilon"])
 
 
 def mixture(
@@ -464,19 +452,19 @@ def balance(logits_BTE: Tensor) -> Tensor:
     return tokens * COEFFICIENT * EXPERTS * (f_E * p_E).sum()
 
 
-def decided(name: str, value: Tensor) -> Tensor:
-    """Return what to add to a whole parameter so that routers decide by wide margins.
+def decided(name: str, shape: Sequence[int]) -> Tensor:
+    """Return what to add to a whole parameter of a shape so that routers decide by wide margins.
 
     Each token of the vocabulary gets an order of the experts, written into the first E hidden
     values of its embedding so large that no layer changes it; routers read these values, and the
     last norm keeps them from the output layer. The first experts are preferred, because the
     auxiliary loss of balanced ones has no gradient.
     """
-    added = torch.zeros(value.shape, dtype=torch.float64)
+    added = torch.zeros(shape, dtype=torch.float64)
     expert_E = torch.arange(EXPERTS)
     if name == "embedding.word_embeddings.weight":
         generator = torch.Generator().manual_seed(11)
-        scores = torch.rand(len(value), EXPERTS, generator=generator, dtype=torch.float64)
+        scores = torch.rand(shape[0], EXPERTS, generator=generator, dtype=torch.float64)
         order = (scores - 0.15 * expert_E).argsort(descending=True)
         levels = torch.tensor([0.45, 0.3, -0.3, -0.45], dtype=torch.float64).expand(order.shape)
         added[:, :EXPERTS] = torch.zeros_like(levels).scatter(1, order, levels)

@@ -49,6 +49,20 @@ class ParameterPart:
     main: Main | None = None
     """The part that the rank has of what the optimizer updates in float32; None without."""
 
+    @property
+    def whole_shape(self) -> list[int]:
+        """The shape of the parameter in a model that one rank has."""
+        shape = list(self.value.shape)
+        if self.dimension is not None:
+            shape[self.dimension] *= self.size
+        return shape
+
+    def shard_of(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor with the shape of the whole parameter."""
+        if self.dimension is None:
+            return whole
+        return whole.chunk(self.size, self.dimension)[self.rank]
+
 
 def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
     """Yield the parameters of a chunk, by Megatron's names in a model that one rank has.
@@ -104,22 +118,20 @@ def spread(chunk: Any, layout: Layout) -> None:
 
     Biases, norms and experts differ from each other then, and routers decide by wide margins.
     """
-    with torch.no_grad():
-        for part in parts(chunk, layout):
-            shape = list(part.value.shape)
-            if part.dimension is not None:
-                shape[part.dimension] *= part.size
-            added = torch.zeros(shape, dtype=torch.float64)
-            generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
-            if len(shape) == 1:
-                added += 0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)
-            elif "local_experts" in part.name:
-                added += 0.02 * torch.randn(shape, generator=generator, dtype=torch.float64)
-            if layout.experts:
-                added += oracle.decided(part.name, added)
-            if part.dimension is not None:
-                added = added.chunk(part.size, part.dimension)[part.rank]
+    for part in parts(chunk, layout):
+        size = 0.02 if "local_experts" in part.name else 0.1 if part.value.dim() == 1 else 0.0
+        added = drawn(part, size)
+        if layout.experts:
+            added += part.shard_of(oracle.decided(part.name, part.whole_shape))
+        with torch.no_grad():
             part.value.add_(added.to(part.value))
+
+
+def drawn(part: ParameterPart, size: float) -> Tensor:
+    """Return this rank's shard of normal numbers of a size, which all ranks draw alike."""
+    generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
+    normal = torch.randn(part.whole_shape, generator=generator, dtype=torch.float64)
+    return part.shard_of(size * normal)
 
 
 def joined(shards: Sequence[ParameterPart]) -> Tensor:
@@ -136,76 +148,100 @@ def joined(shards: Sequence[ParameterPart]) -> Tensor:
     return torch.cat([part.value for part in ordered], ordered[0].dimension)
 
 
-def mains_of(optimizer: Any) -> dict[Any, Main]:
-    """Copy the main parameters of this rank, by the parameter of the model."""
-    return {
-        model: Main(
-            start=optimizers.start_in(outer, model),
-            values=main.detach().to("cpu", copy=True).flatten(),
-        )
-        for outer in optimizers.unchained(optimizer)
-        for model, main in optimizers.stepped(outer)
-        if model.dtype != torch.float32
-    }
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Return torch's optimizers, in Megatron's or bare; a stub without parameters has none."""
+    inner = (getattr(outer, "optimizer", outer) for outer in optimizers.unchained(optimizer))
+    return [one for one in inner if one]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Stepped:
-    """Holds copies of a parameter that Adam steps on this rank, and of what Adam keeps for it."""
+class Kept:
+    """Holds what an optimizer keeps of a parameter on this rank."""
 
-    name: str
-    main: Tensor
-    first: Tensor
-    second: Tensor
+    parameter: Any
+    """The model's."""
+    start: int
+    """The place of the first kept element among all of the parameter's."""
+    tensors: Mapping[str, Tensor]
+    """The tensor that is stepped, "main", and its moments by torch's names."""
     steps: float
-    """The steps that Adam has taken; 0 if it does not count them by parameter."""
+    """The steps taken; 0 if the optimizer does not count them by parameter."""
 
 
-def stepped_by_adam(chunks: Sequence[Any], optimizer: Any) -> Iterator[Stepped]:
-    """Yield what Megatron's optimizer steps on this rank."""
-    names = {p: name for chunk in chunks for name, p in chunk.module.named_parameters()}
-    for part in optimizers.unchained(optimizer):
-        for model, main in optimizers.stepped(part):
-            state = part.optimizer.state.get(main, {})
-            zeros = torch.zeros_like(main)
-            yield Stepped(
-                name=names.get(model, "a parameter"),
-                main=main.detach().double(),
-                first=state.get("exp_avg", zeros).detach().double(),
-                second=state.get("exp_avg_sq", zeros).detach().double(),
+def kept_by(optimizer: Any) -> Iterator[Kept]:
+    """Yield what Megatron's optimizer keeps of each parameter that it steps on this rank."""
+    for outer in optimizers.unchained(optimizer):
+        for parameter, main in optimizers.stepped(outer):
+            state = outer.optimizer.state.get(main, {})
+            moments = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dim()}
+            yield Kept(
+                parameter=parameter,
+                start=optimizers.start_in(outer, parameter),
+                tensors={"main": main, **moments},
                 steps=float(state.get("step", 0)),
             )
 
 
+def mains_of(optimizer: Any) -> dict[Any, Main]:
+    """Copy the main parameters of this rank, by the parameter of the model."""
+    return {
+        kept.parameter: Main(
+            start=kept.start, values=kept.tensors["main"].detach().to("cpu", copy=True).flatten()
+        )
+        for kept in kept_by(optimizer)
+        if kept.parameter.dtype != torch.float32
+    }
+
+
+def copied_for_adam(optimizer: Any) -> list[Kept]:
+    """Copy what Adam steps on this rank and keeps for it, in float64; missing moments are zeros."""
+    copies = []
+    for kept in kept_by(optimizer):
+        zeros = torch.zeros_like(kept.tensors["main"])
+        tensors = {
+            name: kept.tensors.get(name, zeros).detach().double()
+            for name in ("main", "exp_avg", "exp_avg_sq")
+        }
+        copies.append(dataclasses.replace(kept, tensors=tensors))
+    return copies
+
+
 def not_of_adam(
-    previous: Stepped, current: Stepped, *, lr: float, beta1: float, beta2: float, epsilon: float
+    previous: Kept,
+    current: Kept,
+    name: str,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
 ) -> str | None:
     """Return how a step's result differs from Adam's in float32, for any gradient; else None.
 
     The gradient is solved for from the first moments. Adam's sums of products are off by as many
     roundings as they have terms, this gradient by twice as many, and its square by four times as
-    many. A frozen parameter keeps its value and its moments.
+    many. A frozen parameter keeps its value and its moments. `name` is the parameter's.
     """
-    names = ("main", "first", "second")
-    if all(torch.equal(getattr(previous, name), getattr(current, name)) for name in names):
+    main_before, first_before, second_before = previous.tensors.values()
+    main, first, second = current.tensors.values()
+    pairs = ((main_before, main), (first_before, first), (second_before, second))
+    if all(torch.equal(before, after) for before, after in pairs):
         return None
     rounding = 2.0**-24
-    gradient = (current.first - beta1 * previous.first) / (1 - beta1)
-    second = beta2 * previous.second + (1 - beta2) * gradient.square()
-    sizes = previous.second + (gradient.abs() + previous.first.abs()).square()
-    faults = {"second moment": (current.second, second, 16 * rounding * sizes + 2.0**-126)}
+    gradient = (first - beta1 * first_before) / (1 - beta1)
+    right_second = beta2 * second_before + (1 - beta2) * gradient.square()
+    sizes = second_before + (gradient.abs() + first_before.abs()).square()
+    faults = {"second moment": (second, right_second, 16 * rounding * sizes + 2.0**-126)}
     if current.steps:
-        root = (current.second / (1 - beta2**current.steps)).sqrt() + epsilon
-        move = lr * current.first / (1 - beta1**current.steps) / root
-        bound = (
-            2 * rounding * (previous.main.abs() + current.main.abs()) + 16 * rounding * move.abs()
-        )
-        faults["main value"] = current.main, previous.main - move, bound
+        root = (second / (1 - beta2**current.steps)).sqrt() + epsilon
+        move = lr * first / (1 - beta1**current.steps) / root
+        bound = 2 * rounding * (main_before.abs() + main.abs()) + 16 * rounding * move.abs()
+        faults["main value"] = main, main_before - move, bound
     for kind, (value, right, bound) in faults.items():
         off = (value - right).abs()
         if not bool((off <= bound).all()):
             return (
-                f"the {kind} of {current.name} after the step is off by {float(off.max()):.3g}, "
+                f"the {kind} of {name} after the step is off by {float(off.max()):.3g}, "
                 f"and Adam's roundings in float32 come to {float(bound.max()):.3g}: what the "
                 "optimizer keeps has 32 bits, also where parameters have fewer"
             )

@@ -5,12 +5,15 @@ Every pytest run loads this where the package is installed, so it imports nothin
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
-    from .run import Certification
+    from .run import Result
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,32 +49,19 @@ def pytest_collection_modifyitems(
     if seed is None:
         seed = secrets.randbelow(10**6)
     certification = Certification(adapter, pool, options=Options(seed=seed))
-    items += [
-        CertifyItem.from_parent(
-            session,
-            name=f"certify[{layout}-{check}]",
-            certification=certification,
-            layout=layout,
-            check=check,
-        )
-        for layout in LAYOUTS
-        for check in CHECKS
-    ]
+    for layout, check in itertools.product(LAYOUTS, CHECKS):
+        item = CertifyItem.from_parent(session, name=f"certify[{layout}-{check}]")
+        item.judge = functools.partial(certification.judge, check, layout)
+        items.append(item)
 
 
 class CertifyItem(pytest.Item):
     """Runs one check on one layout."""
 
-    def __init__(
-        self, *, certification: Certification, layout: str, check: str, **kwargs: Any
-    ) -> None:
-        super().__init__(**kwargs)
-        self._certification = certification
-        self._layout = layout
-        self._check = check
+    judge: Callable[[], Result]
 
     def runtest(self) -> None:
-        result = self._certification.judge(self._check, self._layout)
+        result = self.judge()
         if result.verdict == "failed":
             pytest.fail(f"{result.fault} (--certify-seed {result.seed})", pytrace=False)
         if result.verdict != "passed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import itertools
@@ -12,7 +13,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,28 +83,16 @@ class Facts:
     """Says what an adapter offers. Example: `Facts(offers=frozenset({"export"}), cannot={})`."""
 
     offers: frozenset[str]
-    """The optional methods that it has."""
+    """The optional methods that it has, its attributes that are true, and `'name' in attribute` for
+    each name in its tuples of names."""
     cannot: Mapping[str, str]
     """The checks that it does not promise to pass, with the reason; "check/word" for the layouts
     with that word alone."""
-    packs: bool = False
-    """True if it trains on packs."""
-    sequences: bool = False
-    """True if it trains on a loss that is a mean over sequences, too."""
-    fsdp2: bool = False
-    """True if it trains FSDP2 models, and no others."""
-    order_stable: bool = False
-    """True if it promises the same bits on any number of replicas."""
-    keeps: frozenset[str] = frozenset()
-    """The kinds of state that its checkpoints have beside weights and optimizer."""
-    reshards: frozenset[str] = frozenset()
-    """The words of layouts whose numbers may change between a save and a load."""
-    parts: frozenset[str] = frozenset()
-    """The parts that it can offload alone."""
 
 
 _DEMANDED = ("build", "begin", "microbatch", "finish", "abort")
-_NEEDED = {name for check in EVERY.values() for name in check.needs}
+_FLAGS = {"packs", "sequences", "fsdp2", "order_stable"}
+_OPTIONAL = _FLAGS.union(*(check.needs for check in EVERY.values()))
 
 
 class Certification:
@@ -126,80 +114,56 @@ class Certification:
         self._adapter = adapter
         self._pool = pool
         self._declared = declared
-        self._facts: Facts | None = None
         self._whole_steps: dict[str, Result] = {}
         self._bits: dict[str, Result] = {}
 
+    @functools.cached_property
+    def _facts(self) -> Facts:
+        # This call waits for the pool's imports, so that they count for no check.
+        (offer,) = self._pool.run(1, facts, self._adapter, distributed=False)
+        if isinstance(offer, Facts):
+            return offer
+        raise ValueError(offer)
+
     def judge(self, check: str, layout: str) -> Result:
-        """Make a check on a layout, after `whole-step`, which all others need to pass.
+        """Make a check on a layout, one of steps after `whole-step`, which they need to pass.
 
         Raises:
             ValueError: the adapter cannot be imported, or lacks a method.
         """
-        if self._facts is None:
-            # This call waits for the pool's imports, so that they count for no check.
-            (offer,) = self._pool.run(1, facts, self._adapter, distributed=False)
-            if isinstance(offer, str):
-                raise ValueError(offer)
-            self._facts = offer
+        if check in CHECKS:
+            if layout not in self._whole_steps:
+                self._whole_steps[layout] = self._judge(CHECKS["whole-step"], named(layout))
+            whole_step = self._whole_steps[layout]
+            if check == "whole-step":
+                return whole_step
+            if whole_step.verdict == "failed":
+                seed = self._options.seed
+                return Result(check=check, layout=layout, verdict="not judged", seed=seed)
+        return self._judge(EVERY[check], named(layout))
+
+    def _judge(self, check: Check, layout: Layout) -> Result:
         offer = self._facts
-        if check in STATE_CHECKS:
-            return self._judge(STATE_CHECKS[check], named(layout), offer)
-        if layout not in self._whole_steps:
-            self._whole_steps[layout] = self._judge(CHECKS["whole-step"], named(layout), offer)
-        if check == "whole-step":
-            return self._whole_steps[layout]
-        if self._whole_steps[layout].verdict == "failed":
-            return Result(check=check, layout=layout, verdict="not judged", seed=self._options.seed)
-        return self._judge(CHECKS[check], named(layout), offer)
-
-    def _judge(self, check: Check, layout: Layout, offer: Facts) -> Result:
-        def result(verdict: Verdict, fault: str = "", **measured: Any) -> Result:
-            return Result(
-                check=check.name,
-                layout=layout.name,
-                verdict=verdict,
-                fault=fault,
-                seed=self._options.seed,
-                **measured,
-            )
-
-        lacking = [name for name in check.needs if name not in offer.offers]
+        result = functools.partial(
+            Result, check=check.name, layout=layout.name, seed=self._options.seed
+        )
+        needs = [*check.needs, *sorted(layout.flags & {"packs", "sequences"})]
+        needs += [f"{check.keeps!r} in keeps"] if check.keeps else []
+        needs += [f"{check.reshards!r} in reshards"] if check.reshards else []
+        lacking = [_in_words(name) for name in needs if name not in offer.offers]
         without_mtp = layout.packs and "mtp" in layout.words and _refuses_packs_with_mtp()
         for is_refused, reason in (
-            (lacking, f"no {', '.join(lacking)}()"),
-            (layout.fsdp2 != offer.fsdp2, f"fsdp2 = {offer.fsdp2}"),
-            (layout.packs and not offer.packs, "no packs = True"),
+            (layout.fsdp2 != ("fsdp2" in offer.offers), f"fsdp2 = {not layout.fsdp2}"),
+            (lacking, f"no {', '.join(lacking)}"),
             (without_mtp, "this Megatron trains no MTP layer on packs"),
-            (layout.loss_kind == "sequence" and not offer.sequences, "no sequences = True"),
-            (check.replicas and layout.replicas == 1, "one replica"),
-            (check.auxiliary and not layout.auxiliary, "no auxiliary losses"),
-            (check.packs and not layout.packs, "no packs"),
-            (check.plain and not layout.plain, "packs, stages, or losses of a microbatch"),
-            (check.adapters and not layout.adapters, "no adapters on FSDP2"),
-            (check.keeps and check.keeps not in offer.keeps, f"no {check.keeps!r} in keeps"),
-            (check.reshards and check.reshards not in offer.reshards, "no such word in reshards"),
-            (check.parts and not offer.parts, "no parts"),
-            (check.keeps == "loss scale" and layout.dtype != "fp16", "no loss scale"),
-            (
-                check.keeps in ("expert bias", "auxiliary losses") and not layout.experts,
-                "no experts",
-            ),
-            (
-                check.reshards and not resharded(layout, check.reshards),
-                "no such layout on four ranks",
-            ),
-            (check.bits and not offer.order_stable, "no order_stable = True"),
-            (
-                check.bits and layout.packs,
-                "which sequences share a pack is the adapter's to choose",
-            ),
+            (layout.lacks(check.where), layout.lacks(check.where)),
+            (resharded(layout, check.reshards) is None, "no such layout on four ranks"),
         ):
             if is_refused:
-                return result("not offered", reason)
+                return result(verdict="not offered", fault=reason or "")
         excuse = why_not(offer.cannot, check.name, layout)
         if excuse is not None and not self._declared:
-            return result("declared", excuse)
+            return result(verdict="declared", fault=excuse)
         start = time.perf_counter()
         fault, of_bound, bits = outcome_of(self._pool, self._adapter, check, layout, self._options)
         measured: dict[str, Any] = {
@@ -209,12 +173,13 @@ class Certification:
         }
         if bits and not fault:
             # A layout with another number of replicas must have the same bits.
-            first = self._bits.setdefault(alike(layout.name), result("passed", **measured))
+            passed = result(verdict="passed", **measured)
+            first = self._bits.setdefault(alike(layout.name), passed)
             if first.bits != bits:
                 fault = f"the same microbatches give other bits than in {first.layout}"
         if fault and excuse is not None:
-            return result("declared", f"{excuse} ({fault})", **measured)
-        return result("failed" if fault else "passed", fault, **measured)
+            return result(verdict="declared", fault=f"{excuse} ({fault})", **measured)
+        return result(verdict="failed" if fault else "passed", fault=fault, **measured)
 
 
 def certify(
@@ -308,7 +273,7 @@ def load(adapter: str) -> type:
             f"{adapter} has no {', '.join(missing)}(): "
             "see megatron_idempotent.proof.certify.Adapter"
         )
-    for name in (*_DEMANDED, *sorted(_NEEDED)):
+    for name in (*_DEMANDED, *sorted(_OPTIONAL)):
         if inspect.iscoroutinefunction(getattr(kind, name, None)):
             raise ValueError(
                 f"{adapter}.{name} is an async function, which certify does not await: run the "
@@ -334,7 +299,7 @@ def load(adapter: str) -> type:
     return kind  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=1)
+@functools.cache
 def _refuses_packs_with_mtp() -> bool:
     """Return whether the installed Megatron refuses packs with MTP layers; 0.12 to 0.15 do."""
     path = locate("megatron.core.transformer.multi_token_prediction")
@@ -348,16 +313,16 @@ def facts(adapter: str) -> Facts | str:
         kind = load(adapter)
     except ValueError as error:
         return str(error)
-    attributes: dict[str, Any] = {
-        name: bool(getattr(kind, name, False))
-        for name in ("packs", "sequences", "fsdp2", "order_stable")
-    }
-    attributes |= {name: frozenset(getattr(kind, name, ())) for name in SAYS}
-    return Facts(
-        offers=frozenset(name for name in _NEEDED if callable(getattr(kind, name, None))),
-        cannot=dict(getattr(kind, "cannot", {})),
-        **attributes,
-    )
+    offers = {name for name in _OPTIONAL if getattr(kind, name, None)}
+    offers |= {f"{value!r} in {name}" for name in SAYS for value in getattr(kind, name, ())}
+    return Facts(offers=frozenset(offers), cannot=dict(getattr(kind, "cannot", {})))
+
+
+def _in_words(need: str) -> str:
+    """Return a need as an adapter has it: `save()`, `packs = True`, `'dp' in reshards`."""
+    if need in _FLAGS:
+        return f"{need} = True"
+    return need if " in " in need or need in SAYS else f"{need}()"
 
 
 def _checks_in_order(checks: Iterable[str]) -> list[str]:
@@ -467,22 +432,19 @@ def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[in
     logging.disable(logging.WARNING)
     if not options.stock:
         megatron_idempotent.apply()
-    of_bound, bits, bench = 0.0, "", None
+    fault, order = "", 3
+    bench: Any = None
     try:
         judged = load(adapter)()
         draws: Any = {"draw": Draw(options.seed, layout, check), "thorough": options.thorough}
         definition = EVERY[check]
         if check in STATE_CHECKS:
-            state = States(judged, named(layout), folder=Path(options.folder), **draws)
-            later = definition.then if options.later else None
-            (later or definition.run)(state)
-            hold_kept(state)
+            bench = States(judged, named(layout), folder=Path(options.folder), **draws)
+            (definition.then if options.later and definition.then else definition.run)(bench)
+            hold_kept(bench)
         else:
             bench = Bench(judged, named(layout), **draws)
-            try:
-                definition.run(bench)
-            finally:
-                of_bound, bits = bench.of_bound, bench.bits
+            definition.run(bench)
     except (Exception, CheckpointException) as error:  # noqa: BLE001  the framework's doing
         fault = str(error)
         if not isinstance(error, Wrong):
@@ -490,8 +452,8 @@ def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[in
         late = isinstance(error, (SessionPoisoned, WindowAborted)) or "closed by peer" in fault
         if bench is not None and bench.step_name:
             fault = f"{bench.step_name}: {fault}"
-        return 0 if isinstance(error, Wrong) else 2 if late else 1, fault, of_bound, bits
-    return 3, "", of_bound, bits
+        order = 0 if isinstance(error, Wrong) else 2 if late else 1
+    return order, fault, bench.of_bound if bench else 0.0, bench.bits if bench else ""
 
 
 def _place_of(error: BaseException) -> str:

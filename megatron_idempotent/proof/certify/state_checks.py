@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .checks import CHECKS, Check
+from .checks import CHECKS, Check, entering
 from .faults import (
     LATER,
     SPOILT,
@@ -28,11 +28,9 @@ from .faults import (
     slow_disk,
     stamps,
 )
-from .protocol import PUT, RUN, Wrong
+from .protocol import PUT, Wrong
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .states import Snapshot, States
 
 _checks: dict[str, Check] = {}
@@ -40,25 +38,17 @@ STATE_CHECKS: Mapping[str, Check] = MappingProxyType(_checks)
 """The checks of state by name, in the order in which they are made."""
 
 _SAVES = ("save", "load")
-
-
-def _check(summary: str, **traits: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    def enter(run: Callable[..., None]) -> Callable[..., None]:
-        name = run.__name__.replace("_", "-")
-        _checks[name] = Check(name=name, summary=summary, run=run, **traits)
-        return run
-
-    return enter
+#: A check needs both, unless it says otherwise.
+_check = entering(_checks, needs=_SAVES)
 
 
 @_check("a save, and two in a row, change nothing, and steps go on as without", needs=("save",))
 def save_and_go_on(bench: States) -> None:
     bench.run_through()
-    adapter: Any = bench.adapter
+    adapter = bench.adapter
     bench.advance(0)
-    before_save = bench.snapshot()
-    adapter.save()
-    bench.hold(0, "save()", before_save, before_save)
+    with bench.keeping("save()"):
+        adapter.save()
     bench.follow(1, "save()")
     adapter.save()
     adapter.save()
@@ -67,61 +57,56 @@ def save_and_go_on(bench: States) -> None:
 
 @_check(
     "a run that is loaded into a new model, and again of a save right after, goes on as it was",
-    needs=_SAVES,
 )
 def load_into_new_model(bench: States) -> None:
     state = _saved_after_two(bench)
     for cause in ("load()", "load() of what was saved right after a load()"):
         bench.begin_in("again")
-        _load(bench, state, cause=cause)
+        bench.load(state, cause=cause)
         state = _saved(bench)
         bench.follow(2, cause)
 
 
 @_check(
     "a run that is loaded over one that has gone on elsewhere goes on as it was saved",
-    needs=_SAVES,
     hazards=("reload-misses-offloaded-copies", "offloaded-optimizer-loads-wrong"),
 )
 def load_into_live_run(bench: States) -> None:
     state = _saved_after_two(bench)
     bench.begin_again()
-    for number in (7, 8):  # as many steps: a loader may look at their number
-        bench.advance(number)
-    _load(bench, state)
+    bench.advance(7, 8)  # as many steps: a loader may look at their number
+    bench.load(state)
     bench.follow(2, "load()")
 
 
-@_check("a run goes back to the step before, twice, and takes it again", needs=_SAVES)
+@_check("a run goes back to the step before, twice, and takes it again")
 def rollback(bench: States) -> None:
     state = _saved_after_two(bench)
     for time in ("first", "second"):
         bench.advance(5)
-        _load(bench, state, cause=f"the {time} load() in place")
+        bench.load(state, cause=f"the {time} load() in place")
         bench.follow(2, f"the {time} load() in place")
     if bench.offers("export"):
         # Of two states at one iteration.
         _hold_export(bench)
-        _load(bench, state, cause="the third load() in place")
+        bench.load(state, cause="the third load() in place")
         bench.advance(5)
         _hold_export(bench)
 
 
 def _hold_export(bench: States) -> None:
-    adapter: Any = bench.adapter
     bench.parameters = bench.gather_parameters()
-    bench.hold_export(adapter.export())
+    bench.hold_export(bench.adapter.export())
 
 
 @_check(
     "of two saves of a run that went back and took another step, each is what it was, or the later "
     "one is refused",
-    needs=_SAVES,
 )
 def saved_again(bench: States) -> None:
     from .states import first_difference
 
-    adapter: Any = bench.adapter
+    adapter = bench.adapter
     bench.advance(0)
     older, after_one = _save_aside(bench)
     bench.advance(1)
@@ -138,17 +123,16 @@ def saved_again(bench: States) -> None:
         bench.advance(6)
         if not any(refusals):
             cause = f"load() of a later {save}() after as many steps"
-            _load(bench, later, cause=cause, expected=later_snapshot)
+            bench.load(later, later_snapshot, cause=cause)
         if any(bench.gather(first_difference(first, later))):  # else it replaced the first
             cause = f"load() of what was saved before a later {save}()"
-            _load(bench, first, cause=cause, expected=first_snapshot)
+            bench.load(first, first_snapshot, cause=cause)
 
 
 def _saved_after_two(bench: States) -> Any:
     """Take the undisturbed run, then its first two steps again, and save."""
     bench.run_through()
-    bench.advance(0)
-    bench.advance(1)
+    bench.advance(0, 1)
     state = _saved(bench)
     bench.hold_saved(state)
     return state
@@ -156,10 +140,9 @@ def _saved_after_two(bench: States) -> Any:
 
 def _saved(bench: States, save: str = "save") -> Any:
     """Save, and wait until all is written."""
-    adapter: Any = bench.adapter
-    state = getattr(adapter, save)()
+    state = getattr(bench.adapter, save)()
     if save == "save_async":
-        adapter.saved()
+        bench.adapter.saved()
     return state
 
 
@@ -177,29 +160,6 @@ def _save_aside(bench: States) -> tuple[Any, Snapshot]:
 def _saves(bench: States) -> list[str]:
     """Return the adapter's methods that save."""
     return [save for save in ("save", "save_async") if bench.offers(save)]
-
-
-def _load(
-    bench: States,
-    state: Any,
-    number: int = 1,
-    *,
-    cause: str = "load()",
-    expected: Snapshot | None = None,
-) -> None:
-    """Load what was saved after step `number`; put back what the adapter need not keep.
-
-    `expected` is the state to expect in place of the undisturbed run's.
-    """
-    adapter: Any = bench.adapter
-    adapter.load(state)
-    _hold_loaded(bench, number, cause, expected)
-
-
-def _hold_loaded(bench: States, number: int, cause: str, expected: Snapshot | None = None) -> None:
-    expected = bench.course[number][1] if expected is None else expected
-    bench.loaded(expected, cause)
-    bench.hold(number, cause, expected=expected)
 
 
 def hold_kept(bench: States) -> None:
@@ -221,9 +181,8 @@ def hold_kept(bench: States) -> None:
 )
 def async_save(bench: States) -> None:
     bench.run_through()
-    adapter: Any = bench.adapter
-    bench.advance(0)
-    bench.advance(1)
+    adapter = bench.adapter
+    bench.advance(0, 1)
     with slow_disk(bench) as disk:
         state = adapter.save_async()
         disk.returned()
@@ -231,10 +190,10 @@ def async_save(bench: States) -> None:
     adapter.saved()
     bench.hold(2, "saved()")
     later = _saved(bench, "save_async")
-    _load(bench, state, cause="load() of an asynchronous save")
+    bench.load(state, cause="load() of an asynchronous save")
     bench.follow(2, "load() of an asynchronous save")
     bench.advance(5)
-    _load(bench, later, 2, cause="load() of a later asynchronous save")
+    bench.load(later, 2, cause="load() of a later asynchronous save")
 
 
 @_check(
@@ -245,7 +204,7 @@ def async_save(bench: States) -> None:
 def load_weights_alone(bench: States) -> None:
     from .states import first_difference
 
-    adapter: Any = bench.adapter
+    adapter = bench.adapter
     bench.advance(0)
     state = adapter.save()
     at_save, weights = bench.snapshot(), bench.whole_state()
@@ -261,8 +220,8 @@ def load_weights_alone(bench: States) -> None:
     biases = bench.snapshot()["expert bias"]
     if first_difference(at_save["expert bias"], biases) is None:  # they may come with the weights
         expected_beside["expert bias"] = biases
-    bench.hold(0, "load_weights()", (*PUT, "counters"), expected_beside)
-    _load(bench, state, 0, cause="load() after load_weights()", expected=at_save)
+    bench.hold(expected_beside, "load_weights()", (*PUT, "counters"))
+    bench.load(state, at_save, cause="load() after load_weights()")
     bench.advance(1)
     adapter.load_weights(state)
     bench.follow_as(expected, expected_beside, 2, "load_weights()")
@@ -270,7 +229,6 @@ def load_weights_alone(bench: States) -> None:
 
 @_check(
     "a run that new processes load, in which strings have other hashes, goes on as it was saved",
-    needs=_SAVES,
     then=lambda bench: _load_later(bench),
 )
 def load_into_new_process(bench: States) -> None:
@@ -297,20 +255,18 @@ def _handover_of(bench: States, rank: int) -> Any:
 
 def _load_later(bench: States) -> None:
     state, bench.course, *_ = _handover_of(bench, bench.rank)
-    _load(bench, state)
+    bench.load(state)
     bench.follow(2, "load() in a new process")
 
 
 def _reshard(bench: States) -> None:
     """Load what another layout saved; compare the run with one that plain copies set up."""
     state, _, model_state, snapshots, older = _handover_of(bench, 0)
-    bench.advance(0)
-    bench.advance(1)
+    bench.advance(0, 1)
     counters = bench.snapshot()["counters"]
     for fault, spoilt in SPOILT.items():
         _fail_to_load(bench, state, fault.replace("-", " "), spoilt, older=older)
     bench.begin_again()
-    adapter: Any = bench.adapter
     expected = bench.snapshot()
     rates, *_ = (saved["scheduler"] for saved in snapshots)
     biases = {name: bias for saved in snapshots for name, bias in saved["expert bias"].items()}
@@ -320,7 +276,7 @@ def _reshard(bench: States) -> None:
         "expert bias": {name: biases[name] for name in expected["expert bias"]},
         "loss scale": dict.fromkeys(expected["loss scale"], scale),
     }
-    adapter.load(state)
+    bench.adapter.load(state)
     # A counter is as saved, or as a run in this layout has it, such as a replica's samples.
     for name, value in bench.snapshot()["counters"].items():
         allowed = [counters.get(name), *(saved["counters"].get(name) for saved in snapshots)]
@@ -338,36 +294,38 @@ for _word, _ranks in {
     "ep": "expert-parallel ranks",
     "cp": "context-parallel ranks",
 }.items():
-    _checks[f"reshard-{_word}"] = Check(
+    _check(
+        f"a run that is loaded on another number of {_ranks} goes on as it was saved; a load there "
+        "that fails raises on all ranks, and changes nothing",
         name=f"reshard-{_word}",
-        summary=f"a run that is loaded on another number of {_ranks} goes on as it was saved; a "
-        "load there that fails raises on all ranks, and changes nothing",
-        run=_checks["load-into-new-process"].run,
         then=_reshard,
         reshards=_word,
-        needs=_SAVES,
         hazards=("reshardable-state-shifted",),
-    )
+    )(load_into_new_process)
 
 
 def _keeps(kind: str) -> Callable[[States], None]:
     def run(bench: States) -> None:
-        adapter: Any = bench.adapter
-        bench.advance(0)
-        bench.advance(1)
+        bench.advance(0, 1)
         saved = bench.snapshot()
-        state = adapter.save()
+        state = bench.adapter.save()
         for cause in ("load() in place", "another load() in place"):
             bench.advance(5)
-            adapter.load(state)
-            bench.hold(1, cause, (kind,), saved)
+            bench.adapter.load(state)
+            bench.hold(saved, cause, (kind,))
         bench.begin_again()
-        adapter = bench.adapter
-        adapter.load(state)
-        bench.hold(1, "load() into a new model", (kind,), saved)
+        bench.adapter.load(state)
+        bench.hold(saved, "load() into a new model", (kind,))
 
     return run
 
+
+#: Kinds of state that layouts with a feature have.
+_OF_LAYOUTS = {
+    "loss scale": "loss scale",
+    "expert bias": "experts",
+    "auxiliary losses": "experts",
+}
 
 for _kind, _contents in {
     "scheduler": "the scheduler's steps, learning rates and weight decays",
@@ -377,48 +335,40 @@ for _kind, _contents in {
     "auxiliary losses": "what trackers of auxiliary losses have summed up",
     "counters": "the framework's own counters, of iterations or samples",
 }.items():
-    _name = f"keeps-{_kind.replace(' ', '-')}"
-    _checks[_name] = Check(
-        name=_name,
-        summary=f"a load, once and twice, brings back {_contents}",
-        run=_keeps(_kind),
+    _check(
+        f"a load, once and twice, brings back {_contents}",
+        name=f"keeps-{_kind.replace(' ', '-')}",
         keeps=_kind,
-        needs=_SAVES,
+        where=_OF_LAYOUTS.get(_kind, ""),
         hazards=("scheduler-load-adds-steps",) if _kind == "scheduler" else (),
-    )
+    )(_keeps(_kind))
 
 
 @_check(
     "weights, gradients and optimizer state, moved to the host and back alone, stay as they are; "
     "in an open step too, or that is refused and the step can be taken again",
-    needs=("offload", "onload"),
+    needs=("offload", "onload", "parts"),
     hazards=("optimizer-offload-breaks-views",),
-    parts=True,
 )
 def offload_one_part(bench: States) -> None:
     bench.run_through()
-    adapter: Any = bench.adapter
+    adapter = bench.adapter
     # Optimizer state last: there is none before the first step.
     for number, part in enumerate(sorted(adapter.parts, key="optimizer".__eq__)):
-        expected = bench.snapshot()
-        bench.memories.offload(adapter, only=part)
-        bench.memories.onload(adapter)
-        bench.hold(number, f"offload(only={part!r}) and onload()", expected, expected)
+        with bench.keeping(f"offload(only={part!r}) and onload()"):
+            bench.memories.away_and_back(adapter, only=part)
         _follow_with_offload(bench, number, part)
 
 
 def _follow_with_offload(bench: States, number: int, part: str) -> None:
     """Take a step that offloads a part before each microbatch, unless the adapter refuses."""
-    adapter: Any = bench.adapter
     before_step = bench.snapshot()
-
-    def away_and_back() -> None:
-        bench.memories.offload(adapter, only=part, freeing=False)
-        bench.memories.onload(adapter)
-
+    away_and_back = functools.partial(
+        bench.memories.away_and_back, bench.adapter, only=part, freeing=False
+    )
     fault = finished = None
     try:
-        finished = bench.advance(number, away_and_back)
+        finished = bench.advance(number, between=away_and_back)
     except Wrong:
         raise
     except Exception as error:  # noqa: BLE001  a refusal, in the framework's own words
@@ -431,54 +381,48 @@ def _follow_with_offload(bench: States, number: int, part: str) -> None:
     if None in refusals:
         raise Wrong(f"{cause} in an open step is refused, and rank {refusals.index(None)} goes on")
     bench.put(before_step)  # the step has drawn from random states
-    bench.hold(number, f"a step that was refused for {cause} in it", RUN, before_step)
+    bench.hold(before_step, f"a step that was refused for {cause} in it")
     bench.follow(number, cause)
 
 
 @_check(
     "an offload that fails midway, two in a row, and one after another step: all that is brought "
     "back is as it was",
-    needs=("offload", "onload"),
+    needs=("offload", "onload", "parts"),
     hazards=("optimizer-offload-breaks-views",),
-    parts=True,
 )
 def offload_again(bench: States) -> None:
     bench.run_through()
-    adapter: Any = bench.adapter
+    adapter = bench.adapter
     for number in range(2):
         bench.advance(number)
-        expected = bench.snapshot()
-        with no_memory(math.inf) as calls:
-            bench.memories.offload(adapter)
-            if number == 0:
-                bench.memories.offload(adapter, freeing=False)
-        bench.memories.onload(adapter)
-        bench.hold(number, "two offloads" if number == 0 else "another offload", expected, expected)
-    _fail_to_offload(bench, 1, len(calls) // 2, "an offload that failed midway")
+        with bench.keeping("another offload" if number else "two offloads"):
+            with no_memory(math.inf) as calls:
+                bench.memories.offload(adapter)
+                if number == 0:
+                    bench.memories.offload(adapter, freeing=False)
+            bench.memories.onload(adapter)
+    _fail_to_offload(bench, len(calls) // 2, "an offload that failed midway")
     state, _ = _save_aside(bench) if bench.offers(*_SAVES) else (None, None)
     bench.follow(2, "an offload that failed midway")
-    _fail_to_offload(bench, 2, len(calls) // 2, "an offload that failed midway after a step")
+    _fail_to_offload(bench, len(calls) // 2, "an offload that failed midway after a step")
     if bench.offers(*_SAVES):
-        _load(bench, state, cause="load() between two offloads")
-        expected = bench.snapshot()
-        bench.memories.offload(adapter)
-        bench.memories.onload(adapter)
-        bench.hold(1, "an offload after load()", expected, expected)
+        bench.load(state, cause="load() between two offloads")
+        with bench.keeping("an offload after load()"):
+            bench.memories.away_and_back(adapter)
 
 
-def _fail_to_offload(bench: States, number: int, calls_before: int, cause: str) -> None:
+def _fail_to_offload(bench: States, calls_before: int, cause: str) -> None:
     """Offload without memory after so many copies; `onload()` has to bring all back."""
-    expected = bench.snapshot()
-    with no_memory(calls_before):
-        attempt(functools.partial(bench.memories.offload, bench.adapter, freeing=False))
-    bench.memories.onload(bench.adapter)
-    bench.hold(number, cause, expected, expected)
+    with bench.keeping(cause):
+        with no_memory(calls_before):
+            attempt(functools.partial(bench.memories.offload, bench.adapter, freeing=False))
+        bench.memories.onload(bench.adapter)
 
 
 @_check(
     "weights that are frozen while a run is saved or loaded, and then unfrozen, are what they were"
     "; a step leaves them, and their moments",
-    needs=_SAVES,
     hazards=("frozen-parameters-move", "frozen-parameters-refused"),
 )
 def saved_while_frozen(bench: States) -> None:
@@ -518,18 +462,16 @@ def saved_while_frozen(bench: States) -> None:
     bench.stop_at(moved and f"after a step while it is frozen {moved}")
     bench.follow_as(state_after, snapshot, 2, "a step while weights were frozen")
     bench.begin_again()
-    bench.advance(0)
-    bench.advance(1)
-    state = frozen(bench.adapter.save)  # type: ignore[attr-defined]
+    bench.advance(0, 1)
+    state = frozen(bench.adapter.save)
     bench.advance(5)
-    frozen(_load, bench, state, cause="load() while weights are frozen")
+    frozen(bench.load, state, cause="load() while weights are frozen")
     bench.follow(2, "load() while weights were frozen")
 
 
 @_check(
     "a save, asynchronous or not, that one rank cannot write, or half of it, is known to all, and "
     "changes nothing, older files neither",
-    needs=_SAVES,
 )
 def failed_save(bench: States) -> None:
     bench.run_through()
@@ -544,17 +486,18 @@ def failed_save(bench: States) -> None:
     bench.follow(2, "a save that failed")
     for save in _saves(bench):
         state = _saved(bench, save)
-        _load(bench, older, 0, cause="load() of what was saved before")
-        _load(bench, state, 2, cause=f"load() of what {save}() saved afterwards")
+        bench.load(older, 0, cause="load() of what was saved before")
+        bench.load(state, 2, cause=f"load() of what {save}() saved afterwards")
 
 
 def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
     """Save while each file of `rank` has room for `room` bytes only."""
-    adapter: Any = bench.adapter
-    expected = bench.snapshot()
-    is_async = save == "save_async"
+    adapter, is_async = bench.adapter, save == "save_async"
     yes, cannot_write = bench.rank == rank, f"rank {rank} could not write"
-    with contextlib.ExitStack() as blocks:
+    with (
+        bench.keeping(f"a {save}() that failed on rank {rank}") as expected,
+        contextlib.ExitStack() as blocks,
+    ):
         with ending_hangs(bench, f"{cannot_write}, and {save}() has not returned"):
             disk = blocks.enter_context(slow_disk(bench)) if is_async else None
             with no_room(room, yes=yes, forked=is_async):
@@ -567,7 +510,6 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
                 disk.release()  # threads have the limits of their process
                 fault, _ = attempt(adapter.saved)
             faults = bench.gather(fault)
-    bench.hold(1, f"a {save}() that failed on rank {rank}", expected, expected)
     unaware = faults.index(None) if None in faults else None
     if any(faults) and unaware is not None:
         raise Wrong(f"rank {rank} could not write, and rank {unaware} takes the run for saved")
@@ -579,7 +521,7 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
         ):
             fault, _ = attempt(adapter.load, state)
         bench.stop_at(fault and f"{failed_save} raises nothing, and load() of it {fault}")
-        _hold_loaded(bench, 1, f"load() after a {failed_save}")
+        bench.hold_loaded(1, f"load() after a {failed_save}")
         bench.put(expected)
 
 
@@ -600,12 +542,12 @@ def _failed_load(
         for spoilt in spoilers:
             _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilt, kinds, older)
         if bench.offers("load_weights"):
-            _fail_to_load_weights(bench, state, spoilers[0], older)
+            _fail_to_load(bench, state, fault, spoilers[0], older=older, method="load_weights")
         failed_load = f"a load that failed ({fault}; saved by {save}())"
-        _load(bench, state, cause=f"{failed_load}, and one that did not")
+        bench.load(state, cause=f"{failed_load}, and one that did not")
         # From a state whose next step is known, with nothing loaded in between.
         if _fail_to_load(bench, state, f"{fault}; saved by {save}()", spoilers[0], older=older):
-            _load(bench, state, cause=failed_load)
+            bench.load(state, cause=failed_load)
         bench.follow(2, failed_load)
 
 
@@ -616,68 +558,41 @@ def _fail_to_load(
     spoilt: Callable[..., Any],
     kinds: int = 1,
     older: Stamps = MappingProxyType({}),
+    method: str = "load",
 ) -> bool:
     """Load with the largest file spoilt, and then with one of each other kind, `kinds` in all.
 
     Return whether a load has succeeded, after which steps were taken. A load may do so without the
-    other kinds, and without a rank that reads nothing. `older` has the files of checkpoints not to
-    load.
-    """
-    succeeded = False
-    for number, (_, path) in enumerate(saved_files(bench, older)[:kinds]):
-        needs_file = number == 0 and spoilt is not SPOILT["rank-cannot-read"]
-        expected = bench.snapshot()
-        spoilt_file, is_refused = _load_spoilt(
-            bench, "load", state, path, spoilt, must_fail=needs_file
-        )
-        if is_refused:
-            bench.hold(1, f"a load that failed ({fault})", expected, expected)
-        else:
-            _hold_loaded(bench, 1, f"a load although {spoilt_file}")
-            bench.advance(5)
-            succeeded = True
-    return succeeded
-
-
-def _fail_to_load_weights(
-    bench: States, state: Any, spoilt: Callable[..., Any], older: Stamps
-) -> None:
-    """Load the weights alone with the largest file spoilt: all ranks raise, or none needs it."""
-    for _, path in saved_files(bench, older)[:1]:
-        expected = bench.snapshot()
-        spoilt_file, is_refused = _load_spoilt(
-            bench, "load_weights", state, path, spoilt, must_fail=False
-        )
-        cause = f"a load_weights() although {spoilt_file}"
-        if is_refused:
-            bench.hold(1, cause, expected, expected)
-        else:
-            bench.hold(1, cause, ("weights",))
-            bench.advance(5)
-
-
-def _load_spoilt(
-    bench: States,
-    method: str,
-    state: Any,
-    path: Path,
-    spoilt: Callable[..., Any],
-    *,
-    must_fail: bool,
-) -> tuple[str, bool]:
-    """Load with a file spoilt; return what is wrong with the file, and whether all ranks raised.
+    other kinds, and without a rank that reads nothing; one of weights alone may need none of them.
+    `older` has the files of checkpoints not to load.
 
     Raises:
-        Wrong: some ranks raised and others did not, or none did and `must_fail`.
+        Wrong: some ranks raised and others did not, or none did where the file is needed, or what
+            is there afterwards is neither what was there before nor what was saved.
     """
-    with spoilt(bench, path) as spoilt_file:
-        with ending_hangs(bench, f"{spoilt_file}, and {method}() has not returned"):
-            raised, _ = attempt(getattr(bench.adapter, method), state)
-        refusals = bench.gather(raised)
-    if None in refusals and (must_fail or any(refusals)):
-        rank = refusals.index(None)
-        raise Wrong(f"{spoilt_file}, and {method}() raises nothing on rank {rank}")
-    return spoilt_file, None not in refusals
+    is_loaded = False
+    for number, (_, path) in enumerate(saved_files(bench, older)[:kinds]):
+        before = bench.snapshot()
+        with spoilt(bench, path) as spoilt_file:
+            with ending_hangs(bench, f"{spoilt_file}, and {method}() has not returned"):
+                raised, _ = attempt(getattr(bench.adapter, method), state)
+            refusals = bench.gather(raised)
+        must_fail = method == "load" and number == 0 and spoilt is not SPOILT["rank-cannot-read"]
+        if None in refusals and (must_fail or any(refusals)):
+            rank = refusals.index(None)
+            raise Wrong(f"{spoilt_file}, and {method}() raises nothing on rank {rank}")
+        name = "load" if method == "load" else f"{method}()"
+        if None not in refusals:
+            bench.hold(before, f"a {name} that failed ({fault})", before)
+            continue
+        cause = f"a {name} although {spoilt_file}"
+        if method == "load":
+            bench.hold_loaded(1, cause)
+        else:
+            bench.hold(1, cause, ("weights",))
+        bench.advance(5)
+        is_loaded = True
+    return is_loaded
 
 
 for _name, _fault, _kinds, *_others in (
@@ -685,17 +600,17 @@ for _name, _fault, _kinds, *_others in (
     ("file-truncated", "a file is truncated, or empty", 9, "file-empty"),
     ("rank-cannot-read", "one rank cannot read", 1),
 ):
-    _checks[f"failed-load-{_name}"] = Check(
+    _check(
+        f"a load raises on all ranks where {_fault}, though there is an older checkpoint, and "
+        "changes nothing; what was saved asynchronously too",
         name=f"failed-load-{_name}",
-        summary=f"a load raises on all ranks where {_fault}, though there is an older checkpoint, "
-        "and changes nothing; what was saved asynchronously too",
-        run=functools.partial(
+    )(
+        functools.partial(
             _failed_load,
             fault=_fault,
             spoilers=[SPOILT[spoiler] for spoiler in (_name, *_others)],
             kinds=_kinds,
-        ),
-        needs=_SAVES,
+        )
     )
 
 

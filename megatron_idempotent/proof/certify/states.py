@@ -8,6 +8,7 @@ state that it had then. Legend: N elements of a shard.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import random
@@ -24,10 +25,7 @@ from megatron_idempotent.megatron.optimizers import (
     grad_scalers,
     is_hybrid,
     renew_copies,
-    start_in,
-    stepped,
     stepping,
-    unchained,
 )
 from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.step.snapshot import logged
@@ -35,8 +33,7 @@ from megatron_idempotent.window.params import ensure_params_synced
 
 from .bench import Bench
 from .layouts import Layout
-from .memories import Memories
-from .parameters import ParameterPart, model_in, numbered, parts
+from .parameters import ParameterPart, inner_optimizers, joined, kept_by, model_in, numbered, parts
 from .protocol import KEEPS, MICRO_BATCH, RUN, Finished, Subject
 
 STEPS = 3
@@ -133,9 +130,7 @@ class States(Bench):
     def begin_again(self) -> None:
         """Build a new model, and an adapter of the same kind for it."""
         self.adapter = type(self.adapter)()
-        self.make_model()
-        self.adapter.build(self.subject)
-        self.memories = Memories(self.subject)
+        self.set_up()
         for total in logged():
             total.zero_()
 
@@ -145,14 +140,16 @@ class States(Bench):
         self.folder.mkdir(exist_ok=True)
         self.begin_again()
 
-    def advance(self, number: int, between: Callable[[], object] | None = None) -> Finished:
-        """Take a step with the rows of `number`, and advance the scheduler.
+    def advance(self, *numbers: int, between: Callable[[], object] | None = None) -> Finished:
+        """Take a step with the rows of each number, and advance the scheduler; return the last.
 
-        `between` is called before each of the step's two microbatch calls and after the last.
+        `between` is called before each of a step's two microbatch calls and after the last.
         """
+        *earlier, number = numbers
+        if earlier:
+            self.advance(*earlier)
         size = MICRO_BATCH * 2
-        of_torch = [inner for outer in unchained(self.model.optimizer) for inner in _inner(outer)]
-        is_first = not any(inner.state for inner in of_torch)
+        is_first = not any(inner.state for inner in steppers(self.model.optimizer))
         finished = self.step(self.alike(10 + number, size, size), between=between)
         # A skipped step leaves no state that a save or a load could lose.
         skipped = "the step was skipped, and shows nothing: a gradient is not finite"
@@ -165,10 +162,9 @@ class States(Bench):
 
     def _age(self) -> None:
         """Make state look like a long run's: step counts, a lowered loss scale, inexact biases."""
-        for outer in unchained(self.model.optimizer):
-            for inner in _inner(outer):
-                for state in inner.state.values():
-                    state["step"] += _SKIPPED
+        for inner in steppers(self.model.optimizer):
+            for state in inner.state.values():
+                state["step"] += _SKIPPED
         for scaler in grad_scalers(self.model.optimizer):
             if state := scaler.state_dict():
                 backed_off = {"scale": state["scale"] / 2, "hysteresis_tracker": 1}
@@ -241,6 +237,21 @@ class States(Bench):
             else None
         )
 
+    def load(self, state: Any, expected: int | Snapshot = 1, *, cause: str = "load()") -> None:
+        """Load what was saved, and hold all state; put back what the adapter need not keep.
+
+        `expected` is the state to expect, or the number of the step after which it was saved.
+        """
+        self.adapter.load(state)
+        self.hold_loaded(expected, cause)
+
+    def hold_loaded(self, expected: int | Snapshot, cause: str) -> None:
+        """Hold all state after a load, and put back what the adapter need not keep."""
+        if isinstance(expected, int):
+            _, expected = self.course[expected]
+        self.loaded(expected, cause)
+        self.hold(expected, cause)
+
     def loaded(self, expected: Snapshot, cause: str, kinds: Iterable[str] | None = None) -> None:
         """Note the kinds of state that the adapter keeps and a load has lost; put all kinds back.
 
@@ -270,24 +281,28 @@ class States(Bench):
                 buffer.data = buffer.to(values[name].dtype)  # a new model's biases have 16 bits
                 buffer.copy_(values[name])
 
-    def hold(
-        self,
-        number: int,
-        cause: str,
-        kinds: Iterable[str] = RUN,
-        expected: Snapshot | None = None,
-    ) -> None:
-        """Raise `Wrong` on all ranks unless each has the state that it had after the step.
+    def hold(self, expected: int | Snapshot, cause: str, kinds: Iterable[str] = RUN) -> None:
+        """Raise `Wrong` on all ranks unless each has the state that it had before.
 
         Args:
-            number: the number of the step in the undisturbed run.
+            expected: the state to expect, or the number of the step of the undisturbed run after
+                which a rank had it.
             cause: the disturbance, for the error.
             kinds: the kinds of state that are compared.
-            expected: the state to expect in place of that after the step.
         """
-        if expected is None:
-            _, expected = self.course[number]
+        if isinstance(expected, int):
+            _, expected = self.course[expected]
         self.stop_at(first_fault(expected, self.snapshot(), f"{cause} rank {self.rank}", kinds))
+
+    @contextlib.contextmanager
+    def keeping(self, cause: str) -> Iterator[Snapshot]:
+        """Raise `Wrong` on all ranks unless the block leaves all state as it was.
+
+        Yield the state. `cause` names the block in errors.
+        """
+        before = self.snapshot()
+        yield before
+        self.hold(before, cause, before)
 
     def follow(self, number: int, cause: str) -> None:
         """Take a step; raise `Wrong` unless its result and state are the undisturbed run's."""
@@ -361,10 +376,11 @@ class States(Bench):
                 of_rank[part.rank][1][start : start + value.numel()] = value.flatten()
         state: dict[str, dict[str, Tensor]] = {}
         for (name, key), of_rank in pieces.items():
-            shaped = [flat.view_as(part.value) for _, (part, flat) in sorted(of_rank.items())]
-            dimension = next(iter(of_rank.values()))[0].dimension
-            joined = shaped[0] if dimension is None else torch.cat(shaped, dimension)
-            state.setdefault(name, {})[key] = joined
+            shards = [
+                dataclasses.replace(part, value=flat.view_as(part.value))
+                for part, flat in of_rank.values()
+            ]
+            state.setdefault(name, {})[key] = joined(shards)
         return state
 
     def put_whole(self, model_state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
@@ -373,34 +389,26 @@ class States(Bench):
         ensure_params_synced(self.model.chunks)
         with torch.no_grad():
             for part, key, start, value in self._shards():
-                source = model_state[part.name][key]
-                if part.dimension is not None:
-                    source = source.chunk(part.size, part.dimension)[part.rank]
-                value.copy_(source.flatten()[start : start + value.numel()].view(value.shape))
-            for outer in unchained(self.model.optimizer):
-                if is_hybrid(outer.optimizer):
-                    renew_copies(outer.optimizer)
-                for inner in _inner(outer):
-                    for state in inner.state.values():
-                        state["step"] = torch.tensor(float(steps + _SKIPPED))
+                source = part.shard_of(model_state[part.name][key]).flatten()
+                value.copy_(source[start : start + value.numel()].view(value.shape))
+            for inner in filter(is_hybrid, inner_optimizers(self.model.optimizer)):
+                renew_copies(inner)
+            for inner in steppers(self.model.optimizer):
+                for state in inner.state.values():
+                    state["step"] = torch.tensor(float(steps + _SKIPPED))
 
     def _shards(self) -> Iterator[tuple[ParameterPart, str, int, Tensor]]:
         """Yield the weight, main values and moments [N] of each parameter of this rank.
 
         Each comes with the parameter, its own name, and its first index in the parameter.
         """
-        of_optimizer: dict[Any, tuple[int, dict[str, Tensor]]] = {}
-        for outer in unchained(self.model.optimizer):
-            for model, main in stepped(outer):
-                state = outer.optimizer.state.get(main, {})
-                tensors = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.dim()}
-                of_optimizer[model] = start_in(outer, model), {"main": main, **tensors}
+        kept_of = {kept.parameter: kept for kept in kept_by(self.model.optimizer)}
         for chunk in self.model.chunks:
             for part in parts(chunk, self.layout):
                 yield part, "weight", 0, part.value.detach()
-                start, tensors = of_optimizer.get(part.value, (0, {}))
-                for key, value in tensors.items():
-                    yield part, key, start, value.detach()
+                if (kept := kept_of.get(part.value)) is not None:
+                    for key, value in kept.tensors.items():
+                        yield part, key, kept.start, value.detach()
 
 
 def first_fault(
@@ -475,32 +483,26 @@ def _kind(buffer: str) -> str | None:
     return _BUFFERS.get(buffer.rpartition(".")[2])
 
 
-def _inner(outer: Any) -> list[Any]:
-    """Return the optimizers of torch in one of Megatron's, which is a stub without parameters."""
-    return stepping(outer.optimizer) if outer.optimizer else []
+def steppers(optimizer: Any) -> list[Any]:
+    """Return the optimizers of torch that step, those in hybrid ones too."""
+    return [stepper for inner in inner_optimizers(optimizer) for stepper in stepping(inner)]
 
 
 def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
     """Yield the state of torch's optimizers, with the parameters, and counts of steps as floats."""
-    for number, outer in enumerate(unchained(optimizer)):
-        for half, inner in enumerate(_inner(outer)):
-            parameters = [p for group in inner.param_groups for p in group["params"]]
-            for index, parameter in enumerate(parameters):
-                state = {
-                    name: float(value) if name == "step" else _copied(value)
-                    for name, value in inner.state.get(parameter, {}).items()
-                }
-                state["parameter"] = _copied(parameter)
-                yield f"optimizer {number}.{half} parameter {index}", state
+    for number, inner in enumerate(steppers(optimizer)):
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            state = {
+                name: float(value) if name == "step" else _copied(value)
+                for name, value in inner.state.get(parameter, {}).items()
+            }
+            state["parameter"] = _copied(parameter)
+            yield f"optimizer {number} parameter {index}", state
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    return [
-        group
-        for outer in unchained(optimizer)
-        if outer.optimizer
-        for group in outer.optimizer.param_groups
-    ]
+    return [group for inner in inner_optimizers(optimizer) for group in inner.param_groups]
 
 
 def _rates(optimizer: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_idempotent.proof.certify import layout, oracle
-from megatron_idempotent.proof.certify.bench import HEADS, LAYERS, Bench
+from megatron_idempotent.proof.certify.bench import Bench
+from megatron_idempotent.proof.certify.tolerances import of_logprobs
 
 HIDDEN, ROWS, POSITIONS = 8, 4, 6
 
@@ -23,7 +24,7 @@ def importable(monkeypatch, request):
 
 def truth_on(bench, rows, **how):
     """Runs on a rank: the truth of rows, and its gradient as one vector."""
-    truth = oracle.truth_of(bench.parameters, [rows], layers=LAYERS, heads=HEADS, **how)
+    truth = oracle.truth_of(bench.parameters, [rows], **how)
     return truth, torch.cat([each.flatten() for each in truth.gradient.values()])
 
 
@@ -211,12 +212,12 @@ def measured(name: str, rounding: float) -> dict[str, tuple[float, float]]:
             "gradient": lambda rows=rows: truth_on(bench, rows)[1],
             "of sequences": lambda rows=masked: truth_on(bench, rows, kind="sequence")[1],
             "logprobs": lambda rows=rows: oracle.negative_logprobs(
-                bench.parameters, rows["input_ids"], LAYERS, HEADS
+                bench.parameters, rows["input_ids"]
             ),
         }.items():
             found[what] = max(found[what], off(compute, size, samples=3))
     truth, _ = truth_on(bench, rows)
-    bounds = {"gradient": bench.tolerance(truth), "logprobs": bench.roundings}
+    bounds = {"gradient": bench.tolerance(truth), "logprobs": of_logprobs(bench.layout)}
     bench.layout = layout(f"{name}-sequences")
     bounds["of sequences"] = bench.tolerance(truth)
     return {what: (value, bounds[what]) for what, value in found.items()}

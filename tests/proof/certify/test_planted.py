@@ -14,56 +14,55 @@ OWN = "megatron_idempotent.proof.certify.adapters"
 OFFLOADS = pytest.mark.skipif(RELEASE < (0, 16), reason="gradient buffers can be offloaded later")
 WEEKLY = pytest.mark.exhaustive
 
-#: The bug, the check that it was planted for, what is said of it, and the checks that fail too.
+
+def weekly(*row, **how):
+    return pytest.param(*row, marks=WEEKLY, **how)
+
+
+OFF, TIMES = "the gradient is off by ", "the gradient is "
+
+#: The bug, the check that it was planted for, and what is said of it.
 OF_CHECKS = [
-    ("TwiceTheLoss", "whole-step", "the gradient is 2 times the right one", set()),
-    ("MeanOfMeans", "counts", "the gradient is off by ", set()),
-    ("EvenSequences", "packed-lengths", "the gradient is off by ", set()),
-    ("KeepsTheLastCall", "split-step", "the gradient is off by ", set()),
-    (
-        "planted_steps:DropsTheRest",
-        "rows-left-over",
-        "9 and 4 rows: the gradient is off by ",
-        set(),
-    ),
-    (
-        "FirstStepsDivisor",
-        "sizes-change",
-        " times the right one",
-        {"uneven-replicas", "replica-without-rows"},
-    ),
-    ("MeanOfReplicas", "uneven-replicas", "the gradient is off by ", {"replica-without-rows"}),
-    ("RefusesNoRows", "replica-without-rows", "IndexError in ", set()),
-    ("SixAtMost", "drawn-sizes", "the gradient is off by ", set()),
-    ("StepOverZero", "nothing-valid", "the gradient is NaN", set()),
-    ("NeverGathers", "unwatched-steps", " than its replica", set()),
-    ("CallsCountAlike", "auxiliary-losses", "the gradient is off by ", set()),
-    ("LogprobsZeroGradients", "logprobs-in-mid-step", "the step has moved no parameter", set()),
-    ("ExportRounds", "export-in-mid-step", "a step that has not finished has changed", set()),
-    ("AbortUpdates", "abort-and-retry", "abort() has changed", set()),
-    ("SwallowsErrors", "failure-on-one-rank", "rank 0 finished the step", set()),
-    ("UpdatesWithNaN", "nan", "the step updated all the same", set()),
-    ("WarmsUpTwice", "second-run", "the gradient is off by ", set()),
-    ("ForgetsMoments", "resume", "the gradient is off by ", set()),
-    ("LosesMomentsOnTheHost", "offload-between-steps", "the gradient is off by ", set()),
-    ("BringsNothingBackForLogprobs", "logprobs-while-offloaded", "after onload(training=", set()),
-    ("DropsGradientsOffloaded", "offload-in-mid-step", "the step has moved no parameter", set()),
-    ("ForgetsTheRank", "low-rank-adapters", "the gradient is off by ", set()),
-    ("PromisesBits", "same-bits", "in another order and two calls give other bits", set()),
+    ("TwiceTheLoss", "whole-step", "the gradient is 2 times the right one"),
+    ("MeanOfMeans", "counts", OFF),
+    ("EvenSequences", "packed-lengths", OFF),
+    ("KeepsTheLastCall", "split-step", OFF),
+    ("planted_steps:DropsTheRest", "rows-left-over", f"9 and 4 rows: {OFF}"),
+    ("FirstStepsDivisor", "sizes-change", " times the right one"),
+    ("MeanOfReplicas", "uneven-replicas", OFF),
+    ("RefusesNoRows", "replica-without-rows", "IndexError in "),
+    ("SixAtMost", "drawn-sizes", OFF),
+    ("StepOverZero", "nothing-valid", "the gradient is NaN"),
+    ("NeverGathers", "unwatched-steps", " than its replica"),
+    ("CallsCountAlike", "auxiliary-losses", OFF),
+    ("LogprobsZeroGradients", "logprobs-in-mid-step", "the step has moved no parameter"),
+    ("ExportRounds", "export-in-mid-step", "a step that has not finished has changed"),
+    ("AbortUpdates", "abort-and-retry", "abort() has changed"),
+    ("SwallowsErrors", "failure-on-one-rank", "rank 0 finished the step"),
+    ("UpdatesWithNaN", "nan", "the step updated all the same"),
+    ("WarmsUpTwice", "second-run", OFF),
+    ("ForgetsMoments", "resume", OFF),
+    ("LosesMomentsOnTheHost", "offload-between-steps", OFF),
+    ("BringsNothingBackForLogprobs", "logprobs-while-offloaded", "after onload(training="),
+    ("DropsGradientsOffloaded", "offload-in-mid-step", "the step has moved no parameter"),
+    ("ForgetsTheRank", "low-rank-adapters", OFF),
+    ("PromisesBits", "same-bits", "in another order and two calls give other bits"),
 ]
+#: Checks that fail with a bug too.
+ALSO = {
+    "FirstStepsDivisor": {"uneven-replicas", "replica-without-rows"},
+    "MeanOfReplicas": {"replica-without-rows"},
+}
 #: Steps of many sizes, which many bugs show in.
 DRAWN = {"drawn-sizes", "nothing-valid", "unwatched-steps", "sizes-change", "rows-left-over"}
 #: The patches gather what is pending in a window.
 ON_STOCK = {"unwatched-steps"}
-OFF, TIMES = "the gradient is off by ", "the gradient is "
 
 #: The bug, the check that catches it, where, and what is said of it.
 OTHERS = [
     # The other rank only learns that this one has left, and that says less.
     ("OneRankReportsAnotherNorm", "whole-step", "dp2", "finish() reports the gradient norm "),
-    pytest.param(
-        "ReportsAnotherLoss", "whole-step", "dp2", "finish() reports the loss ", marks=WEEKLY
-    ),
+    weekly("ReportsAnotherLoss", "whole-step", "dp2", "finish() reports the loss "),
     ("Bfloat16Sums", "whole-step", "dp2", "the gradient is off by 0."),
     ("Clips", "whole-step", "dp1", "set to clip gradients (clip_grad is 0.1): certify judges"),
     ("ClipsItself", "whole-step", "dp2", "0.125 times the right one, and the norm that finish()"),
@@ -71,23 +70,17 @@ OTHERS = [
     ("SaysThatItAverages", "whole-step", "moe", TIMES),
     # Packs, rows that ranks share, FSDP2.
     ("SeesTheWholePack", "whole-step", "dp2-packs", TIMES),
-    pytest.param("PositionsGoOn", "whole-step", "dp2-packs", TIMES, marks=WEEKLY),
-    pytest.param("PredictsTheNextSequence", "whole-step", "dp2-packs", TIMES, marks=WEEKLY),
+    weekly("PositionsGoOn", "whole-step", "dp2-packs", TIMES),
+    weekly("PredictsTheNextSequence", "whole-step", "dp2-packs", TIMES),
     ("CountsPadding", "whole-step", "dp2-packs", TIMES),
-    pytest.param("MeanOfPacks", "packed-lengths", "dp2-packs", TIMES, marks=WEEKLY),
+    weekly("MeanOfPacks", "packed-lengths", "dp2-packs", TIMES),
     ("LosesASequence", "whole-step", "moe-packs", "lack 1 of the step's sequences"),
     ("CutsInHalves", "whole-step", "cp2", OFF),
-    pytest.param("CountsOnEachRank", "whole-step", "cp2", "0.5 times the right one", marks=WEEKLY),
+    weekly("CountsOnEachRank", "whole-step", "cp2", "0.5 times the right one"),
     ("ReducesTheLastCallAlone", "split-step", "dp2-fsdp2", OFF),
     # Means over sequences.
     ("MeanOverPositions", "counts", "dp2-sequences", OFF),
-    pytest.param(
-        "CountsMaskedSequences",
-        "counts",
-        "dp2-sequences",
-        "the gradient is 0.875 times",
-        marks=WEEKLY,
-    ),
+    weekly("CountsMaskedSequences", "counts", "dp2-sequences", "the gradient is 0.875 times"),
     ("WeighsExpertsByPositions", "whole-step", "dp2-moe-sequences", OFF),
     # Half precision.
     *(
@@ -119,15 +112,16 @@ OTHERS = [
 ]
 
 #: Bugs of `planted_more.py`, which depend on sizes, places and time, by the check that catches each
-#: and the least layout on which it is wrong.
+#: and the least layout on which it is wrong. A plus stands before one of each kind; others run each
+#: week.
 MORE = {
     ("drawn-sizes", "dp1"): (
         "MeanOfCalls RowsWeighCalls OddMicrobatchDropped SixMicrobatches EightOfACall "
-        "FourthCallLost EmptyCallEnds EmptyCallZeroes EmptyCallForgetsTokens PadsByRepeating "
+        "+FourthCallLost EmptyCallEnds EmptyCallZeroes EmptyCallForgetsTokens PadsByRepeating "
         "CountsInBF16 CountsTheFirstToken LossOfCalls CleanAfterEmpty"
     ),
     ("nothing-valid", "dp1"): (
-        "LoneCallLost NothingValidIsNaN NothingValidInAStep WeightsOutOfStep StopsAtMasked "
+        "LoneCallLost +NothingValidIsNaN NothingValidInAStep WeightsOutOfStep StopsAtMasked "
         "MaskedBeginsAgain MaskOfTheFirstStep"
     ),
     ("drawn-sizes", "dp2"): "SingleCountedTwice CutsToTheLeast TokensOfRankZero",
@@ -140,13 +134,13 @@ MORE = {
         "KeepsFailedWindow UndoesTheLastCall FrozenByFailure"
     ),
     ("failure-on-one-rank", "pp2"): "SwallowsLaterLosses",
-    ("failure-on-one-rank", "dp2"): "OnlyLastRankIsHeard DrainsCollectives ZeroesWhereItFailed",
-    ("nan", "dp2"): "NaNOfRankZero DropsItsOwnNaN",
+    ("failure-on-one-rank", "dp2"): "+OnlyLastRankIsHeard DrainsCollectives ZeroesWhereItFailed",
+    ("nan", "dp2"): "+NaNOfRankZero DropsItsOwnNaN",
     ("nan", "dp1"): "NaNOfTheFirst NaNUnlessInTheLastCall NaNClearsMoments",
     ("abort-and-retry", "dp1"): "AbortKeepsQueue EvalLeftByAbort HooksStayAfterAbort",
     ("unwatched-steps", "dp2-distopt"): "NeverGathers GathersLate",
     ("logprobs-in-mid-step", "dp2-distopt"): "LogprobsOfStale HooksLeftOff",
-    ("export-in-mid-step", "dp2-distopt"): "ExportsStale",
+    ("export-in-mid-step", "dp2-distopt"): "+ExportsStale",
     ("export-in-mid-step", "dp1"): "ExportsZeros ExportsAPart ExportsTheFirst ExportsTheLast",
     ("logprobs-in-mid-step", "dp1"): "EvalLeftOn LogprobsOfTheStep",
     ("logprobs-in-mid-step", "fp16"): "ScaleFuncLost",
@@ -156,60 +150,49 @@ MORE = {
 STEPS = {
     ("rows-left-over", "dp1", "the gradient is off by "): "RestWeighsAsMuch PadsTheRest",
     ("logprobs-in-mid-step", "dp1", "log-probs differ "): (
-        "LogprobsStaySorted LogprobsOfEight LogprobsOfContent LogprobsOfATensor"
+        "+LogprobsStaySorted LogprobsOfEight +LogprobsOfContent +LogprobsOfATensor"
     ),
-    ("resume", "dp1", "tensors that the next step has written to"): "SavesLive",
-    ("unwatched-steps", "dp1", "finish() says that it has not updated"): "SkipsSpikes",
-    ("drawn-sizes", "dp1", " times the right one"): "ClipsItsOwn ClipsAtHundred",
-    ("counts", "dp1", "the gradient is 0.1 times the right one"): "CountsTenAtLeast",
+    ("resume", "dp1", "tensors that the next step has written to"): "+SavesLive",
+    ("unwatched-steps", "dp1", "finish() says that it has not updated"): "+SkipsSpikes",
+    ("drawn-sizes", "dp1", " times the right one"): "+ClipsItsOwn ClipsAtHundred",
+    ("counts", "dp1", "the gradient is 0.1 times the right one"): "+CountsTenAtLeast",
     ("nan", "dp1", ", and the step updated all the same"): (
-        "LooksForNaNAlone LooksAtTheLossAlone LooksAtFourCalls"
+        "LooksForNaNAlone +LooksAtTheLossAlone LooksAtFourCalls"
     ),
-    ("sizes-change", "bf16", "the gradient is 0.86"): "SumsAsParameters",
-    ("whole-step", "bf16", "the second moment of "): "MomentsAsParameters",
+    ("sizes-change", "bf16", "the gradient is 0.86"): "+SumsAsParameters",
+    ("whole-step", "bf16", "the second moment of "): "+MomentsAsParameters",
     ("whole-step", "bf16", "the main value of "): "MainsAsParameters",
-    ("sizes-change", "dp1", " times the right one"): "CountsInFloat16 AddsUpCountsInFloat16",
+    ("sizes-change", "dp1", " times the right one"): "CountsInFloat16 +AddsUpCountsInFloat16",
     ("failure-on-one-rank", "dp1", " failed on rank 0 with a "): (
-        "QuietAfterFourCalls LogsValueErrors LogsKeyErrors LogsMemoryErrors LogsOutOfMemory "
-        "LogsAssertions LogsInterrupts RunsAgain"
+        "QuietAfterFourCalls LogsValueErrors LogsKeyErrors +LogsMemoryErrors LogsOutOfMemory "
+        "LogsAssertions +LogsInterrupts +RunsAgain"
     ),
-    ("unwatched-steps", "dp1", "the gradient is off by "): "TwelfthKeepsGradients",
+    ("unwatched-steps", "dp1", "the gradient is off by "): "+TwelfthKeepsGradients",
     ("whole-step", "dp1", "finish() returns "): (
-        "FinishesWithNone FinishesWithDict FinishesLater ReportsAWord"
+        "FinishesWithNone FinishesWithDict +FinishesLater ReportsAWord"
     ),
     ("logprobs-in-mid-step", "dp1", "logprobs() returns "): (
-        "LogprobsInAList LogprobsTurned LogprobsNowhere"
+        "LogprobsInAList +LogprobsTurned LogprobsNowhere"
     ),
-    ("split-step", "dp2", "of call 2 of replica 0 count "): "LosesASecondCall",
-}
-#: One of each kind that no other bug stands for; the rest each week.
-SAMPLE = {
-    *("FourthCallLost", "NothingValidIsNaN", "OnlyLastRankIsHeard", "NaNOfRankZero"),
-    *("ExportsStale", "LogprobsStaySorted", "ClipsItsOwn", "LooksAtTheLossAlone"),
-    *("SumsAsParameters", "MomentsAsParameters", "AddsUpCountsInFloat16", "TwelfthKeepsGradients"),
-    *(
-        "LogsMemoryErrors",
-        "LogsInterrupts",
-        "RunsAgain",
-        "CountsTenAtLeast",
-        "FinishesLater",
-        "LogprobsTurned",
-        "LosesASecondCall",
-        "LogprobsOfContent",
-        "LogprobsOfATensor",
-        "SavesLive",
-        "SkipsSpikes",
-    ),
+    ("split-step", "dp2", "of call 2 of replica 0 count "): "+LosesASecondCall",
 }
 
 
-def place_of(check):
+def rows(module, table):
+    """The bugs of a table as rows; one without a plus before it runs each week only."""
+    for (check, where, *said), bugs in table.items():
+        for bug in bugs.split():
+            marks = () if bug.startswith("+") else WEEKLY
+            adapter = f"{module}:{bug.removeprefix('+')}"
+            yield pytest.param(adapter, check, where, *said or [""], marks=marks)
+
+
+def place_of(check, usual="dp2"):
     """The layout in which a bug was planted for a check."""
-    if CHECKS[check].auxiliary:
-        return "dp2-moe"
     if check in ON_STOCK:
         return "dp2-distopt"
-    return "dp2-packs" if CHECKS[check].packs else "dp2"
+    places = {"auxiliary": "dp2-moe", "packs": "dp2-packs", "replicas": "dp2"}
+    return places.get(CHECKS[check].where, usual)
 
 
 def fault_of(pool, adapter, check, where, **how):
@@ -224,33 +207,17 @@ def importable(monkeypatch, request):
 
 
 def test_every_check_has_a_bug_that_it_catches():
-    assert [check for _, check, _, _ in OF_CHECKS] == [*CHECKS]
+    assert [check for _, check, _ in OF_CHECKS] == [*CHECKS]
 
 
 @pytest.mark.parametrize(
     ("bug", "check", "where", "said"),
     [
         # One rank shows what needs no other replica.
-        *(
-            (bug, check, "dp1" if where == "dp2" and not CHECKS[check].replicas else where, said)
-            for bug, check, said, _ in OF_CHECKS
-            for where in (place_of(check),)
-        ),
+        *((bug, check, place_of(check, "dp1"), said) for bug, check, said in OF_CHECKS),
         *OTHERS,
-        *(
-            pytest.param(
-                *(f"planted_more:{bug}", check, where, ""), marks=() if bug in SAMPLE else WEEKLY
-            )
-            for (check, where), bugs in MORE.items()
-            for bug in bugs.split()
-        ),
-        *(
-            pytest.param(
-                *(f"planted_steps:{bug}", check, where, said), marks=() if bug in SAMPLE else WEEKLY
-            )
-            for (check, where, said), bugs in STEPS.items()
-            for bug in bugs.split()
-        ),
+        *rows("planted_more", MORE),
+        *rows("planted_steps", STEPS),
     ],
 )
 def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, where, said):
@@ -262,8 +229,8 @@ def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, where, said):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("bug", "check", "said", "also"), OF_CHECKS)
-def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said, also):
+@pytest.mark.parametrize(("bug", "check", "said"), OF_CHECKS)
+def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said):
     found = certify(
         bug if ":" in bug else f"planted:{bug}",
         layouts=[place_of(check)],
@@ -271,7 +238,9 @@ def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said, also):
         pool=megatron_rank_pool,
     )
     others = DRAWN - {check}
-    assert {each.check for each in found if each.verdict == "failed"} - others == {check} | also
+    assert {each.check for each in found if each.verdict == "failed"} - others == {
+        check
+    } | ALSO.get(bug, set())
 
 
 @pytest.mark.exhaustive
@@ -298,14 +267,14 @@ TOLD_OF_PADDING = pytest.mark.skipif(RELEASE < (0, 16), reason="models are told 
     [
         # A pack of each sequence, and padding that the model knows of, are right too.
         ("OneSequenceEach", "packed-lengths", "moe-packs"),
-        pytest.param("OneSequenceEach", "abort-and-retry", "moe-packs", marks=WEEKLY),
+        weekly("OneSequenceEach", "abort-and-retry", "moe-packs"),
         pytest.param("TellsOfPadding", "packed-lengths", "moe-packs", marks=TOLD_OF_PADDING),
         # What a layout does not have is not told of it.
         ("SaysThatItAverages", "whole-step", "tied"),
         ("WeightRaises", "split-step", "pp2"),
         ("ReducesTheLastCallAlone", "whole-step", "dp2-fsdp2"),
         *(
-            pytest.param(bug, check, "dp2-sequences", marks=WEEKLY)
+            weekly(bug, check, "dp2-sequences")
             for bug, check in (
                 *(("MeanOverPositions", each) for each in ("whole-step", "split-step")),
                 *(("CountsMaskedSequences", each) for each in ("whole-step", "split-step")),
@@ -334,16 +303,15 @@ def test_what_is_right_is_not_accused(megatron_rank_pool, adapter, check, where)
             *("InParts", "offload-in-mid-step", "dp2-nooverlap"),
             *("the step has moved no parameter", ""),
         ),
-        pytest.param(
+        weekly(
             *("ZeroesBeforeLogprobs", "logprobs-while-offloaded", "dp2"),
             *("died with signal SIGSEGV", ""),
-            marks=WEEKLY,
         ),
         *(
-            pytest.param(f"{OWN}:Megatron", "offload-between-steps", where, "", None, marks=WEEKLY)
+            weekly(f"{OWN}:Megatron", "offload-between-steps", where, "", None)
             for where in ("dp2", "dp2-distopt", "dp2-bf16")
         ),
-        pytest.param("InParts", "split-step", "dp2-nooverlap", "", None, marks=WEEKLY),
+        weekly("InParts", "split-step", "dp2-nooverlap", "", None),
     ],
 )
 def test_stock_megatron_is_judged_without_the_patches(
@@ -484,10 +452,7 @@ NAMED = (
     ("name", "checks"),
     [
         *USUAL.items(),
-        *(
-            pytest.param(each, tuple(CHECKS), marks=WEEKLY, id=each)
-            for each in dict.fromkeys((*LAYOUTS, *NAMED))
-        ),
+        *(weekly(each, tuple(CHECKS), id=each) for each in dict.fromkeys((*LAYOUTS, *NAMED))),
     ],
 )
 def test_our_own_step_passes(megatron_rank_pool, name, checks):
@@ -500,12 +465,8 @@ def test_our_own_step_passes(megatron_rank_pool, name, checks):
         name
         for name, check in CHECKS.items()
         if (name in checks or name == "whole-step")
-        and (place.replicas > 1 or not check.replicas)
-        and (place.auxiliary or not check.auxiliary)
-        and (place.packs or not check.packs)
-        and (place.adapters or not check.adapters)
-        and (place.plain or not check.plain)
-        and not check.bits
+        and place.lacks(check.where) is None
+        and "order_stable" not in check.needs
     }
 
 
@@ -519,9 +480,9 @@ OTHER = tuple(name for name in NAMED if name not in PROMPT and not layout(name).
     ("adapter", "name"),
     [
         *(("SplitStep", name) for name in PROMPT),
-        *(pytest.param("SplitStep", name, marks=WEEKLY) for name in OTHER),
+        *(weekly("SplitStep", name) for name in OTHER),
         *(
-            pytest.param(adapter, name, marks=WEEKLY)
+            weekly(adapter, name)
             for adapter in ("Megatron", "Window")
             for name in (*PROMPT, *OTHER)
         ),
@@ -542,7 +503,7 @@ def test_steps_of_other_layouts_are_those_of_their_definition(megatron_rank_pool
     [
         ["dp1-moe", "dp2-moe"],
         *(
-            pytest.param([f"dp{n}-{each}" for n in sizes], marks=WEEKLY, id=each)
+            weekly([f"dp{n}-{each}" for n in sizes], id=each)
             for each, sizes in {
                 "mtp": (1, 2, 4),
                 "moe-mtp-tied-distopt": (1, 2, 3, 4),
