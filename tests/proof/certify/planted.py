@@ -12,6 +12,7 @@ import signal
 from typing import Any
 
 import torch
+from mutations import after, before, but, nothing, returning, rows_of, taking
 from torch import Tensor
 
 from megatron_idempotent.fp8 import TokenAlignment
@@ -139,19 +140,17 @@ class MeanOfReplicas(Counting):
         return super().finish(divisor=float(self.calls))
 
 
-class RefusesNoRows(SplitStep):
-    """Takes the shape of the first row."""
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        rows["input_ids"][0]
-        super().microbatch(rows, fail=fail)
+def _first_row_read(self: Any, rows: Any) -> Any:
+    rows["input_ids"][0]
+    return rows
 
 
-class SixAtMost(SplitStep):
-    """Cuts a call after the sixth microbatch."""
+# Takes the shape of the first row.
+RefusesNoRows = taking(SplitStep, "microbatch", _first_row_read)
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        super().microbatch({name: each[:12] for name, each in rows.items()}, fail=fail)
+
+# Cuts a call after the sixth microbatch.
+SixAtMost = taking(SplitStep, "microbatch", lambda self, rows: rows_of(rows, slice(12)))
 
 
 class StepOverZero(Counting):
@@ -203,22 +202,18 @@ def zero_unseen(subject: Any) -> None:
                 buffer.grad_data.data.zero_()
 
 
-class LogprobsZeroGradients(SplitStep):
-    """Begins an evaluation as a step begins."""
-
-    def logprobs(self, rows: Any) -> Any:
-        zero_unseen(self.subject)
-        return super().logprobs(rows)
+# Begins an evaluation as a step begins.
+LogprobsZeroGradients = before(SplitStep, "logprobs", lambda self: zero_unseen(self.subject))
 
 
-class ExportRounds(SplitStep):
-    """Converts the weights in place."""
+@torch.no_grad()
+def _round(self: Any) -> None:
+    for each in parameters_of(self.subject):
+        each.copy_(each.to(torch.bfloat16))
 
-    def export(self) -> None:
-        super().export()
-        with torch.no_grad():
-            for each in parameters_of(self.subject):
-                each.copy_(each.to(torch.bfloat16))
+
+# Converts the weights in place.
+ExportRounds = after(SplitStep, "export", _round)
 
 
 class AbortUpdates(SplitStep):
@@ -231,12 +226,11 @@ class AbortUpdates(SplitStep):
             super().abort()
 
 
-class SwallowsErrors(SplitStep):
-    """Logs an error, and goes on with what is there."""
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        if not fail:
-            super().microbatch(rows)
+# Logs an error, and goes on with what is there.
+SwallowsErrors = but(
+    SplitStep,
+    microbatch=lambda microbatch, self, rows, *, fail=False: None if fail else microbatch(rows),
+)
 
 
 class UpdatesWithNaN(SplitStep):
@@ -256,11 +250,8 @@ class WarmsUpTwice(SplitStep):
         subject.optimizer.seen = True
 
 
-class ForgetsMoments(SplitStep):
-    """Saves the weights alone."""
-
-    def save(self) -> dict[str, Any]:
-        return {**super().save(), "optimizer": []}
+# Saves the weights alone.
+ForgetsMoments = returning(SplitStep, "save", lambda state: {**state, "optimizer": []})
 
 
 class LosesMomentsOnTheHost(SplitStep):
@@ -275,12 +266,10 @@ class LosesMomentsOnTheHost(SplitStep):
                         value.zero_()
 
 
-class BringsNothingBackForLogprobs(SplitStep):
-    """Leaves parameters on the host unless it is to train."""
-
-    def onload(self, *, training: bool = True) -> None:
-        if training:
-            super().onload()
+# Leaves parameters on the host unless it is to train.
+BringsNothingBackForLogprobs = but(
+    SplitStep, onload=lambda onload, self, *, training=True: onload() if training else None
+)
 
 
 class DropsGradientsOffloaded(SplitStep):
@@ -344,18 +333,15 @@ class OneRankReportsAnotherNorm(SplitStep):
     options = {"deadline_s": 5.0}  # noqa: RUF012
 
     def finish(self) -> Finished:
-        found = super().finish()
-        if torch.distributed.get_rank() == 0:
-            return found
-        return dataclasses.replace(found, grad_norm=4 * found.grad_norm**2)
+        made = super().finish()
+        norm = 4 * made.grad_norm**2 if torch.distributed.get_rank() else made.grad_norm
+        return dataclasses.replace(made, grad_norm=norm)
 
 
-class ReportsAnotherLoss(SplitStep):
-    """Reports a sum for a mean."""
-
-    def finish(self) -> Finished:
-        found = super().finish()
-        return dataclasses.replace(found, loss=2 * found.loss)
+# Reports a sum for a mean.
+ReportsAnotherLoss = returning(
+    SplitStep, "finish", lambda made: dataclasses.replace(made, loss=2 * made.loss)
+)
 
 
 class SaysThatItAverages(SplitStep):
@@ -395,14 +381,13 @@ class ScalesWithReplicas(OrderStable):
             return total * (1 + torch.distributed.get_world_size() * 2.0**-24), metrics
 
 
-class Bfloat16Sums(SplitStep):
-    """Adds gradients up in 16 bits."""
+def _round_sums(self: Any) -> None:
+    for each in (p for chunk in self.subject.chunks for p in chunk.parameters()):
+        each.main_grad.copy_(each.main_grad.bfloat16())
 
-    def finish(self) -> Finished:
-        for chunk in self.subject.chunks:
-            for each in chunk.parameters():
-                each.main_grad.copy_(each.main_grad.bfloat16())
-        return super().finish()
+
+# Adds gradients up in 16 bits.
+Bfloat16Sums = before(SplitStep, "finish", _round_sums)
 
 
 class Clips(SplitStep):
@@ -512,13 +497,12 @@ class MeanOfPacks(SplitStep):
         return super().finish(divisor=lambda counts: float(counts.microbatches))
 
 
-class LosesASequence(SplitStep):
-    """Trains on the first sequence of each call twice, and not on the last one."""
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        chosen = torch.arange(len(rows["input_ids"]))
-        chosen[-1] = 0
-        super().microbatch({name: each[chosen] for name, each in rows.items()}, fail=fail)
+# Trains on the first sequence of each call twice, and not on the last one.
+LosesASequence = taking(
+    SplitStep,
+    "microbatch",
+    lambda self, rows: rows_of(rows, [*range(len(rows["input_ids"]) - 1), 0]),
+)
 
 
 class OneSequenceEach(SplitStep):
@@ -571,23 +555,20 @@ class CountsOnEachRank(Counting):
         return dataclasses.replace(super().finish(divisor=divisor), loss=None)
 
 
-class ForgetsMainParameters(SplitStep):
-    """Makes main parameters of the model's own, which have been rounded."""
-
-    def load(self, state: Any) -> None:
-        super().load(state)
-        self.subject.optimizer.reload_model_params()
+# Makes main parameters of the model's own, which have been rounded.
+ForgetsMainParameters = after(
+    SplitStep, "load", lambda self: self.subject.optimizer.reload_model_params()
+)
 
 
-class UpdatesTheModelAlone(SplitStep):
-    """Moves the model's parameters, of which the optimizer does not learn."""
+@torch.no_grad()
+def _move(self: Any) -> None:
+    for each in parameters_of(self.subject):
+        each.mul_(1.5)
 
-    def finish(self) -> Finished:
-        found = super().finish()
-        with torch.no_grad():
-            for each in parameters_of(self.subject):
-                each.mul_(1.5)
-        return found
+
+# Moves the model's parameters, of which the optimizer does not learn.
+UpdatesTheModelAlone = after(SplitStep, "finish", _move)
 
 
 class ReducesTheLastCallAlone(KeepsTheLastCall, FSDPSplitStep):
@@ -663,14 +644,8 @@ class ZeroesBeforeLogprobs(Megatron):
         return _logprobs(self.subject, rows)
 
 
-class OffloadsNothing(SplitStep):
-    """Leaves all on the device."""
-
-    def offload(self) -> None:
-        pass
-
-    def onload(self, *, training: bool = True) -> None:
-        pass
+# Leaves all on the device.
+OffloadsNothing = but(SplitStep, offload=nothing, onload=nothing)
 
 
 class LeavesMomentsOnTheHost(SplitStep):
@@ -761,17 +736,13 @@ class OneRankRefuses(SplitStep):
         super().abort()
 
 
-class OneRankRefusesTooLate(OffloadsNothing):
-    """Raises on the first rank once all have updated."""
+def _refuse(self: Any) -> None:
+    if torch.distributed.get_rank() == 0:
+        raise RuntimeError("gradients were offloaded")
 
-    def finish(self) -> Finished:
-        found = super().finish()
-        if torch.distributed.get_rank() == 0:
-            raise RuntimeError("gradients were offloaded")
-        return found
 
-    def abort(self) -> None:
-        pass
+# Raises on the first rank once all have updated.
+OneRankRefusesTooLate = after(but(OffloadsNothing, abort=nothing), "finish", _refuse)
 
 
 # --- Adapters over a frozen base.

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from mutations import after, before, but, returning, rows_of, taking
 from torch import Tensor
 
 from megatron_idempotent import ensure_params_synced, wire_train_config
@@ -178,7 +180,7 @@ def empty(rows: Any) -> bool:
 
 
 def none_of(rows: Any) -> Any:
-    return {name: each[:0] for name, each in rows.items()}
+    return rows_of(rows, slice(0))
 
 
 # --- Sizes: how many calls and microbatches there are, and what is in them.
@@ -209,12 +211,8 @@ class RowsWeighCalls(Loop):
         return max(summed(self.rows), 1.0)
 
 
-class OddMicrobatchDropped(Loop):
-    """Takes microbatches in pairs (drop_last)."""
-
-    def pieces(self, rows: Any) -> list[Any]:
-        found = super().pieces(rows)
-        return found[: len(found) // 2 * 2] or found
+# Takes microbatches in pairs (drop_last).
+OddMicrobatchDropped = returning(Loop, "pieces", lambda made: made[: len(made) // 2 * 2] or made)
 
 
 class LoneCallLost(Loop):
@@ -241,19 +239,12 @@ class SingleCountedTwice(Loop):
                 dist.all_reduce(buffer.grad_data)
 
 
-class SixMicrobatches(Loop):
-    """Has room for six microbatches of a step (fixed buffers)."""
-
-    def one(self, piece: Any, fail: bool) -> None:
-        if self.number < 6:
-            super().one(piece, fail)
+# Has room for six microbatches of a step (fixed buffers).
+SixMicrobatches = but(Loop, one=lambda one, self, *args: one(*args) if self.number < 6 else None)
 
 
-class EightOfACall(Loop):
-    """Has room for eight microbatches of a call (token budget)."""
-
-    def pieces(self, rows: Any) -> list[Any]:
-        return super().pieces(rows)[:8]
+# Has room for eight microbatches of a call (token budget).
+EightOfACall = returning(Loop, "pieces", lambda made: made[:8])
 
 
 class FourthCallLost(Loop):
@@ -265,12 +256,8 @@ class FourthCallLost(Loop):
             raise Planted("the loss fails, as the check asks")
 
 
-class NothingValidIsNaN(Loop):
-    """Makes a mean of each microbatch and weighs it by its count (SkyRL #1635)."""
-
-    def loss(self, piece: Any, fail: bool) -> tuple[Tensor, Tensor]:
-        total, count = super().loss(piece, fail)
-        return total / count * count, count
+# Makes a mean of each microbatch and weighs it by its count (SkyRL #1635).
+NothingValidIsNaN = returning(Loop, "loss", lambda made: (made[0] / made[1] * made[1], made[1]))
 
 
 class NothingValidInAStep(Loop):
@@ -292,12 +279,8 @@ class EmptyCallEnds(Loop):
         return none_of(rows) if self.ended else rows
 
 
-class EmptyCallZeroes(Loop):
-    """Resets the gradients in a call without rows, so that "all have some" (verl's padding)."""
-
-    def called(self, rows: Any) -> None:
-        if empty(rows):
-            self.zero()
+# Resets the gradients in a call without rows, so that "all have some" (verl's padding).
+EmptyCallZeroes = but(Loop, called=lambda _, self, rows: empty(rows) and self.zero())
 
 
 class EmptyCallForgetsTokens(Loop):
@@ -308,20 +291,16 @@ class EmptyCallForgetsTokens(Loop):
             self.count = 0.0
 
 
-class PadsByRepeating(Loop):
-    """Repeats the last microbatch where their number is odd (ms-swift, ROLL: padded batches)."""
-
-    def pieces(self, rows: Any) -> list[Any]:
-        found = super().pieces(rows)
-        return found + found[-1:] if len(found) > 1 and len(found) % 2 else found
+# Repeats the last microbatch where their number is odd (ms-swift, ROLL: padded batches).
+PadsByRepeating = returning(
+    Loop, "pieces", lambda made: made + made[-1:] if len(made) > 1 and len(made) % 2 else made
+)
 
 
-class CutsToTheLeast(Loop):
-    """Leaves out what other ranks do not have in a call (join of uneven inputs)."""
-
-    def pieces(self, rows: Any) -> list[Any]:
-        found = super().pieces(rows)
-        return found[: int(summed(len(found), dist.ReduceOp.MIN))]
+# Leaves out what other ranks do not have in a call (join of uneven inputs).
+CutsToTheLeast = returning(
+    Loop, "pieces", lambda made: made[: int(summed(len(made), dist.ReduceOp.MIN))]
+)
 
 
 class TokensOfRankZero(Loop):
@@ -333,21 +312,12 @@ class TokensOfRankZero(Loop):
         return max(float(told) * dist.get_world_size(), 1.0)
 
 
-class WeightsOutOfStep(Loop):
-    """Lists the tokens of microbatches that have some, beside all of them (zip)."""
-
-    def pieces(self, rows: Any) -> list[Any]:
-        found = super().pieces(rows)
-        return [each for each, _ in zip(found, filter(None, map(valid, found)), strict=False)]
+# Lists the tokens of microbatches that have some, beside all of them (zip).
+WeightsOutOfStep = returning(Loop, "pieces", lambda made: made[: sum(map(bool, map(valid, made)))])
 
 
-class StopsAtMasked(Loop):
-    """Leaves the loop at a microbatch of which nothing counts (break for continue)."""
-
-    def pieces(self, rows: Any) -> list[Any]:
-        found = super().pieces(rows)
-        masked = [index for index, each in enumerate(found) if not valid(each)]
-        return found[: masked[0]] if masked else found
+# Leaves the loop at a microbatch of which nothing counts (break for continue).
+StopsAtMasked = returning(Loop, "pieces", lambda made: [*itertools.takewhile(valid, made)])
 
 
 class MaskedBeginsAgain(Loop):
@@ -380,11 +350,10 @@ class CountsTheFirstToken(Loop):
         self.add(float(total.detach()), float((mask_B - 1).clamp(min=0).sum()))
 
 
-class RankWithoutTokensStays(Loop):
-    """Does not update where the rank has no tokens (early return)."""
-
-    def update(self) -> Finished:
-        return super().update() if self.count else Finished()
+# Does not update where the rank has no tokens (early return).
+RankWithoutTokensStays = but(
+    Loop, update=lambda update, self: update() if self.count else Finished()
+)
 
 
 class MaskOfTheFirstStep(Loop):
@@ -400,33 +369,27 @@ class MaskOfTheFirstStep(Loop):
         return {**rows, "token_mask": kept}
 
 
-class SkipsMasked(Window):
-    """Leaves out microbatches of which nothing counts; experts' losses count there too."""
-
-    cannot = {**Window.cannot}  # noqa: RUF012
-
-    def _pieces(self, rows: Any) -> list[Any]:
-        return [each for each in super()._pieces(rows) if valid(each)]
+# Leaves out microbatches of which nothing counts; experts' losses count there too.
+SkipsMasked = returning(Window, "_pieces", lambda made: [piece for piece in made if valid(piece)])
 
 
-class RepeatsToFillStages(SplitStep):
-    """Runs a microbatch once more if there are fewer than stages (pipeline bubbles)."""
+# Runs a microbatch once more if there are fewer than stages (pipeline bubbles).
+RepeatsToFillStages = taking(
+    SplitStep,
+    "microbatch",
+    lambda self, rows: rows_of(rows, [0, 1, 0, 1] if len(rows["scale"]) == 2 else slice(None)),
+)
 
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        if 0 < len(rows["input_ids"]) <= self.subject.micro_batch_size:
-            rows = {name: torch.cat([each, each]) for name, each in rows.items()}
-        super().microbatch(rows, fail=fail)
+
+def _sorted_alone(self: Any, rows: Any) -> Any:
+    if "lengths" not in rows:
+        return rows
+    alone = {name: rows[name] for name in ("sample_mask", "scale")}
+    return {**rows_of(rows, rows["lengths"].argsort(stable=True)), **alone}
 
 
-class LengthsSortedAlone(SplitStep):
-    """Sorts rows by length for packs, and leaves their sample masks where they are."""
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        if "lengths" in rows:
-            order = rows["lengths"].argsort(stable=True)
-            alone = {name: rows[name] for name in ("sample_mask", "scale")}
-            rows = {**{name: each[order] for name, each in rows.items()}, **alone}
-        super().microbatch(rows, fail=fail)
+# Sorts rows by length for packs, and leaves their sample masks where they are.
+LengthsSortedAlone = taking(SplitStep, "microbatch", _sorted_alone)
 
 
 class LossOfCalls(Loop):
@@ -556,8 +519,7 @@ class NaNOfTheFirst(Loop):
 class NaNUnlessInTheLastCall(NaNOfTheFirst):
     """Looks at the loss of a call when the next one comes (asynchronous metrics)."""
 
-    def add(self, total: float, count: float) -> None:
-        Loop.add(self, total, count)
+    add = Loop.add
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.looked = self.total
@@ -803,18 +765,14 @@ class ExportsStale(Loop):
         return self.copied()
 
 
-class ExportsZeros(Loop):
-    """Exports buffers that nobody fills (empty weight buckets; slime #2134)."""
+# Exports buffers that nobody fills (empty weight buckets; slime #2134).
+ExportsZeros = returning(
+    Loop, "export", lambda made: {name: torch.zeros_like(value) for name, value in made.items()}
+)
 
-    def export(self) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(each) for name, each in super().export().items()}
 
-
-class ExportsAPart(Loop):
-    """Leaves the last bucket out (partial flush; SkyRL #1737)."""
-
-    def export(self) -> dict[str, Tensor]:
-        return dict([*super().export().items()][:-2])
+# Leaves the last bucket out (partial flush; SkyRL #1737).
+ExportsAPart = returning(Loop, "export", lambda made: dict([*made.items()][:-2]))
 
 
 class ExportsTheFirst(Loop):
@@ -838,20 +796,12 @@ class ExportsTheLast(Loop):
         return before
 
 
-class EvalLeftOn(Loop):
-    """Turns eval mode on for log-probs, and not off again (NeMo-RL, SkyRL)."""
-
-    def logprobs(self, rows: Any) -> Tensor:
-        self.chunk.eval()
-        return super().logprobs(rows)
+# Turns eval mode on for log-probs, and not off again (NeMo-RL, SkyRL).
+EvalLeftOn = before(Loop, "logprobs", lambda self: self.chunk.eval())
 
 
-class EvalLeftByAbort(Loop):
-    """Turns eval mode on for an abort's clean-up, and not off again."""
-
-    def abort(self) -> None:
-        super().abort()
-        self.chunk.module.decoder.layers[-1].eval()
+# Turns eval mode on for an abort's clean-up, and not off again.
+EvalLeftByAbort = after(Loop, "abort", lambda self: self.chunk.module.decoder.layers[-1].eval())
 
 
 class LogprobsOfTheStep(Loop):
@@ -868,12 +818,10 @@ class LogprobsOfTheStep(Loop):
         return self.memo[key]
 
 
-class ScaleFuncLost(Loop):
-    """Takes the loss scale away for log-probs, and does not put it back (fp16)."""
-
-    def logprobs(self, rows: Any) -> Tensor:
-        self.subject.config.grad_scale_func = None
-        return super().logprobs(rows)
+# Takes the loss scale away for log-probs, and does not put it back (fp16).
+ScaleFuncLost = before(
+    Loop, "logprobs", lambda self: setattr(self.subject.config, "grad_scale_func", None)
+)
 
 
 class FifthStepForgets(Loop):
@@ -968,16 +916,12 @@ class OneCallEach(Window):
     """Calls Megatron's schedule for each microbatch."""
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        for first in range(0, len(rows["input_ids"]), self.subject.micro_batch_size):
-            last = first + self.subject.micro_batch_size
-            super().microbatch({n: v[first:last] for n, v in rows.items()}, fail=fail)
+        for piece in microbatches(self.subject, rows):
+            super().microbatch(piece, fail=fail)
 
 
-class AllInOneCall(Megatron):
-    """Calls Megatron's schedule once for a step, with the last call's microbatches first."""
-
-    def _train(self, pieces: Any) -> None:
-        super()._train([*reversed(pieces)])
+# Calls Megatron's schedule once for a step, with the last call's microbatches first.
+AllInOneCall = taking(Megatron, "_train", lambda self, pieces: [*reversed(pieces)])
 
 
 class ReplaysAfterFailure(Loop):
@@ -1009,9 +953,5 @@ class SortsByLength(KnownTotals):
         return super().finish()
 
 
-class AbortRebuilds(SplitStep):
-    """Makes all of its objects again in an abort."""
-
-    def abort(self) -> None:
-        super().abort()
-        self.build(self.subject)
+# Makes all of its objects again in an abort.
+AbortRebuilds = after(SplitStep, "abort", lambda self: self.build(self.subject))

@@ -10,16 +10,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy
 import torch
 from megatron.core import parallel_state as ps
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
+from mutations import after, before, nothing
 
 from megatron_idempotent.megatron.optimizers import grad_scalers, stepping, unchained
 from megatron_idempotent.proof.certify.adapters import SplitStep, Window, buffers, parameters_of
 from megatron_idempotent.proof.certify.checkpoints import FullyReshardable, LowRank
 from megatron_idempotent.proof.certify.protocol import KEEPS
+from megatron_idempotent.proof.certify.states import put_random, random_states, steppers
 from megatron_idempotent.step.snapshot import logged
 from megatron_idempotent.window.params import ensure_params_synced
 
@@ -56,8 +56,7 @@ class Everything(SplitStep):
     def stepped(self) -> list[tuple[Any, Any]]:
         return [
             (inner, each)
-            for one in unchained(self.subject.optimizer)
-            for inner in stepping(one.optimizer)
+            for inner in steppers(self.subject.optimizer)
             for group in inner.param_groups
             for each in group["params"]
         ]
@@ -78,8 +77,7 @@ class Everything(SplitStep):
             "buffers": [copied(each) for each in self.buffers()],
             "scheduler": plain,
             "scales": [copied(each.state_dict()) for each in self.scalers()],
-            "random": (random.getstate(), numpy.random.get_state(), torch.get_rng_state()),
-            "tracker": copied(dict(get_cuda_rng_tracker().get_states())),
+            "random": random_states(),
             "losses": {name: len(value) for name, value in losses().items()},
             "logged": [copied(each) for each in logged()],
             "steps": self.steps,
@@ -153,11 +151,7 @@ class Everything(SplitStep):
             each.load_state_dict(copied(value))
 
     def put_random(self, state: Any) -> None:
-        of_python, of_numpy, of_torch = state["random"]
-        random.setstate(of_python)
-        numpy.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
-        get_cuda_rng_tracker().set_states(copied(state["tracker"]))
+        put_random(state["random"])
 
     def put_logged(self, state: Any) -> None:
         for name, layers in state["losses"].items():
@@ -188,15 +182,6 @@ class Overflows(Everything):
     """Has a loss scale with which no gradient is finite."""
 
     optimizer_overrides: ClassVar = {"initial_loss_scale": 2.0**40}
-
-
-class SaveDraws(Everything):
-    """Draws a random number, as for a file's name."""
-
-    def save(self) -> str:
-        found = super().save()
-        torch.rand(1)
-        return found
 
 
 class AllocatesOnce(Everything):
@@ -239,14 +224,6 @@ class LoadsOnce(Everything):
                 inner.state[each] = moments
 
 
-class WritesLate(Everything):
-    """Copies the run when it is written, and not when it is saved."""
-
-    def saved(self) -> None:
-        self.pending = self.pending[0], self.state()
-        super().saved()
-
-
 class LeavesMains(Everything):
     """Loads weights beside the optimizer."""
 
@@ -270,42 +247,6 @@ class RemembersItsSaves(Everything):
     def read(self, path: str) -> Any:
         found = super().read(path)
         return {**found, "moments": self.known.get(path, found["moments"])}
-
-
-class AddsSteps(Everything):
-    """Adds the saved steps to those of the scheduler."""
-
-    def put_scheduler(self, state: Any) -> None:
-        self.subject.scheduler.step(state["scheduler"]["num_steps"])
-
-
-class ForgetsTracker(Everything):
-    """Leaves Megatron's tracker as it is."""
-
-    def put_random(self, state: Any) -> None:
-        now = copied(dict(get_cuda_rng_tracker().get_states()))
-        super().put_random(state)
-        get_cuda_rng_tracker().set_states(now)
-
-
-class ForgetsScale(Everything):
-    def put_scales(self, state: Any) -> None:
-        pass
-
-
-class ForgetsBuffers(Everything):
-    def put_buffers(self, state: Any) -> None:
-        pass
-
-
-class ForgetsLogs(Everything):
-    def put_logged(self, state: Any) -> None:
-        pass
-
-
-class CountsOn(Everything):
-    def put(self, state: Any) -> None:
-        super().put({**state, "steps": self.steps})
 
 
 class LosesMomentsAlone(Everything):
@@ -405,14 +346,14 @@ class RemembersWhatItWrote(Everything):
         return super().read(path) if Path(self.file(path)).exists() else self.pending[1]
 
 
-def streams(state: Any, *kept: int) -> Any:
-    """Leave the random states of Python, NumPy or torch, by number, as they are."""
-    now = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    return tuple(now[i] if i in kept else each for i, each in enumerate(state["random"]))
+def streams(state: Any, kept: str) -> Any:
+    """Leave one of the random states as it is: of "python", "numpy", "torch" or the "tracker"."""
+    return {**state["random"], kept: random_states()[kept]}
 
 
 def tracker_without(state: Any, name: str) -> Any:
-    return {**state["tracker"], name: get_cuda_rng_tracker().get_states()[name]}
+    now = random_states()["tracker"][name]
+    return {**state["random"], "tracker": {**state["random"]["tracker"], name: now}}
 
 
 def scales_with(state: Any, **values: Any) -> Any:
@@ -778,9 +719,20 @@ def finished_and_counted(self: Any, **how: Any) -> Any:
 ELSEWHERE: dict[str, Any] = {}
 #: Bugs by name: the methods that have them.
 MUTANTS: dict[str, dict[str, Any]] = {
-    "ForgetsPython": loads(random=lambda state: streams(state, 0)),
-    "ForgetsNumPy": loads(random=lambda state: streams(state, 1)),
-    "ForgetsExperts": loads(tracker=lambda state: tracker_without(state, "expert-parallel-rng")),
+    "ForgetsTracker": loads(random=lambda state: streams(state, "tracker")),
+    "ForgetsScale": {"put_scales": nothing},
+    "ForgetsBuffers": {"put_buffers": nothing},
+    "ForgetsLogs": {"put_logged": nothing},
+    "CountsOn": {"put": lambda self, state: Everything.put(self, {**state, "steps": self.steps})},
+    # Adds the saved steps to those of the scheduler.
+    "AddsSteps": {
+        "put_scheduler": lambda self, state: self.subject.scheduler.step(
+            state["scheduler"]["num_steps"]
+        )
+    },
+    "ForgetsPython": loads(random=lambda state: streams(state, "python")),
+    "ForgetsNumPy": loads(random=lambda state: streams(state, "numpy")),
+    "ForgetsExperts": loads(random=lambda state: tracker_without(state, "expert-parallel-rng")),
     "ForgetsGrowth": loads(scales=lambda state: scales_with(state, growth_tracker=0)),
     "ForgetsHysteresis": loads(scales=lambda state: scales_with(state, hysteresis_tracker=2)),
     "RoundsBiases": loads(
@@ -792,7 +744,7 @@ MUTANTS: dict[str, dict[str, Any]] = {
         ]
     ),
     "SeedsAnewAsync": of_async_saves(
-        random=lambda state: (random.Random(1).getstate(), *state["random"][1:])
+        random=lambda state: {**state["random"], "python": random.Random(1).getstate()}
     ),
     "StartsAnewAsync": of_async_saves(
         scheduler=lambda state: {**state["scheduler"], "num_steps": 1}
@@ -846,6 +798,21 @@ MUTANTS |= {
     "LeavesOutItsBarrier": {"save": without_a_word},
 }
 globals().update({name: type(name, (Everything,), made) for name, made in MUTANTS.items()})
+# Draws a random number, as for a file's name.
+SaveDraws = after(Everything, "save", lambda self: torch.rand(1))
+# Copies the run when it is written, and not when it is saved.
+WritesLate = before(
+    Everything, "saved", lambda self: setattr(self, "pending", (self.pending[0], self.state()))
+)
+
+
+def torchs_betas(self: Any) -> None:
+    for inner, _ in self.stepped():
+        for group in inner.param_groups:
+            group["betas"] = (0.9, 0.999)
+
+
+ForgetsBetas = after(Everything, "put", torchs_betas)
 #: The same of an offload of gradients alone.
 OF_GRADIENTS: dict[str, Any] = {
     "LosesGradients": gradients_times(0.0),
@@ -909,32 +876,22 @@ class _Elsewhere(FullyReshardable):
                 each["exp_avg_sq"].zero_()
 
 
-class LosesMomentsOnOtherDP(_Elsewhere):
-    word = "dp"
+globals().update(
+    {
+        f"LosesMomentsOnOther{word.upper()}": type("Bug", (_Elsewhere,), {"word": word})
+        for word in ("dp", "tp", "pp", "ep", "cp")
+    }
+)
 
 
-class LosesMomentsOnOtherTP(_Elsewhere):
-    word = "tp"
-
-
-class LosesMomentsFirstOnOtherTP(LosesMomentsOnOtherTP):
+class LosesMomentsFirstOnOtherTP(_Elsewhere):
     """Loses them before it loads, so that only a load that fails shows it."""
+
+    word = "tp"
 
     def load_there(self, state: Any) -> None:
         self.lose()
         FullyReshardable.load(self, state)
-
-
-class LosesMomentsOnOtherPP(_Elsewhere):
-    word = "pp"
-
-
-class LosesMomentsOnOtherEP(_Elsewhere):
-    word = "ep"
-
-
-class LosesMomentsOnOtherCP(_Elsewhere):
-    word = "cp"
 
 
 def lose_scale(self: Any) -> None:
@@ -950,32 +907,22 @@ LOST = {
 }
 globals().update(
     {
-        f"Loses{name}OnOtherDP": type(
-            f"Loses{name}OnOtherDP", (LosesMomentsOnOtherDP,), {"lose": lose}
-        )
+        f"Loses{name}OnOtherDP": type("Bug", (_Elsewhere,), {"word": "dp", "lose": lose})
         for name, lose in LOST.items()
     }
 )
 
 
-class LosesBiasesOnOtherPP(LosesMomentsOnOtherPP):
+class LosesBiasesOnOtherPP(_Elsewhere):
     """Loses the biases of experts there."""
+
+    word = "pp"
 
     def lose(self) -> None:
         for chunk in self.subject.chunks:
             for name, each in chunk.module.named_buffers():
                 if name.endswith("expert_bias"):
                     each.zero_()
-
-
-class ForgetsBetas(Everything):
-    """Gives parameter groups torch's betas with a load."""
-
-    def put(self, state: Any) -> None:
-        super().put(state)
-        for inner, _ in self.stepped():
-            for group in inner.param_groups:
-                group["betas"] = (0.9, 0.999)
 
 
 class FailedLoadArmsStep(Everything):

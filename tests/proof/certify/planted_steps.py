@@ -12,26 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from mutations import but, returning, rows_of, taking
 from planted_more import Loop, none_of
 
 from megatron_idempotent.proof.certify import Finished
 from megatron_idempotent.proof.certify.adapters import SplitStep, parameters_of, updated
-
-
-def but(base: type, **methods: Any) -> type:
-    """Make an adapter with other methods; each takes the original one, and then what it takes."""
-
-    def instead(name: str, method: Callable[..., Any]) -> Any:
-        def changed(self: Any, *args: Any, **how: Any) -> Any:
-            return method(lambda *a, **h: getattr(base, name)(self, *a, **h), self, *args, **how)
-
-        return changed
-
-    return type("Bug", (base,), {name: instead(name, each) for name, each in methods.items()})
-
-
-def rows_of(rows: Any, chosen: Any) -> Any:
-    return {name: each[chosen] for name, each in rows.items()}
 
 
 def gradients(self: Any) -> list[Any]:
@@ -50,9 +35,7 @@ def logging(*kinds: type[BaseException], method: str = "one") -> type:
 
 # --- Rows and lengths.
 
-DropsTheRest = but(
-    Loop, pieces=lambda original, self, rows: [p for p in original(rows) if len(p["scale"]) == 2]
-)
+DropsTheRest = returning(Loop, "pieces", lambda made: [p for p in made if len(p["scale"]) == 2])
 
 
 def _rest_as_a_whole(original: Any, self: Any, piece: Any, fail: bool) -> Any:
@@ -61,27 +44,21 @@ def _rest_as_a_whole(original: Any, self: Any, piece: Any, fail: bool) -> Any:
 
 
 RestWeighsAsMuch = but(Loop, loss=_rest_as_a_whole)
-PadsTheRest = but(
+PadsTheRest = taking(
     Loop,
-    given=lambda original, self, rows: rows_of(
+    "microbatch",
+    lambda self, rows: rows_of(
         rows, [*range(len(rows["scale"])), *[-1] * (len(rows["scale"]) % 2)]
     ),
 )
-LogprobsStaySorted = but(
+LogprobsStaySorted = taking(
     Loop,
-    logprobs=lambda original, self, rows: original(
-        rows_of(rows, rows["token_mask"].sum(1).argsort(stable=True))
-    ),
+    "logprobs",
+    lambda self, rows: rows_of(rows, rows["token_mask"].sum(1).argsort(stable=True)),
 )
-
-
-def _eight(original: Any, self: Any, rows: Any) -> Any:
-    found = original(rows)
-    found[8:] = 0
-    return found
-
-
-LogprobsOfEight = but(Loop, logprobs=_eight)
+LogprobsOfEight = returning(
+    Loop, "logprobs", lambda made: torch.cat([made[:8], torch.zeros_like(made[8:])])
+)
 
 
 def _looked_up(key_of: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -274,22 +251,17 @@ RunsAgain = but(Loop, one=_again)
 # --- What is no answer.
 
 
-def returning(method: str, change: Callable[[Any], Any]) -> type:
-    """Make a loop of which a method returns something else."""
-    return but(Loop, **{method: lambda original, self, *args: change(original(*args))})
-
-
 async def _later(value: Any) -> Any:
     return value
 
 
-FinishesWithNone = returning("finish", lambda found: None)
-FinishesWithDict = returning("finish", lambda found: {"updated": True})
-FinishesLater = returning("finish", _later)
-ReportsAWord = returning("finish", lambda found: type(found)(loss="low"))  # type: ignore[call-arg]
-LogprobsInAList = returning("logprobs", lambda found: found.tolist())
-LogprobsTurned = returning("logprobs", lambda found: found.T)
-LogprobsNowhere = returning("logprobs", lambda found: None)
+FinishesWithNone = returning(Loop, "finish", lambda found: None)
+FinishesWithDict = returning(Loop, "finish", lambda found: {"updated": True})
+FinishesLater = returning(Loop, "finish", _later)
+ReportsAWord = returning(Loop, "finish", lambda found: type(found)(loss="low"))  # type: ignore[call-arg]
+LogprobsInAList = returning(Loop, "logprobs", lambda found: found.tolist())
+LogprobsTurned = returning(Loop, "logprobs", lambda found: found.T)
+LogprobsNowhere = returning(Loop, "logprobs", lambda found: None)
 
 
 class AsyncFinish(Loop):
