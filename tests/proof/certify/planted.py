@@ -383,7 +383,7 @@ class ScalesWithReplicas(OrderStable):
 
 def _round_sums(self: Any) -> None:
     for each in (p for chunk in self.subject.chunks for p in chunk.parameters()):
-        each.main_grad.copy_(each.main_grad.bfloat16())
+        each.main_grad.data.copy_(each.main_grad.bfloat16())  # the step would refuse what it sees
 
 
 # Adds gradients up in 16 bits.
