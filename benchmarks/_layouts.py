@@ -1,15 +1,15 @@
 """Writes docs/layouts.md: how near each layout's step came to its definition, on each Megatron.
 
 `python -m benchmarks._layouts FOLDER` merges the files in that folder into
-docs/layouts.json and writes the page again. `nox -s layouts` leaves there, for each Megatron and
-adapter, what `certify --grid --json` said, as `MEGATRON/ADAPTER.json`.
+docs/layouts.json and writes the page and its grid again. `nox -s layouts` leaves there, for each
+Megatron and adapter, what `certify --grid --json` said, as `MEGATRON/ADAPTER.json`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from megatron_idempotent.patching.releases import place
 from megatron_idempotent.proof.certify import CHECKS
 from megatron_idempotent.proof.certify import layout as named
 from megatron_idempotent.proof.certify.run import alike as without_replicas
+
+from . import _grid
 
 FOUND = Path("docs", "layouts.json")
 PAGE = Path("docs", "layouts.md")
@@ -37,17 +39,22 @@ Found = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 STEPS = ("whole-step", "split-step")
 _HEAD = """\
-# Every layout, and every fault, against one definition
+# Layouts
 
-Each row is a layout ([certify.md](certify.md) has the words), and each column a Megatron: a
-release, or a commit that frameworks pin. A cell has the largest error of any step as a part of the
-bound that was derived for it, so that 1 would be at the bound: steps in one call and in three, with
-gradient, norm, loss and next parameters against float64. The layouts are those of `certify --grid`,
-in which each two words meet. [findings.md](findings.md) explains what failed.
+How near each layout's step comes to [its definition](certify.md#how-close-is-right), on each
+Megatron: a release, or a commit that frameworks pin. A cell of the table has the layouts in which
+the steps in one call and in three passed, of those in which they were made, and the largest error
+of any of them as a part of the bound that was derived for it, so that 1 would be at the bound. The
+layouts are those of `certify --grid`, in which each two [words](certify.md#layouts) meet.
 
-This page is generated from [layouts.json](layouts.json) by
-`python -m benchmarks._layouts`. `nox -s layouts -- 0.19.2 nemo-rl` runs
-these two Megatrons again, and this a single row:
+"""
+_TAIL = """
+[The grid](assets/grids/layouts.json) has each layout by itself, and how many layouts passed each of
+`TrainStep`'s checks; the site draws it below this paragraph. Not judged there is what
+[certify does not judge](certify.md#not-judged). Frameworks' own steps: [findings](findings.md).
+
+`nox -s layouts -- 0.19.2 nemo-rl` runs these two Megatrons again, `python -m benchmarks._layouts`
+writes this page from [layouts.json](layouts.json), and this runs a single layout:
 
     megatron-idempotent certify --layout dp2-pp2 \\
       megatron_idempotent.proof.certify.adapters:SplitStep
@@ -79,44 +86,69 @@ def read(folder: Path, known: Collection[str] = ADAPTERS) -> Found:
 
 
 def page(found: Found) -> str:
-    """Return the page: a table for each adapter with its faults, and one of the other checks."""
-    parts = [_HEAD]
+    """Return the page: a line for each adapter, and the faults."""
+    lines = [line("", *found), line(*["---"] * (len(found) + 1))]
+    told = []
     for adapter, title in ADAPTERS.items():
-        runs: dict[str, Verdicts] = {
-            name: found[name][adapter]["layouts"] for name in found if adapter in found[name]
-        }
+        runs = _runs(found, adapter)
         if runs:
-            table = _bits(runs) if adapter == "OrderStable" else _table(runs)
-            parts += [f"## {title}", "", *table, ""]
+            cells = [_summary(runs.get(name, {})) for name in found]
+            lines.append(line(title, *cells))
+            told += faults(runs, "failed")
+    return "\n".join([f"{_HEAD}{chr(10).join([*lines, *_and(told)])}", _TAIL])
+
+
+def _and(faults_told: Sequence[str]) -> list[str]:
+    return ["", *(f"- {fault}" for fault in faults_told)] if faults_told else []
+
+
+def _runs(found: Found, adapter: str) -> dict[str, Verdicts]:
+    return {name: found[name][adapter]["layouts"] for name in found if adapter in found[name]}
+
+
+def _summary(run: Verdicts) -> str:
+    """Return how many layouts passed, of how many, and the largest part of a bound."""
+    made = [
+        [checks[name] for name in (*STEPS, "same-bits") if name in checks]
+        for checks in run.values()
+    ]
+    judged = [steps for steps in made if {"passed", "failed"} & {step[0] for step in steps}]
+    if not judged:
+        return "–"
+    passed = sum(all(verdict != "failed" for verdict, *_ in steps) for steps in judged)
+    largest = max(part for steps in judged for _, part, _ in steps)
+    count = f"{passed}/{len(judged)}" if passed == len(judged) else f"**{passed}**/{len(judged)}"
+    return f"{count}, {largest:.2g}" if largest else count
+
+
+def grid(found: Found) -> Iterator[_grid.Section]:
+    """Yield a section for each adapter, with its faults, and one of the other checks."""
+    for adapter, title in ADAPTERS.items():
+        runs = _runs(found, adapter)
+        if runs:
+            blocks = _bits(runs) if adapter == "OrderStable" else [_table(runs)]
             told = faults(runs, "failed")
-            parts += [*told, ""] if told else []
-    return "\n".join([*parts, *_others(found), ""])
+            yield _grid.section(title, *blocks, *([{"list": told}] if told else []))
+    yield from _others(found)
 
 
-def _table(runs: Mapping[str, Verdicts]) -> list[str]:
+def _table(runs: Mapping[str, Verdicts]) -> _grid.Block:
     layouts = dict.fromkeys(layout for run in runs.values() for layout in run)
-    return [
-        line("layout", *runs),
-        line(*["---"] * (len(runs) + 1)),
-        *(
-            line(f"`{layout}`", *(_cell(run.get(layout, {})) for run in runs.values()))
+    return _grid.table(
+        ["layout", *runs],
+        (
+            [f"`{layout}`", *(_cell(run.get(layout, {})) for run in runs.values())]
             for layout in layouts
         ),
-    ]
+    )
 
 
-def _bits(runs: Mapping[str, Verdicts]) -> list[str]:
+def _bits(runs: Mapping[str, Verdicts]) -> list[_grid.Block]:
     """Return a table of layouts that differ in their number of replicas alone."""
     alike: dict[str, list[str]] = {}
     for layout in dict.fromkeys(layout for run in runs.values() for layout in run):
         alike.setdefault(without_replicas(layout), []).append(layout)
-    lines = [
-        "Two steps over the same twelve microbatches, in one call, and in two and backwards. A",
-        "cell has the numbers of replicas on which the parameters have the same bits after that.",
-        "",
-        line("layout", *runs),
-        line(*["---"] * (len(runs) + 1)),
-    ]
+    rows = []
     for name, layouts in alike.items():
         cells = []
         for run in runs.values():
@@ -127,9 +159,13 @@ def _bits(runs: Mapping[str, Verdicts]) -> list[str]:
             }
             failed = "failed" in verdicts.values()
             passed = [number for number, verdict in verdicts.items() if verdict == "passed"]
-            cells.append("**differ**" if failed else ", ".join(passed) or "–")
-        lines.append(line(f"`{name}`", *cells))
-    return lines
+            cells.append("differ" if failed else ", ".join(passed) or "–")
+        rows.append([f"`{name}`", *cells])
+    explanation = (
+        "Two steps over the same twelve microbatches, in one call, and in two and backwards. A "
+        "cell has the numbers of replicas on which the parameters have the same bits after that."
+    )
+    return [{"text": explanation}, _grid.table(["layout", *runs], rows)]
 
 
 def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
@@ -144,26 +180,18 @@ def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
     lines = []
     for fault, where in found.items():
         places = "; ".join(f"{at} {', '.join(checks)}" for at, checks in where.items())
-        lines.append(f"- {places}: {fault}")
+        lines.append(f"{places}: {fault}")
     return lines
 
 
-def _others(found: Found) -> list[str]:
-    """Return a table of `TrainStep`'s checks: in how many layouts each was made, and passed."""
+def _others(found: Found) -> Iterator[_grid.Section]:
+    """Yield a table of `TrainStep`'s checks: in how many layouts each was made, and passed."""
     runs = {
         name: adapters["SplitStep"] for name, adapters in found.items() if "SplitStep" in adapters
     }
     if not runs:
-        return []
-    lines = [
-        "## Faults, resumes and the rest",
-        "",
-        "In how many of these layouts `TrainStep` passes each check, of those in which it is made;",
-        "– where it is made in none, and *not run* where the check is newer than the run:",
-        "",
-        line("check", *(f"{name}, {run['date']}" for name, run in runs.items()), "it demands that"),
-        line(*["---"] * (len(runs) + 2)),
-    ]
+        return
+    rows = []
     for name, check in CHECKS.items():
         cells, all_verdicts = [], set()
         for run in runs.values():
@@ -176,14 +204,21 @@ def _others(found: Found) -> list[str]:
                 cells.append("–" if verdicts else "not run")
         # Otherwise another adapter's table tells of it.
         if not all_verdicts or all_verdicts - {"not offered", "not judged"}:
-            lines.append(line(f"`{name}`", *cells, check.summary))
-    return lines
+            rows.append([f"`{name}`", *cells, check.summary])
+    explanation = (
+        "In how many of these layouts `TrainStep` passes each check, of those in which it is made; "
+        "– where it is made in none, and not run where the check is newer than the run."
+    )
+    head = ["check", *(f"{name}, {run['date']}" for name, run in runs.items()), "it demands that"]
+    yield _grid.section(
+        "`TrainStep`: faults, resumes and the rest", {"text": explanation}, _grid.table(head, rows)
+    )
 
 
 def _cell(checks: Mapping[str, Sequence[Any]]) -> str:
     steps = [checks[name] for name in STEPS if name in checks]
     if any(verdict == "failed" for verdict, *_ in steps):
-        return "**failed**"
+        return "failed"
     if not any(verdict == "passed" for verdict, *_ in steps):
         return "–"
     return f"{max(part for _, part, _ in steps):.2g}"
@@ -211,8 +246,10 @@ def write(folders: Sequence[str], found: Path, read: Callable[[Path], Found]) ->
 
 
 def main(argv: Sequence[str], root: Path) -> int:
-    """Merge the findings of the folder that is given, if one is, and write the page."""
-    (root / PAGE).write_text(page(write(argv, root / FOUND, read)), encoding="utf-8")
+    """Merge the findings of the folder that is given, if one is; write the page and its grid."""
+    found = write(argv, root / FOUND, read)
+    (root / PAGE).write_text(page(found), encoding="utf-8")
+    _grid.write(root, PAGE.stem, grid(found))
     return 0
 
 

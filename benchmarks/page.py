@@ -1,9 +1,10 @@
-"""Writes docs/benchmarks.md and its pictures: what benchmarks found, with machine and date.
+"""Writes docs/benchmarks.md, its grid and its pictures: what benchmarks found.
 
 `python -m benchmarks.page FOLDER` merges the files in that folder into docs/benchmarks.json and
 writes the page again; `--machine h100` merges into docs/benchmarks-h100.json, which the page shows
 beside it. `python -m benchmarks --json FOLDER` leaves in the folder what each benchmark found, as
-`NAME.json`. The page has only ratios within one run: seconds of another machine say nothing.
+`NAME.json`. The page has the ratios that decide something, and the grid all of them, with machine
+and date. Both have only ratios within one run: seconds of another machine say nothing.
 `benchmarks/meanings.toml` says what they mean.
 """
 
@@ -15,13 +16,13 @@ import itertools
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomllib
 
+from benchmarks import _grid
 from benchmarks._drawing import Bar, bars, number
 from benchmarks._record import leaves
 
@@ -42,10 +43,10 @@ _HEAD = """\
 # Benchmarks
 
 Each number is a ratio of two sides that took turns in one run, so that it can be compared between
-machines. In the pictures the dashed line is 1.0, and a red mark is the limit that we hold a number
-to. Green is ours, grey is another's. A run on a busy machine is marked: do not quote it.
-
-This page and its pictures are generated from `benchmarks*.json` beside it, one for each machine:
+machines. The dates, the machines, every other number and the pictures are in
+[the grid](assets/grids/benchmarks.json), which the site draws below this paragraph; a red mark in a
+picture is the limit that we hold a number to. Do not quote a number that is marked *busy*: another
+process had a part of its machine.
 
     python -m benchmarks --json build/benchmarks   # or some, by their names
     python -m benchmarks.page build/benchmarks     # of a GPU: --machine h100
@@ -91,41 +92,61 @@ def ratios(name: str, found: Any) -> dict[str, float]:
     return {label: value for label, value in numbers.items() if re.search(wanted, label)}
 
 
-def page(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> str:
-    """Return the page: sentences, a picture and a table for each benchmark, and what is missing.
+def page(machines: Mapping[str, Runs]) -> str:
+    """Return the page: the ratios that decide something, for each machine.
 
     `machines` has the runs of each machine, by its label.
     """
-    parts = [_HEAD]
+    rows = []
+    for name, meaning in MEANINGS.items():
+        for what, template in meaning["decides"]:
+            cells = [_decided(name, template, runs[name]) for runs in _each(machines, name)]
+            if any(cells):
+                rows.append(f"| {what} | {' | '.join(cell or '–' for cell in cells)} |")
+    parts = [_HEAD, f"| | {' | '.join(machines)} |", f"|---|{'---|' * len(machines)}", *rows, ""]
+    missing = [name for name in MEANINGS if not any(name in runs for runs in machines.values())]
+    if missing:
+        parts += [f"Not run yet: {', '.join(f'`{name}`' for name in missing)}.", ""]
+    return "\n".join(parts)
+
+
+def _each(machines: Mapping[str, Runs], name: str) -> Iterator[Runs]:
+    """Yield each machine's runs, with an empty one in the place of what it has not run."""
+    for runs in machines.values():
+        yield runs if name in runs else {name: {}}
+
+
+def _decided(name: str, template: str, run: Mapping[str, Any]) -> str:
+    """Return a cell, which is empty if this machine has not measured the number."""
+    told = _filled(template, ratios(name, run["found"])) if run else None
+    return "" if told is None else f"{told}{', busy' if _busy(run) else ''}"
+
+
+def grid(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> Iterator[_grid.Section]:
+    """Yield a section for each benchmark: sentences, a picture, and all of its ratios."""
     for name, meaning in MEANINGS.items():
         shown = {label: runs[name] for label, runs in machines.items() if name in runs}
         if not shown:
             continue
-        parts += [f"## {meaning['title']}", ""]
+        blocks: list[_grid.Block] = [{"text": summaries[name]}]
         for label, run in shown.items():
             told = " ".join(_sentences(name, ratios(name, run["found"])))
-            parts += [_wrapped(f"**{label}.** {told}"), "", *_warning(run)]
+            busy = " The machine was busy, so this has to be run again." if _busy(run) else ""
+            blocks.append({"text": f"{label}: {told}{busy}"})
         if rows := _bars(name, shown):
             told = "; ".join(f"{row.group} {row.side} {number(row.value)}".strip() for row in rows)
             if len(rows) > MANY:
                 values = [row.value for row in rows]
                 told = f"{len(rows)} bars from {number(min(values))} to {number(max(values))}"
             alt = f"1.0 is {meaning['one']}: {told}"
-            parts += [_wrapped(f"![{alt}]({PICTURES.as_posix()}/{name}.svg)"), ""]
-        parts += ['<details markdown="1">', "<summary>The numbers</summary>", "", summaries[name]]
+            blocks.append({"picture": f"../{PICTURES.name}/{name}.svg", "alt": alt})
         for label, run in shown.items():
-            asked = [each for each in run["arguments"] if each != "--json"]
+            asked = [argument for argument in run["arguments"] if argument != "--json"]
             command = " ".join(["python -m benchmarks", name, *asked])
-            parts += ["", f"    {command}", "", f"{label}: {_told(run)}", ""]
-            parts += ["| | ratio |", "| --- | --- |"]
-            parts += [
-                f"| {at} | {number(value)} |" for at, value in ratios(name, run["found"]).items()
-            ]
-        parts += ["", "</details>", ""]
-    missing = [name for name in MEANINGS if not any(name in runs for runs in machines.values())]
-    if missing:
-        parts += ["## Not run yet", "", *(f"- `{name}`: {summaries[name]}" for name in missing), ""]
-    return "\n".join(parts)
+            blocks.append({"text": f"`{command}` on {label}: {_told(run)}"})
+            numbers = ratios(name, run["found"])
+            blocks.append(_grid.table(["", "ratio"], ([at, number(numbers[at])] for at in numbers)))
+        yield _grid.section(meaning["title"], *blocks)
 
 
 def pictures(machines: Mapping[str, Runs]) -> dict[str, str]:
@@ -139,18 +160,27 @@ def pictures(machines: Mapping[str, Runs]) -> dict[str, str]:
 
 
 def _sentences(name: str, numbers: Mapping[str, float]) -> Iterator[str]:
-    """Yield the page's sentences about ratios, for the ratios that this machine measured."""
+    """Yield the grid's sentences about ratios, for the ratios that this machine measured."""
     for sentence in MEANINGS[name]["says"]:
-        parts = re.split(r"\{(.+?):([.\d%a-z]+)\}", " ".join(sentence.split()))
-        for at in range(1, len(parts), 3):
-            found = [value for each, value in numbers.items() if re.fullmatch(parts[at], each)]
-            if not found:
-                break
-            least, most = (format(each(found), parts[at + 1]) for each in (min, max))
-            parts[at] = (least if least == most else f"{least} to {most}").replace("%", " %")
-            parts[at + 1] = ""
-        else:
-            yield "".join(parts)
+        filled = _filled(sentence, numbers)
+        if filled is not None:
+            yield filled
+
+
+def _filled(template: str, numbers: Mapping[str, float]) -> str | None:
+    """Return a template with its ratios, or None if one of them was not measured.
+
+    `{pattern:.2f}` becomes the ratio of that name, or the least and the most of several.
+    """
+    parts = re.split(r"\{(.+?):([.\d%a-z]+)\}", " ".join(template.split()))
+    for at in range(1, len(parts), 3):
+        found = [value for each, value in numbers.items() if re.fullmatch(parts[at], each)]
+        if not found:
+            return None
+        least, most = (format(each(found), parts[at + 1]) for each in (min, max))
+        parts[at] = (least if least == most else f"{least} to {most}").replace("%", " %")
+        parts[at + 1] = ""
+    return "".join(parts)
 
 
 def _bars(name: str, shown: Runs) -> list[Bar]:
@@ -183,20 +213,15 @@ def _bars(name: str, shown: Runs) -> list[Bar]:
     return sorted(found, key=lambda bar: order.index(bar.group))
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
-
-
 def _told(run: Mapping[str, Any]) -> str:
     its = run["machine"]
     versions = ", ".join(f"{each} {its[each]}" for each in ("torch", "megatron-core") if its[each])
     return f"{run['ran']}, {its['cpu']}, {its['cores']} cores, {versions}, Python {its['python']}."
 
 
-def _warning(run: Mapping[str, Any]) -> list[str]:
+def _busy(run: Mapping[str, Any]) -> bool:
     its = run["machine"]
-    busy = its["busy"] or (its.get("use_per_core") or 0) >= BUSY
-    return ["**The machine was busy**, so this has to be run again.", ""] if busy else []
+    return bool(its["busy"] or (its.get("use_per_core") or 0) >= BUSY)
 
 
 def summaries(root: Path) -> dict[str, str]:
@@ -231,7 +256,8 @@ def main(argv: Sequence[str], root: Path) -> int:
         runs = {name: runs[name] for name in MEANINGS if name in runs}
         into.write_text(f"{json.dumps(runs, indent=1)}\n", encoding="utf-8")
     machines = known(root)
-    (root / PAGE).write_text(page(machines, summaries(root)), encoding="utf-8")
+    (root / PAGE).write_text(page(machines), encoding="utf-8")
+    _grid.write(root, "benchmarks", grid(machines, summaries(root)))
     folder = root / DOCS / PICTURES
     folder.mkdir(parents=True, exist_ok=True)
     for name, drawn in pictures(machines).items():

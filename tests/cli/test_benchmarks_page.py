@@ -1,4 +1,4 @@
-"""docs/benchmarks.md, its pictures and that of Megatron's history are what their data say."""
+"""docs/benchmarks.md, its grid and pictures, and that of the history are what their data say."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _device, _history, _record, page
+from benchmarks import _device, _grid, _history, _record, page
 
 ROOT = Path(__file__).parents[2]
 DRAWN = page.DOCS / page.PICTURES
@@ -16,7 +16,9 @@ REMEDY = "run `python -m benchmarks.page` in the repository"
 
 def test_the_page_is_current():
     found = page.known(ROOT)
-    assert (ROOT / page.PAGE).read_text("utf-8") == page.page(found, page.summaries(ROOT)), REMEDY
+    assert (ROOT / page.PAGE).read_text("utf-8") == page.page(found), REMEDY
+    grid = _grid.text(page.grid(found, page.summaries(ROOT)))
+    assert (ROOT / _grid.FOLDER / "benchmarks.json").read_text("utf-8") == grid, REMEDY
     drawn = {path.stem: path.read_text("utf-8") for path in (ROOT / DRAWN).glob("*.svg")}
     assert drawn == page.pictures(found), REMEDY
 
@@ -51,21 +53,25 @@ def checkout(tmp_path):
     return tmp_path
 
 
+def blocks(root, title):
+    """The blocks that the written grid has of a benchmark."""
+    grid = json.loads((root / _grid.FOLDER / "benchmarks.json").read_text("utf-8"))
+    (found,) = (section["blocks"] for section in grid if section["title"] == title)
+    return found
+
+
 def test_only_ratios_are_shown_and_a_new_run_replaces_the_old_one(checkout, machine):
     found = {"first_s": 3.0, "later_s": 0.75, "ratio": 0.25}
     for folder, ratio in (("a", 0.25), ("b", 0.125)):
         left(checkout / folder, "rank_calls", machine, found | {"ratio": ratio})
         page.main([str(checkout / folder)], checkout)
     text = (checkout / page.PAGE).read_text("utf-8")
-    own = text.partition("## Calling CPU ranks")[2].partition("\n## ")[0]
-    assert "ranks that are warm takes 12.5 % of the time of the first one" in own
-    assert [line for line in own.splitlines() if line.startswith("| ")] == [
-        "| | ratio |",
-        "| --- | --- |",
-        "| ratio | 0.125 |",
-    ]
-    assert f"{machine['cpu']}, {machine['cores']} cores" in own
-    assert "- `patched_step`: " in text.partition("## Not run yet")[2]
+    assert "| a call on warm CPU ranks ÷ the first call | 12.5 % |\n" in text
+    assert "`patched_step`, " in text.partition("\nNot run yet: ")[2]
+    _, told, _, command, table = blocks(checkout, "Calling CPU ranks")
+    assert "ranks that are warm takes 12.5 % of the time of the first one" in told["text"]
+    assert table == {"head": ["", "ratio"], "rows": [["ratio", "0.125"]]}
+    assert f"{machine['cpu']}, {machine['cores']} cores" in command["text"]
 
 
 def test_the_use_of_a_core_is_measured(machine):
@@ -79,7 +85,8 @@ def test_the_use_of_a_core_is_measured(machine):
 def test_a_run_on_a_busy_machine_is_marked(checkout, machine, how):
     left(checkout / "a", "rank_calls", machine | how, {"ratio": 0.25})
     page.main([str(checkout / "a")], checkout)
-    assert "**The machine was busy**" in (checkout / page.PAGE).read_text("utf-8")
+    assert "| 25.0 %, busy |\n" in (checkout / page.PAGE).read_text("utf-8")
+    assert "The machine was busy" in blocks(checkout, "Calling CPU ranks")[1]["text"]
 
 
 def test_rows_of_a_list_are_named_by_their_words():
@@ -102,22 +109,28 @@ def test_a_gpu_stands_beside_the_cpu_with_its_limit(checkout, machine):
         folder = left(checkout / f"on{label}", "patched_step", machine, {"wall": wall | lower})
         page.main([str(folder), *(["--machine", label] if label else [])], checkout)
     text = (checkout / page.PAGE).read_text("utf-8")
-    assert "**CPU.** A training step that hits no hazard takes 1.250 times" in text
-    assert "**H100.** A training step that hits no hazard takes 1.500 times" in text
-    assert "1.0 is stock Megatron's step: CPU wall 1.25; H100 wall 1.5](" in " ".join(text.split())
+    assert "| | CPU | H100 |\n" in text
+    assert "| a step with patches ÷ stock Megatron's | 1.250 | 1.500 |\n" in text
+    _, on_cpu, on_gpu, picture, *_ = blocks(checkout, "A step with patches")
+    assert on_cpu["text"].startswith("CPU: A training step that hits no hazard takes 1.250 times")
+    assert on_gpu["text"].startswith("H100: A training step that hits no hazard takes 1.500 times")
+    assert picture["alt"] == "1.0 is stock Megatron's step: CPU wall 1.25; H100 wall 1.5"
+    assert (checkout / _grid.FOLDER / picture["picture"]).resolve().is_file()
     drawn = (checkout / DRAWN / "patched_step.svg").read_text("utf-8")
     assert drawn.index(">CPU<") < drawn.index(">1.25<") < drawn.index(">H100<")
     assert drawn.count("stroke-width") == 1
     assert ">1.5 (at most 1.75)<" in drawn
 
 
-def test_a_sentence_is_left_out_where_its_numbers_are_missing(checkout, machine):
+def test_a_row_and_a_sentence_are_left_out_where_its_numbers_are_missing(checkout, machine):
     found = {"shared_memory": {"of_a_copy": 0.125}, "gloo": {"of_a_copy": 0.5}}
     left(checkout / "a", "weight_transports", machine, found)
     page.main([str(checkout / "a")], checkout)
     text = (checkout / page.PAGE).read_text("utf-8")
-    assert "Shared memory carries weights at 12.5 % of the rate" in text
-    assert "CUDA IPC" not in text
+    assert "| weights through shared memory ÷ a copy in memory | 12.5 % |\n" in text
+    told = blocks(checkout, "Carrying weights to another process")[1]["text"]
+    assert "Shared memory carries weights at 12.5 % of the rate" in told
+    assert "CUDA IPC" not in text + told
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ def program(monkeypatch, megatron_rank_pool):
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_a_program_is_a_page_long_and_in_the_documentation(path):
     assert len(path.read_text("utf-8").splitlines()) <= LONGEST.get(path.stem, 80)
-    pages = ("index.md", "frameworks.md", "rollouts.md", "train-step.md")
+    pages = ("index.md", "recipes/index.md", "rollouts.md", "train-step.md")
     docs = "".join((EXAMPLES.parent / "docs" / page).read_text("utf-8") for page in pages)
-    assert f"(../examples/{path.name})" in docs
+    assert f"../examples/{path.name})" in docs
 
 
 def test_no_program_has_the_name_of_a_package_that_others_beside_it_import():

@@ -13,6 +13,22 @@ from ranks import tiered
 from starts import started
 
 pytestmark = pytest.mark.full
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_readme_says_how_many_modules_apply_loads():
+    program = (
+        "import json, sys, megatron_idempotent; megatron_idempotent.apply();"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    modules = json.loads(started(sys.executable, "-c", program).stdout)
+    assert not {"torch", "megatron"} & {*modules}
+    own = [name for name in modules if name.partition(".")[0] == "megatron_idempotent"]
+    # A checkout looks for its case files.
+    number = len({*own} - {"megatron_idempotent.checkout"})
+    assert f"`apply()` loads {number} modules of this package" in README, own
+
 
 #: What each entry point brings into a process, beside what has loaded it.
 BROUGHT = {

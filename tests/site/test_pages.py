@@ -103,6 +103,16 @@ def test_every_page_is_in_the_navigation(pages):
     assert named == names
 
 
+def test_the_pages_stay_within_their_words():
+    written = [*(ROOT / "docs").rglob("*.md")]
+    written += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    words = {path: len(path.read_text("utf-8").split()) for path in written}
+    assert sum(words.values()) <= 60_000, "say each fact once, and link to it"
+    short = ("benchmarks", "state", "layouts")
+    assert [name for name in short if words[ROOT / "docs" / f"{name}.md"] > 600] == []
+    assert words[ROOT / "docs" / "certify.md"] <= 1_500
+
+
 def test_each_link_of_a_page_is_right_on_github():
     dead = []
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:

@@ -218,15 +218,33 @@ def test_an_old_anchor_of_the_list_leads_to_the_row_of_the_hazard(browser, addre
     page.close()
 
 
-def test_a_benchmark_shows_its_picture_and_folds_its_numbers(browser, address):
+def test_a_benchmark_folds_its_picture_and_its_numbers(browser, address):
     page = browser.new_page()
     page.goto(f"{address}/benchmarks/")
-    picture = page.locator("img[src$='benchmarks/patched_step.svg']")
-    assert picture.evaluate("found => found.decode().then(() => found.naturalWidth)") > 300
-    numbers = page.locator("details table").first
+    own = page.locator("details", has=page.locator("img[src$='benchmarks/patched_step.svg']"))
+    own.wait_for()
+    numbers, picture = own.locator("table").first, own.locator("img")
     assert not numbers.is_visible()
-    page.locator("details > summary").first.click()
+    own.locator("summary").click()
     assert numbers.is_visible()
+    assert picture.evaluate("found => found.decode().then(() => found.naturalWidth)") > 300
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "title", "cell"),
+    [
+        ("certify", "Words of a layout", "dpN"),
+        ("layouts", "Megatron alone", "dp2-pp2-packs-distopt-tied"),
+        ("state", "dp_reshardable", "load-into-live-run"),
+    ],
+)
+def test_a_page_draws_its_grid_below_the_link(browser, address, path, title, cell):
+    page = browser.new_page()
+    page.goto(f"{address}/{path}/")
+    section = page.locator("details", has_text=title).first
+    section.locator("summary").click()
+    assert section.locator("td", has_text=cell).first.is_visible()
     page.close()
 
 

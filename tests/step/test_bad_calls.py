@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -810,10 +809,3 @@ def test_masks_on_a_device_are_judged_at_the_end() -> None:
     told = str(told)
     assert "rank 1: ValueError: count 0 of 1" in told
     assert "another value than 0 and 1" in told
-
-
-def test_the_page_has_a_row_for_each():
-    page = (Path(__file__).parents[2] / "docs" / "train-step" / "failures.md").read_text("utf-8")
-    section = page.partition("## Bad input\n")[2]
-    for name in (*BATCHES, *POSITIONS, *COUNTED, *LOSSES, *ARGUMENTS):
-        assert f"| {name} |" in section, name

@@ -102,6 +102,28 @@ def test_a_framework_on_what_was_never_run_is_refused(change, fault):
         casebook.page(TABLE | {"frameworks": frameworks}, recorded(), WALKED)
 
 
+def test_the_readme_says_how_many_patches_land_for_each_framework():
+    proven = json.loads((ROOT / casebook.PROVEN).read_text())
+    landing: dict[str, set[int]] = {}
+    own: dict[str, set[str]] = {}
+    for framework in TABLE["frameworks"]:
+        counts = [casebook.coverage(proven[name]) for name in framework["megatron"]]
+        assert not any(refused for _, refused in counts), "README says that none is refused"
+        names = framework["name"].split(", ")
+        for name in names:
+            others = tuple(f"{other.lower()}-" for other in names if other != name)
+            landing.setdefault(name, set()).update(applied for applied, _ in counts)
+            patches = {id for id in framework.get("patches", ()) if not id.startswith(others)}
+            own.setdefault(name, set()).update(patches)
+    readme = (ROOT / "README.md").read_text()
+    rows = dict(re.findall(r"(?m)^\| \[([^]]+)\]\(docs/recipes/[^)]+\) \| (.+) \|$", readme))
+    assert {*rows} == {*landing} - {"Megatron-LM"}
+    for name, row in rows.items():
+        least, most = min(landing[name]), max(landing[name])
+        span = f"{most}" if least == most else f"{least} to {most}"
+        assert row == f"{span} | {len(own[name])}", name
+
+
 def naming() -> dict[Path, str]:
     return {path: (ROOT / path).read_text() for path in casebook.NAMING}
 

@@ -165,7 +165,10 @@ class Adapter(Protocol):
     `Subject.loss_kind` asks for it; without, layouts with `sequences` are not judged. With
     `balance_mean = True` experts' loss is a mean over all positions of the step, whether they count
     or not. With `order_stable = True` it promises that the same rows, in the same microbatches,
-    give the same bits. With `fsdp2 = True` it trains FSDP2 models, and no others.
+    give the same bits. With `fsdp2 = True` it trains FSDP2 models, and no others. A method
+    `low_rank(module, rank=, magnitudes=)` puts the framework's own low-rank layers into a chunk's
+    module before DDP wraps it: alpha is twice the rank, and parameters are named as
+    Megatron-Bridge's are. Without it the layers are those of `low_rank.py`.
 
     Checks of state (`certify --state`) ask for more. What `save()` returns is pickled for each
     rank; one that writes files writes them below `subject.folder`, under another name each time,

@@ -1,9 +1,8 @@
 """Defines and reads the configuration of a run: its sections, keys, defaults and limits.
 
 A setting is declared once: its default, its default in an asynchronous run, its range, its option
-of the command, and whether a resumed run may change it. The string under it documents it. The
-tables in docs/settings.md, the JSON schema, the help of the command and error messages are made of
-these classes. `python tools/settings_page.py` updates the tables.
+of the command, and whether a resumed run may change it. The string under it documents it. The JSON
+schema, `train --help` and error messages are made of these classes.
 """
 
 from __future__ import annotations

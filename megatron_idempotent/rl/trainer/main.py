@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -282,6 +283,8 @@ def parser() -> argparse.ArgumentParser:
         "each optimizer step taken in chunks, and engines that are given the new weights. Exit "
         "code 0 at the end; 1 where ranks or the controller failed; 2 for a mistake in settings, "
         "data, output or checkpoint; 130 after Ctrl-C; 143 after SIGTERM, with a checkpoint.",
+        epilog=_settings_text(),
+        formatter_class=_HelpFormatter,
     )
 
     parser.add_argument(
@@ -292,7 +295,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override one setting; may be repeated",
+        help="override one of the settings below; may be repeated",
     )
     parser.add_argument(
         "--async",
@@ -316,3 +319,32 @@ def parser() -> argparse.ArgumentParser:
     for option, text in switches.items():
         parser.add_argument(option, action="store_true", help=text)
     return parser
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps each line of the description and of the settings by itself."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(
+            textwrap.fill(line, width, subsequent_indent="      " if line[:1] == " " else "")
+            for line in text.splitlines()
+        )
+
+
+def _settings_text() -> str:
+    """Return a line for each setting: its key, default, allowed values and meaning."""
+    from megatron_idempotent.settings import allowed, schema
+
+    from .config import SECTIONS, default
+
+    lines = [
+        "Settings, for --set and as tables of FILE, each with its default and what is allowed. The "
+        "command line wins over FILE. A synchronous run reads loggers of [controller] alone."
+    ]
+    for name, section in SECTIONS.items():
+        lines += ["", f"[{name}]"]
+        for key, field in schema(section)["properties"].items():
+            value = default(field)
+            meaning = " ".join(field["description"].split())
+            lines.append(f"  {key}: {value} ({allowed(field)}). {meaning}")
+    return "\n".join(lines).replace("`", "")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from starts import shown_at_80_columns, started
 
+from benchmarks import _checks, _grid
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, Result, certify, layout
 from megatron_idempotent.proof.certify import main as command
@@ -243,12 +244,17 @@ def test_the_command_without_an_adapter_says_what_it_takes(capsys):
     assert "name an adapter, PACKAGE.MODULE:CLASS" in capsys.readouterr().err
 
 
-def test_the_documentation_has_all_checks_and_words():
-    text = (Path(__file__).parents[3] / "docs" / "certify.md").read_text("utf-8")
-    for check in EVERY.values():
-        assert f"| `{check.name}` | {check.summary} |" in text
-    for word, said in WORDS.items():
-        assert f"| `{word}` | {said} |" in text
+def test_the_documentation_has_all_checks_and_words(capsys):
+    grid = (Path(__file__).parents[3] / _checks.PATH).read_text("utf-8")
+    assert grid == _grid.text(_checks.grid()), "run `python -m benchmarks._checks`"
+    rows = {
+        name: said for section in json.loads(grid) for name, said in section["blocks"][0]["rows"]
+    }
+    assert {f"`{check.name}`": check.summary for check in EVERY.values()}.items() <= rows.items()
+    assert {f"`{word}`": said for word, said in WORDS.items()}.items() <= rows.items()
+    assert command.main(["--list"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert not [said for said in rows.values() if said not in printed]
 
 
 @pytest.mark.exhaustive

@@ -116,7 +116,7 @@ def apart(name: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize("name", ["sequences", "packs-sequences"])
 def test_the_truth_is_the_mean_of_what_each_sequence_has_alone(megatron_ranks, name):
     ((sequences, positions, loss),) = megatron_ranks(1, apart, name)
-    # A step has some 400,000 roundings (docs/certify-definition.md). Independent ones of 2^-53 are
+    # A step has some 400,000 roundings (tests/step/roundings.py). Independent ones of 2^-53 are
     # 7e-14 of the norm, with which both sides and their sums are off.
     assert sequences < 1e-12
     assert loss < 1e-12

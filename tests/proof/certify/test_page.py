@@ -1,12 +1,12 @@
-"""docs/layouts.md is what docs/layouts.json says, and findings are merged into it."""
+"""docs/layouts.md, docs/state.md and their grids are what their data say."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks import _grid, _states
 from benchmarks import _layouts as page
-from benchmarks import _states
 from megatron_idempotent.proof.certify import Result
 from megatron_idempotent.proof.certify.main import as_json
 
@@ -16,9 +16,16 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("page", [page, _states])
 def test_the_page_is_current(page):
     found = json.loads((ROOT / page.FOUND).read_text("utf-8"))
-    assert (ROOT / page.PAGE).read_text("utf-8") == page.page(found), (
-        f"run `python -m {page.__name__}` in the repository"
-    )
+    remedy = f"run `python -m {page.__name__}` in the repository"
+    assert (ROOT / page.PAGE).read_text("utf-8") == page.page(found), remedy
+    written = (ROOT / _grid.FOLDER / f"{page.PAGE.stem}.json").read_text("utf-8")
+    assert written == _grid.text(page.grid(found)), remedy
+
+
+def sections(root, name):
+    """The sections of a grid that was written below a folder, by their titles."""
+    grid = json.loads((root / _grid.FOLDER / f"{name}.json").read_text("utf-8"))
+    return {section["title"]: section["blocks"] for section in grid}
 
 
 def left(folder, megatron, adapter, *results):
@@ -42,11 +49,18 @@ def test_findings_are_merged_by_megatron_and_adapter(tmp_path):
         left(tmp_path / name, name, "SplitStep", *results)
         assert page.main([str(folder)], tmp_path) == 0
     text = (tmp_path / page.PAGE).read_text("utf-8")
-    own = text.partition("`TrainStep`: ")[2]
-    assert "| `whole-step` | 1 of 2 | 1 of 1 | a step in one call " in own
-    assert "| `nan` | not run | not run | " in own
-    assert "| layout | 0.1 | 0.2 |\n| --- | --- | --- |\n| `dp2` | 0.12 | – |" in text
-    assert "| `pp2` | **failed** | 0.5 |\n\n- 0.1, `pp2`, `whole-step`: it is off\n" in text
+    assert f"| {page.ADAPTERS['Window']} | **1**/2, 0.12 | 1/1, 0.5 |\n" in text
+    assert "\n- 0.1, `pp2`, `whole-step`: it is off\n" in text
+    grid = sections(tmp_path, "layouts")
+    _, checks = grid["`TrainStep`: faults, resumes and the rest"]
+    rows = {name: cells for name, *cells in checks["rows"]}
+    assert rows["`whole-step`"][:2] == ["1 of 2", "1 of 1"]
+    assert rows["`whole-step`"][2].startswith("a step in one call ")
+    assert rows["`nan`"][:2] == ["not run", "not run"]
+    table, faults = grid[page.ADAPTERS["Window"]]
+    assert table["head"] == ["layout", "0.1", "0.2"]
+    assert table["rows"] == [["`dp2`", "0.12", "–"], ["`pp2`", "failed", "0.5"]]
+    assert faults["list"] == ["0.1, `pp2`, `whole-step`: it is off"]
 
 
 def test_bits_are_told_by_the_numbers_of_replicas_that_have_the_same(tmp_path):
@@ -62,8 +76,9 @@ def test_bits_are_told_by_the_numbers_of_replicas_that_have_the_same(tmp_path):
         }.items()
     ]
     assert page.main([str(left(tmp_path, "0.1", "OrderStable", *rows))], tmp_path) == 0
-    text = (tmp_path / page.PAGE).read_text("utf-8")
-    assert "| `dp` | 1, 4 |\n| `moe` | **differ** |\n| `ep2` | – |\n" in text
+    _, table, _ = sections(tmp_path, "layouts")[page.ADAPTERS["OrderStable"]]
+    assert table["rows"] == [["`dp`", "1, 4"], ["`moe`", "differ"], ["`ep2`", "–"]]
+    assert "| **3**/4 |\n" in (tmp_path / page.PAGE).read_text("utf-8")
 
 
 def test_some_layouts_that_are_run_again_leave_the_others_as_they_were(tmp_path):
@@ -74,8 +89,10 @@ def test_some_layouts_that_are_run_again_leave_the_others_as_they_were(tmp_path)
     }.items():
         assert page.main([str(left(tmp_path / folder, "0.1", "Window", *results))], tmp_path) == 0
     text = (tmp_path / page.PAGE).read_text("utf-8")
-    assert "| `dp2` | 0.25 |\n| `pp2` | 0.5 |\n" in text
+    assert "| 2/2, 0.5 |\n" in text
     assert "it is off" not in text
+    (table,) = sections(tmp_path, "layouts")[page.ADAPTERS["Window"]]
+    assert table["rows"] == [["`dp2`", "0.25"], ["`pp2`", "0.5"]]
 
 
 @pytest.mark.parametrize(
@@ -93,10 +110,10 @@ def test_findings_that_cannot_be_read_are_refused(tmp_path, write, said):
         page.read(tmp_path)
 
 
-def test_a_page_without_our_own_step_has_no_table_of_its_checks(tmp_path):
+def test_a_grid_without_our_own_step_has_no_table_of_its_checks(tmp_path):
     (tmp_path / "docs").mkdir()
     page.main([str(left(tmp_path / "of", "0.1", "Window", result("dp2")))], tmp_path)
-    assert "Faults, resumes" not in (tmp_path / page.PAGE).read_text("utf-8")
+    assert [*sections(tmp_path, "layouts")] == [page.ADAPTERS["Window"]]
 
 
 def test_a_format_is_told_by_check_and_megatron(tmp_path):
@@ -112,8 +129,11 @@ def test_a_format_is_told_by_check_and_megatron(tmp_path):
     assert _states.main([str(left(tmp_path, "0.1", "Legacy", *rows))], tmp_path) == 0
     assert _states.main([str(left(tmp_path / "b", "0.2", "Legacy", *rows[:1]))], tmp_path) == 0
     text = (tmp_path / _states.PAGE).read_text("utf-8")
-    assert "\n| `rollback` | **no** | ok |\n" in text
-    assert "\n| `save-and-go-on` | ok | not run |\n" in text
-    assert "\n| `save-and-go-on` | a save, " in text
-    assert "async-save" not in text
-    assert "\n- 0.1, `ep2`, `rollback`, `reshard-dp`, `keeps-random`: it is known\n" in text
+    assert f"| {_states.ADAPTERS['Legacy']} | **1**/4 | 1/1 |\n" in text
+    _, table, faults = sections(tmp_path, "state")[_states.ADAPTERS["Legacy"]]
+    rows = {name: cells for name, *cells in table["rows"]}
+    assert rows["`rollback`"][:2] == ["no", "ok"]
+    assert rows["`save-and-go-on`"][:2] == ["ok", "not run"]
+    assert rows["`save-and-go-on`"][2].startswith("a save, ")
+    assert "`async-save`" not in rows
+    assert faults["list"] == ["0.1, `ep2`, `rollback`, `reshard-dp`, `keeps-random`: it is known"]

@@ -6,7 +6,6 @@ import re
 import traceback
 
 import pytest
-from settings_page import PAGE, with_current_table
 
 from megatron_idempotent.rl.controller.state import ControllerLimits, ControllerSettings
 from megatron_idempotent.rl.engines.vllm import VllmEngine
@@ -24,7 +23,7 @@ from megatron_idempotent.rl.trainer.config import (
     load_config,
 )
 from megatron_idempotent.rl.trainer.main import main
-from megatron_idempotent.settings import schema
+from megatron_idempotent.settings import allowed, schema
 
 ON_RAY = "run.mode=async controller.cluster=ray"
 
@@ -235,12 +234,20 @@ def test_editors_get_a_schema_of_every_key_with_its_range_and_meaning(capsys):
             assert field["default"] == getattr(section(), key)
 
 
-def test_the_settings_in_the_documentation_are_those_of_the_classes():
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_current_table(page) == page, "run: python tools/settings_page.py"
-    assert "| `rollouts` | `150`; with `--async` `600` | 1 or more |" in page
-    with pytest.raises(ValueError, match="lacks the markers"):
-        with_current_table("# A page\n")
+def test_the_help_has_every_setting_with_its_default_range_and_meaning(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "500")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    printed = capsys.readouterr().out
+    assert "\n  rollouts: 150; with --async 600 (1 or more). Rollouts in the run; " in printed
+    for name, section in SECTIONS.items():
+        own = printed.partition(f"\n[{name}]\n")[2].partition("\n\n")[0]
+        lines = dict(line.strip().split(": ", 1) for line in own.splitlines())
+        fields = schema(section)["properties"]
+        assert [*lines] == [*fields]
+        for key, field in fields.items():
+            meaning = " ".join(field["description"].split()).replace("`", "")
+            assert lines[key].endswith(f"({allowed(field)}). {meaning}")
 
 
 def test_a_bucket_is_a_transport_by_its_url(tmp_path):

@@ -1,0 +1,40 @@
+"""Makes the grids that docs/assets/grid.js draws on the site below a link to their file.
+
+A grid is a list of sections, each with a title and blocks: a text, a list, a picture or a table.
+What stands between backticks is code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("docs", "assets", "grids")
+
+Block = Mapping[str, Any]
+Section = Mapping[str, Any]
+
+
+def section(title: str, *blocks: Block) -> Section:
+    """Return a section, which the site folds below its title."""
+    return {"title": title, "blocks": blocks}
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Block:
+    """Return a table."""
+    return {"head": head, "rows": [*rows]}
+
+
+def text(sections: Iterable[Section]) -> str:
+    """Return a grid's file."""
+    lines = ",\n".join(json.dumps(section, ensure_ascii=False) for section in sections)
+    return f"[\n{lines}\n]\n"
+
+
+def write(root: Path, name: str, sections: Iterable[Section]) -> None:
+    """Write a grid's file, `docs/assets/grids/NAME.json`."""
+    path = root / FOLDER / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text(sections), encoding="utf-8")
