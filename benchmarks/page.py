@@ -43,10 +43,12 @@ _HEAD = """\
 # Benchmarks
 
 Each number is a ratio of two sides that took turns in one run, so that it can be compared between
-machines. The dates, the machines, every other number and the pictures are in
+machines. Do not quote a number that is marked *busy*: another process had a part of its machine.
+"""
+_TAIL = """\
+The dates, the machines, every other number and the pictures are in
 [the grid](assets/grids/benchmarks.json), which the site draws below this paragraph; a red mark in a
-picture is the limit that we hold a number to. Do not quote a number that is marked *busy*: another
-process had a part of its machine.
+picture is the limit that we hold a number to.
 
     python -m benchmarks --json build/benchmarks   # or some, by their names
     python -m benchmarks.page build/benchmarks     # of a GPU: --machine h100
@@ -107,7 +109,7 @@ def page(machines: Mapping[str, Runs]) -> str:
     missing = [name for name in MEANINGS if not any(name in runs for runs in machines.values())]
     if missing:
         parts += [f"Not run yet: {', '.join(f'`{name}`' for name in missing)}.", ""]
-    return "\n".join(parts)
+    return "\n".join([*parts, _TAIL])
 
 
 def _each(machines: Mapping[str, Runs], name: str) -> Iterator[Runs]:
