@@ -105,9 +105,10 @@ def test_every_page_is_in_the_navigation(pages):
 
 def test_the_pages_stay_within_their_words():
     written = [*(ROOT / "docs").rglob("*.md")]
-    written += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+    roots = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "HAZARDS.md")
+    written += [ROOT / name for name in roots]
     words = {path: len(path.read_text("utf-8").split()) for path in written}
-    assert sum(words.values()) <= 60_000, "say each fact once, and link to it"
+    assert sum(words.values()) <= 65_000, "say each fact once, and link to it"
     short = ("benchmarks", "state", "layouts")
     assert [name for name in short if words[ROOT / "docs" / f"{name}.md"] > 600] == []
     assert words[ROOT / "docs" / "certify.md"] <= 1_500
