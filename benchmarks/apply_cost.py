@@ -1,6 +1,6 @@
 """Measures what `apply()` costs a program before it imports Megatron, and at that import.
 
-    python -m benchmarks.apply_cost [--json]
+    python -m benchmarks.apply_cost [--rounds 6] [--json]
 
 `import megatron_idempotent; apply()` in fresh interpreters, taken in turn with two yardsticks: an
 interpreter that does nothing, and one that imports asyncio from the standard library. CPU time,
@@ -33,7 +33,6 @@ from typing import Any
 
 from benchmarks._record import options, progress, tell
 
-ROUNDS = 20
 PROGRAMS = {
     "nothing": ("pass", "pass"),
     "import asyncio": ("pass", "import asyncio"),
@@ -56,7 +55,6 @@ AT_IMPORT = {
         "m.apply(); import megatron.training",
     ),
 }
-ROUNDS_AT_IMPORT = 5
 
 _IMPORTED = "import torch, megatron.training.training, megatron.core.models.gpt"
 WITH_MEGATRON = {
@@ -130,16 +128,19 @@ def _commit_of(folder: Path) -> Path:
     return folder
 
 
-def _with_megatron(part: str, environ: dict[str, str]) -> dict[str, dict[str, float]]:
+def _with_megatron(part: str, environ: dict[str, str], rounds: int) -> dict[str, dict[str, float]]:
     """Measure `apply()` after Megatron is imported: its seconds, and the memory it keeps."""
-    found = _measure(part, environ, WITH_MEGATRON, "import Megatron", ROUNDS_AT_IMPORT)
+    found = _measure(part, environ, WITH_MEGATRON, "import Megatron", rounds)
     return {**found, "kept": {"MiB": _printed(_KEPT, environ) / 2**20}}
 
 
 def main() -> None:
     """Print median and minimum per program, and the ratio to the yardstick."""
-    asked = options(__doc__).parse_args()
-    compiled, small = {"PYTHONDONTWRITEBYTECODE": ""}, (PROGRAMS, "import asyncio", ROUNDS)
+    parser = options(__doc__)
+    parser.add_argument("--rounds", type=int, default=6, help="a third of them import Megatron")
+    asked = parser.parse_args()
+    seldom = max(1, asked.rounds // 3)
+    compiled, small = {"PYTHONDONTWRITEBYTECODE": ""}, (PROGRAMS, "import asyncio", asked.rounds)
     found = {}
 
     def measure(part: str, *programs: Any, **environ: str) -> None:
@@ -150,13 +151,13 @@ def main() -> None:
         # Looked for there, of this package and of the standard library alike.
         without = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty}
         measure("without compiled files", *small, **without)
-    at_import = (AT_IMPORT, "import megatron.training", ROUNDS_AT_IMPORT)
+    at_import = (AT_IMPORT, "import megatron.training", seldom)
     measure("at the import of Megatron", *at_import, **compiled)
     with tempfile.TemporaryDirectory() as folder:
         commit = {"PYTHONPATH": str(_commit_of(Path(folder)))}
         for kind, path in (("a release", {}), ("a commit", commit)):
             part = f"with Megatron imported, {kind}"
-            found[part] = _with_megatron(part, compiled | path)
+            found[part] = _with_megatron(part, compiled | path, seldom)
     tell(found, asked.json)
 
 

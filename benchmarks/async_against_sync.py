@@ -1,6 +1,6 @@
 """The asynchronous trainer against the synchronous one on the same cores, at the same samples.
 
-    python -m benchmarks.async_against_sync [--steps 24] [--tokens 8,32,96] [--json]
+    python -m benchmarks.async_against_sync [--steps 12] [--tokens 8,32] [--json]
 
 Sync: two ranks, each of which samples and then trains, so that both cores do either. Async: one
 rank trains on one core while an engine samples on the other, and two ranks with an engine beside
@@ -79,8 +79,8 @@ def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:
 def main() -> None:
     """Print the table."""
     parser = options(__doc__)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--tokens", default="8,32,96", help="longest responses")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--tokens", default="8,32", help="longest responses")
     asked = parser.parse_args()
     found: dict[int, dict[str, float]] = {}
     for tokens in (int(each) for each in asked.tokens.split(",")):

@@ -1,6 +1,6 @@
 """Measures a step in pieces: `TrainStep` ÷ a plain Megatron step, and eight chunks ÷ one.
 
-    python -m benchmarks.split_step [--rounds 10] [--hidden 256] [--json]
+    python -m benchmarks.split_step [--rounds 4] [--hidden 256] [--json]
                                     [--latency-ms 2] [--gigabytes-per-s 0.2] [--only-steps]
                                     [--device cuda [--seconds 60]]
 
@@ -143,7 +143,7 @@ def memory(hidden: int) -> dict[str, float]:
 def main() -> None:
     """Print ratios of times, exposed communication, and memory."""
     parser = options(__doc__)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--hidden", type=int, help="size of the hidden layers")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a row on a GPU")
     parser.add_argument("--only-steps", action="store_true", help="no network, no memory")
