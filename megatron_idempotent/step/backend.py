@@ -1,4 +1,4 @@
-"""Declares what a step takes as options, and what it asks of the model and optimizer it runs on."""
+"""Declares a step's options, and the methods by which it runs its model and optimizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Options:
 
 
 class LocalFailure(Exception):
-    """Says that this rank failed with `error`, after it did all that others wait for."""
+    """Reports that this rank failed with `error`, and that no other rank waits for it."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     @property
     def must_agree(self) -> Mapping[str, Any]:
-        """Settings by name; where they differ between ranks, the step fails on all of them."""
+        """Settings by name that have to be equal on all ranks; otherwise the step fails on all."""
 
     @property
     def narrow(self) -> bool:
@@ -77,44 +77,45 @@ class Backend(Protocol):
 
     @property
     def alignment(self) -> TokenAlignment:
-        """Multiples of tokens that packs are padded to. `ValueError` where they are not known."""
+        """The token multiples that packs are padded to; `ValueError` if they are unknown."""
 
     @property
     def partially_updated(self) -> bool:
-        """True if parameters may be half updated, and there is no copy to go back to."""
+        """True if parameters may be half updated, and no copy of them can be restored."""
 
     def accept_loss(self, loss: StepLoss) -> None:
         """Raise `ValueError` if the loss lacks a weight for auxiliary losses that the model has."""
 
     def open(self) -> None:
-        """Zero gradients, switch to training, and remember what `restore` puts back.
+        """Zero gradients, switch to training mode, and save the state that `restore` puts back.
 
-        Until `update` or the end of the step the optimizer refuses to step.
+        The optimizer's `step()` raises until `update` or the end of the step.
         """
 
     def writes(self) -> Writes:
-        """Return counters that are equal to earlier ones if nothing was written; wait for nothing.
+        """Return counters of writes to trained parameters and gradients; wait for no device.
 
-        Only trained parameters and their gradients count.
+        They are equal to the counters of an earlier call if nothing was written in between.
         """
 
     def gradient_bits(self) -> Any:
-        """Return a sum of the gradients' bits, which shows later whether they are the same.
+        """Return a checksum of the gradients' bits, to be compared with that of a later call.
 
-        It may be on the device, and nothing waits. None if gradients may not be written at all.
+        It may be a tensor on the device, and the host does not wait. None from a backend that
+        cannot compare gradients so.
         """
 
     def accept(self, calls: Calls) -> None:
         """Raise `ValueError` if the microbatches of calls cannot run; change nothing."""
 
     def lockstep_group(self) -> tuple[bool, Any]:
-        """Return whether ranks meet inside of a microbatch, and the gloo group of those that do.
+        """Return whether replicas share a microbatch's collectives, and their ranks' gloo group.
 
-        The group is None if it has all ranks. The first call is a collective of all ranks.
+        The group is None if all ranks are in it. The first call is a collective of all ranks.
         """
 
     def divide_losses(self, shift: int) -> None:
-        """Have later losses of the step, and the gradients so far, divided by 2 ** shift.
+        """Divide the gradients so far, and later losses of the step, by 2 ** shift.
 
         Called only where gradients are `narrow`. The update multiplies by 2 ** shift again.
         """
@@ -122,13 +123,12 @@ class Backend(Protocol):
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
-        """Run forward and backward, with the loss not normalised; return what it returned.
+        """Run forward and backward of the loss, not normalised; return the results of the loss.
 
-        There is an item per microbatch on ranks that have the loss. With `reduce`, reductions
-        start as they would in the last microbatch of a one-shot step. With `dummies` nothing of
-        the microbatches may reach a gradient. Raises `LocalFailure` for a
-        failure on this rank after which it did all that other ranks wait for, and `WindowAborted`
-        for one that all know.
+        Ranks that compute the loss return one result per microbatch. With `reduce`, reductions
+        start as they would in the last microbatch of a one-shot step. With `dummies` the
+        microbatches must not change any gradient. Raises `LocalFailure` for a failure on this rank
+        for which no other rank waits, and `WindowAborted` for a failure that all ranks know of.
         """
 
     def check_ready(self, increment: int | None) -> None:
@@ -139,36 +139,36 @@ class Backend(Protocol):
         """
 
     def join(self, *, wait: bool = True) -> None:
-        """Take part in gathers that peers start in a forward, if this rank has run none.
+        """Join the parameter gathers of the peers' forward, if this rank has run no forward.
 
         With `wait`, return when the gathers have ended.
         """
 
     def parameter_norm(self) -> Any:
-        """Return a norm of this rank's trained parameters, finite unless one of them is not.
+        """Return a norm of this rank's trained parameters; it is finite only if all of them are.
 
-        It may be on the device. It costs one pass over them, and no wait.
+        It may be a tensor on the device. It costs one pass over the parameters, and no wait.
         """
 
     def outdated_main_parameters(self) -> Any:
-        """Return the number of this rank's main elements that do not round to the model's.
+        """Count the elements of this rank's main parameters that do not round to the model's.
 
-        It may be on the device. It costs one pass over both, and no wait.
+        The count may be a tensor on the device. It costs one pass over both, and no wait.
         """
 
     def bad_parameter(self) -> str | None:
-        """Name the first trained parameter that is NaN or infinite, and where; None without one.
+        """Name the first NaN or infinite element of a trained parameter; None if all are finite.
 
         The host waits for the device, so it is called only if the norm was not finite.
         """
 
     def check_gradients(self) -> None:
-        """Raise for a gradient that the reduction would refuse, before any peer waits in it."""
+        """Raise for a gradient that the reduction would refuse, before any rank enters it."""
 
     def update(
         self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
     ) -> Update:
-        """Reduce and finalize once, divide, step the optimizer and the scheduler.
+        """Reduce and finalize gradients once, divide them, step the optimizer and the scheduler.
 
         `local` is this replica's part of the normalizer, where that counts tokens or sequences. All
         ranks take part; none waits longer than `timeout_s` in a collective whose backend has
@@ -177,10 +177,10 @@ class Backend(Protocol):
         """
 
     def skip(self) -> None:
-        """Drop the gradients of a step that is not to update; parameters stay."""
+        """Drop the gradients of a step that makes no update; parameters keep their values."""
 
     def close(self) -> None:
-        """Forget what `restore` would put back, because the step has ended with a result."""
+        """Drop the state that `restore` would put back; the step has ended with a result."""
 
     def restore(self) -> None:
-        """Drop the gradients, and put back what `open` kept; do nothing if it was refused."""
+        """Drop the gradients, and put back what `open` saved; do nothing if `open` raised."""

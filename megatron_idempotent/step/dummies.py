@@ -19,17 +19,17 @@ from megatron_idempotent.megatron.replica_check import checksum
 
 from .microbatches import SAMPLE_MASK, SCALARS, TOKENS, flat
 
-#: Begins what `template` puts in the place of a tensor or a pack. No class, because plain pickle
-#: does not find one that has itself arrived pickled by value.
+#: First item of the tuple by which `template` replaces a tensor or a pack. It is no class, because
+#: plain pickle cannot import a class that itself arrived pickled by value.
 _MARK = "megatron_idempotent"
 
 
 def template(inputs: Any, name: str = "") -> Any:
     """Describe a microbatch's inputs so that another rank can make its `dummy`.
 
-    Tensors, however deep in mappings, dataclasses, lists and tuples, are replaced by a description
-    without values; all else is kept. The description of packs and of `cu_seqlens` has their
-    borders, without which attention knows no sequences. `name` is the name of a value in its
+    Tensors at any depth of mappings, dataclasses, lists and tuples are replaced by a description
+    without values; other objects are kept. The description of packs and of `cu_seqlens` has their
+    borders, by which attention tells sequences apart. `name` is the name of a value in its
     microbatch.
     """
     if isinstance(inputs, Pack):
@@ -48,7 +48,7 @@ def template(inputs: Any, name: str = "") -> Any:
 
 
 def dummy(described: Any, device: Any) -> Any:
-    """Make inputs of zeros that look like those of a peer's `template`; nothing in it is valid."""
+    """Make a microbatch of zeros by a peer's `template`; none of its samples is valid."""
     if _is_mark(described):
         return _zeros(described, device)
     if isinstance(described, Mapping):
@@ -76,7 +76,7 @@ def _is_mark(value: Any) -> bool:
 
 
 def _zeros(described: tuple[Any, ...], device: Any) -> Any:
-    """Return a pack or borders as they were, or zeros of a tensor's shape and type."""
+    """Return a described pack or its borders, or zeros of a described tensor's shape and type."""
     match described:
         case _, "pack", lengths, segments:
             return Pack.laid_out(lengths, segments, device=device)
@@ -93,9 +93,9 @@ def _zeros(described: tuple[Any, ...], device: Any) -> Any:
 def fingerprint(batch: Any) -> dict[str, Any]:
     """Describe what is in a batch or a list of microbatches, to compare it with another one.
 
-    Returns an item for each tensor, number, string and None in it, by its place: of a tensor shape,
-    type and a checksum that stays on its device, so that nothing waits. Objects of other kinds
-    count by their type.
+    Returns an item for each tensor, number, string and None in the batch, by its path: for a tensor
+    its shape, type and a checksum, which stays on the device, so that the host does not wait. Other
+    objects are described by their type alone.
     """
     return dict(_leaves(batch, "batch"))
 

@@ -57,7 +57,7 @@ class ExactSums:
             node: Any = parameter.expand_as(parameter).grad_fn
             node = node.next_functions[0][0]
             node.register_hook(functools.partial(_take, weakref.ref(self), parameter))
-            self._nodes.append(node)  # a node, and its hooks, live as long as somebody holds it
+            self._nodes.append(node)  # keeps the node and its hooks alive
 
     def take(self, parameter: Any) -> None:
         """Move a parameter's gradient to its sum, after the backward of a microbatch."""

@@ -49,7 +49,8 @@ class FSDPBackend:
         self._scaler = step.grad_scaler
         self._watch = Watch(self._model)
         self._sizes = vocabulary_of(self._model)
-        # An unknown id on a device ends the process there; to check it the host would have to wait.
+        # An unknown token id on a device aborts the process; to check ids the host would have to
+        # wait.
         self._reads_ids = looks()
         self._snapshot: list[snapshot.Restore] = []
         self._update = snapshot.OpenUpdate(undo=step.undo)
@@ -71,7 +72,7 @@ class FSDPBackend:
         return self._update.is_torn
 
     def open(self) -> None:
-        self.close()  # a step whose end was interrupted may still be here
+        self.close()  # the end of the last step may have been interrupted
         if self._watch.is_taken():
             raise RuntimeError(
                 "begin(): another FSDPTrainStep is open for this model, and FSDP2 would reduce the "
@@ -104,7 +105,7 @@ class FSDPBackend:
         """Accept any loss, because these models add no auxiliary losses."""
 
     def accept(self, calls: Calls) -> None:
-        """Accept any shapes, but known tokens alone, and packs if `forward` knows sequences."""
+        """Accept any shapes; without the caller's `forward` refuse packs and unknown tokens."""
         if self._options.forward is not tokens_forward:
             return
         if any(microbatch.spans is not None for call in calls for microbatch in call):
@@ -202,7 +203,7 @@ class FSDPBackend:
         return Update(skipped=None, grad_norm=grad_norm)
 
     def _clipped(self) -> tuple[float | None, str | None]:
-        """Clip the gradients; return their norm before that, and the reason to skip the update.
+        """Clip the gradients; return their norm before clipping, and the reason to skip the update.
 
         The norm is None if gradients overflowed, and the loss scale is lower now.
 
@@ -213,7 +214,8 @@ class FSDPBackend:
         scale = None if self._scaler is None else self._scaler.get_scale()
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        # This reshards: an evaluation may have left whole copies, which the update makes old.
+        # This reshards: an evaluation may have left unsharded copies, which the update would not
+        # change.
         parameters = [p for p in self.shards.parameters() if p.grad is not None]
         norm = total_norm([p.grad for p in parameters if p.grad is not None])
         grad_norm = float(norm)
@@ -273,7 +275,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def stranger_shapes(shards: Shards, optimizer: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of those parameters of the optimizer that are not the model's."""
+    """Return the shapes of the optimizer's parameters that are not in the model."""
     of_model = {id(parameter) for parameter in shards.parameters()}
     return [
         tuple(parameter.shape)

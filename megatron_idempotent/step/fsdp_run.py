@@ -103,7 +103,7 @@ class Shards:
     def trained(self) -> list[torch.Tensor]:
         """Return this rank's shards of the parameters that need gradients; reshard nothing."""
         sharded = (param.sharded_param for group in self._groups for param in group.fsdp_params)
-        with torch.no_grad():  # else each is a call of autograd's, which takes longer than the look
+        with torch.no_grad():  # without this check each is a call into autograd, which takes longer
             return [param.to_local() for param in sharded if param.requires_grad]
 
     def writes(self) -> Writes:
@@ -134,7 +134,7 @@ class Shards:
         return f"{order}; {'; '.join(groups)}"
 
     def reduce(self) -> None:
-        """Reduce the gradients of backwards without synchronisation. All ranks take part.
+        """Reduce gradients that backwards have accumulated unreduced. All ranks take part.
 
         FSDP2 calls the same function at the end of each backward, for groups whose own hook did
         not fire there: it makes the same copy-in and collective per group, so the same bits.
@@ -163,16 +163,17 @@ class Shards:
 
     def settle(self) -> None:
         """Bring FSDP2 to its state between two steps, also after an exception in a backward."""
-        if self._root._is_root:  # before the first forward there is nothing, nor its streams
+        if self._root._is_root:  # before the first forward FSDP2 has no state, and no streams
             reset(self.model)
         for group in self._groups:
-            # Whatever the group has noted: an exception may have come between its parameters.
+            # Whatever state the group has recorded: an exception may have come between its
+            # parameters.
             for param in group.fsdp_params:
                 param.to_sharded()
             group._sharded_state = type(group._sharded_state).SHARDED
 
     def drop(self) -> None:
-        """Settle, and drop all gradients: a reset leaves those that are accumulated."""
+        """Call `settle`, and drop all gradients, because `reset` may keep accumulated ones."""
         self.settle()
         for group in self._groups:
             for param in group.fsdp_params:
@@ -214,20 +215,21 @@ def refusing_backward(output: Any) -> Iterator[None]:
 
 
 def vocabulary_of(model: nn.Module) -> EmbeddingSizes:
-    """Return the size of the vocabulary: that of the input embeddings of models that name them."""
+    """Return the vocabulary's size: that of the input embeddings, if the model names them."""
     modules: list[Any] = list(model.modules())
     if callable(get_embeddings := getattr(model, "get_input_embeddings", None)):
         with contextlib.suppress(NotImplementedError):  # of a model that names none after all
             modules = [get_embeddings()]
     sizes = [table.num_embeddings for table in modules if isinstance(table, nn.Embedding)]
-    # Without a name, no token can be looked up that is outside of the largest table.
+    # In a model that names none, no token can be looked up beyond the largest embedding.
     return EmbeddingSizes(max(sizes, default=None), None)
 
 
 def keep_gradients(shards: Shards) -> Restore:
-    """Keep references to the gradients: a reset of FSDP2 may drop them, from torch 2.15 on all.
+    """Keep references to the gradients, and return a function that puts them back.
 
-    Those that have come since are dropped.
+    A reset of FSDP2 may drop gradients, from torch 2.15 on all of them. Gradients that were added
+    since the call are dropped when these are put back.
     """
     params = [param for group in shards._groups for param in group.fsdp_params]
     accumulated = [(param, param.unsharded_accumulated_grad) for param in params]
@@ -384,7 +386,7 @@ class FSDPCall:
         """Raise on all ranks if any rank failed. A collective.
 
         Raises:
-            WindowAborted: all ranks are through, or have stopped at the same place.
+            WindowAborted: all ranks have run their microbatches, or have stopped at the same place.
             SessionPoisoned: some rank has stopped where others may wait for it.
         """
         failures = exchange(self._failure, deadline_s)
@@ -454,7 +456,7 @@ class FSDPCall:
 
 
 def zeros_for(output: Any) -> Zeros:
-    """Return the edges of the output's graph, each with zeros that can go backwards from it."""
+    """Return the graph's edges at the output, each with zeros from which a backward can start."""
     return [
         (get_gradient_edge(leaf), leaf.detach().new_zeros(()).expand(leaf.shape))
         for leaf in _pytree.tree_leaves(output)
@@ -475,7 +477,7 @@ def check_internals(model: Any) -> None:
     lacking: list[str] = []
 
     def require(owner: Any, *names: str) -> list[Any]:
-        """Note the attributes that an object lacks; return the values of all of them."""
+        """Return an object's attributes of these names, and record those that it lacks."""
         if owner is not None:  # else it is named already, or the model has none
             lacking.extend(f"{type(owner).__name__}.{n}" for n in names if not hasattr(owner, n))
         return [getattr(owner, name, None) for name in names]
@@ -498,7 +500,7 @@ def check_internals(model: Any) -> None:
     param = params[0] if params else None
     require(param, "to_sharded", "sharded_param", "unsharded_accumulated_grad", "_sharding_spec")
     # The first gather sets it, so that it can only be looked for among what the class announces.
-    # Under another name its gradients would stay without a word.
+    # Under another name its gradients would stay, and no error would say so.
     if param is not None and "_unsharded_param" not in type(param).__annotations__:
         lacking.append(f"{type(param).__name__}._unsharded_param")
     if lacking:
@@ -518,7 +520,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def accumulate(param: Any, grad: Any) -> None:
-    """Set an FSDPParam's accumulated gradient; not from torch 2.15 on, where it has no own one."""
+    """Set an FSDPParam's accumulated gradient, unless it is a property, as from torch 2.15 on."""
     if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         param.unsharded_accumulated_grad = grad
 

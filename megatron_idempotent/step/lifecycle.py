@@ -271,7 +271,7 @@ class SplitStep(Options):
         divisor: Divisor | None = None,
         lr: float | None = None,
     ) -> StepResult:
-        """Reduce once, divide by what is valid on all ranks, update, advance the scheduler.
+        """Reduce gradients once, divide by the count of all ranks, update, advance the scheduler.
 
         All ranks take part, those without data too, and give the same arguments. A step in which
         nothing is valid is skipped, or updates, as the step's `nothing_valid` says.

@@ -268,7 +268,7 @@ _OF_LOSS: Mapping[str, tuple[Any, _Rule]] = {
 
 
 def check_arguments(call: str, **values: Any) -> None:
-    """Raise what `ARGUMENTS` says, unless the call takes these values.
+    """Raise the error that `ARGUMENTS` has for an argument, unless the call takes its value.
 
     Raises:
         ValueError, TypeError: names the argument, its value, and what it takes.
@@ -321,7 +321,7 @@ def refuse_no_grad(call: str) -> None:
 
 
 def call_divisor(divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
-    """Return what a divisor's function returns for the counts; 0 says that nothing is valid.
+    """Call a divisor's function with the counts, and return its number; 0 if nothing is valid.
 
     Raises:
         ValueError: it returned no finite number from 0 on.
@@ -346,7 +346,7 @@ Metrics = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossResult:
-    """Holds what a loss has returned for one microbatch.
+    """Holds the metrics and outputs that a loss returned for one microbatch.
 
     Example: `evaluate(loss, output, microbatch)[1]`.
     """
@@ -369,10 +369,10 @@ _MISTAKEN: Mapping[type[BaseException], str] = {
 
 
 def call_user(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function of the user's returns; `name` is its name in errors.
+    """Call a function of the user's and return its result; `name` is its name in errors.
 
     Raises:
-        RuntimeError: it raised what ends a loop or a process, and not from a signal's handler.
+        RuntimeError: it raised StopIteration or SystemExit, and not from a signal's handler.
     """
     try:
         return function(*args)
@@ -387,7 +387,7 @@ def call_user(name: str, function: Callable[..., Any], *args: Any) -> Any:
 def evaluate(
     loss: StepLoss, output: Any, microbatch: Microbatch
 ) -> tuple[Tensor | None, LossResult]:
-    """Call the loss on a microbatch's output; return its sum, and what it has returned.
+    """Call the loss on a microbatch's output; return its sum, and its metrics and outputs.
 
     The sum is a scalar that a backward can start at, or None for the constant 0. Metrics and
     outputs are copied or detached, so that later changes do not reach them.
@@ -525,7 +525,7 @@ _NORMALIZER_OF: Mapping[Kind, Normalizer] = {
 
 
 class StepTotals:
-    """Sums counts and metrics of a step over all ranks; `counts` has what is valid."""
+    """Sums a step's metrics over all ranks, and in `counts` its valid tokens, sequences, groups."""
 
     def __init__(
         self,
@@ -534,7 +534,7 @@ class StepTotals:
         groups: Iterable[Sequence[int]],
         rows: Sequence[tuple[int, Sequence[Mapping[str, float]]]],
     ) -> None:
-        """Sum `counts`, `groups`, and `rows` with their replica, each by rank.
+        """Sum over ranks: each argument has an item per rank, and `rows` the rank's replica too.
 
         Under context parallelism several ranks of a replica have rows of the same microbatches.
         """
@@ -617,7 +617,7 @@ class StepTotals:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics over the whole step: extrema by name, all else summed and divided."""
+        """Return metrics of the whole step: extrema by name; all others are summed and divided."""
         return {name: value * self._scale(name) for name, value in self.counts.reported.items()}
 
     def _scale(self, name: str) -> float:

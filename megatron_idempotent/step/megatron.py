@@ -146,7 +146,8 @@ class MegatronBackend(MegatronModel):
         snapshot.check_scheduler(step, remedy, "step", "__dict__")
         super().__init__(chunks, step.optimizer, step.forward, step.deadline_s)
         self._scheduler = step.scheduler
-        # An unknown id on a device ends the process there; to check it the host would have to wait.
+        # An unknown token id on a device aborts the process; to check ids the host would have to
+        # wait.
         self._reads_ids = looks()
         self._update = CheckedUpdate(self.chunks, step.optimizer, step)
         self._sums = ExactSums(self.chunks) if step.order_stable else None
@@ -193,7 +194,7 @@ class MegatronBackend(MegatronModel):
         return self._update.is_torn
 
     def open(self) -> None:
-        self.close()  # a step whose end was interrupted may still be here
+        self.close()  # the end of the last step may have been interrupted
         if are_held(self.chunks):
             raise RuntimeError(
                 "begin(): an accumulation_window() or another TrainStep is open for these chunks, "
@@ -395,7 +396,7 @@ class MegatronBackend(MegatronModel):
         restore_logs = None if self.has_auxiliary else snapshot.keep_logs()
         try:
             abort_window(self.chunks, self.optimizer)
-        except RuntimeError as lost:  # from the wait for what a peer has not joined
+        except RuntimeError as lost:  # from the wait for a gather that a peer has not joined
             poison(f"a reduction of an aborted step did not end: {describe(lost)}")
             drop_collectives(self.chunks)
             abort_window(self.chunks, self.optimizer)
@@ -477,7 +478,7 @@ class _StepWindow:
         return any(chunk is own_chunk for own_chunk in self.chunks)
 
     def shares_modules(self, chunks: Sequence[Any]) -> bool:
-        """Return whether chunks, wrapped in this DDP or in another one, have modules of these."""
+        """Return whether chunks have modules in common with the step's, in any DDP wrapper."""
         own_ids = {id(module) for chunk in self.chunks for module in chunk.modules()}
         return any(id(module) in own_ids for chunk in chunks for module in chunk.modules())
 

@@ -29,7 +29,7 @@ _REFUSED = {
     "reuse_grad_buf_for_mxfp8_param_ag": "where a gather of parameters would overwrite the "
     "gradients of an open step: set it to False",
 }
-#: Those with which `ExactSums` cannot take or keep all gradients.
+#: Settings with which `ExactSums` cannot take or keep all gradients.
 _REFUSED_BY_SUMS = {
     "defer_embedding_wgrad_compute": f"which {_LATE}: set one of the two to False",
     "delay_wgrad_compute": f"which {_LATE}: set one of the two to False",
@@ -41,7 +41,8 @@ _REFUSED_BY_SUMS = {
 def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
     """Raise `ValueError` for options of Megatron with which gradients would be wrong or missing.
 
-    With `order_stable` also for those with which `ExactSums` cannot take or keep all gradients.
+    With `order_stable`, raise also for options with which `ExactSums` cannot take or keep all
+    gradients.
     """
     ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     for chunk in chunks:
@@ -61,7 +62,7 @@ def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
 def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
     """Raise `ValueError` if the optimizer steps on parameters that are not these chunks'.
 
-    Gradients come into the memory of the chunks' parameters, and others would never be updated.
+    Only the chunks' parameters get gradients, so that the step would never update the others.
     """
     of_chunks = {id(param) for chunk in chunks for param in chunk.parameters()}
     of_ddp = {id(param) for chunk in chunks for param in chunk.param_to_bucket_group}
@@ -103,8 +104,8 @@ def _shares_sequences_per_token(chunk: Any) -> bool:
     return ranks > 1 and config.calculate_per_token_loss and routers
 
 
-# The step itself holds back reductions, scales losses, and drops what an aborted batch leaves. The
-# rest is asked for only where a chunk has what is patched.
+# The step itself holds back reductions, scales losses, and drops what an aborted batch leaves.
+# Other patches are required only for chunks with the features that they patch.
 NEEDS = (
     Need(
         "schedules-ask-windows",

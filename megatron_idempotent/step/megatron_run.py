@@ -80,7 +80,7 @@ _METHODS = {
 
 
 def forget_inference(modules: list[Any]) -> None:
-    """Drop what generation has left in the modules that are about to train."""
+    """Drop the state that generation has left in modules, before they train."""
     for module in modules:
         for name in ("inference_params", "_inference_key_value_memory"):
             if _has(module, name) and getattr(module, name) is not None:
@@ -90,7 +90,7 @@ def forget_inference(modules: list[Any]) -> None:
 
 
 def _has(module: Any, name: str) -> bool:
-    # Not hasattr(): what a module lacks it looks for in its parameters, and formats an error.
+    # Not hasattr(): for a missing attribute a module searches its parameters and formats an error.
     return name in vars(module) or hasattr(type(module), name)
 
 
@@ -107,7 +107,7 @@ class CurrentMicrobatch:
         self._is_masked = False
 
     def start(self, microbatch: Microbatch) -> None:
-        """Note that the forward of this microbatch begins."""
+        """Make this the current microbatch, because its forward begins."""
         self._microbatch, self._is_masked = microbatch, False
         # Read where this rank's forward fails and zeros go to the next stage in its place.
         rows, positions = microbatch.shape
@@ -118,8 +118,8 @@ class CurrentMicrobatch:
         return 0.0 if self._microbatch is None else self._weigh(self._microbatch, self._is_masked)
 
     def note_mask(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note, as a hook before a chunk's forward, whether the chunk is given a padding mask."""
-        # Without experts it is MTP heads alone that are.
+        """Record whether a chunk is given a padding mask; this is a hook before its forward."""
+        # Without experts only MTP heads are told of padding, by `loss_mask`.
         name = "padding_mask" if get_model_config(model).num_moe_experts else "loss_mask"
         self._is_masked = kwargs.get(name) is not None
 
@@ -218,7 +218,7 @@ class MegatronModel:
         even = len(weights) == 1 and not padded
         with ExitStack() as stack:
             if dummies:
-                # Routing counts and logs of microbatches that nobody has are not kept.
+                # Routing counts and logs of dummy microbatches are not kept.
                 snapshot = MegatronSnapshot(self.chunks, auxiliary=self.has_auxiliary)
                 stack.callback(snapshot.restore)
             self._set_aside(stack, reduce)
@@ -243,7 +243,7 @@ class MegatronModel:
         return results
 
     def _set_aside(self, stack: ExitStack, reduce: bool) -> None:
-        """Replace functions of the configs, until the stack is left, by those of this call."""
+        """Replace functions of the configs by those of this call, until the stack closes."""
 
         def note_finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
             self.finalize_options = options
@@ -494,7 +494,7 @@ class CheckedUpdate(OpenUpdate):
 
     @contextmanager
     def _watched(self) -> Iterator[list[str]]:
-        """Have the optimizer check the norm, which is that of all ranks, right before its update.
+        """Make the optimizer check the norm over all ranks right before its update.
 
         Yields the reasons to skip the update. The norm is read here instead of at the end, so that
         the host waits for the device no more often.
@@ -536,7 +536,7 @@ class CheckedUpdate(OpenUpdate):
                 vars(optimizer).pop(name, None)
 
     def _reason_to_skip(self) -> str | None:
-        # Those of parameter groups that Megatron clips by themselves are not in the norm of all.
+        # Gradients of parameter groups that Megatron clips separately are not in the global norm.
         by_group = getattr(self._optimizer, "grad_norms_by_group", None) or {}
         for norm in (*self._norms, *by_group.values()):
             if norm is not None:

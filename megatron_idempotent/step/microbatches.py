@@ -243,7 +243,7 @@ def in_batch(place: str) -> Iterator[None]:
 
 
 def field_of(batch: Any, name: str) -> Any:
-    """Return an item of a mapping or a TensorDict, or an attribute; None if there is none."""
+    """Return the value of this name in a mapping, TensorDict or object; None if it is missing."""
     get = getattr(batch, "get", None)
     if callable(get):
         return get(name, None)  # a TensorDict raises without a default
@@ -284,7 +284,8 @@ def check_masks(batch: Any, *, packed: bool = False, one_more: bool = False) -> 
     have masks of any width, and a flat row or a pack any masks.
 
     A mask on the host has no other values than 0 and 1. A step counts what is valid, and a loss may
-    multiply by a mask or ask what is above 0: with any other value the two differ without a word.
+    multiply by a mask or test for values above 0: with any other value the two would silently
+    differ.
     """
     tokens_BT = field_of(batch, TOKENS)
     for name, dims in ((TOKENS, 0), (SAMPLE_MASK, 1), (TOKEN_MASK, 2)):
@@ -324,7 +325,7 @@ def nan_if_wrong(counts: Tensor, batch: Any) -> Tensor:
 
 
 def _wrong_in_masks(batch: Any, *, host: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield masks of numbers, on the host or on devices, and what is neither 0 nor 1 in each."""
+    """Yield name, mask and wrong positions of each mask of numbers, on the host or on devices."""
     for name in (SAMPLE_MASK, TOKEN_MASK):
         mask = field_of(batch, name)
         if isinstance(mask, Tensor) and mask.dtype != torch.bool and on_host(mask) is host:
@@ -332,7 +333,7 @@ def _wrong_in_masks(batch: Any, *, host: bool) -> Iterator[tuple[str, Tensor, Te
 
 
 def flat(values: Any) -> Tensor:
-    """Return the values of all rows of a nested tensor one after the other; others as they are."""
+    """Concatenate the rows of a nested tensor; return any other tensor unchanged."""
     joined: Tensor = values.values() if values.is_nested else values
     return joined
 
@@ -408,8 +409,8 @@ def check_ids(sizes: EmbeddingSizes, calls: Calls, *, read: bool) -> None:
 def name_the_token(error: Exception, sizes: EmbeddingSizes, inputs: Any) -> Exception:
     """Return an error of a forward; for an embedding's IndexError, one that names the token.
 
-    The embedding's own, on the host, says neither the token nor where it is. This looks after the
-    fact, because a forward may change what it gets.
+    The embedding's own error, on the host, names neither the token nor its position. Tokens are
+    looked at after the failure, because a forward may change its inputs.
     """
     fault = _unknown_id(sizes, inputs, read=True) if isinstance(error, IndexError) else None
     if fault is None:

@@ -1,7 +1,7 @@
-"""Holds a step that is open: its ranks tell each other what they have, and then run it together.
+"""Holds a step that is open: its ranks exchange what each has to run, and then run it together.
 
-The messages go over the host, with a deadline, before any rank goes on: a rank that would go on
-alone waits in a collective for ever, or trains on half of a step.
+The messages go over the host, with a deadline, before any rank goes on. A rank that went on alone
+would wait in a collective for ever, or train on half of a step.
 """
 
 from __future__ import annotations
@@ -147,18 +147,19 @@ class OpenStep:
         }
         self._arguments = {name: repr(value) for name, value in arguments.items()}
         self._shift: int | None = None
-        # This rank's, so far. Counts are on the device until the end, so that none waits for it.
+        # What this rank has run so far. Counts stay on the device until the end of the step, so
+        # that the host does not wait.
         self._rows: list[Metrics] = []
         self._counts: list[torch.Tensor] = []
         self._groups: list[Groups] = []
         self._sequences = self._batches = self._microbatches = 0
         self._updating = False
-        # What is not finite in parameters, by global rank, as all ranks know it.
+        # Descriptions of parameters that are not finite, by global rank; the same on all ranks.
         self._bad_parameters: dict[int, str] = {}
         # Learning rate and weight decay of the step, on all ranks alike.
         self._rates = 0.0, 0.0
         # Counters of writes, and the first sign that somebody else has written. The bits are taken
-        # after each call: an offload, which keeps gradients, copies them without a word to us.
+        # after each call: an offload that keeps gradients copies them, and does not tell the step.
         self._writes, self._bits = backend.writes(), backend.gradient_bits()
         self._disturbance: str | None = None
         # What this rank has done, and the statuses of all ranks after that.
@@ -351,7 +352,7 @@ class OpenStep:
 
     @property
     def committed(self) -> bool:
-        """True once all ranks have updated, so that there is no way back.
+        """True once all ranks have updated, after which the step cannot be aborted.
 
         It holds from the moment in which all ranks know; an exception right after changes nothing.
         """
@@ -359,7 +360,7 @@ class OpenStep:
 
     @property
     def partially_updated(self) -> bool:
-        """True if an update was left half-way on any rank, without a copy to go back to."""
+        """True if an update stopped half-way on any rank, and no copy can be restored."""
         if self._votes is None:
             return self._backend.partially_updated
         return not self.committed and any(vote.partially_updated for vote in self._votes)
@@ -371,7 +372,7 @@ class OpenStep:
         return self._updates + (has_updated and self.committed)
 
     def announce_abort(self) -> None:
-        """Have the peers stop too, unless they know already. All ranks take part."""
+        """Tell the peers to stop, unless all ranks know of the failure. All ranks take part."""
         if self.peers_wait and not is_poisoned():
             self._fail("it was interrupted on its way into a batch")
             poison(f"a batch of step {self.step_id!r} was left before it was run")
@@ -393,7 +394,7 @@ class OpenStep:
         except SessionPoisoned:
             if self.failure is None:
                 raise
-        except RuntimeError as error:  # of a gather that a peer has not joined
+        except RuntimeError as error:  # from a gather that a peer has not joined
             poisoned_by = poison(f"step {self.step_id!r} was aborted by {describe(error)}")
             if self.failure is None:
                 raise poisoned_by from error
@@ -401,7 +402,7 @@ class OpenStep:
     def _gather_totals(
         self, increment: int | None, lr: float | None, divisor: Any
     ) -> tuple[StepTotals, float]:
-        """Gather what all ranks have run, once all of them are at the end of the step.
+        """Gather counts and metrics of all ranks, once all of them are at the end of the step.
 
         Returns the totals, and this replica's valid tokens or, for other kinds, sequences.
         """
@@ -469,7 +470,7 @@ class OpenStep:
         return totals, counts[self._loss.kind == "token"]
 
     def _check_at_the_end(self) -> tuple[tuple[float, float], str | None]:
-        """Return this rank's valid sequences and tokens, and a parameter that is not finite.
+        """Return this rank's valid sequences and tokens, and the name of a parameter not finite.
 
         The host reads all of it from the device at once.
 
@@ -487,7 +488,7 @@ class OpenStep:
         facts[3] = self._backend.outdated_main_parameters()
         sequences, tokens, norm, outdated = facts.tolist()
         if math.isnan(sequences + tokens):
-            # Masks or counts on a device, which no call has looked at.
+            # Masks or counts on a device, which no call has checked.
             first = next(i for i, counts in enumerate(self._counts) if counts.isnan().any())
             raise ValueError(
                 f"count {first} of {len(self._counts)} (one for each batch of rows, and for "
@@ -539,7 +540,7 @@ class OpenStep:
             return f"no valid{kind} on any rank"
         if self._options.non_finite == "update":
             return None
-        # No lower scale mends a parameter, and it explains a loss.
+        # A lower scale does not repair a parameter, and a bad parameter explains a bad loss.
         faults = {} if self._backend.lowers_scale else totals.bad_losses()
         faults |= self._bad_parameters
         if self._options.non_finite == "refuse":
@@ -588,7 +589,7 @@ class OpenStep:
     ) -> list[RankStatus]:
         """Tell the group what this rank is about to run, and raise if any rank cannot run its part.
 
-        If ranks may have an `uneven` number of microbatches, also tell what this rank's look like.
+        If ranks may have an `uneven` number of microbatches, also send a template of this rank's.
         """
         firsts = [call[0] for call in calls] if uneven else []
         status = self._status(
@@ -673,7 +674,7 @@ class OpenStep:
         return RankStatus(phase=phase, step_id=self.step_id, updates=self._updates, **fields)
 
     def _exchange(self, status: RankStatus, group: Any = None) -> list[RankStatus]:
-        """Return the status of all ranks of the group, by rank. A collective."""
+        """Send this rank's status; return that of each rank of the group, by rank. A collective."""
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return [status]
         try:

@@ -81,7 +81,7 @@ def spans_in(batch: Any) -> Spans | None:
 
 
 def _spans_between(name: str, borders: Any) -> tuple[list[int], list[int]]:
-    """Return where each sequence between the borders begins, and the tokens that it has."""
+    """Return the first token and the number of tokens of each sequence between the borders."""
     ends = [int(end) for end in torch.as_tensor(borders).reshape(-1).tolist()]
     if not ends or ends[0] != 0:
         raise ValueError(f"whose {name} begin with {ends[:1]}: let them begin with 0")
@@ -231,7 +231,7 @@ def padding_inputs(config: Any, real_BT: Tensor) -> dict[str, Tensor]:
 
 
 def context_parallel_ranks() -> tuple[int, int]:
-    """Return this rank's place in its context-parallel group, and its size; (0, 1) without one."""
+    """Return this rank's index in its context-parallel group, and the group's size; or (0, 1)."""
     from megatron.core import parallel_state  # FSDPTrainStep packs without Megatron
 
     if not parallel_state.model_parallel_is_initialized():
@@ -267,7 +267,7 @@ def own_positions(values: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = N
 
 
 def all_positions(part: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Gather what `own_positions` has cut, for a loss over whole sequences. A collective.
+    """Gather the parts that `own_positions` cut, for a loss over whole sequences. A collective.
 
     All ranks of a context-parallel group take part. In the backward each rank keeps the gradient of
     its own positions, without a collective: all of these ranks compute the same loss of whole

@@ -96,7 +96,7 @@ def bin_sequences(
     if not sizes and bins < 2:
         return ()
     work = [size * (1 + attention * size) for size in sizes]
-    # The longest first: what comes last fills gaps. Of equals the first, so that ranks agree.
+    # The longest first, so that short ones fill gaps; equal ones by index, so that ranks agree.
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     tight = _tightly(order, sizes, capacity)
     least = max(-(-sum(sizes) // capacity), bins, 1)
@@ -117,10 +117,10 @@ def bin_sequences(
 
 
 def capacity_of(max_tokens: int, alignment: TokenAlignment) -> int:
-    """Return the tokens that a pack of at most `max_tokens` can have.
+    """Return the largest multiple of the alignment that is not above `max_tokens`.
 
     Raises:
-        ValueError: `max_tokens` is less than the smallest pack takes.
+        ValueError: `max_tokens` is below the smallest multiple.
     """
     capacity = max_tokens - max_tokens % alignment.pack
     if not capacity:
@@ -288,7 +288,7 @@ class PackedRows:
         alignment = self._budget.alignment
         tokens = None if sum(lengths) else alignment.pack
         pack = Pack.of(lengths, alignment, tokens=tokens, device=tokens_BT.device)
-        # The place of each token among all of the batch's, one row after the other.
+        # The index of each real token among all tokens of the batch, in row order.
         width = 0 if tokens_BT.is_nested else tokens_BT.shape[1]
         starts = [self._firsts[row] + row * width for row in rows]
         sources = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
@@ -316,7 +316,7 @@ class PackedRows:
 def _values_of(
     name: str, value: Any, rows: tuple[int, ...], source_N: Tensor, pack: Pack, tokens_BT: Tensor
 ) -> Any:
-    """Take the rows of one pack out of a value of the batch, whose tokens are at `source_N`."""
+    """Return one pack's rows of a value of the batch; the pack's tokens are at `source_N`."""
     if isinstance(value, (list, tuple)):
         items = [value[row] for row in rows]
         return items if isinstance(value, list) else tuple(items)
@@ -337,13 +337,14 @@ def _values_of(
 
 
 def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
-    """Return the place of each row's first token, in its row or in a nested batch, and its length.
+    """Return the index of each row's first token, in the row or in a nested batch, and the length.
 
     The host reads once from the device.
 
     Raises:
         ValueError: a batch has neither `lengths` nor a mask, one has the wrong shape, a row's
-            tokens do not lie side by side, or the two differ; the message names the row.
+            tokens are not contiguous, or the lengths and the mask differ; the message names the
+            row.
     """
     tokens_BT = batch[TOKENS]
     lengths, mask = batch.get(LENGTHS), batch.get(ATTENTION_MASK)
@@ -386,13 +387,13 @@ def _nested_tokens(batch: Batch, tokens: Tensor) -> tuple[list[int], list[int]]:
 
 
 def _jagged(nested: Any) -> tuple[list[int], list[int]]:
-    """Return the first place of each row among a nested tensor's values, and the lengths."""
+    """Return the index of each row's first value in a nested tensor, and the rows' lengths."""
     ends = nested.offsets().tolist()
     return ends[:-1], [end - start for start, end in itertools.pairwise(ends)]
 
 
 def _masked_tokens(mask: Any, tokens_BT: Tensor) -> tuple[list[int], list[int]]:
-    """Return first place and number of the real tokens of each row, which lie side by side."""
+    """Return the index of each row's first real token, and the number of its real tokens."""
     expected = tuple(tokens_BT.shape[:2])
     if not isinstance(mask, Tensor) or tuple(mask.shape) != expected:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Takes microbatches that are ready, as a caller has made them: their shapes, packs and counts."""
+"""Checks microbatches that the caller has made, and reads their shapes, packs and counts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .pack_layout import packed_counts, spans_in
 
 Count = Callable[[Any], Any]
 
-# Above it float64 leaves numbers out, so that it is no count.
+# float64 cannot hold all integers above this, so that a larger number is no count.
 _LARGEST_COUNT = 2.0**53
 
 
@@ -41,7 +41,7 @@ def take_ready(
     *,
     grouped: bool,
 ) -> PreparedBatch:
-    """Take a list of microbatches, which are run as they are.
+    """Check and count a list of microbatches, which are run as they are.
 
     `shape` and `counts` are the step's functions; `grouped` says that groups are counted.
 

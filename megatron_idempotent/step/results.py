@@ -12,7 +12,7 @@ from .loss import Metrics, as_numbers, merge
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchResult:
-    """Says what one `microbatch()` has run. Example: `step.microbatch(step_id, batch).rows`."""
+    """Reports what a `microbatch()` ran. Example: `step.microbatch(step_id, batch).rows`."""
 
     microbatch_id: str
     rows: int
@@ -36,7 +36,7 @@ class BatchResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """Says what a step has done, on all ranks alike. Example: `step.finish(step_id).metrics`."""
+    """Reports a step's outcome, the same on all ranks. Example: `step.finish(step_id).metrics`."""
 
     step_id: str
     updated: bool

@@ -1,4 +1,4 @@
-"""Takes the place of a Megatron schedule in a framework's code: its calls go into one open step."""
+"""Replaces a Megatron schedule in a framework's code: its calls run in one open step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .results import StepResult
 
 
 class StepSchedule:
-    """Takes calls like Megatron's schedules, and adds them up to one optimizer step.
+    """Takes the calls of Megatron's schedules, and accumulates them into one optimizer step.
 
     Use it in code that calls `get_forward_backward_func()` with a forward step of its own. Each
     call that trains runs its microbatches in the open step of a `TrainStep`, opens one if none is
@@ -132,8 +132,8 @@ class StepSchedule:
     def prepare(self) -> None:
         """Make the groups in which ranks agree: see `TrainStep.prepare`. All ranks call it.
 
-        The first call of all does so by itself. Where ranks call the schedule at different times,
-        call this on all of them before.
+        The schedule's first call makes the groups by itself. If ranks make that call at different
+        times, call this on all of them before.
         """
         self.step.prepare()
 
@@ -159,7 +159,7 @@ class StepSchedule:
         return self.step.finish(self.begin(), global_batch_size=global_batch_size, lr=lr)
 
     def abort(self) -> None:
-        """Drop what the calls since the last step have added, on all ranks."""
+        """Drop the gradients that the calls since the last step have added, on all ranks."""
         self.step.abort()
 
 

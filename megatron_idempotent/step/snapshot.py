@@ -1,6 +1,6 @@
 """Keeps and restores what a step changes apart from gradients and parameters.
 
-Megatron is imported in what keeps its state alone, because steps on FSDP2 need none.
+Megatron is imported only where its state is kept, because steps on FSDP2 do without it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ModuleSnapshot:
 def keep_torch() -> Restore:
     """Keep torch's random states on host and device, and whether gradients are recorded.
 
-    The states of Python and NumPy belong to the caller, who may draw while a step is open.
+    The states of Python and NumPy belong to the caller, who may draw numbers while a step is open.
     """
     host = torch.get_rng_state()
     device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
@@ -113,7 +113,7 @@ def check_scheduler(step: Any, remedy: str, *needed: str) -> None:
 def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
     """Keep the functions that an object overrides of its class or holds as attributes.
 
-    Functions that it does not override now are its class's again.
+    When they are put back, functions that it does not override now are its class's again.
     """
     overrides = {name: vars(owner)[name] for name in names if name in vars(owner)}
 
@@ -128,9 +128,10 @@ def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
 
 
 class Writes(NamedTuple):
-    """Holds torch's counters of writes in place; they count none through `.data`.
+    """Holds torch's version counters, which count writes in place, except through `.data`.
 
-    They are -1 for what is not there. An offload keeps them, or begins at 0 again.
+    A counter is -1 for a tensor that is missing. An offload keeps the counters, or resets them to
+    0.
     """
 
     gradients: tuple[int, ...]
@@ -169,8 +170,8 @@ def keep_groups(groups: Iterable[dict[str, Any]]) -> list[Restore]:
 
 
 _MOE = "megatron.core.transformer.moe"
-# What a step sets aside while it runs. All are restored when the call ends, unless a second
-# exception interrupts the restore.
+# Functions of a config that each call of a step replaces. They are restored when the call ends,
+# unless a second exception interrupts that.
 _ASIDE = (
     "finalize_model_grads_func",
     "grad_scale_func",
@@ -225,7 +226,7 @@ class MegatronSnapshot:
             self._parts.append(keep_attributes(scheduler))
 
     def restore(self) -> None:
-        """Put all of it back; may be called again."""
+        """Put the state back; may be called again."""
         for part in self._parts:
             part()
 
@@ -238,7 +239,8 @@ def keep_tracker() -> Restore:
         return {n: s.clone() if isinstance(s, Tensor) else s for n, s in states.items()}
 
     states = copied(tracker().get_states())
-    # Of a fork that was left in the wrong order; Transformer Engine's tracker has none.
+    # The current state's name, which an interrupted fork leaves wrong; Transformer Engine's tracker
+    # has none.
     current = vars(tracker()).get("_current_state_name")
 
     def restore() -> None:
@@ -319,7 +321,7 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
 
 
 class OpenUpdate:
-    """Refuses updates while a step is open, but for its own, and tells how far that has come."""
+    """Refuses updates while a step is open, except the step's own, and tracks how far that is."""
 
     def __init__(self, *, undo: bool) -> None:
         self.begun = False
@@ -331,7 +333,7 @@ class OpenUpdate:
 
     @property
     def is_torn(self) -> bool:
-        """True if parameters may be half updated, and there is no copy to go back to."""
+        """True if parameters may be half updated, and no copy of them can be restored."""
         return self.begun and self.undo is None
 
     def open(self, optimizers: Iterable[Any]) -> None:
@@ -362,7 +364,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             yield
     except BaseException as error:
-        close_contexts(error)  # what they put back comes before, not after, what is put back here
+        close_contexts(error)  # they must restore their state before it is restored here, not after
         raise
     finally:
         snapshot.restore()
@@ -370,7 +372,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def sum_of_norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the tensors' norms, float64: finite unless an element is not."""
+    """Return the sum of the tensors' norms, float64; it is finite only if all elements are."""
     by_kind: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         # Quantized parameters are no plain tensors, and have no NaN of their own.
@@ -384,7 +386,7 @@ def sum_of_norms(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Name the first element that is NaN or infinite; None without one. Reads from the device."""
+    """Name the first NaN or infinite element, or return None. Reads from the device."""
     for name, value in tensors:
         wrong = ~value.detach().isfinite()
         if wrong.any():

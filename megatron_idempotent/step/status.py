@@ -27,7 +27,7 @@ _HEADER_BYTES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """Holds what a rank tells the others: its place in the step, and what it has run or will run.
+    """Holds a rank's message to the others: its phase in the step, and its past and next runs.
 
     Example: `RankStatus(phase="abort", step_id="3", updates=2)`.
     """
@@ -67,7 +67,7 @@ class RankStatus:
 
 
 def all_gather_status(status: RankStatus, deadline_s: float, group: Any = None) -> list[RankStatus]:
-    """Return the status of all ranks of the group, by rank. A collective: one gather on the host.
+    """Gather the status of all ranks of the group, by rank. A collective, on the host.
 
     A second gather follows if any status is longer than a few kilobytes. `group` is a gloo group
     whose operations end after `deadline_s`, in seconds; None for that of all ranks.
