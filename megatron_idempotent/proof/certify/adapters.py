@@ -61,7 +61,7 @@ class _Loss:
 
 
 def _described(microbatch: Any) -> Rows | Packed:
-    """Return rows as they are, and a microbatch that the step has packed in `Subject`'s form."""
+    """Turn a microbatch that the step has packed into `Subject`'s form; return rows unchanged."""
     return batches.described(microbatch) if "pack" in microbatch else microbatch
 
 
@@ -91,7 +91,7 @@ class Stateful:
         }
 
     def load(self, state: Any) -> None:
-        """Put back what `save` has copied."""
+        """Write the copies of `save` back into the parameters and the optimizer."""
         updates = list(updated(self.subject))
         values = [*state["model"], *state["main"]]
         with torch.no_grad():
@@ -121,7 +121,7 @@ class Stateful:
                     parameter.data = parameter.data.cpu()
 
     def onload(self, *, training: bool = True) -> None:
-        """Bring back what `offload` has moved, or without `training` the parameters alone."""
+        """Undo `offload`, or without `training` move back the parameters alone."""
         for chunk in self.subject.chunks:
             for buffer in buffers(chunk) if "weights" in self._away else ():
                 buffer.reload_from_cpu(move_grads=False)

@@ -1,4 +1,4 @@
-"""Runs an adapter's steps on a rank, and holds each to its definition.
+"""Runs an adapter's steps on a rank, and compares each with its definition.
 
 Legend: B rows, T positions.
 """
@@ -50,22 +50,22 @@ class Bench(LayoutModel, LayoutRows):
         """A digest of the parameters after the steps of `same-bits`."""
 
     def offers(self, *methods: str) -> bool:
-        """Return whether the adapter has these methods; None in the place of one is none."""
+        """Return whether the adapter has these methods; an attribute None counts as missing."""
         return all(callable(getattr(self.adapter, name, None)) for name in methods)
 
     def declares(self, check: str) -> bool:
-        """Return whether the adapter does not promise a check on this layout."""
+        """Return whether the adapter declares in `cannot` that a check fails on this layout."""
         return why_not(getattr(self.adapter, "cannot", {}), check, self.layout) is not None
 
     @property
     def multiple(self) -> int:
-        """The factor of a call's number of microbatches: an interleaved pipeline's, else 1."""
+        """The factor of a call's number of microbatches: pp if the pipeline interleaves, else 1."""
         return self.layout.sizes["pp"] if self.layout.sizes["vpp"] > 1 else 1
 
     def take(
         self, calls_of: Calls, *, between: Callable[[], object] | None = None, cause: str = ""
     ) -> None:
-        """Take a step, and hold it to the definition over the rows of all replicas.
+        """Take a step, and compare it with the definition over the rows of all replicas.
 
         `between` is called before each microbatch and after the last. `cause` names what came
         before the step, for errors.
@@ -87,7 +87,7 @@ class Bench(LayoutModel, LayoutRows):
         self.step_name = ""
 
     def step(self, calls_of: Calls, *, between: Callable[[], object] | None = None) -> Finished:
-        """Take a step without judging it. A rank on which anything raises aborts.
+        """Take a step, and do not judge it. A rank on which a call raises calls `abort()`.
 
         Without the abort other ranks would wait.
         """
@@ -106,7 +106,7 @@ class Bench(LayoutModel, LayoutRows):
         between: Callable[[], object] | None = None,
         failing_call: int | None = None,
     ) -> Any:
-        """Call the adapter's methods for a step; return what `finish` does, whatever it is.
+        """Call the adapter's methods for a step; return the value of `finish`, of any type.
 
         `between` is called before each microbatch and after the last. The loss of `failing_call`
         fails.
@@ -144,7 +144,7 @@ class Bench(LayoutModel, LayoutRows):
         return dataclasses.replace(finished, **numbers)
 
     def unwatched(self, steps: Sequence[Calls]) -> None:
-        """Take steps, and hold each to its definition after the last of them.
+        """Take several steps, and compare each with its definition after the last one.
 
         The parameters after a step are read in the next step's forward. Reading them earlier would
         wait for gathers, which the framework itself has to wait for.
@@ -186,7 +186,7 @@ class Bench(LayoutModel, LayoutRows):
         *,
         parameters: dict[str, Tensor] | None = None,
     ) -> None:
-        """Hold a finished step to its definition over the rows of all replicas.
+        """Compare a finished step with its definition over the rows of all replicas.
 
         `parameters` are the whole model's after the step; None to gather them now. A step in which
         nothing counts has a gradient of zero, and may be skipped.
@@ -286,7 +286,7 @@ class Bench(LayoutModel, LayoutRows):
         return of_gradient(self.layout, truth)
 
     def away_and_back(self, *, freeing: bool = True) -> None:
-        """Offload and onload between two steps; parameters must have the same bits after it.
+        """Offload and onload between two steps; parameters must keep their bits.
 
         Raises:
             Wrong: `freeing`, and no memory was freed; or a tensor is not back on the device.
@@ -340,7 +340,7 @@ class Bench(LayoutModel, LayoutRows):
         finished: Finished,
         everybody: Sequence[Rows],
     ) -> None:
-        """Compare the effect of this step's gradient; earlier moments alone lead to `coasting`."""
+        """Compare the effect of this step's gradient: the difference from `coasting`."""
         names = list(expected)
 
         def between(end: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:

@@ -161,7 +161,7 @@ def rows_left_over(bench: Bench) -> None:
 def _refused(
     bench: Bench, calls_of: Calls, name: str, between: Callable[[], object] | None = None
 ) -> bool:
-    """Return whether all ranks refuse a step; hold it to its definition if none does.
+    """Return whether all ranks refuse a step; if none does, compare it with its definition.
 
     `name` is the step's in errors, and `between` is called before each microbatch and after the
     last.
@@ -368,7 +368,7 @@ def auxiliary_losses(bench: Bench) -> None:
 def logprobs_in_mid_step(bench: Bench) -> None:
     adapter = bench.adapter
     first, second = (bench.alike(seed, CALL) for seed in range(2))
-    # Each look reads new rows, of the same number within a step; in one step they are many.
+    # Each pass of log-probs reads new rows, equally many within a step, and many in one step.
     many = MICROBATCHES // bench.multiple * bench.multiple
     first_size, second_size = bench.draw.shuffled(
         (many, bench.draw.sizes(1, bench.multiple, most=5)[0])

@@ -1,7 +1,7 @@
 """Draws the sizes of a check's steps from a seed, the same on all ranks.
 
-Cases that every run must have are dealt out, and their order and all else is drawn: with any seed
-some step has a call of nine microbatches and one of one.
+Sizes that every run must have occur with any seed, such as a call of nine microbatches and a call
+of one. Their order and all other numbers are drawn.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ class Draw:
     """
 
     def __init__(self, seed: int, *names: str) -> None:
-        """Take a seed, and names, such as a layout and a check: each has its own sequence."""
+        """Take a seed and names, such as a layout and a check; other names give other draws."""
         self._random = random.Random(" ".join((str(seed), *names)))
 
     def number(self, least: int, most: int) -> int:
-        """Return a whole number from `least` to `most`."""
+        """Draw a whole number from `least` to `most`."""
         return self._random.randint(least, most)
 
     def share(self, least: float, most: float) -> float:
-        """Return a number between the two."""
+        """Draw a real number between `least` and `most`."""
         return self._random.uniform(least, most)
 
     def shuffled(self, values: Sequence[Item]) -> list[Item]:
-        """Return the values in any order."""
+        """Return the values in a drawn order."""
         return self._random.sample(list(values), len(values))
 
     def dealt(self, values: Sequence[Item], number: int) -> list[Item]:
-        """Return `number` of the values, all equally often, give or take one."""
+        """Return `number` items in a drawn order; counts of any two values differ by 1 at most."""
         dealt: list[Item] = []
         while len(dealt) < number:
             dealt += self.shuffled(values)
         return dealt[:number]
 
     def sizes(self, calls: int, multiple: int = 1, *, most: int = MICROBATCHES) -> list[int]:
-        """Return the microbatches of each call, odd and even, in any order.
+        """Draw the number of microbatches of each call: odd and even ones, in a drawn order.
 
         Of CALLS calls one has one microbatch, and one has MICROBATCHES. All numbers are multiples
         of `multiple`, as an interleaved schedule needs them.

@@ -1,4 +1,4 @@
-"""Deals out failures over ranks, calls and microbatches, and takes steps that fail there.
+"""Draws the ranks, calls and microbatches at which steps fail, and runs such steps.
 
 With any seed each rank fails in some step.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def or_aborted(
     bench: Bench, rows_of_calls: Sequence[Rows], **options: Any
 ) -> tuple[str | None, Finished | None]:
-    """Take a step; return its error, after an abort, and None, or None and its result.
+    """Take a step; return (None, its result) or, after an error and an abort, (error, None).
 
     `options` are those of `Bench.drive`.
     """
@@ -36,23 +36,23 @@ def or_aborted(
 
 
 _Phase = Literal["loss", "forward", "backward"]
-#: Ranges of the call that goes wrong: the first, one of few, one of many.
+#: Ranges of the index of the call that fails: the first, one of the next three, a later one.
 SPANS = ((0, 0), (1, 3), (4, CALLS - 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Holds the call and the microbatch of a step in which something goes wrong."""
+    """Holds the call and the microbatch of a step at which it fails."""
 
     sizes: tuple[int, ...]
     """Microbatches of each call."""
     call: int
     microbatch: int
-    """Microbatches of the call before it; one or more."""
+    """The number of the call's microbatches before the one that fails; one or more."""
 
     @classmethod
     def drawn(cls, bench: Bench, span: tuple[int, int]) -> Point:
-        """Draw a call of a span, the calls of its step, and a microbatch."""
+        """Draw a call's index from the range `span`, the sizes of all calls, and a microbatch."""
         draw, multiple = bench.draw, bench.multiple
         call = draw.number(*span)
         calls = draw.number(call + 1, min(call + 2, CALLS)) if call else 1
@@ -85,7 +85,7 @@ class Failure:
 
 
 def failures(bench: Bench) -> list[Failure]:
-    """Deal out failures: in the loss on each rank that computes it, in the model on all ranks.
+    """Draw failures: in the loss on each rank that computes it, in the model on all ranks.
 
     Errors are of types that frameworks catch, such as those of missing memory or a bad sample; in
     the model also of types that end a process or a task.

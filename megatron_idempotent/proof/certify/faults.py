@@ -66,8 +66,8 @@ def _limited(limit: int, number: int, *, yes: bool) -> Iterator[None]:
 def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
     """Limit files that this process and its children write in the block to `room` bytes.
 
-    With `yes=False` there is no limit. With `forked` only processes that are forked in the block
-    have it, because locks are files, too. The error is `OSError` (EFBIG). What the block prints is
+    With `yes=False` nothing is limited. With `forked` the limit is on processes forked in the block
+    alone, because locks are files, too. The error is `OSError` (EFBIG). What the block prints is
     dropped: it may go to a file.
     """
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as blocks:
@@ -283,7 +283,7 @@ def _unreadable(bench: States, path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _cut(bench: States, path: Path, *, share: float | None = None) -> Iterator[str]:
-    """Truncate the file to a share of its size; remove it if that is None."""
+    """Truncate the file to `share` of its size; remove it if `share` is None."""
     content = path.read_bytes()
     bench.gather(None)
     if bench.rank == 0:
@@ -311,7 +311,7 @@ Stamps = Mapping[Path, tuple[int, int]]
 
 
 def stamps(bench: States) -> Stamps:
-    """Return the stamps of all files of checkpoints. All ranks take part."""
+    """Return time and size of each file of checkpoints. All ranks take part."""
     bench.gather(None)  # all have written
     files = [path for path in bench.folder.rglob("*") if not path.name.endswith(LATER)]
     stats = {path: path.stat() for path in files if path.is_file()}

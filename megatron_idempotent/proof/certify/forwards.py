@@ -33,7 +33,7 @@ class Forwards:
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        """Put hooks on the chunks, below what wraps them."""
+        """Put hooks on the innermost module of each chunk."""
         self.evaluated: str | None = None
         """A module that got a gradient after a forward in eval mode; None if there was none."""
         self.has_failed = False
@@ -168,7 +168,7 @@ class PacksSeen:
     """
 
     def __init__(self, chunk: Any) -> None:
-        """Put a hook on a chunk, below what wraps it. Stages after the first see no tokens."""
+        """Put a hook on a chunk's innermost module. Stages after the first get no tokens."""
         chunk = innermost(chunk)
         self._shares: list[SeenPart] = []
         if getattr(chunk, "pre_process", True):

@@ -113,7 +113,7 @@ class Layout:
         return not (self.packs or self.stages > 1 or self.auxiliary)
 
     def lacks(self, feature: str) -> str | None:
-        """Return why a check that needs a feature of layouts is not for this one; None if it is."""
+        """Return why a check that needs `feature` is not for this layout; None if it is."""
         has_it, reason = {
             "": (True, ""),
             "replicas": (self.replicas > 1, "one replica"),
@@ -260,7 +260,7 @@ def resharded(start: Layout, word: str) -> Layout | None:
     """Return the layout with another number for `word`; None if no other number fits.
 
     1 becomes 2, and any other number 1. Replicas and expert-parallel ranks are doubled if that
-    fits, and else halved. With `word` "" it is the layout itself.
+    fits, and else halved. A `word` of "" gives the layout itself.
     """
     if not word:
         return start

@@ -1,4 +1,4 @@
-"""Trains low-rank adapters over a frozen base, and holds each factor's gradient to its definition.
+"""Trains low-rank adapters over a frozen base, and compares their gradients with a definition.
 
 The oracle computes with merged weights, made of base and factors as in a merged export. The
 gradient of a factor is that of its weight, times the other factor.
@@ -54,7 +54,7 @@ class LowRank(Bench):
         self._base = {n: value for n, value in self.parameters.items() if not n.endswith(_FACTORS)}
 
     def expect(self, finished: Finished, calls_of: Calls, **options: Any) -> None:
-        """Hold the step to its definition, and the base to its bits."""
+        """Compare the step with its definition; raise if the base has changed a bit."""
         frozen = self._base | {name: self.parameters[name] for name in self.update.frozen}
         super().expect(finished, calls_of, **options)
         moved = [

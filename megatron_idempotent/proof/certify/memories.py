@@ -44,10 +44,10 @@ class Memories:
             )
 
     def onload(self, adapter: Any, *, training: bool = True) -> None:
-        """Call the adapter's `onload`, and check that it brings back what is needed next.
+        """Call the adapter's `onload`; without `training` check the parameters alone.
 
         Raises:
-            Wrong: something is still on the host, or without memory.
+            Wrong: a tensor is still on the host, or has no memory.
         """
         with naming_devices():
             adapter.onload(training=training)

@@ -453,7 +453,7 @@ def balance(logits_BTE: Tensor) -> Tensor:
 
 
 def decided(name: str, shape: Sequence[int]) -> Tensor:
-    """Return what to add to a whole parameter of a shape so that routers decide by wide margins.
+    """Return the change to a whole parameter by which routers decide by wide margins.
 
     Each token of the vocabulary gets an order of the experts, written into the first E hidden
     values of its embedding so large that no layer changes it; routers read these values, and the

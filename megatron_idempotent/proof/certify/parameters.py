@@ -1,7 +1,7 @@
-"""Names a rank's parameters by their place in the whole model, and puts the whole together.
+"""Names a rank's parameters as in the whole model, and joins shards to whole parameters.
 
-In half precision the whole is what Megatron's optimizers keep in float32. An export is compared
-with it, whatever its format.
+In half precision the values are those that Megatron's optimizers keep in float32. Exports of any
+format are compared with them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Sums over the tokens of a microbatch stay below that, and few gradients of a tok
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Main:
-    """Holds what a rank has of a main parameter: all of it, or with distopt a part."""
+    """Holds a rank's part of a main parameter: all of it, or with distopt a shard."""
 
     start: int
     """The place of its first element among all of the parameter's."""
@@ -51,7 +51,7 @@ class ParameterPart:
 
     @property
     def whole_shape(self) -> list[int]:
-        """The shape of the parameter in a model that one rank has."""
+        """The shape of the whole parameter, of which this rank has a shard or all."""
         shape = list(self.value.shape)
         if self.dimension is not None:
             shape[self.dimension] *= self.size
@@ -65,7 +65,7 @@ class ParameterPart:
 
 
 def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
-    """Yield the parameters of a chunk, by Megatron's names in a model that one rank has.
+    """Yield the parameters of a chunk, by Megatron's names in an unsharded model.
 
     An output layer that shares the embedding's weight has the embedding's name.
     """
@@ -156,12 +156,12 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """Holds what an optimizer keeps of a parameter on this rank."""
+    """Holds an optimizer's state of a parameter on this rank."""
 
     parameter: Any
     """The model's."""
     start: int
-    """The place of the first kept element among all of the parameter's."""
+    """The index in the parameter of the first element with state."""
     tensors: Mapping[str, Tensor]
     """The tensor that is stepped, "main", and its moments by torch's names."""
     steps: float
@@ -169,7 +169,7 @@ class Kept:
 
 
 def kept_by(optimizer: Any) -> Iterator[Kept]:
-    """Yield what Megatron's optimizer keeps of each parameter that it steps on this rank."""
+    """Yield the optimizer's state of each parameter that Megatron updates on this rank."""
     for outer in optimizers.unchained(optimizer):
         for parameter, main in optimizers.stepped(outer):
             state = outer.optimizer.state.get(main, {})
@@ -194,7 +194,7 @@ def mains_of(optimizer: Any) -> dict[Any, Main]:
 
 
 def copied_for_adam(optimizer: Any) -> list[Kept]:
-    """Copy what Adam steps on this rank and keeps for it, in float64; missing moments are zeros."""
+    """Copy this rank's main parameters and Adam's moments in float64; missing ones are zeros."""
     copies = []
     for kept in kept_by(optimizer):
         zeros = torch.zeros_like(kept.tensors["main"])

@@ -23,7 +23,7 @@ class Wrong(Exception):
 
 
 class Planted(BaseException):
-    """Fails a loss, where a check asks for it.
+    """Is raised in a loss, or in the model, at a point that a check has chosen.
 
     An instance is also an error of the type that the check has drawn, such as `KeyError`: a
     framework may not take that for a bad sample, and go on.
@@ -210,4 +210,4 @@ class Adapter(Protocol):
         """
 
     def abort(self) -> None:
-        """Drop the step, so that the next one begins as if it had never been."""
+        """Drop the step, so that the next one begins as if this one had never begun."""

@@ -96,7 +96,7 @@ _OPTIONAL = _FLAGS.union(*(check.needs for check in EVERY.values()))
 
 
 class Certification:
-    """Makes checks of one adapter on a pool's ranks; imports the adapter on a rank, not here.
+    """Runs checks of one adapter on a pool's ranks; only ranks import the adapter.
 
     Example: `Certification("mine:Adapter", pool).judge("whole-step", "dp2").verdict`.
     """
@@ -109,7 +109,7 @@ class Certification:
         options: Options | None = None,
         declared: bool = False,
     ) -> None:
-        """Take what `certify` does; nothing runs before the first `judge`."""
+        """Take the arguments of `certify`; no check runs before the first `judge`."""
         self._options = options or Options()
         self._adapter = adapter
         self._pool = pool
@@ -126,7 +126,7 @@ class Certification:
         raise ValueError(offer)
 
     def judge(self, check: str, layout: str) -> Result:
-        """Make a check on a layout, one of steps after `whole-step`, which they need to pass.
+        """Run a check on a layout; for a check of steps run `whole-step` first, which must pass.
 
         Raises:
             ValueError: the adapter cannot be imported, or lacks a method.
@@ -255,7 +255,7 @@ def pool_of(ranks: int, **options: Any) -> RankPool:
 
 
 def load(adapter: str) -> type:
-    """Import an adapter's class, on a rank: it may import what needs a GPU or its emulation.
+    """Import an adapter's class, on a rank, because its imports may need a GPU or the emulation.
 
     Raises:
         ValueError: `adapter` is not of the form "module:Class", does not exist, or lacks a method.
@@ -346,7 +346,7 @@ def alike(layout: str) -> str:
 def outcome_of(
     pool: RankPool, adapter: str, check: Check, layout: Layout, options: Options | None = None
 ) -> tuple[str, float, str]:
-    """Make one check on fresh ranks.
+    """Run one check on fresh ranks.
 
     Returns:
         The fault in one line, or an empty string; the largest error of a step, as a part of its
@@ -413,7 +413,7 @@ def _waits(stacks: str) -> str:
 
 
 def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[int, str, float, str]:
-    """Make one check, on a rank.
+    """Run one check, on a rank.
 
     Returns:
         A number, the fault, the largest error of a step as a part of its bound, and the digest of

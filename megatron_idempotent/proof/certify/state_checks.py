@@ -147,7 +147,7 @@ def _saved(bench: States, save: str = "save") -> Any:
 
 
 def _save_aside(bench: States) -> tuple[Any, Snapshot]:
-    """Save beside the save that is judged; return what `save()` did, and the state before it.
+    """Save once more, not judged; return the result of `save()`, and the state before it.
 
     The state is put back: `save_and_go_on` judges a save that changes it.
     """
@@ -163,7 +163,7 @@ def _saves(bench: States) -> list[str]:
 
 
 def hold_kept(bench: States) -> None:
-    """Raise `Wrong` for a kind of state that checkpoints keep, and a load of this check has lost.
+    """Raise `Wrong` if a load of this check lost a kind of state that checkpoints keep.
 
     If every load loses the kind, the check of its name reports that.
     """
@@ -247,7 +247,7 @@ def load_into_new_process(bench: States) -> None:
 
 
 def _handover_of(bench: States, rank: int) -> Any:
-    """Return what a rank that saved left for the ranks that load."""
+    """Read the record that a rank which saved has written for the ranks that load."""
     import torch
 
     return torch.load(bench.folder / f"{rank}-{LATER}", weights_only=False)
@@ -413,7 +413,7 @@ def offload_again(bench: States) -> None:
 
 
 def _fail_to_offload(bench: States, calls_before: int, cause: str) -> None:
-    """Offload without memory after so many copies; `onload()` has to bring all back."""
+    """Offload, and fail after `calls_before` copies; `onload()` has to move everything back."""
     with bench.keeping(cause):
         with no_memory(calls_before):
             attempt(functools.partial(bench.memories.offload, bench.adapter, freeing=False))
@@ -567,8 +567,8 @@ def _fail_to_load(
     `older` has the files of checkpoints not to load.
 
     Raises:
-        Wrong: some ranks raised and others did not, or none did where the file is needed, or what
-            is there afterwards is neither what was there before nor what was saved.
+        Wrong: some ranks raised and others did not, or none did where the file is needed, or the
+            state afterwards is neither the state before nor the saved state.
     """
     is_loaded = False
     for number, (_, path) in enumerate(saved_files(bench, older)[:kinds]):

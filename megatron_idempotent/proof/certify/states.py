@@ -238,7 +238,7 @@ class States(Bench):
         )
 
     def load(self, state: Any, expected: int | Snapshot = 1, *, cause: str = "load()") -> None:
-        """Load what was saved, and hold all state; put back what the adapter need not keep.
+        """Load a save, and compare all state; put back the kinds that the adapter need not keep.
 
         `expected` is the state to expect, or the number of the step after which it was saved.
         """
@@ -246,7 +246,7 @@ class States(Bench):
         self.hold_loaded(expected, cause)
 
     def hold_loaded(self, expected: int | Snapshot, cause: str) -> None:
-        """Hold all state after a load, and put back what the adapter need not keep."""
+        """Compare all state after a load, and put back the kinds that the adapter need not keep."""
         if isinstance(expected, int):
             _, expected = self.course[expected]
         self.loaded(expected, cause)
@@ -282,7 +282,7 @@ class States(Bench):
                 buffer.copy_(values[name])
 
     def hold(self, expected: int | Snapshot, cause: str, kinds: Iterable[str] = RUN) -> None:
-        """Raise `Wrong` on all ranks unless each has the state that it had before.
+        """Raise `Wrong` on all ranks unless each rank's state is the expected one.
 
         Args:
             expected: the state to expect, or the number of the step of the undisturbed run after

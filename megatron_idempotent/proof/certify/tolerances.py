@@ -1,4 +1,4 @@
-"""Bounds the errors of a right step: what its roundings come to, in each precision."""
+"""Bounds the errors of a correct step by the sum of its roundings, in each precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the real megatron-core on a CPU: answers its calls into `torch.cuda`, and makes gloo ranks.
+"""Runs the real megatron-core on a CPU: emulates `torch.cuda` for it, and makes gloo ranks.
 
     from megatron_idempotent.proof import cpu
 

@@ -287,7 +287,7 @@ def _block_positions(starts: list[int], positions: int) -> Tensor:
 
 
 def _states_at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
-    """Return the states [P, B, N, D] of one block, or of several of a pack, [P, G, N, D]."""
+    """Return the states of a block of rows, [P, B, N, D], or of G blocks of a pack, [P, G, N, D]."""
     positions, number = place_PG.shape
     if number == 1:
         first = int(place_PG[0, 0]) if positions else 0
@@ -299,7 +299,7 @@ def _states_at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
 def _in_order(
     parts: list[Tensor], position_parts: list[Tensor], query: Tensor, value: Tensor
 ) -> Tensor:
-    """Return the parts [P, B, N * D] at their places in [T, B, N * D], and zeros elsewhere."""
+    """Return the parts [P, B, N * D] at their positions in [T, B, N * D], and zeros elsewhere."""
     positions = len(query)
     place_P = torch.cat(position_parts) if position_parts else torch.arange(0)
     missing = positions - len(place_P)
@@ -333,7 +333,7 @@ def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowSpan:
-    """Places a row or a packed sequence.
+    """Gives the position and length of a row or a packed sequence.
 
     Example: `RowSpan(start=0, padded=8, queries=6, keys=6)`.
     """
@@ -352,7 +352,7 @@ class RowSpan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QueryBlock:
-    """Places queries of this rank that follow each other in a segment.
+    """Gives the positions of consecutive queries of this rank in a segment, and of their keys.
 
     Example: `QueryBlock(query=0, queries=4, position=12, key=0, keys=16)`, the last 4 of 16.
     """
@@ -388,7 +388,7 @@ def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
 
 
 class Part:
-    """Holds this rank's part under context parallelism; without it the part is all."""
+    """Holds this rank's part of the positions; without context parallelism that is all of them."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -419,7 +419,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         gathered = part.new_empty(len(place_S), *part.shape[1:])
         dist.all_gather_into_tensor(gathered, part.contiguous(), group=group)
-        # Places are a permutation, so that each position is written once.
+        # The indices are a permutation, so that each position is written once.
         return torch.empty_like(gathered).index_copy_(0, place_S, gathered)
 
     @staticmethod

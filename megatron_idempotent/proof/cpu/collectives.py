@@ -134,7 +134,7 @@ class _Copying:
         return bool(self._work.is_completed()) and self.wait()
 
     def copy_back(self) -> None:
-        """Copy to the outputs. Twice: no-op."""
+        """Copy to the outputs; a second call does nothing."""
         copies, self._copies = self._copies, []
         with torch.no_grad():
             for tensor, copy in copies:

@@ -1,4 +1,4 @@
-"""Answers for the device by `torch.cuda`'s names: number, memory, random numbers, streams, events.
+"""Emulates the device under `torch.cuda`'s names: number, memory, random numbers, streams, events.
 
 Only `enable()` loads this module. Memory counters are all zero, which is the truth: no byte of
 device memory is in use. Streams are of a device that finishes every call before it returns. Calls
@@ -32,7 +32,7 @@ NAME = "megatron_idempotent CPU runtime"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProperties:
-    """Answers `torch.cuda.get_device_properties`; `total_memory` is the host's, in bytes."""
+    """Holds the values of `torch.cuda.get_device_properties`; `total_memory` is the host's."""
 
     name: str = NAME
     #: The major compute capability, 0, so that all kernels that upstream gates on it stay off.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class NotEmulatedError(RuntimeError):
-    """The CPU runtime does not answer a call, because any answer would be wrong."""
+    """The CPU runtime does not emulate a call, because any result would be wrong."""
 
     def __init__(self, call: str) -> None:
         super().__init__(

@@ -51,7 +51,7 @@ _clone = torch.Tensor.clone
 
 
 def on_cpu(device: Any) -> Any:
-    """Return the CPU for "cuda", "cuda:1", torch.device("cuda") and bare indices; others as is."""
+    """Return the CPU for "cuda", "cuda:1", torch.device("cuda") or an index; else the argument."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):

@@ -116,7 +116,7 @@ class RankPool:
         self._rehashing_pool: RankPool | None = None
 
     def hashing_differently(self) -> RankPool:
-        """Return a pool like this one, in whose ranks strings have other hashes, and sets an order.
+        """Return a pool like this one, but with other string hashes, and so other orders of sets.
 
         It imports everything at its first call, and closes with this pool.
         """
@@ -147,16 +147,16 @@ class RankPool:
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on `world_size` ranks; return their results, by rank.
 
-        `fn` stands at the top of a module, or is typed in a notebook or at a prompt, from where it
-        travels by value; its arguments and results travel pickled.
-        In a rank the CPU runtime is on unless the pool is on "cuda", RANK, WORLD_SIZE, LOCAL_RANK,
-        MASTER_ADDR and MASTER_PORT are set and, with `distributed`, the default group is up.
-        With `already_applied` the ranks have all patches from their start, and an `apply()` of
-        theirs takes milliseconds; without it they have none. `timeout_s` counts from the fork of
-        the ranks. With `patience` the time for which ranks have waited for a processor is added to
-        it, up to so many times `timeout_s` in all: a busy machine is not a hang. It needs Linux's
-        `/proc/PID/schedstat`; without that nothing is added. `pipes` has a connected socket for
-        each rank, whose function gets it as its first argument; they are closed here.
+        `fn` is defined at the top level of a module, or in a notebook or at a prompt, and is then
+        pickled by value; its arguments and results are pickled. In a rank the CPU runtime is on
+        unless the pool is on "cuda", RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are
+        set and, with `distributed`, the default group is up. With `already_applied` the ranks have
+        all patches from their start, and a call of `apply()` on them takes milliseconds; without it
+        they have no patches. `timeout_s` counts from the fork of the ranks. With `patience` the
+        time for which ranks have waited for a processor is added to it, up to so many times
+        `timeout_s` in all: a busy machine is not a hang. It needs Linux's `/proc/PID/schedstat`;
+        without that nothing is added. `pipes` has a connected socket for each rank, whose function
+        gets it as its first argument; they are closed here.
 
         Raises:
             RankError: a rank raised or died.
@@ -439,7 +439,7 @@ def receive_pipes(connection: Connection, count: int) -> list[int]:
 
 
 def _typed_in(function: Callable[..., Any]) -> bool:
-    """Return whether a function is of a notebook's cell, a prompt, `python -c` or standard input.
+    """Return whether a function was defined in a notebook, at a prompt or by `python -c`.
 
     No file has it, so that ranks cannot look it up.
     """

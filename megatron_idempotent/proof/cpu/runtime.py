@@ -110,7 +110,7 @@ _lock = PerProcessLock(__name__, "_lock", threading.RLock)
 
 
 def enable() -> None:
-    """Answer Megatron's calls into `torch.cuda` on the CPU until the matching `disable()`.
+    """Emulate `torch.cuda` on the CPU for Megatron until the matching `disable()`.
 
     Calls nest: the runtime stays on until `disable()` has been called as often. It is on for the
     whole process, not for one thread.
