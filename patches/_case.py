@@ -139,7 +139,7 @@ def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
 
 
 def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
-    """Raise if MoE losses have another weight with `calculate_per_token_loss` than without."""
+    """Raise if `calculate_per_token_loss` changes the weight of MoE losses."""
     gradients = []
     for per_token in (False, True):
         model = bench(
@@ -169,8 +169,8 @@ def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
 def counted(model: Any, pattern: str = "", *, zeros: bool = False) -> int:
     """Return how many elements of the named parameters are in a bench's gradient norm.
 
-    Parameters whose names match get gradients of ones, all others zeros. With `zeros` it is the
-    other way around, and the number of zeros is returned. All ranks take part.
+    Parameters whose names match get gradients of ones, all others zeros. With `zeros` they get
+    zeros, all others ones, and the optimizer's number of zeros is returned. All ranks take part.
     """
     import re
 

@@ -29,7 +29,8 @@ class Steps(NamedTuple):
     """True if bucket groups have to learn how many gradients a step registers, as from 0.16."""
 
 
-#: Stock Megatron takes all of them correctly; together they cover both values of every switch.
+#: Stock Megatron takes all of these steps correctly; together they cover both values of every
+#: switch.
 ALL = (
     Steps(calls=((2,), (3,), (1,))),
     Steps(calls=((2, 1), (1,), (1, 2, 1)), wired=False, held=True),

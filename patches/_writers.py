@@ -206,7 +206,7 @@ def refused(saves: Any, reason: str, *, blocking: bool = False) -> None:
 
 
 def ends(module: Any) -> None:
-    """End the writer of rank 1, or keep its request from it; save again; save nothing on rank 1."""
+    """End rank 1's writer, or give it requests that cannot be pickled; save after each."""
     import torch
 
     rank, saves = torch.distributed.get_rank(), module.AsyncCallsQueue(persistent=True)
@@ -226,7 +226,7 @@ def ends(module: Any) -> None:
 
 
 def lives(module: Any) -> object:
-    """Finalize a save of rank 0 alone, two slow saves, and one on each rank without the others."""
+    """Finalize a save of rank 0 alone, slow saves of both ranks, and one without a collective."""
     import torch
 
     rank = torch.distributed.get_rank()
@@ -261,7 +261,7 @@ def _state(moments: Any, *steps: int) -> dict[str, Any]:
 def _begin(
     saves: Any, strategy: str, folder: Path, state: Any, start_file: Path | None = None
 ) -> None:
-    """Let a persistent worker save; if `after` is given, it writes once that file exists."""
+    """Let a persistent worker save; with `start_file` it writes once that file exists."""
     from megatron.core import dist_checkpointing
 
     from megatron_idempotent.megatron.layer_specs import takes

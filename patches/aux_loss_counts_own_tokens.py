@@ -36,7 +36,7 @@ from ._case import Original, Patch, a_body_has, expect_weight_per_token, target
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Route with a load balancing loss of all tokens; upstream logs it ÷ its coefficient."""
+    """Route with a load balancing loss of all tokens; upstream logs it over its coefficient."""
     mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     factor = _ranks(self) if mask is None else 1
     with moe.multiplied(self.config, "moe_aux_loss_coeff", factor):
@@ -44,7 +44,7 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def apply_z_loss(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do the same to the z-loss, which upstream logs ÷ its coefficient, too."""
+    """Apply the z-loss of all tokens; upstream logs it divided by its coefficient."""
     with moe.multiplied(self.config, "moe_z_loss_coeff", _ranks(self)):
         return original(self, *args, **kwargs)
 

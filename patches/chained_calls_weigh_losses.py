@@ -35,7 +35,7 @@ from ._case import Fault, Helper, bench
 
 
 def reproduce(*, helped: bool) -> None:
-    """Run four calls of one microbatch in a window, or with losses that the caller divides."""
+    """Run four calls of one microbatch; the caller, or with `helped` a window, divides losses."""
     from megatron_idempotent.proof.cpu import tiny
 
     model = bench(

@@ -34,14 +34,14 @@ from ._case import Patch, target
 
 
 def reproduce() -> None:
-    """End the writer of rank 1, or keep its request from it; save again; save nothing on rank 1."""
+    """End rank 1's writer, or give it requests that cannot be pickled; save after each."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     _writers.ends(async_utils)
 
 
 def neighbour() -> object:
-    """Finalize a save of rank 0 alone, two slow saves, and one on each rank without the others."""
+    """Finalize a save of rank 0 alone, slow saves of both ranks, and one without a collective."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     return _writers.lives(async_utils)

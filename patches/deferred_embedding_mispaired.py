@@ -86,7 +86,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run the same without MTP layers."""
+    """Run a window of two microbatches without an MTP layer, deferred and not."""
     direct, deferred = _gradients(mtp_layers=0)
     if direct is not None and not direct.equal(deferred):
         raise Fault("the deferred gradient differs from the one computed at once")

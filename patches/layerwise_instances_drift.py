@@ -40,7 +40,7 @@ _SETTING = "num_distributed_optimizer_instances"
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an optimizer over one instance; raise with several."""
+    """Build the optimizer; raise if the model has several optimizer instances."""
     groups = arguments(original, (self, *args), kwargs)["pg_collection"]
     instance = getattr(groups, "intra_dp_cp", None)
     if instance is not None and instance.size() < groups.dp_cp.size():

@@ -58,7 +58,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a chunk's reductions; without overlap this reduces, and may raise like finishing."""
+    """Start a chunk's reductions; without overlap reduce, which may raise as `finish_grad_sync`."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
         return
@@ -145,7 +145,7 @@ def _inexact(group: Any) -> str | None:
 
 
 def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
-    """Return what `finalize_model_grads` would do to reduced gradients twice; None if nothing."""
+    """Return which sum `finalize_model_grads` would apply to reduced gradients again; or None."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -200,7 +200,7 @@ def _two_windows(**options: Any) -> Any:
 
 
 def neighbour() -> object:
-    """Run windows after reduced ones: exact sums, zeroed by hand, in `no_sync`, never reduced."""
+    """Run windows after a reduced one if sums are exact, and after gradients never reduced."""
     from . import _neighbours
 
     bits = []

@@ -249,7 +249,7 @@ def _expect_actor_weights(weight: float, receiver: str, when: str) -> None:
 
 
 class _RayActor(_standins.Off):
-    """Stands in for the base class of the actor, which Ray runs."""
+    """Stands in for the base class of slime's and miles' actor, which needs Ray."""
 
     rollout_manager = prof = weight_updater = _heartbeat = _standins.Thing()
 

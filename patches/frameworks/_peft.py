@@ -363,7 +363,7 @@ def load_exported(chunks: Any, weights: dict[str, Any]) -> None:
 
 
 def _planned(chunks: Any) -> tuple[Any, list[Any]]:
-    """Return a configuration and the conversion tasks; norms' biases have none in Qwen."""
+    """Return a configuration, and Bridge's conversion tasks without None for norms' biases."""
     from transformers import PretrainedConfig
 
     config = PretrainedConfig()

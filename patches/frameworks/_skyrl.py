@@ -75,7 +75,7 @@ class SkyRL(Windows):
         return norm
 
     def logprobs(self, seed: int) -> None:
-        """Run a forward-only call, as for log-probs."""
+        """Run a forward-only call in eval mode, as a pass for log-probs does."""
         import torch
 
         self.model.eval()

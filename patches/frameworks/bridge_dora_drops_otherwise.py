@@ -48,7 +48,7 @@ def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_dropped_input(layer: Any, result: Any, change: Any) -> Any:
-    """Add to the output what the base weight makes of the change that dropout made to its input."""
+    """Add (scale - 1) x the base weight's product with `change`, dropout's effect on the input."""
     output, bias = result
     scale = layer.adapter.get_weight_magnitude() / layer._get_weight_norm()
     return output + (scale - 1) * _of_weight(layer.to_wrap, change), bias

@@ -58,7 +58,7 @@ def schedule_async_request(original: Original, self: Any, async_request: Any) ->
 
 
 def reproduce() -> None:
-    """End the writer of rank 1, also before its memory is used again; then one with a cache."""
+    """End rank 1's writer before saves, before shared memory is reused, and with a cache."""
     core = importlib.import_module(_CORE)
     _writers.ends(core)
     writer = importlib.import_module(_WRITER).FileSystemWriterAsync
@@ -84,7 +84,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Finalize a save of rank 0 alone, two slow saves, and one on each rank without the others."""
+    """Finalize a save of rank 0 alone, slow saves of both ranks, and one without a collective."""
     return _writers.lives(importlib.import_module(_CORE))
 
 
