@@ -239,15 +239,24 @@ class PerProcess:
 
 
 class PerProcessDict(PerProcess, dict["Any", "Any"]):
-    """Is a dictionary. Example: `_groups: dict[str, Any] = PerProcessDict(__name__, "_groups")`."""
+    """Is a dictionary of which each process has its own.
+
+    Example: `_groups: dict[str, Any] = PerProcessDict(__name__, "_groups")`.
+    """
 
 
 class PerProcessSet(PerProcess, set["Any"]):
-    """Is a set. Example: `_seen: set[str] = PerProcessSet(__name__, "_seen")`."""
+    """Is a set of which each process has its own.
+
+    Example: `_seen: set[str] = PerProcessSet(__name__, "_seen")`.
+    """
 
 
 class PerProcessList(PerProcess, list["Any"]):
-    """Is a list. Example: `windows: list[Any] = PerProcessList(__name__, "windows")`."""
+    """Is a list of which each process has its own.
+
+    Example: `windows: list[Any] = PerProcessList(__name__, "windows")`.
+    """
 
 
 class PerProcessLock(PerProcess):

@@ -52,7 +52,7 @@ class, `__wrapped__`, or nothing."""
 
 
 class Holder(NamedTuple):
-    """Names a place that held a function of upstream's when somebody last looked.
+    """Names an attribute or object that held a function of upstream's when it was last read.
 
     Example:
         Holder("my.tool.TABLE", lambda: sys.modules["my.tool"], "TABLE")

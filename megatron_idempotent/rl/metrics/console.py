@@ -42,7 +42,7 @@ class Progress:
         self._live.start()
 
     def draw(self, texts: Mapping[str, str], *, due: bool) -> None:
-        """Draw a table with a row per text; without a table, print them as a line if it is due."""
+        """Redraw the live table, a row per text; without one, print a line of texts if `due`."""
         if self._live is not None:
             from rich.table import Table
             from rich.text import Text

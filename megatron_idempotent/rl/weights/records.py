@@ -115,9 +115,7 @@ class Part(NamedTuple):
         return all(size % 8 == 0 for size in sizes)
 
     def words_share(self, start: int, words_W: Any, itemsize: int) -> int:
-        """Return the contribution of the part's words, from word `start` on, to the tensor's
-        checksum.
-        """
+        """Return what the part's words, from word `start` on, add to the tensor's checksum."""
         import numpy as np
         import torch
 
