@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Fault(Exception):
-    """Says that a reproduction has found the hazard of its case file."""
+    """Is raised by a reproduction that has shown the hazard of its case file."""
 
 
 def bench(**options: Any) -> Tiny:

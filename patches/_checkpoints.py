@@ -29,7 +29,7 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def look_at_files(reader: Any, items: Iterable[Any]) -> None:
-    """Raise unless each file with one of these items of a checkpoint opens and is long enough."""
+    """Raise if a file with one of these items of a checkpoint cannot be opened or is too short."""
     ends: dict[str, int] = {}
     for stored in items:
         end = stored.offset + stored.length

@@ -85,7 +85,7 @@ def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
 
 
 def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: int) -> None:
-    """Run the calls of one step, each with different data, then the reduction."""
+    """Run the calls of a step, with `held` all but the last in `no_sync()`, then the reduction."""
     from megatron.core.distributed import finalize_model_grads
 
     for chunk in model.chunks:

@@ -56,7 +56,7 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def _put_back(scaler: Any, scale: Any, value: Any) -> None:
     current = scaler.main_loss_backward_scale
-    if current is None or current.is_inference():  # the latter cannot be written here
+    if current is None or current.is_inference():  # an inference tensor cannot be written here
         return
     if scale is None:
         current.fill_(1.0)

@@ -85,7 +85,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def reset(original: Original, self: Any) -> None:
-    """Reset a bucket group for a window, and forget the deferred gradient of the one before."""
+    """Reset a bucket group for a window, and forget the deferred gradient of the last window."""
     _defer_no_more(self)
     original(self)
 

@@ -38,7 +38,7 @@ _HELD = "_megatron_idempotent_held"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch the chunk's reductions first, if `no_sync` has held all of them back."""
+    """If `no_sync` has postponed all of the chunk's reductions, dispatch them; then finish."""
     if (
         self.ddp_config.overlap_grad_reduce
         and getattr(self, _HELD, False)
@@ -52,13 +52,13 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def no_sync(original: Original, self: Any) -> Any:
-    """Remember that the caller holds reductions back."""
+    """Record that the caller postpones the chunk's reductions."""
     setattr(self, _HELD, True)
     return original(self)
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Start a window in which no reduction was held back or dispatched."""
+    """Start a window in which no reduction was postponed or dispatched."""
     original(self)
     setattr(self, _HELD, False)
     ddp.began(self)

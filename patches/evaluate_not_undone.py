@@ -44,7 +44,7 @@ def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run one evaluation whose data raises."""
+    """Run one evaluation whose data iterator raises."""
     import contextlib
 
     from megatron.training import training as upstream

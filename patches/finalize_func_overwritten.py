@@ -55,7 +55,7 @@ def _is_of_train(function: Any) -> bool:
 
 
 def reproduce() -> None:
-    """Set a custom function that counts its calls."""
+    """Run `train()` with a custom finalize function that counts its calls."""
     from megatron.core.distributed import finalize_model_grads
 
     running = program()

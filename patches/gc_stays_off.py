@@ -39,7 +39,7 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run one call that returns."""
+    """Run one call of `train()` that returns."""
     running = program(["--manual-gc"])
     running.train(1)
     if not gc.isenabled():

@@ -52,7 +52,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
                 "finish_grad_sync() be the one outside of no_sync(), or hold all of them inside of "
                 "it; call start_grad_sync() after the last one"
             )
-        # There are no counts if no_sync held back all of the window.
+        # There are no counts if the whole window was inside of no_sync.
         if late is not None or (counts and counts != expected and _never_starts(group)):
             _refuse(self, counts, expected)
     original(self, *args, **kwargs)

@@ -53,7 +53,7 @@ def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: 
 
 
 def _deal(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Give each replica some experts, by size, in the order of ranks and back again.
+    """Assign experts, sorted by size, to replicas in rank order, then in reverse order, and so on.
 
     `shard_params` of 0.17.1 does the same with experts.
     """

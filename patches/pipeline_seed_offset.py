@@ -67,7 +67,7 @@ def _missing_offset() -> int | None:
 def _drawn_from() -> int:
     """Return a digest of the random states for weights and dropout.
 
-    It is not one of the seed, because upstream may add an offset to that.
+    A digest of the seed would not do, because upstream may add an offset to it.
     """
     import hashlib
 

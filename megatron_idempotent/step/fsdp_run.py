@@ -65,7 +65,7 @@ class Shards:
         # Each rank on a line of its own through the other dimensions, such as tensor parallelism.
         line = widest.mesh_info.mesh.mesh.flatten().tolist()
         self.replica: int = line.index(dist.get_rank())
-        """The data-parallel rank: this rank's place in the mesh that fully_shard was given."""
+        """The data-parallel rank: this rank's index in the mesh that fully_shard was given."""
         self.replicas = len(line)
         """The number of data-parallel ranks."""
         self.is_reporting_rank = 0 in line

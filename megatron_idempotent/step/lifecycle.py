@@ -399,7 +399,7 @@ class SplitStep(Options):
 
 
 def _argument_of_step(step: OpenStep, name: str, value: Any) -> Any:
-    """Return the argument that `begin()` or `finish()` was given; both may be, if equal."""
+    """Return an argument from `begin()` or `finish()`; if both were given it, it must be equal."""
     of_begin = step.begun_with[name]
     if value is None or of_begin is None:
         return of_begin if value is None else value

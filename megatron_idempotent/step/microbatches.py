@@ -56,7 +56,7 @@ Groups = tuple[Tensor, Tensor | None]
 
 
 Spans = Sequence[tuple[int, int]]
-"""The place of the first token of each of a pack's sequences, and its tokens without padding."""
+"""The index of the first token of each sequence of a pack, and its tokens without padding."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

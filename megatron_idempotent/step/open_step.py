@@ -284,7 +284,7 @@ class OpenStep:
         """Return the result of a batch that was sent before.
 
         Raises:
-            ValueError: this batch is another one.
+            ValueError: this batch differs from the one that was sent before.
         """
         leaves = self._fingerprints[microbatch_id]
         new_leaves = fingerprint(batch if ready is None else ready)

@@ -413,7 +413,7 @@ def _masked_tokens(mask: Any, tokens_BT: Tensor) -> tuple[list[int], list[int]]:
                 f"{ATTENTION_MASK!r} with {number} tokens in row {row}, between places {first} and "
                 f"{last}: pad rows at their ends alone"
             )
-    return [first % width for first in firsts], numbers  # width stands for no token
+    return [first % width for first in firsts], numbers  # a row without tokens has index 0
 
 
 def _checked_lengths(lengths: Any, rows: int, width: int) -> list[int]:

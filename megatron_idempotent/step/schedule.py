@@ -29,10 +29,10 @@ class StepSchedule:
     mean over the call's microbatches and over data-parallel ranks; under
     `calculate_per_token_loss` it is summed over ranks. With three, (sum, tokens, what is reported),
     it is divided by the microbatch's tokens before that; under `calculate_per_token_loss` sums are
-    added up, and `finish()` divides by the tokens of all calls and ranks. All else of several calls
-    adds up, so it has to be divided by what the whole step has, as a loss over a global batch is.
-    MoE, MTP and other auxiliary losses are a mean over the microbatches of a call, as Megatron has
-    them.
+    added up, and `finish()` divides by the tokens of all calls and ranks. In all other cases the
+    losses of several calls are added up, so the caller has to divide each by the count of the whole
+    step, as for a loss over a global batch. MoE, MTP and other auxiliary losses are a mean over the
+    microbatches of a call, as Megatron has them.
 
     Args:
         model_chunks, optimizer, scheduler: as for `TrainStep`.
@@ -178,7 +178,7 @@ class _ScheduleBatch:
         config = get_model_config(schedule._chunks[0])
         self.per_token = bool(config.calculate_per_token_loss)
         self.parts = parallel_state.get_context_parallel_world_size()
-        # A schedule multiplies with the parts, which DDP takes back where it averages.
+        # A schedule multiplies losses by the number of parts; DDP divides by it where it averages.
         self.factor = number / self.parts if self.per_token else float(number)
         self.auxiliary_weight = schedule._auxiliary_weight
         self.loss_func: Any = None

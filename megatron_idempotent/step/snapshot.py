@@ -21,7 +21,7 @@ from megatron_idempotent.megatron.optimizers import unchained
 from megatron_idempotent.window.open_contexts import close_contexts
 
 Restore = Callable[[], None]
-"""Puts back what a function has kept; may be called again."""
+"""Restores the state that a `keep_` function has copied; may be called again."""
 
 
 class ModuleSnapshot:
@@ -327,7 +327,7 @@ class OpenUpdate:
         self.begun = False
         """True once parameters may have been changed."""
         self.undo: Restore | None = None
-        """Goes back to before the update; None without a copy, or before it has begun."""
+        """Restores the state from before the update; None without a copy, or before the update."""
         self._keeps_copy = undo
         self._allow: list[Restore] = []
 

@@ -39,7 +39,7 @@ class RankStatus:
     failure: str | None = None
     """The error of this rank, if there was one."""
     partially_updated: bool = False
-    """True if this rank has begun its update, and has no copy to go back to."""
+    """True if this rank has begun its update, and has no copy to restore."""
     poisoned: bool = False
     """True if this rank has left collectives that others may be in."""
     arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -46,7 +46,7 @@ def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run one evaluation whose data raises."""
+    """Run one evaluation whose data iterator raises."""
     from ._bridge import Bridge
 
     bridge = Bridge()

@@ -404,7 +404,7 @@ def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
             for owner in (subject.config, *(module for module in modules if name in vars(module))):
                 value = getattr(owner, name, None)
                 if value and subject.loss_kind == "sequence":
-                    set_for(stack, owner, name, value)  # back at the end
+                    set_for(stack, owner, name, value)  # restored when the stack closes
                     factors.append((owner, name, value))
 
         def weigh(microbatch: Any) -> None:

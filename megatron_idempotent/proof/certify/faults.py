@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> tuple[str | None, Any]:
-    """Call a function; return its error in one line and None, or None and its result."""
+    """Call a function; return (None, its result), or (its error in one line, None)."""
     from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
     try:

@@ -152,11 +152,11 @@ class SeenPart:
     """Holds one rank's part of a pack, on the CPU."""
 
     place_s: Tensor
-    """The places of its tokens in the pack."""
+    """The indices of its tokens in the pack."""
     fields: dict[str, Tensor]
     """`PackSeen`'s fields of the tokens [s]; no `real_S` if the model got no padding mask."""
     starts: tuple[int, ...]
-    """The places where sequences begin, and S; padding belongs to the sequence before it."""
+    """The indices at which sequences begin, and S; padding belongs to the sequence before it."""
     lengths: tuple[int, ...]
     """Tokens of each sequence that others attend to."""
 

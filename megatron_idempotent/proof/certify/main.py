@@ -160,7 +160,7 @@ def as_table(results: Sequence[Result]) -> str:
 
 
 def words_unseen(results: Sequence[Result]) -> list[str]:
-    """Return the words that no layout had on which a step was judged."""
+    """Return the words of layouts that are in no layout on which a step was judged."""
     judged = [
         layout(result.layout)
         for result in results

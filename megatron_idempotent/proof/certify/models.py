@@ -51,7 +51,7 @@ class LayoutModel(Ranks):
     def __init__(self, adapter: Adapter, layout: Layout) -> None:
         """Build the model and give it to the adapter."""
         super().__init__()
-        self.adapter: Any = adapter  # with optional methods, too
+        self.adapter: Any = adapter  # typed Any, because it may have optional methods
         self.layout = layout
         self.packs_seen: PacksSeen | None = None
         self.double, self.half = layout.dtype == "fp64", layout.dtype in ("bf16", "fp16")

@@ -82,7 +82,7 @@ class PackSeen:
     real_S: Tensor | None = None
     """False for padding, which routers leave out; None if the model got no padding mask."""
     starts: tuple[int, ...]
-    """The places where segments begin, and S. A segment is a sequence with its padding, or an end
+    """The indices where segments begin, and S. A segment is a sequence with its padding, or an end
     that is padding alone."""
     lengths: tuple[int, ...]
     """Tokens of each segment that attend to others; tokens after them attend to nothing."""
@@ -323,7 +323,7 @@ class _Auxiliary:
     def _predict(
         self, losses_BT: Tensor, predicted_BT: Tensor, mask_BT: Tensor, unit: float
     ) -> None:
-        """Add MTP_FACTOR x the mean over positions, times those that count, or their sum."""
+        """Add MTP_FACTOR x the sum of losses, or x their mean times the number that counts."""
         total, number = losses_BT.sum(), float(mask_BT.sum())
         if not self._mtp_sum:
             total = number * total / predicted_BT.sum().clamp(min=1)

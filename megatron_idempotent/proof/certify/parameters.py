@@ -32,7 +32,7 @@ class Main:
     """Holds a rank's part of a main parameter: all of it, or with distopt a shard."""
 
     start: int
-    """The place of its first element among all of the parameter's."""
+    """The index in the parameter of the part's first element."""
     values: Tensor
 
 

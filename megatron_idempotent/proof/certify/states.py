@@ -44,7 +44,7 @@ _RATE = 1e-2
 _BUFFERS = {"expert_bias": "expert bias", "local_tokens_per_expert": "token counts"}
 
 Snapshot = Mapping[str, Any]
-"""Maps each kind of state to what a rank has of it, copied: nested mappings with tensors."""
+"""Maps each kind of state to a copy of a rank's: nested mappings with tensors."""
 
 
 class States(Bench):

@@ -287,7 +287,7 @@ def _block_positions(starts: list[int], positions: int) -> Tensor:
 
 
 def _states_at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
-    """Return the states of a block of rows, [P, B, N, D], or of G blocks of a pack, [P, G, N, D]."""
+    """Return the states of a block of rows [P, B, N, D], or of G blocks of a pack [P, G, N, D]."""
     positions, number = place_PG.shape
     if number == 1:
         first = int(place_PG[0, 0]) if positions else 0
@@ -358,13 +358,13 @@ class QueryBlock:
     """
 
     query: int
-    """The first query's place on this rank."""
+    """The index of the first query among this rank's."""
     queries: int
     """The number of queries, without padding."""
     position: int
-    """The first query's place in the segment."""
+    """The index of the first query in the segment."""
     key: int
-    """The place of the segment's first key among all keys."""
+    """The index of the segment's first key among all keys."""
     keys: int
     """The number of the segment's keys."""
 

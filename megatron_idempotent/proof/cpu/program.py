@@ -110,11 +110,11 @@ def start(
 ) -> Program:
     """Set up a tiny GPT through upstream's own argument parser and initialisation.
 
-    Call it once per rank, on all ranks. `extra_args` are Megatron's command-line options, and win
-    over those given here. `shared_config` gives all virtual stages one config object, as frameworks
-    do. `exact_attention` puts in `cpu.attention`, for packs; None does so under context parallelism
-    only. `before_ddp` is called with each chunk's module before DDP wraps it. `quiet` drops what
-    upstream prints.
+    Call it once per rank, on all ranks. `extra_args` are Megatron's command-line options, and
+    override those set here. `shared_config` gives all virtual stages one config object, as
+    frameworks do. `exact_attention` puts in `cpu.attention`, for packs; None does so under context
+    parallelism only. `before_ddp` is called with each chunk's module before DDP wraps it. `quiet`
+    drops what upstream prints.
 
     Raises:
         ModuleNotFoundError: the installed release does not carry `megatron.training`.

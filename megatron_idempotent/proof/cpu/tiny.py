@@ -157,7 +157,7 @@ class Tiny:
         return parameters_of(self.chunks)
 
     def bits(self) -> bytes:
-        """Return the bytes of `parameters()`, which tell any difference."""
+        """Return the bytes of `parameters()`, which differ if one bit does."""
         bits: bytes = self.parameters().numpy().tobytes()
         return bits
 
@@ -187,7 +187,7 @@ class Tiny:
         return forward_step
 
     def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
-        """Return a function that cuts [B, T], its result for positions, a mask, pack arguments."""
+        """Return a function that cuts [B, T] for this rank; cut positions; mask; pack arguments."""
         # The runtime makes "cuda" the CPU.
         rows, length = self._shape
         lengths = self.lengths or (length,)
