@@ -38,7 +38,7 @@ _HELD = "_megatron_idempotent_held"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """If `no_sync` has postponed all of the chunk's reductions, dispatch them; then finish."""
+    """Dispatch the chunk's reductions if `no_sync` has postponed all of them; then finish."""
     if (
         self.ddp_config.overlap_grad_reduce
         and getattr(self, _HELD, False)
@@ -65,7 +65,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Run an ordinary window, so that the next is not the first, then one inside of `no_sync`."""
+    """Run an ordinary window, because a first window differs, then one inside of `no_sync`."""
     gradients = []
     for overlap in (True, False):
         model = bench(

@@ -157,7 +157,7 @@ def _logging(helper: Any, config: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Let only one token count, which one rank has and another rank predicts."""
+    """Let one token count that is on one rank, and that a position on the other rank predicts."""
     import torch
 
     from megatron_idempotent.proof.cpu import tiny

@@ -174,7 +174,7 @@ def _refuse(chunks: Sequence[Any], reason: str) -> None:
 
 
 def reproduce() -> None:
-    """Add two windows, with overlap and without; then do so with a reduce-scatter."""
+    """Run two windows without zeroing between them: all-reduced, then reduce-scattered."""
     gradients = []
     for overlap in (True, False):
         model = _two_windows(overlap_grad_reduce=overlap, distributed_optimizer=False)

@@ -43,7 +43,7 @@ def broadcast(original: Original, self: Any, tensor: Any, cache_key: str | None 
 
 
 def reproduce() -> None:
-    """Export the first stage's expert bias before and after a step, with one mapping."""
+    """Export the first stage's expert bias before and after a step, by the same mapping object."""
     import torch
     from megatron.core import parallel_state
 
