@@ -2,7 +2,7 @@
 
 A batch flows through `lifecycle`, `open_step` and `microbatches` into a backend (`megatron`,
 `fsdp`), and back as a `BatchResult`; the step ends in a `StepResult`. A step of rows on one rank
-enters none of `packs`, `pack_layout`, `ready`, `dummies`, `status` and `exact_sums`.
+runs no code of `packs`, `pack_layout`, `ready`, `dummies`, `status` and `exact_sums`.
 """
 
 from megatron_idempotent.lazy import attributes

@@ -101,8 +101,8 @@ class Backend(Protocol):
     def gradient_bits(self) -> Any:
         """Return a checksum of the gradients' bits, to be compared with that of a later call.
 
-        It may be a tensor on the device, and the host does not wait. None from a backend that
-        cannot compare gradients so.
+        It may be a tensor on the device, and the host does not wait. None if the backend compares
+        no gradients.
         """
 
     def accept(self, calls: Calls) -> None:

@@ -1,6 +1,6 @@
 """Makes dummy microbatches like those of another rank, and tells batches apart by fingerprints.
 
-A step whose ranks run by themselves enters nothing in this file.
+A step whose ranks do not run in lockstep calls no function of this file.
 """
 
 from __future__ import annotations

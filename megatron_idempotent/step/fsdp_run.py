@@ -103,7 +103,7 @@ class Shards:
     def trained(self) -> list[torch.Tensor]:
         """Return this rank's shards of the parameters that need gradients; reshard nothing."""
         sharded = (param.sharded_param for group in self._groups for param in group.fsdp_params)
-        with torch.no_grad():  # without this check each is a call into autograd, which takes longer
+        with torch.no_grad():  # else each to_local() goes through autograd, which is slower
             return [param.to_local() for param in sharded if param.requires_grad]
 
     def writes(self) -> Writes:
@@ -499,8 +499,8 @@ def check_internals(model: Any) -> None:
     require(mesh_info, "mesh")
     param = params[0] if params else None
     require(param, "to_sharded", "sharded_param", "unsharded_accumulated_grad", "_sharding_spec")
-    # The first gather sets it, so that it can only be looked for among what the class announces.
-    # Under another name its gradients would stay, and no error would say so.
+    # The first gather sets this attribute; before that only the class's annotations show it. Under
+    # another name its gradients would stay, and no error would say so.
     if param is not None and "_unsharded_param" not in type(param).__annotations__:
         lacking.append(f"{type(param).__name__}._unsharded_param")
     if lacking:

@@ -117,7 +117,7 @@ class SplitStep(Options):
         """Open a step: zero the gradients, and put the model into training mode.
 
         All ranks call it. The first call makes gloo groups, where ranks wait for each other; later
-        ones wait for nobody.
+        calls do not wait.
 
         Args:
             loss: see `StepLoss`; the same on all ranks.
@@ -326,7 +326,7 @@ class SplitStep(Options):
 
         Raises:
             RuntimeError: another step is open than `step_id`, or all ranks have updated in it.
-            SessionPoisoned: not all ranks came; what is on this rank is put back all the same.
+            SessionPoisoned: not all ranks came in time; this rank's state is restored all the same.
         """
         step = self._open
         if step_id is not None:

@@ -1,4 +1,4 @@
-"""Checks arguments of a step's calls, calls its loss, and sums what the loss returns.
+"""Checks arguments of a step's calls, calls its loss, and sums the loss's results.
 
 Legend: B rows, n sequences of a microbatch, T positions of a row, or all tokens of a pack.
 """
@@ -525,7 +525,7 @@ _NORMALIZER_OF: Mapping[Kind, Normalizer] = {
 
 
 class StepTotals:
-    """Sums a step's metrics over all ranks, and in `counts` its valid tokens, sequences, groups."""
+    """Sums a step's counts and metrics over all ranks; `counts` has the sums of the counts."""
 
     def __init__(
         self,

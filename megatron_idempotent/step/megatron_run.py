@@ -411,7 +411,7 @@ def _keep_scale_of_each_forward(stack: ExitStack) -> None:
     """Have each backward scale auxiliary losses as the forward of its microbatch did.
 
     Upstream sets the scale in each forward, and reads it in each backward. In a pipeline that is
-    another microbatch's, which is the same as long as all count alike.
+    another microbatch's, which is the same as long as all microbatches have the same count.
     """
     forward, backward = schedules.forward_step, schedules.backward_step
     scales: dict[int, list[tuple[Any, Any]]] = {}

@@ -1,4 +1,4 @@
-"""Describes microbatches, cuts rows into them, and counts what is valid in them.
+"""Describes microbatches, cuts rows into them, and counts their valid sequences and tokens.
 
 Legend: B rows of the batch, T positions of a row, n sequences.
 """

@@ -158,8 +158,9 @@ class OpenStep:
         self._bad_parameters: dict[int, str] = {}
         # Learning rate and weight decay of the step, on all ranks alike.
         self._rates = 0.0, 0.0
-        # Counters of writes, and the first sign that somebody else has written. The bits are taken
-        # after each call: an offload that keeps gradients copies them, and does not tell the step.
+        # Counters of writes, and the first sign of a write that the step has not made. The bits are
+        # taken after each call: an offload that keeps gradients copies them, and does not tell the
+        # step.
         self._writes, self._bits = backend.writes(), backend.gradient_bits()
         self._disturbance: str | None = None
         # What this rank has done, and the statuses of all ranks after that.

@@ -1,6 +1,6 @@
 """Reads where sequences are in a pack, counts them, and gives packs and positions to a model.
 
-A step without packs and context parallelism enters nothing in this file.
+A step without packs and context parallelism calls no function of this file.
 
 Legend: B rows, T positions of a row, or all tokens of a pack; n sequences of a pack.
 """
@@ -81,7 +81,7 @@ def spans_in(batch: Any) -> Spans | None:
 
 
 def _spans_between(name: str, borders: Any) -> tuple[list[int], list[int]]:
-    """Return the first token and the number of tokens of each sequence between the borders."""
+    """Return the index of the first token of each sequence between the borders, and its length."""
     ends = [int(end) for end in torch.as_tensor(borders).reshape(-1).tolist()]
     if not ends or ends[0] != 0:
         raise ValueError(f"whose {name} begin with {ends[:1]}: let them begin with 0")

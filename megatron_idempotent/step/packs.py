@@ -1,6 +1,6 @@
 """Packs rows into microbatches within a budget of tokens.
 
-A step without a budget enters nothing in this file.
+A step without a budget calls no function of this file.
 
 Legend: B rows, T positions of a row; n sequences of a pack, S its tokens with padding.
 """

@@ -1,4 +1,4 @@
-"""Holds what a step and its calls return to the caller."""
+"""Holds the results that a step and its calls return to the caller."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Keeps and restores what a step changes apart from gradients and parameters.
 
-Megatron is imported only where its state is kept, because steps on FSDP2 do without it.
+Each `keep_` function copies some state, and returns a function that puts it back. Megatron is
+imported only where its state is kept, because steps on FSDP2 do without it.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
     """Keep copies of parameters and optimizer state on the host, from before an update.
 
     A copy costs memory on the host and time in each step, so a step makes it only with `undo=True`.
-    All is put back in place, and state that the update has created is deleted.
+    The copies are put back in place, and state that the update has created is deleted.
     """
     main = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     # Without a half precision they are the model's own.

@@ -1,6 +1,6 @@
 """Exchanges what each rank is about to run, and plans the calls that ranks then make together.
 
-A step of one rank alone enters nothing in this file.
+A step of one rank alone calls no function of this file.
 """
 
 from __future__ import annotations

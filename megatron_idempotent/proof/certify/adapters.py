@@ -66,7 +66,7 @@ def _described(microbatch: Any) -> Rows | Packed:
 
 
 class Stateful:
-    """Saves, loads and offloads what a `Subject` holds, with Megatron's own functions."""
+    """Saves, loads and offloads a `Subject`'s tensors, with Megatron's own functions."""
 
     subject: Subject
     parts: tuple[Part, ...] = ("weights", "gradients", "optimizer")

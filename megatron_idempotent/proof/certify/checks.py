@@ -30,7 +30,7 @@ CALL = 2 * MICRO_BATCH
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """Describes a check, and what it demands.
+    """Describes a check: what it demands of an adapter, and what it needs.
 
     Example: `CHECKS["split-step"].summary`.
     """

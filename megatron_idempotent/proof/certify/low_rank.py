@@ -46,7 +46,7 @@ class LowRank(Bench):
     """
 
     def __init__(self, host: Bench, *, rank: int, **kinds: bool) -> None:
-        """Build a model of the host's layout; `kinds` are those that `add` takes."""
+        """Build a model with adapters in the host's layout; `kinds` are arguments of `add`."""
         self._rank, self._kinds = rank, kinds
         self._frozen_factors: tuple[str, ...] = ()
         self._host, self._ratio = host, 1.0
@@ -103,7 +103,7 @@ class LowRank(Bench):
         )
 
     def tolerance(self, truth: Truth) -> float:
-        """Return the bound for independent roundings; in float64 that for the worst softmax."""
+        """Return the bound of a gradient's error, from independent roundings except in float64."""
         if self.double:
             return super().tolerance(truth) * self._ratio
         if self.half:

@@ -44,7 +44,7 @@ class Memories:
             )
 
     def onload(self, adapter: Any, *, training: bool = True) -> None:
-        """Call the adapter's `onload`; without `training` check the parameters alone.
+        """Call the adapter's `onload`, and check the parameters, or with `training` all tensors.
 
         Raises:
             Wrong: a tensor is still on the host, or has no memory.

@@ -38,7 +38,7 @@ class Main:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPart:
-    """Holds a parameter of this rank, and its place in the whole model."""
+    """Holds a parameter of this rank: its name in the whole model, and which shard it is."""
 
     name: str
     dimension: int | None
@@ -47,7 +47,7 @@ class ParameterPart:
     size: int
     value: Tensor
     main: Main | None = None
-    """The part that the rank has of what the optimizer updates in float32; None without."""
+    """This rank's part of the main parameter in float32; None if the parameter has none."""
 
     @property
     def whole_shape(self) -> list[int]:

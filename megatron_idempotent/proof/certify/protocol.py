@@ -1,4 +1,4 @@
-"""Defines what a framework gives to be certified: an `Adapter`, built around a `Subject`.
+"""Defines `Adapter`, which a framework implements to be certified, and its `Subject`.
 
 Legend: B rows, T positions.
 """
@@ -157,9 +157,9 @@ class Adapter(Protocol):
     gradient buffers and optimizer state to the host or frees them, as colocated frameworks do while
     engines sample, and `onload(training=True)`, which brings all of it back, or with
     `training=False` at least what log-probs read; an open step may keep its gradients or refuse.
-    Checks that need what it lacks are not made. A class attribute `config_overrides` has fields of
-    `TransformerConfig` that the framework sets. With a class attribute `packs = True` it
-    trains on packs of rows that have `lengths`: it makes packs of them with the framework's own
+    Checks that need a method or attribute that it lacks are not run. A class attribute
+    `config_overrides` has fields of `TransformerConfig` that the framework sets. With a class
+    attribute `packs = True` it trains on packs of rows that have `lengths`: it makes packs of them with the framework's own
     code, and gives those to the chunk or to `Subject.forward`. Without, layouts of packs are not
     judged. With `sequences = True` it also trains on a loss that is a mean over sequences, where
     `Subject.loss_kind` asks for it; without, layouts with `sequences` are not judged. With
@@ -177,9 +177,9 @@ class Adapter(Protocol):
     `load_weights(state)` loads the weights alone, into a subject that has stepped: main parameters
     become the weights, moments stay. `save_async()` returns what `save` does before all is written,
     and `saved()` waits until it is, and raises on all ranks if one cannot write. A class attribute
-    `keeps` has what the checkpoint has beside weights and optimizer: some of `KEEPS`; what it
-    lacks, the checks put back themselves. `counters()` returns what the framework counts itself,
-    such as iterations and samples. With a class attribute `parts`, some of `Part`,
+    `keeps` names the kinds of state that the checkpoint has beside weights and optimizer, some of
+    `KEEPS`; the checks put back the other kinds themselves. `counters()` returns what the framework
+    counts itself, such as iterations and samples. With a class attribute `parts`, some of `Part`,
     `offload(only=part)` moves one of them alone, and `onload()` brings it back; `onload()` does so
     too after two calls of `offload()`, and after one that raised midway. With `reshards = ("dp",
     "tp")` a checkpoint can be loaded with other numbers of these ranks.

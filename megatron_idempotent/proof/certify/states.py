@@ -296,7 +296,7 @@ class States(Bench):
 
     @contextlib.contextmanager
     def keeping(self, cause: str) -> Iterator[Snapshot]:
-        """Raise `Wrong` on all ranks unless the block leaves all state as it was.
+        """Raise `Wrong` on all ranks if the block changes any state.
 
         Yield the state. `cause` names the block in errors.
         """
@@ -423,7 +423,7 @@ def first_fault(
 
 
 def first_difference(expected: Any, actual: Any) -> str | None:
-    """Return the first place where two states differ in bits, with both values; else None."""
+    """Describe the first difference in bits between two states, with both values; else None."""
     if isinstance(expected, Mapping) and isinstance(actual, Mapping):
         if expected.keys() != actual.keys():
             odd = sorted(map(str, expected.keys() ^ actual.keys()))

@@ -6,9 +6,9 @@ an option, answers the one question that Megatron asks while it is imported,
 `torch.cuda.is_available()`. A rank starts the driver for itself. Functions here import torch, the
 module does not, nor anything else that takes time: every pytest run imports it, by the plugin.
 
-On "cpu" the runtime answers for CUDA. On "cuda" nothing is emulated: ranks compute on the GPUs of
-this machine, over NCCL where each has a GPU of its own, and else over gloo and host memory, since
-NCCL refuses two ranks on one GPU. "checked" is the CPU, where ranks refuse what a GPU would refuse
+On "cpu" the runtime emulates CUDA. On "cuda" nothing is emulated: ranks compute on the GPUs of this
+machine, over NCCL where each has a GPU of its own, and else over gloo and host memory, since NCCL
+refuses two ranks on one GPU. "checked" is the CPU, where ranks refuse what a GPU would refuse
 (`cpu.placement`).
 """
 

@@ -292,7 +292,7 @@ class Completer(importlib.abc.MetaPathFinder):
 
 
 def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a decorator so that it decorates plain functions late, and all else at once."""
+    """Wrap a decorator so that it decorates plain functions late, and other objects at once."""
 
     @functools.wraps(decorate)
     def decorator(*args: Any, **options: Any) -> Any:

@@ -6,7 +6,7 @@ and refuses every other public name of `torch.cuda`. Importing this does not imp
 
 from __future__ import annotations
 
-#: Names of which each has the same answer, or is wrapped in the same way.
+#: Names that are all emulated, or all wrapped, in the same way.
 TRUE = "torch.cuda.is_available torch.cuda.is_initialized torch.cuda.is_bf16_supported"
 FALSE = "torch.cuda.is_tf32_supported torch.cuda.is_current_stream_capturing"
 NOTHING = (
@@ -53,7 +53,7 @@ COPIES = (
     "torch.Tensor.float torch.Tensor.half"
 )
 
-#: (names separated by spaces, what they answer)
+#: (names separated by spaces, their emulated behaviour)
 EMULATED: tuple[tuple[str, str], ...] = (
     (TRUE, "True"),
     (FALSE, "False"),
@@ -149,7 +149,7 @@ EMULATED: tuple[tuple[str, str], ...] = (
 
 
 def short(names: str) -> tuple[str, ...]:
-    """Return the names without what they are attributes of: `"torch.zeros"` is `"zeros"`."""
+    """Return the names without their modules or classes: `"torch.zeros"` is `"zeros"`."""
     return tuple(name.rpartition(".")[2] for name in names.split())
 
 
