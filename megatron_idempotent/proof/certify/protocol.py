@@ -157,11 +157,11 @@ class Adapter(Protocol):
     gradient buffers and optimizer state to the host or frees them, as colocated frameworks do while
     engines sample, and `onload(training=True)`, which brings all of it back, or with
     `training=False` at least what log-probs read; an open step may keep its gradients or refuse.
-    Checks that need a method or attribute that it lacks are not run. A class attribute
-    `config_overrides` has fields of `TransformerConfig` that the framework sets. With a class
-    attribute `packs = True` it trains on packs of rows that have `lengths`: it makes packs of them with the framework's own
-    code, and gives those to the chunk or to `Subject.forward`. Without, layouts of packs are not
-    judged. With `sequences = True` it also trains on a loss that is a mean over sequences, where
+    Checks of methods that it lacks are skipped. A class attribute `config_overrides` has fields of
+    `TransformerConfig` that the framework sets. With a class attribute `packs = True` it trains on
+    packs of rows that have `lengths`: it makes packs of them with the framework's own code, and
+    gives those to the chunk or to `Subject.forward`. Without, layouts of packs are not judged. With
+    `sequences = True` it also trains on a loss that is a mean over sequences, where
     `Subject.loss_kind` asks for it; without, layouts with `sequences` are not judged. With
     `balance_mean = True` experts' loss is a mean over all positions of the step, whether they count
     or not. With `order_stable = True` it promises that the same rows, in the same microbatches,
