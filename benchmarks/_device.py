@@ -21,7 +21,7 @@ def add_seconds(parser: argparse.ArgumentParser) -> None:
 
 
 def rounds_within(rounds: int, seconds: float | None) -> Iterator[int]:
-    """Yield the numbers of rounds; from the fourth on, stop once the seconds have passed.
+    """Yield the numbers of rounds, and end early once the seconds have passed, after three.
 
     Ranks read clocks of their own, so several of them may be given no limit.
     """

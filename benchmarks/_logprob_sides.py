@@ -59,7 +59,7 @@ def _ours_from_hidden(given: Given) -> tuple[Any, Any]:
 def _through_logits(
     from_logits: Callable[[Given], tuple[Any, Any]],
 ) -> Callable[[Given], tuple[Any, Any]]:
-    """Return a run on the logits of all tokens, computed as Megatron's output layer does."""
+    """Made as Megatron's output layer makes them, of all tokens."""
 
     def run(given: Given) -> tuple[Any, Any]:
         hidden_NH, weight_VH = given.inputs

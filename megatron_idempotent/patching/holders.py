@@ -52,7 +52,7 @@ class, `__wrapped__`, or nothing."""
 
 
 class Holder(NamedTuple):
-    """Names an attribute or object that held a function of upstream's when it was last read.
+    """Names a place that held a function of upstream's when somebody last looked.
 
     Example:
         Holder("my.tool.TABLE", lambda: sys.modules["my.tool"], "TABLE")
