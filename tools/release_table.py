@@ -35,7 +35,7 @@ _HOW = "`python tools/casebook.py .nox/wheels` reads the wheels that `make drift
 def renewed_table(
     lines: Sequence[str], trees: Iterable[SourceTree], needs: dict[str, Needs]
 ) -> list[str]:
-    """Return the lines of `releases.txt`, updated for the releases of these trees.
+    """Return the lines of `releases.txt`, renewed by these trees.
 
     Args:
         lines: its present lines. Releases that are not among the trees stay.
