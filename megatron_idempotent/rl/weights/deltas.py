@@ -1,25 +1,28 @@
-"""Encodes what changed in a tensor between two versions, by bits, and writes it into the old one.
+"""Encodes the elements of a tensor whose bits changed, and writes them into the old tensor.
 
-A delta is a run of bytes, little-endian, as it lies in a file or goes over a wire:
+A delta is a sequence of bytes, little-endian, the same in memory, in a file and over a network:
 
 | bytes | content |
 |---|---|
 | 4 | `WDL1` |
 | 1 | bytes of an element: 1, 2, 4 or 8 |
-| 8, 8 | elements of the tensor, and how many of them changed |
+| 8, 8 | number of elements of the tensor, and number of changed elements |
 | 8, 8 | `checksum()` of the tensor before and after |
-| | for each block of 2**19 elements: a list of the places that changed in it, and differences |
+| | for each block of 2**19 elements: a list of the changed positions, then the differences |
 
-A difference is new - old, where the bits of an element are a signed integer: optimizer steps mostly
-take a weight in bfloat16 to its neighbour, which is 1 or -1. First comes a bit for each change,
-lowest bit first: 1 for a difference below 0. Then, for each byte of |difference| - 1, the lowest
-first, comes a list of the places where it is not 0, and one byte for each of them.
+A difference is new - old, with the bits of each element read as a signed integer. Most changes of
+an optimizer step move a bfloat16 weight to the next representable number: a difference of 1 or -1.
+The differences of a block begin with a sign bit per change, lowest bit first: 1 for a difference
+below 0. Then, for each byte of |difference| - 1, the lowest byte first, there is a list of the
+changes whose byte is not 0, followed by these bytes.
 
-A list of places begins with a byte for its form, and 4 bytes each for their number and for the
-list's bytes. The forms: 0, every place; 1, a bitmap, lowest bit first; 2 and 3, the first place
-and the steps from each to the next in units of 1 and 2 bytes. A unit of all ones says that the step
-goes on: after the units come those with which such steps go on, and so forth. The smallest is
-taken.
+A list of positions begins with one byte for its format, 4 bytes for the number of positions and 4
+bytes for the size of the rest in bytes. The formats are: 0, all positions; 1, a bitmap, lowest bit
+first; 2 and 3, the first position and then the distance of each position from the previous one, as
+unsigned integers of 1 and 2 bytes. A distance that does not fit is stored as the largest integer
+(all bits 1), and its remainder is stored after the integers of all distances; a remainder that does
+not fit is split in the same way. The encoder chooses the format by the number of positions and
+their distances.
 """
 
 from __future__ import annotations
@@ -46,24 +49,26 @@ from .records import (
     words_share,
 )
 
-# Formats and not `struct.Struct`, which cannot be pickled with functions that travel by value.
+# Format strings, because a `struct.Struct` cannot be pickled with functions that are pickled by
+# value.
 _PLACES = "<BII"
 _HEADER_BYTES, _PLACES_BYTES = struct.calcsize(DELTA_HEADER), struct.calcsize(_PLACES)
 _MAGIC = b"WDL1"
 CODEC = _MAGIC.decode()
-"""The name of the encoding, for what lists deltas."""
+"""The name of the encoding, for manifests that list deltas."""
 _ALL, _BITMAP = 0, 1
-#: The type of a unit, and the unit of all ones.
+#: For formats 2 and 3: the integer type of a distance, and its largest value.
 _UNITS = {2: ("<u1", 255), 3: ("<u2", 65535)}
 _ITEMSIZES = 1, 2, 4, 8
 _BLOCK = 1 << 19
-#: Elements of 8 blocks, which a device compares or changes at once. It is waited for each time.
+#: The number of elements that a device compares or changes in one operation: 8 blocks. The host
+#: waits for each of these operations.
 _ON_DEVICE = 8 * _BLOCK
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class EncodedDelta:
-    """Holds a delta's bytes. `verify` finds out whether they are those that were encoded.
+    """Holds the bytes of a delta, which may be damaged until `verify` has checked them.
 
     Example: `EncodedDelta(torch.frombuffer(content, dtype=torch.uint8))`.
     """
@@ -72,7 +77,7 @@ class EncodedDelta:
     """uint8 [bytes], on the host."""
 
     def __post_init__(self) -> None:
-        """Raise `UpdateDamaged` for bytes that do not begin as a delta does."""
+        """Raise `UpdateDamaged` unless the bytes begin with the header of a delta."""
         size = self.data.numel()
         if size < _HEADER_BYTES or bytes(self._bytes[:4]) != _MAGIC:
             raise UpdateDamaged(
@@ -107,12 +112,12 @@ class EncodedDelta:
 
     @property
     def before(self) -> int:
-        """The checksum of the tensor that the delta is for."""
+        """The checksum of the tensor to which the delta applies."""
         return int(self._header[4])
 
     @property
     def after(self) -> int:
-        """The checksum of the tensor that it makes."""
+        """The checksum of the tensor after the delta is applied."""
         return int(self._header[5])
 
     @property
@@ -121,16 +126,17 @@ class EncodedDelta:
         return self.data.numel()
 
     def undo(self) -> EncodedDelta:
-        """Return the delta that makes the old tensor of the new one."""
+        """Return the inverse delta, which changes the new tensor back to the old one."""
         return _joined([self], self.after, self.before, sign=-1)
 
     def places(self) -> tuple[Any, Any]:
-        """Return places, int64 [K] in order, and new - old there, signed [K].
+        """Return the changed positions, ascending int64 [K], and their differences, signed [K].
 
-        They take up to 128 times the room of the delta: what comes from elsewhere is read by
-        blocks.
+        The result may need up to 128 times the memory of the delta: use `blocks` for a delta from
+        another process.
 
-        Errors: `UpdateDamaged` for bytes that are no delta of such a tensor.
+        Raises:
+            UpdateDamaged: the bytes after the header do not fit the header.
         """
         blocks = [(at_K + start, by_K) for start, at_K, by_K in self.blocks()]
         none = np.empty(0, np.int64), np.empty(0, f"i{self.itemsize}")
@@ -138,7 +144,7 @@ class EncodedDelta:
         return at_K, by_K
 
     def pieces(self, blocks: int) -> Iterator[tuple[int, Any, Any]]:
-        """Yield what `blocks` does, for so many of them at once."""
+        """Yield the results of `blocks`, joined over `blocks` consecutive blocks."""
         left = self.blocks()
         while some := list(itertools.islice(left, blocks)):
             start = some[0][0]
@@ -146,9 +152,11 @@ class EncodedDelta:
             yield start, at_K, np.concatenate([by_K for *_, by_K in some])
 
     def blocks(self) -> Iterator[tuple[int, Any, Any]]:
-        """Yield the first place of each block, places in it as int64 [K], and new - old there.
+        """Yield each block: its start, changed positions in it, int64 [K], and their differences.
 
-        Errors: those of `places`, after the last block if they are about the whole.
+        Raises:
+            UpdateDamaged: as in `places`; sizes that do not add up are detected after the last
+                block.
         """
         data, end, changed = self._bytes, _HEADER_BYTES, 0
         for start in range(0, self.elements, _BLOCK):
@@ -179,10 +187,12 @@ class EncodedDelta:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Patch:
-    """Holds what is to be written into a tensor. Example: `patch.reverse()` before it is written.
+    """Holds new values for some elements of a tensor.
 
-    Places, int64 [K], and values as integers, [K], are NumPy's if the tensor is on the host, else
-    torch's on its device.
+    The positions, int64 [K], and the bits of the new values, as integers [K], are NumPy arrays if
+    the tensor is on the host, else torch tensors on its device.
+
+    Example: `patch.reverse()` before it is written.
     """
 
     tensor: torch.Tensor
@@ -190,24 +200,27 @@ class Patch:
     new_K: Any
 
     def write(self) -> None:
-        """Change the tensor in place. Again: no-op."""
+        """Write the new values into the tensor. A second call is a no-op."""
         flat_N, at_K, new_K = _there(self.tensor, self.at_K, self.new_K)
         flat_N[at_K] = new_K
 
     def reverse(self) -> Patch:
-        """Return the patch that writes what is there now."""
+        """Return a patch that restores the tensor's current values at these positions."""
         flat_N, at_K, _ = _there(self.tensor, self.at_K, self.new_K)
         return Patch(self.tensor, at_K, flat_N[at_K])
 
     def made(self) -> torch.Tensor:
-        """Return a copy of the tensor with what is to be written."""
+        """Return a copy of the tensor with the new values; the tensor is unchanged."""
         new = dataclasses.replace(self, tensor=self.tensor.clone())
         new.write()
         return new.tensor
 
 
 def _there(tensor: torch.Tensor, at_K: Any, by_K: Any) -> tuple[Any, Any, Any]:
-    """Return a contiguous tensor as integers, [N], places and numbers: all where the tensor is."""
+    """Return a contiguous tensor's bits as integers, [N], with the arguments moved to its device.
+
+    They are NumPy arrays for a tensor on the host.
+    """
     bytes_N = tensor.detach().reshape(-1).view(torch.uint8)
     if in_host_memory(bytes_N):
         return bytes_N.numpy().view(by_K.dtype), at_K, by_K
@@ -224,20 +237,22 @@ def encode(
     part: Part | None = None,
     write: bool = False,
 ) -> EncodedDelta:
-    """Return what changed from `old` to `new`, by bits.
+    """Encode the elements whose bits differ between `old` and `new`.
 
     Args:
-        new: any shape and device, of a type with 1, 2, 4 or 8 bytes. It stays where it is; blocks
-            of `old` go to a device, and what changed comes back.
-        old: the same shape and type, on the host or where `new` is.
-        before: `checksum(old)`, if it is known.
-        after: `checksum(new)`, if it is known.
-        part: the place of `new` in a tensor, for a part that has whole words; `after` is then what
-            it adds to that tensor's checksum, other than its bytes' number.
-        write: True to write into `old` what changed; it is contiguous, and on the host.
+        new: a tensor of any shape and device, with elements of 1, 2, 4 or 8 bytes. If it is on a
+            device, blocks of `old` are copied there, and only the changes are copied back.
+        old: a tensor of the same shape and dtype, on the host or on the device of `new`.
+        before: `checksum(old)`, if the caller knows it.
+        after: `checksum(new)`, if the caller knows it.
+        part: the range of a larger tensor that `new` is, on boundaries of 8-byte words. The delta's
+            `after` is then the contribution of `new` to the larger tensor's checksum, without the
+            term for the number of bytes.
+        write: True to write the changes into `old`, which must be contiguous and on the host.
 
-    Errors: `ValueError` for tensors that differ in shape or type, or lie on two devices, or an old
-        one that cannot be written into.
+    Raises:
+        ValueError: the tensors differ in shape or dtype, are on two different devices, or `old`
+            cannot be written.
     """
     told = [(tuple(each.shape), each.dtype, each.device) for each in (new, old)]
     alike = told[0][:2] == told[1][:2] and (old.is_cpu or old.device == new.device)
@@ -264,7 +279,7 @@ def encode(
         at_K, by_K = _differences(new_P, old_P, room_P[: len(old_P)])
         if write:
             old_P[at_K] += by_K
-        if after is None:  # here it is in the cache
+        if after is None:  # computed here, while the block is in the processor's cache
             shares.append(_share(new_P, start, part))
         return _blocks(at_K, by_K, len(old_P))
 
@@ -274,15 +289,16 @@ def encode(
 
 
 def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
-    """Return the delta as it is to be written into a tensor; nothing is written yet.
+    """Check a delta against a tensor, and decode it to a patch; the tensor is unchanged.
 
-    If so many elements change that a patch were larger than the tensor, it is the new tensor; if
-    none does any more, the tensor itself. What the delta makes is held to the checksum of the
-    tensor that was sent.
+    The result is the new tensor if a patch would be larger than the tensor, and the tensor itself
+    if it already has the new values. The checksum of the new values must equal that of the tensor
+    from which the delta was encoded.
 
-    Errors: `UpdateMismatch` for a tensor of another size, or one that is not contiguous;
-        `UpdateRefused` for one with other bits than the delta was made for; `UpdateDamaged` for a
-        delta that is not as it was encoded.
+    Raises:
+        UpdateMismatch: the tensor has another size, or is not contiguous.
+        UpdateRefused: the tensor does not have the bits that the delta builds on.
+        UpdateDamaged: the delta's bytes are not those that were encoded.
     """
     if (tensor.numel(), tensor.dtype.itemsize) != (encoded.elements, encoded.itemsize):
         raise UpdateMismatch(
@@ -331,9 +347,12 @@ def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
 
 
 def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
-    """Make the new tensor of the old one, in place; write nothing unless all is right.
+    """Apply a delta to a tensor in place; the tensor is unchanged if `verify` raises.
 
-    Once more: no-op. Errors: those of `verify`.
+    A second call is a no-op.
+
+    Raises:
+        Exception: as in `verify`.
     """
     made = verify(encoded, tensor)
     if isinstance(made, Patch):
@@ -343,9 +362,11 @@ def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
 
 
 def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:
-    """Return the delta of several, each for the tensor that the one before it makes.
+    """Join consecutive deltas of a tensor into one, from the first old to the last new tensor.
 
-    Errors: `ValueError` without any; `UpdateDamaged` if one is for another tensor, or is no delta.
+    Raises:
+        ValueError: `deltas` is empty.
+        UpdateDamaged: a delta does not build on the result of the previous one, or is malformed.
     """
     if not deltas:
         raise ValueError("join() got no deltas; give at least one")
@@ -364,15 +385,18 @@ def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:
 
 
 def merged(deltas: Sequence[tuple[Part, EncodedDelta]], *, before: int, after: int) -> EncodedDelta:
-    """Return one delta of a tensor with these checksums, of those of its parts.
+    """Merge the deltas of a tensor's parts into one delta of the entire tensor.
 
-    Errors: `ValueError` without any.
+    `before` and `after` are the checksums of the entire tensor.
+
+    Raises:
+        ValueError: `deltas` is empty.
     """
     if not deltas:
         raise ValueError("merged() got no deltas; give at least one")
     (part, first), *more = deltas
     elements = math.prod(part.shape)
-    if not more and first.elements == elements:  # nothing to move but the checksums
+    if not more and first.elements == elements:  # only the checksums in the header differ
         data = first.data.clone()
         kind = first.itemsize, elements, first.changed
         struct.pack_into(DELTA_HEADER, data.numpy(), 0, _MAGIC, *kind, before, after)
@@ -385,7 +409,7 @@ def merged(deltas: Sequence[tuple[Part, EncodedDelta]], *, before: int, after: i
 def _joined(
     deltas: Sequence[EncodedDelta], before: int, after: int, *, sign: int = 1
 ) -> EncodedDelta:
-    """Return one delta of several of a tensor, made block by block, for all else is too large."""
+    """Add up the deltas of a tensor, times `sign`, one block at a time to bound the memory."""
     elements, itemsize = deltas[0].elements, deltas[0].itemsize
     sealed = []
     for parts in zip(*(each.blocks() for each in deltas), strict=True):
@@ -397,30 +421,36 @@ def _joined(
 def _united(
     found: Sequence[tuple[Any, Any]], elements: int, before: int, after: int
 ) -> EncodedDelta:
-    """Return one delta of the places of several, and the sums of the differences there."""
+    """Encode the sums of several sets of positions and differences as one delta."""
     at_U, by_U = _summed(found)
     return _sealed(_blocks(at_U, by_U, elements), (by_U.itemsize, elements), before, after)
 
 
 def _summed(found: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the places of several in order, and the sums there, where they are not 0."""
+    """Return the positions of all sets, ascending, at which the differences do not sum to 0.
+
+    The second result are these sums.
+    """
     at_K, by_K = map(np.concatenate, zip(*found, strict=True))
     order_K = np.argsort(at_K, kind="stable")
     at_K, by_K = at_K[order_K], by_K[order_K]
     starts_U = np.flatnonzero(np.diff(at_K, prepend=-1))
-    # A sum of no parts is no sum: reduceat() takes at least one.
+    # reduceat() rejects an empty array.
     by_U = np.add.reduceat(by_K, starts_U, dtype=by_K.dtype) if len(starts_U) else by_K
     return at_K[starts_U][by_U != 0], by_U[by_U != 0]
 
 
 def _bits(tensor: torch.Tensor) -> Any:
-    """Return the bits of each element as NumPy's signed integers [N]; the tensor is on the host."""
+    """Return the bits of a tensor on the host as NumPy's signed integers, one per element, [N]."""
     bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return bytes_N.numpy().view(f"<i{tensor.dtype.itemsize}")
 
 
 def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
-    """Return what elements of a tensor, or of a part, from that one on add to its checksum."""
+    """Return the contribution of some elements, from element `start` on, to a tensor's checksum.
+
+    With `part`, `start` counts from the beginning of that part.
+    """
     itemsize = new_B.dtype.itemsize
     first = start * itemsize // 8
     return sum(
@@ -434,7 +464,7 @@ def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
 def _sealed(
     blocks: Iterable[tuple[int, list[Any]]], kind: tuple[int, int], before: int, after: int
 ) -> EncodedDelta:
-    """Return the delta of blocks, and of an element's bytes and the number of elements."""
+    """Assemble a delta from its blocks; `kind` is the bytes per element and the element count."""
     counts, parts = zip((0, []), *blocks, strict=True)
     header = struct.pack(DELTA_HEADER, _MAGIC, *kind, sum(counts), before, after)
     data = bytearray().join([header, *itertools.chain(*parts)])
@@ -442,7 +472,7 @@ def _sealed(
 
 
 def _blocks(at_K: Any, by_K: Any, count: int) -> Iterator[tuple[int, list[Any]]]:
-    """Yield the blocks of so many elements, each as `_block` has it."""
+    """Encode the changes of a tensor of `count` elements; yield the result of `_block` for each."""
     starts = range(0, count, _BLOCK)
     edges = *np.searchsorted(at_K, starts), len(at_K)
     for start, low, high in zip(starts, edges, edges[1:], strict=False):
@@ -450,7 +480,7 @@ def _blocks(at_K: Any, by_K: Any, count: int) -> Iterator[tuple[int, list[Any]]]
 
 
 def _block(at_K: Any, by_K: Any, count: int) -> tuple[int, list[Any]]:
-    """Return how many elements of a block of so many changed, and the block in bytes."""
+    """Encode a block of `count` elements; return the number of changes, and the bytes in pieces."""
     told = _places(at_K, count)
     if len(by_K):
         less_K = by_K >> (8 * by_K.itemsize - 1)  # -1 or 0
@@ -472,7 +502,10 @@ def _block(at_K: Any, by_K: Any, count: int) -> tuple[int, list[Any]]:
 
 
 def _differences(new_N: torch.Tensor, old_N: Any, room_N: Any) -> tuple[Any, Any]:
-    """Return the places where bits differ from NumPy's old ones, and new - old; see `_nonzero`."""
+    """Return the positions at which `new_N` differs from NumPy's `old_N`, and new - old there.
+
+    `room_N` is memory for the differences on the host.
+    """
     if in_host_memory(new_N):
         return _nonzero(np.subtract(_bits(new_N), old_N, out=room_N))
     there_N = torch.from_numpy(old_N).to(new_N.device)
@@ -482,12 +515,12 @@ def _differences(new_N: torch.Tensor, old_N: Any, room_N: Any) -> tuple[Any, Any
 
 
 def _nonzero(by_N: Any) -> tuple[Any, Any]:
-    """Return the places of numbers that are not 0, int64 [K], and those numbers, [K]."""
+    """Return the positions of the numbers that are not 0, int64 [K], and these numbers, [K]."""
     there_N = by_N != 0
     padded_N = there_N if len(there_N) % 8 == 0 else np.append(there_N, [False] * 7)
     eights_E = padded_N[: len(padded_N) & -8].view(np.uint64)
-    # First the eights that have one. NumPy jumps from one to the next where they are rare, which
-    # takes longer than to pass over them all.
+    # First find the groups of eight with a number that is not 0, then the numbers inside of these
+    # groups: for rare changes this is faster than `nonzero` on all numbers.
     at_E = (eights_E != 0).nonzero()[0]
     if len(at_E) * 4 > len(eights_E) * 3:
         at_K = there_N.nonzero()[0]
@@ -500,7 +533,10 @@ def _nonzero(by_N: Any) -> tuple[Any, Any]:
 
 
 def _places(at_K: Any, count: int, there_N: Any = None) -> list[Any]:
-    """Return a list of places, int64 [K] of so many, in bytes; `there_N` is the same as bool."""
+    """Encode a list of positions, int64 [K], each below `count`; return its bytes in pieces.
+
+    `there_N` are the same positions as bool [count], if the caller has them.
+    """
     number = len(at_K)
     form, content = 2, np.empty(0, np.uint8)
     if number == count:
@@ -528,7 +564,14 @@ def _places(at_K: Any, count: int, there_N: Any = None) -> list[Any]:
 
 
 def _read_places(data: Any, start: int, count: int) -> tuple[Any, int, int]:
-    """Return the places of the list that begins at a byte, their number, and the byte after it."""
+    """Decode the list of positions, each below `count`, that begins at byte `start`.
+
+    Returns:
+        The positions, their number, and the offset of the byte after the list.
+
+    Raises:
+        UpdateDamaged: the list is malformed or truncated.
+    """
     head, start = _taken(data, start, _PLACES_BYTES)
     form, number, size = struct.unpack(_PLACES, head)
     content, end = _taken(data, start, size)
@@ -558,7 +601,11 @@ def _read_places(data: Any, start: int, count: int) -> tuple[Any, int, int]:
 
 
 def _taken(data: Any, start: int, size: int) -> tuple[Any, int]:
-    """Return so many bytes, and the place after them."""
+    """Return `size` bytes from offset `start` on, and the offset after them.
+
+    Raises:
+        UpdateDamaged: the delta is shorter.
+    """
     if start + size > len(data):
         raise UpdateDamaged(
             f"a delta of {len(data)} bytes has lists up to {start + size}; send it again"
