@@ -1,9 +1,10 @@
-"""The reference RL trainer on Megatron, and the parts that it is made of.
+"""The reference RL trainer on Megatron, and its components.
 
-`weights` and `hf` bring parameters into Hugging Face's names, `workers` run code on ranks,
-`engines` sample, `sync` moves weights to them, `metrics` measure, `controller` decides what is
-sampled and trained when, and `trainer` puts all together.
+`hf` converts parameters to tensors under Hugging Face names and back, `weights` transports tensors,
+`workers` runs code on ranks, `engines` sample responses, `sync` updates the engines' weights,
+`metrics` records measurements, `controller` schedules sampling and training, and `trainer` combines
+these components.
 
-The shim (`patching`, `megatron`, `window`, `step`, `logprobs`, `fp8` and `patches`) imports nothing
-of this package.
+The shim (`patching`, `megatron`, `window`, `step`, `logprobs`, `fp8` and `patches`) does not import
+this package.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 BACKEND = "megatron_idempotent"
 """The name of the transfer engine, for `--weight-transfer-config '{"backend": …}'`."""
 EXTENSION = "megatron_idempotent.rl.engines.vllm_worker.StagingExtension"
-"""The value of `--worker-extension-cls`: the client's commands to workers go through it."""
+"""The value of `--worker-extension-cls`: the class through which workers receive commands."""
 
 
 def register() -> None:
@@ -20,7 +20,7 @@ def register() -> None:
     import torch
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    # vLLM forgets nothing and refuses a second registration, and has no public way to ask.
+    # A second registration would raise, and vLLM has no public function to query the registry.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "megatron_idempotent.rl.engines.vllm_worker", "StagedTransfer"

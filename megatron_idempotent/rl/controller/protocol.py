@@ -182,7 +182,7 @@ class Status:
     step_groups: int
     """Groups of the open step that the policy has so far."""
     doing: str
-    """Says what the train pump does or waits for."""
+    """The current activity of the train pump, or the event that it waits for."""
     idle_s: float
     """Seconds since anything made progress; 0 unless the run is running or draining."""
     counts: Mapping[str, int]
@@ -347,7 +347,10 @@ class Sampler(Protocol):
 
     @property
     def max_staleness(self) -> int | None:
-        """The most versions that a group may be older than the weights it trains; None for any."""
+        """The largest staleness at which a group may train; None for no limit.
+
+        Staleness is the version of the weights before the step - `Held.version`.
+        """
 
     @property
     def drains(self) -> bool:

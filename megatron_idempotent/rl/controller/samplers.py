@@ -134,7 +134,7 @@ class _Windowed:
 
     @property
     def max_staleness(self) -> int:
-        """The most versions that a group may be older than the weights it trains."""
+        """The largest staleness at which a group may train, in versions."""
         return self._window
 
     def required_capacity(self, groups_per_step: int) -> int:
@@ -179,7 +179,7 @@ class WindowedSampler(_Windowed):
     ) -> None:
         """
         Args:
-            max_staleness: the most versions that a group may be older than the weights it trains.
+            max_staleness: the largest `version - held.version` at which a group may train.
             order: the groups that train first, `freshest` or `oldest`.
             gated: True to start only groups that can train within the window. With False, capacity
                 is the only limit, and more groups are evicted.

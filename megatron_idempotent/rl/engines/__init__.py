@@ -1,4 +1,4 @@
-"""Inference engines with one protocol: they sample responses and take new weights meanwhile."""
+"""Implements one protocol for inference engines, which sample while new weights arrive."""
 
 from megatron_idempotent.lazy import attributes
 

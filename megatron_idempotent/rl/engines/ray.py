@@ -85,7 +85,8 @@ class EngineActor:
         self._receiver = receiver(opened)
         self._buckets = asyncio.Queue()
         self._staging = asyncio.ensure_future(self._engine.stage(update, self._fed()))
-        await asyncio.sleep(0)  # lets it refuse the update, or return because it has it
+        # Let `stage` run: it may reject the update, or return at once if it was committed before.
+        await asyncio.sleep(0)
         if self._staging.done():
             self._staging.result()
         return not self._staging.done()

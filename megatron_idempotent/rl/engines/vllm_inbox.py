@@ -57,7 +57,7 @@ class IncomingUpdate:
         self.tensors: Mapping[str, Any] | None = None
         self._staging: Staging | None = staging
         self._announced: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
-        # The model's GPU: a new thread would use the first one.
+        # The thread must use the model's GPU: the default device of a new thread is the first GPU.
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         arguments = connect, silence_s, torch.cuda.current_device() if started else None
         # A daemon: a sender that hangs must not keep the process alive.
@@ -235,7 +235,11 @@ class Inbox:
         self.torn = f"a commit failed half-way: {error}"
 
     def finished(self) -> None:
-        """Record that the model may serve: new weights if `to_load` gave some, else old ones."""
+        """Record the end of an update, when vLLM has reassembled the layers.
+
+        The served version is then that of the weights that `to_load` returned. It is unchanged if
+        `to_load` was not called, or loading failed.
+        """
         self._updating = False
         if self._loaded is None:
             return

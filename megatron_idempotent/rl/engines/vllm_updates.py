@@ -230,7 +230,7 @@ class VllmUpdates:
         that they were started from.
 
         Raises:
-            EngineError: there is neither, or loading failed; the engine is then DIRTY.
+            EngineError: there is no copy and no checkpoint, or loading failed; the engine is DIRTY.
         """
         async with self._switching:
             state = await self._state()

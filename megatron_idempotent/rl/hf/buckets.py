@@ -79,7 +79,7 @@ class BucketStream(Iterator[Bucket]):
         self._feed = _Feed(fetch, len(units))
         weakref.finalize(self, _warn_if_waited_for, self._feed).atexit = False
         if type(bucket_bytes) is not int or bucket_bytes < 1:
-            self.close()  # the other ranks may have got a valid number
+            self.close()  # other ranks may have passed a valid number, and wait for this one
             raise ValueError(f"buckets() got bucket_bytes={bucket_bytes!r}; allowed: 1 or more")
         self._ends: list[tuple[int, int]] = []
         """The number of tensors that this rank keeps in each bucket, and the number of fetched
@@ -105,7 +105,7 @@ class BucketStream(Iterator[Bucket]):
                 tensors = dict(islice(self._converted, count))
                 if self._index + 1 == len(self._ends):
                     next(self._converted, None)  # runs the final checks of `convert`
-                self._feed.take_until(end)  # other ranks' tensors
+                self._feed.take_until(end)  # take part in fetching the other keepers' tensors
             bucket = Bucket.of(self._index, tensors)
             if self._checksums is not None:
                 self._checksums.update(bucket.checksums)

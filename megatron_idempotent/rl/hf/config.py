@@ -84,17 +84,17 @@ _DTYPES = {
 
 
 class _Fields:
-    """Reads fields of a configuration, where null is as good as none, and lists what is wrong."""
+    """Reads fields of a configuration, and lists the invalid ones; null counts as missing."""
 
     def __init__(self, config: Mapping[str, Any], bad: list[str]) -> None:
         self.config, self.bad = config, bad
 
     def refuse(self, key: str, allowed: str) -> None:
-        """List a field with its value, cut short, and what is allowed."""
+        """Add a field to the list of errors, with its truncated value and the allowed values."""
         value = self.config.get(key)
         try:
             text = repr(value)
-        except (ValueError, RecursionError):  # of an int, or a nest, that cannot be shown
+        except (ValueError, RecursionError):  # repr() fails for huge ints and deeply nested lists
             text = f"a {type(value).__name__} that is too long to show"
         self.bad.append(f"{key}={text[:200]} ({allowed})")
 

@@ -301,7 +301,10 @@ class Shipping:
 
 
 def _keepers(plan: Plan, senders: int | None) -> list[int]:
-    """Choose for each tensor the rank that keeps it: its first sender, or a sender nearby."""
+    """Choose for each tensor the rank that keeps it, among up to `senders` keepers.
+
+    This is the owner of the tensor's first part, or the first owner in that owner's group.
+    """
     owners = sorted({0, *(parts[0].rank for parts in plan.parts)})
     count = min(senders or len(owners), len(owners))
     # Consecutive owners are grouped; the first of a group keeps all of its tensors.
@@ -311,7 +314,7 @@ def _keepers(plan: Plan, senders: int | None) -> list[int]:
 
 
 class Changes:
-    """Fetches what has changed since the last export; a `Fetch` for `BucketStream`.
+    """Fetches the deltas of changed tensors since the last export; a `Fetch` for `BucketStream`.
 
     Each rank keeps a copy in host memory of the parts that it sends, and computes their deltas. If
     a part boundary splits an 8-byte word, the keeper fetches the entire tensor, and drops it if it

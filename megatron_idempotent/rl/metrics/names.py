@@ -42,7 +42,9 @@ _LAST_LAG = 5
 
 
 def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
-    """Return mean, maximum and histogram of a step's lags, one per group; nothing without groups.
+    """Return mean, maximum and histogram of a step's lags, one lag per group.
+
+    The result is empty without groups.
 
     A lag is the version that a group trained minus the oldest version that sampled any of its
     tokens. The fraction of a lag is groups with that lag / all groups of the step.
@@ -60,7 +62,9 @@ def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
 def idle_metrics(
     phases: Mapping[str, float], total_s: float, *, generation: tuple[float, float] | None = None
 ) -> dict[str, float]:
-    """Return the fractions of `total_s` in which trainer and engines were idle; nothing for 0 s.
+    """Return the fractions of `total_s` in which trainer and engines were idle.
+
+    The result is empty if `total_s` is 0.
 
     Args:
         phases: seconds per phase.

@@ -102,7 +102,11 @@ class Timeline:
         write_whole(path, f"{head}\n{events}\n]}}\n")
 
     def _track_order(self, track: str) -> tuple[int, str, int]:
-        """Return a key that sorts tracks: `rollouts 10` after `rollouts 2`, where `rollouts` is."""
+        """Return the key by which tracks are sorted.
+
+        A number at the end of a name is compared as a number: `rollouts 2` comes before
+        `rollouts 10`, and both have the position that `tracks` gives to `rollouts`.
+        """
         name, number = re.fullmatch(r"(.*?)(?: (\d+))?", track, re.DOTALL).groups()  # type: ignore[union-attr] # any text matches
         return self._first_tracks.get(name, len(self._first_tracks)), name, int(number or 0)
 

@@ -1,4 +1,4 @@
-"""Sends new weights to serving engines: stages them beside the old ones, and swaps in a pause."""
+"""Sends new weights to engines while they serve, and switches to them in a short pause."""
 
 from megatron_idempotent.lazy import attributes
 

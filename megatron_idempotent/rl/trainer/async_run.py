@@ -241,7 +241,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
-    """Return the transport to engines in this process; None if all are elsewhere."""
+    """Return the transport to engines in this process; None if no engine is in this process."""
     if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
         return None
     return local_sender(config, out)

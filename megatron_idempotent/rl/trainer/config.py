@@ -530,7 +530,7 @@ class Config:
 
     @property
     def chunks(self) -> int:
-        """The number of calls that pass an optimizer step's microbatches."""
+        """The number of calls over which the microbatches of an optimizer step are divided."""
         optimizer, stages = self.optimizer, self.parallel.pp
         if optimizer.chunks_per_step:
             return optimizer.chunks_per_step
@@ -556,7 +556,7 @@ class Config:
 
     @property
     def rank_batch_size(self) -> int:
-        """The number of sequences that a replica trains on in an optimizer step."""
+        """The number of sequences on which one replica trains in an optimizer step."""
         return self.microbatch_size * self.optimizer.microbatches_per_step
 
     @property

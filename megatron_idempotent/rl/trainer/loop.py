@@ -190,8 +190,9 @@ class Stopwatch:
     """
 
     def __init__(self, device: Any = None) -> None:
-        """Take what measures memory, with the functions of `torch.cuda`; None for `torch.cuda` on a
-        GPU.
+        """Take `device`, an object with the memory functions of `torch.cuda`.
+
+        None uses `torch.cuda` if the rank has a GPU, and measures no memory without one.
         """
         self._started, self._metrics = time.perf_counter(), dict[str, float]()
         on_gpu = torch.cuda.is_available() and not cpu.is_enabled()

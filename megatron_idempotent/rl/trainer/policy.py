@@ -284,24 +284,27 @@ class MegatronPolicy:
 
 
 def _forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
-    """Call the model. Not the step's default, for which it looks at all ids before each call: these
-    are the tokenizer's.
+    """Call the model on a microbatch.
+
+    `TrainStep` is given this function because its default forward checks the range of all token ids
+    before each call, which is unnecessary for ids that the tokenizer made.
     """
     return step.gpt_forward(module, microbatch)
 
 
 def _filled(batch: Batch, multiple: int) -> Batch:
-    """Pad a batch to a multiple of rows: an interleaved schedule needs a multiple of as many
-    microbatches as stages.
+    """Pad a batch with rows up to a multiple of `multiple`.
+
+    In an interleaved schedule the number of microbatches must be a multiple of the stages.
     """
     return batch.padded(-(-len(batch) // multiple) * multiple)
 
 
 def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> None:
-    """Disable the gathers and reductions of training in a schedule, within the stack.
+    """Disable DDP's gathers and reductions in schedules until the stack is closed.
 
-    This is a separate function, because one that refers to both torch.distributed and the name
-    `config` cannot be pickled by value.
+    This is a separate function, because a function that refers to both torch.distributed and the
+    name `config` cannot be pickled by value.
     """
     from megatron_idempotent.window.accumulation import set_for
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from .config import Config
     from .output import Job
 
-#: How much longer than the run collectives may take, so that the run's own limit is reported.
+#: Seconds by which the timeout of collectives exceeds that of the run, so that the run's timeout is
+#: reached, and reported, first.
 _MARGIN_S = 60.0
 
 

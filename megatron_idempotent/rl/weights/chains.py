@@ -123,10 +123,10 @@ class Index:
 
 
 def _parsed(content: bytes, subject: str, remedy: str) -> Any:
-    """Parse JSON; `subject` is its name in errors.
+    """Parse JSON; `subject` names the content in errors.
 
     Raises:
-        UpdateDamaged: it is not JSON.
+        UpdateDamaged: the content is not JSON.
     """
     try:
         return json.loads(content)
@@ -294,9 +294,7 @@ class Chain:
         yield Bucket(index=index, tensors=tensors, checksums=checksums)
 
     def _newest(self, name: str) -> tuple[str, torch.Tensor, int]:
-        """Return the name to send a tensor or its merged delta under, its data, and its
-        checksum.
-        """
+        """Return a tensor, or its deltas merged into one: the name for a bucket, data, checksum."""
         deltas: list[EncodedDelta] = []
         for manifest in reversed(self._manifests):
             if name + DELTA in manifest.places:

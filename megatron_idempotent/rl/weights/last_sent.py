@@ -34,8 +34,9 @@ class LastSent:
             old.copy_(new)
 
     def delta(self, key: Any, new: torch.Tensor, **sums: Any) -> EncodedDelta:
-        """Return the delta to the last copy, and update the copy. `sums` are arguments of
-        `encode`.
+        """Return the delta from the last copy to `new`, and update the copy.
+
+        `sums` are further arguments of `deltas.encode`, such as known checksums.
         """
         return encode(new, self._tensors[key], write=True, **sums)
 

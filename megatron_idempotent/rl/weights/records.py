@@ -187,11 +187,14 @@ def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
     import torch
 
     device = words_W.device if isinstance(words_W, torch.Tensor) else None
-    places_W = _odds(-WORDS, WORDS, device)  # negative numbers, apart from those of blocks
-    # Without mixing, two changes of highest bits would cancel: an odd number times 2**63 is 2**63.
+    # Factors of positions come from negative numbers, factors of blocks from positive ones, so that
+    # they differ.
+    places_W = _odds(-WORDS, WORDS, device)
+    # Without mixing, changes of two words' highest bits would cancel in the sum: the product of
+    # 2**63 and any odd number is 2**63.
     mixed_W = words_W >> 32
     if device is not None:
-        mixed_W &= 2**32 - 1  # torch's shift repeats the sign
+        mixed_W &= 2**32 - 1  # torch's shift of an int64 copies the sign bit
     mixed_W ^= words_W
     if at_W is not None:
         mixed_W *= places_W[at_W & WORDS - 1]

@@ -112,7 +112,7 @@ class Staging:
         return self._tensors
 
     def _decoded(self, came: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor | Patch]:
-        """Return the tensor's name, and the tensor or its decoded delta."""
+        """Decode a received item; return the tensor's name, and the tensor or decoded delta."""
         name, tensor = came[0].removesuffix(DELTA), came[1]
         if name == came[0]:
             return came

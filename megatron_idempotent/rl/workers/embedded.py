@@ -107,7 +107,10 @@ class EmbeddedRanks(Ranks):
         return links
 
     async def _end(self, rank: int | None) -> str:
-        """Wait until the ranks end, whose pipes are closed, and kill those that do not."""
+        """Wait until all ranks have ended, and kill the ranks that take too long.
+
+        Their pipes are already closed, which makes a rank end. Returns how `rank` ended.
+        """
         run, self._run = self._run, None
         if run is None:
             return ""

@@ -33,8 +33,9 @@ class PipeLink:
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def ready(self) -> int:
-        """Wait until the rank is ready; return its process id. Never returns if the rank ends
-        first.
+        """Wait for the rank's READY frame; return the rank's process id.
+
+        If the rank ends first, the call stays pending until it is cancelled.
         """
         _, parts = await self._answers.get()
         return int.from_bytes(parts[0], "big")

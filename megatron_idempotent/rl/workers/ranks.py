@@ -19,9 +19,10 @@ class Link(Protocol):
     """The reason why the link ended; empty while it is open."""
 
     async def ask(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Send a frame and return the reply; never returns if the rank ends before the reply.
+        """Send a frame and return the reply.
 
-        After a cancelled call, the link must not be used again.
+        If the rank ends before the reply, the call stays pending until it is cancelled. After a
+        cancelled call, the link must not be used again.
         """
 
     async def leave(self) -> None:
@@ -35,7 +36,7 @@ class Link(Protocol):
 
 
 class _Session:
-    """The ranks of one `start`; if one is lost, all are ended."""
+    """The ranks that one `start` launched; if one rank is lost, all of them are ended."""
 
     def __init__(
         self, links: Sequence[Link], end_ranks: Callable[[int | None], Awaitable[str]]
@@ -47,7 +48,7 @@ class _Session:
         self.links = links
         self.turn = asyncio.Lock()
         self.doing = ""
-        """The method that is running; empty if none is."""
+        """The name of the running method; empty if no method is running."""
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """A future of the reason for the loss, done once all ranks have ended."""
         self.ending: asyncio.Task[None] | None = None
@@ -85,7 +86,10 @@ class _Session:
         return await self.exchange(CALL, calls, method, timeout_s)
 
     def called(self, finished_call: asyncio.Future[list[Any]]) -> None:
-        """Release `turn`; retrieve the error, because its caller may be cancelled."""
+        """Release `turn` after a call, and retrieve its error.
+
+        Otherwise asyncio would log the error of a call whose caller was cancelled.
+        """
         self.turn.release()
         if not finished_call.cancelled():
             finished_call.exception()

@@ -370,7 +370,7 @@ class RayRanks(Ranks):
 
 
 class _Actors:
-    """The actors of one start; in order of rank once ranks are assigned."""
+    """The Ray actors that one `start` created; sorted by rank once ranks are assigned."""
 
     def __init__(self, ray: Any, actors: Sequence[Any]) -> None:
         self._ray = ray
@@ -482,7 +482,10 @@ class _ActorLink:
                 await self._answer(self._actor.ping.remote)
 
     async def _answer(self, call: Callable[[], Any]) -> Any:
-        """Return the actor's reply; never returns if the actor is lost."""
+        """Call a method of the actor and return the reply.
+
+        If the actor is lost, this ends the link, and stays pending until it is cancelled.
+        """
         try:
             answer = _future(call())
             await asyncio.wait([answer])

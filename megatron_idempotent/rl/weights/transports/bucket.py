@@ -250,7 +250,7 @@ def get_bucket(objects: Objects, layout: BucketLayout, announced: Mapping[str, A
     subject = f"{objects.address}: a bucket"
     key: str = field(announced, "object", str, subject, REMEDY)
     size: int = field(announced, "object_bytes", int, subject, REMEDY)
-    # More than zstandard needs for incompressible bytes.
+    # zstandard never needs more than this bound, even for incompressible bytes.
     if size > (most := layout.nbytes + layout.nbytes // 128 + 1024):
         raise UpdateDamaged(
             f"{subject} of {layout.nbytes} bytes is announced with an object of {size}, and at "

@@ -165,11 +165,11 @@ class _Segment:
         self.flat_N = gpu.bytes_at(self._pointer, self.nbytes)
 
     def announced(self) -> Mapping[str, Any]:
-        """See `SharedMemory.announced`."""
+        """Return the handle and size with which a receiver opens the segment."""
         return {"handle": self._handle.hex(), "segment_bytes": self.nbytes}
 
     def unlink(self) -> None:
-        """See `SharedMemory.unlink`."""
+        """Free the segment's GPU memory; `flat_N` must not be used afterwards."""
         del self.flat_N
         self._gpu.driver.free(self._pointer)
 
