@@ -1,4 +1,4 @@
-"""Measures every performance claim, as ratios within one run.
+"""Measures every performance claim as a ratio of two programs in the same run.
 
-`python -m benchmarks` runs them all, `python -m benchmarks NAME…` some.
+`python -m benchmarks` runs all benchmarks, `python -m benchmarks NAME…` those named.
 """

@@ -1,9 +1,10 @@
 """Run benchmarks by name: `python -m benchmarks [NAME ...] [--device cuda] [--json FOLDER]`.
 
-Each module here has a `main()` that prints its result. Other options are for
-`python -m benchmarks.NAME`. With a device, and without names, it is those that take one. With
-`--json` each result goes into FOLDER/NAME.json, too, with the machine and the time, for
-`python -m benchmarks.page FOLDER`; `--busy` marks those of a machine that does something else.
+Each module here has a `main()` that prints its result. A benchmark's other options are available
+with `python -m benchmarks.NAME`. With `--device` and without names, only the benchmarks that accept
+`--device` run. With `--json` each result is also written to FOLDER/NAME.json, with a description of
+the machine and the time, for `python -m benchmarks.page FOLDER`. `--busy` marks the results as
+measured while the machine ran other programs.
 """
 
 import argparse
@@ -22,7 +23,7 @@ known = [
     for entry in pkgutil.iter_modules([str(HERE)])
     if not entry.name.startswith("_") and entry.name != "page"
 ]
-#: Those that say so in their own documentation.
+#: The benchmarks whose docstrings mention `--device`.
 on_device = [name for name in known if "[--device" in (HERE / f"{name}.py").read_text("utf-8")]
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n")[0])
 parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")

@@ -1,4 +1,7 @@
-"""The device of a benchmark's ranks, and sizes that keep a GPU busy. Free of torch."""
+"""Chooses the device of a benchmark's ranks, and model sizes that keep a GPU busy.
+
+Importing the module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,20 @@ from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen_device
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Take `--device`; without it the environment decides, and without that it is the CPU."""
+    """Add `--device`, whose default is the environment's device, else the CPU."""
     parser.add_argument("--device", choices=DEVICES, type=str, default=chosen_device())
 
 
 def add_seconds(parser: argparse.ArgumentParser) -> None:
-    """Take `--seconds`, after which a benchmark on a GPU starts no other round."""
+    """Add `--seconds`, after which a benchmark on a GPU starts no further round."""
     parser.add_argument("--seconds", type=float, help="on a GPU: start no round after these")
 
 
 def rounds_within(rounds: int, seconds: float | None) -> Iterator[int]:
-    """Yield the numbers of rounds, and end early once the seconds have passed, after three.
+    """Yield the indices of `rounds` rounds, or fewer, but at least three, after `seconds` seconds.
 
-    Ranks read clocks of their own, so several of them may be given no limit.
+    Pass None for `seconds` if there are several ranks: each has its own clock, so they could run
+    different numbers of rounds.
     """
     started = time.monotonic()
     for number in range(rounds):
@@ -33,7 +37,7 @@ def rounds_within(rounds: int, seconds: float | None) -> Iterator[int]:
 
 
 Seconds = dict[str, list[tuple[float, ...]]]
-"""Maps a side to what each clock has advanced in each round."""
+"""For each program, the differences of all clocks in each round."""
 
 
 def in_turn(
@@ -46,10 +50,10 @@ def in_turn(
     warm_up: int = 1,
     limit_s: float | None = None,
 ) -> Seconds:
-    """Runs on a rank: measure all sides in each round, in another order each time.
+    """Measure several programs, `sides`, on a rank: all of them in each round, in varying order.
 
-    `before` is called with a side's name, and what it does is not measured. After that a side runs
-    so many `steps`, over which its seconds are divided.
+    `before` is called with a program's name before its measurement. The program then runs `steps`
+    times, and the results are divided by `steps`. Results of `warm_up` rounds are dropped.
     """
     import torch
 
@@ -73,13 +77,13 @@ def in_turn(
 
 
 def real_sizes(hidden: int, sequence: int, layers: int) -> dict[str, Any]:
-    """Options of `tiny.build` for a model in bf16 whose matrix products are most of a step."""
+    """Return options of `tiny.build` for a bf16 model whose steps are mostly matrix products."""
     return {
         "dtype": "bf16",
         "layers_per_stage": layers,
         "sequence": sequence,
         "batch": 1,
-        "vocabulary": min(32_000, 16 * sequence),  # smaller in a rehearsal
+        "vocabulary": min(32_000, 16 * sequence),  # smaller in a short trial run
         "config_overrides": {
             "hidden_size": hidden,
             "num_attention_heads": hidden // 128,
@@ -91,9 +95,7 @@ def real_sizes(hidden: int, sequence: int, layers: int) -> dict[str, Any]:
 
 
 def fast_kernels() -> None:
-    """Runs on a rank: chooses kernels as a training run has them, not the deterministic ones of
-    tests.
-    """
+    """Allow nondeterministic kernels on this rank, as in training; tests use deterministic ones."""
     import torch
 
     torch.use_deterministic_algorithms(False)
@@ -102,6 +104,6 @@ def fast_kernels() -> None:
 def aim(
     value: float, at_most: float | None = None, *, at_least: float | None = None
 ) -> dict[str, float]:
-    """A number with what it should be at most, or at least, as it stands in a report."""
+    """Return a number together with its target, an upper or lower bound, for a report."""
     bounds = {"at_most": at_most, "at_least": at_least}
     return {"value": value} | {name: each for name, each in bounds.items() if each is not None}

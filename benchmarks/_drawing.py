@@ -1,4 +1,7 @@
-"""Draws pictures as SVG, in colours that are read on a light and on a dark page. Free of torch."""
+"""Draws pictures as SVG, in colours that are legible on light and dark pages.
+
+Importing the module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,21 @@ import html
 import itertools
 from collections.abc import Sequence
 
-#: Words and axes; what is ours; what is another's; a bound.
+#: The colours of text and axes, of this library's bars, of other bars, and of limits.
 INK, OURS, THEIRS, BOUND = "#75818a", "#009688", "#8a96a0", "#d9534f"
 _WIDTH, _ROW, _LEFT, _RIGHT = 720, 19, 270, 570
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """One ratio of a picture.
+    """A ratio that is drawn as a bar.
 
     Example:
         Bar(group="bfloat16", side="ours", value=0.5, ours=True, limit=("at most", 1.0))
     """
 
     group: str
-    """The words above the bars that belong together."""
+    """The heading above the bars of a group."""
     side: str
     value: float
     ours: bool = True
@@ -29,7 +32,7 @@ class Bar:
 
 
 def picture(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """Return a whole SVG file of the parts."""
+    """Return the content of an SVG file with these elements."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" font-family="system-ui, sans-serif" font-size="13" '
@@ -38,25 +41,28 @@ def picture(width: float, height: float, title: str, parts: Sequence[str]) -> st
 
 
 def words(x: float, y: float, text: str, more: str = "") -> str:
-    """Write a line of text, with its baseline at y."""
+    """Return an SVG element with a line of text, whose baseline is at y."""
     return f'<text x="{x:.6g}" y="{y:.6g}"{more}>{html.escape(text)}</text>'
 
 
 def path(points: str, colour: str = INK, more: str = "") -> str:
-    """Draw a line along an SVG path, without an area."""
+    """Return an SVG element that draws the outline of a path, not filled."""
     return f'<path d="{points}" fill="none" stroke="{colour}"{more}/>'
 
 
 def number(value: float) -> str:
-    """Write a ratio with three digits, and one near 1.0 with all that it is above or below."""
+    """Format a ratio with three significant digits, or three decimals from 0.9 to 1.1."""
     return format(value, ".3f" if 0.9 < value < 1.1 else ".3g")
 
 
 def bars(title: str, one: str, rows: Sequence[Bar]) -> str:
-    """Draw a bar for each ratio, a line at 1.0, which is `one`, and a mark at each limit."""
+    """Draw a bar for each ratio, a mark at its limit, and a vertical line at 1.0.
+
+    `one` is the label of that line: the program to which the others are compared.
+    """
     most = max(1.0, *(max(row.value, row.limit[1] if row.limit else 0) for row in rows))
     scale = (_RIGHT - _LEFT) / most
-    anchor = ' text-anchor="middle"' if most > 2 else ' text-anchor="end"'  # within the picture
+    anchor = ' text-anchor="middle"' if most > 2 else ' text-anchor="end"'  # else it is cut off
     parts, y = [words(_LEFT + scale, 16, f"1.0 = {one}", anchor)], 22
     for group, members in itertools.groupby(rows, lambda row: row.group):
         if group:

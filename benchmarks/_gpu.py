@@ -1,7 +1,8 @@
-"""Shared by benchmarks on a GPU: what it is, how fast its memory is, time and memory of a call.
+"""Describes the GPU for benchmarks, and measures its bandwidth, and time and memory of calls.
 
-Time is that of CUDA's events around a call, waits for the host included; the median of rounds.
-Before each of them inputs are made fresh, and a buffer larger than the L2 cache is written.
+Times are measured with CUDA events around a call, so they include waits for the host; the result is
+the median of several rounds. Before each round new inputs are made, and a buffer larger than the L2
+cache is written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PACKAGES = ("torch", "triton", "megatron-core", "liger_kernel", "verl")
 
 
 def require_cuda(benchmark: str) -> None:
-    """End the program with one line where there is no GPU."""
+    """Exit with a message if torch finds no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -31,7 +32,7 @@ def require_cuda(benchmark: str) -> None:
 
 
 def about() -> dict[str, Any]:
-    """The device, its driver, and versions."""
+    """Describe the device, its driver, and the versions of CUDA and of packages."""
     import torch
 
     found = torch.cuda.get_device_properties(0)
@@ -70,11 +71,14 @@ class Call:
     """The median of the rounds."""
     fastest_ms: float
     beside_gb: float
-    """Most memory that was held beside what there was before the call."""
+    """The peak of allocated memory during the call, minus the memory allocated before it."""
 
 
 def measured(prepare: Callable[[], Any], run: Callable[[Any], Any], rounds: int) -> Call:
-    """Time the call on fresh inputs, round by round; its result is dropped outside of that."""
+    """Measure `run` on new inputs of `prepare` in each round.
+
+    Freeing the result is not part of the measured time.
+    """
     import torch
 
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=DEVICE)
@@ -98,7 +102,7 @@ def measured(prepare: Callable[[], Any], run: Callable[[Any], Any], rounds: int)
 
 
 def copied_bytes_per_s(rounds: int = 10) -> float:
-    """The device's own copy: bytes read and written, by the median of the rounds."""
+    """Measure the bytes read and written per second by a copy within the device's memory."""
     import torch
 
     source = torch.ones(_COPY_BYTES, dtype=torch.int8, device=DEVICE)
@@ -108,7 +112,7 @@ def copied_bytes_per_s(rounds: int = 10) -> float:
 
 
 def multiplied_flops_per_s(rounds: int = 5) -> float:
-    """A product of bfloat16 matrices of 8192 × 8192, random: operations per second."""
+    """Measure the floating-point operations per second of an 8192 × 8192 product in bfloat16."""
     import torch
 
     side = 8192

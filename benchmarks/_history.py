@@ -60,14 +60,14 @@ def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]]) -> 
     for pin in sorted(pins, key=lambda pin: pin["date"]):
         at = x(pin["date"])
         parts.append(path(f"M{at:.1f} {_TOP}V{bottom}", BOUND, ' stroke-opacity="0.7"'))
-        last = max(at, last + 13)  # names of the same week stand beside each other
+        last = max(at, last + 13)  # shift a name that would overlap the previous one
         turned = f' font-size="11" transform="rotate(-60 {last:.1f} {_TOP - 24})"'
         parts.append(words(last, _TOP - 24, pin["name"], turned))
     return picture(_RIGHT + 90, bottom + 32, "Share of the patches that land", parts)
 
 
 def main(argv: list[str], root: Path) -> int:
-    """Write what the file has into docs/, and the picture of it; return the exit code."""
+    """Copy the results of `tools/history.py` to docs/, and draw them; return the exit code."""
     (file,) = argv
     found = json.loads(Path(file).read_text(encoding="utf-8"))
     (root / FOUND).write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
@@ -76,7 +76,7 @@ def main(argv: list[str], root: Path) -> int:
 
 
 def pinned(found: dict[str, Any], root: Path) -> list[dict[str, Any]]:
-    """List Megatron's own commits that frameworks pin."""
+    """List the commits of Megatron's own repository that frameworks pin."""
     table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     commits = table["tool"]["megatron-idempotent"]["commits"]
     return [each for each in commits if each["name"] not in found and "repository" not in each]

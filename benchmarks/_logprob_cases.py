@@ -1,6 +1,6 @@
-"""Inputs of the `token_logprobs` benchmark, its sides' outputs, and the true values.
+"""Makes the inputs of the `token_logprobs` benchmark, and the exact outputs and gradients.
 
-Runs on a rank. Legend: N tokens, V columns of the vocabulary on this rank, H features.
+This runs on a rank. Shapes: N tokens, V columns of the vocabulary on this rank, H features.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 Entropy = Literal["none", "metric", "grad"]
-#: Spread of the logits: entropies of some nats, and no exponential below the normal numbers.
+#: Standard deviation of the logits, at which the entropy is a few nats and no exponential is a
+#: subnormal number.
 _SPREAD = 3.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One comparison: all sides compute the same outputs of the same inputs.
+    """One comparison, in which all implementations compute the same outputs of the same inputs.
 
     Example:
         Case(form="logits", ranks=2, dtype="float32", entropy="grad", tokens=2048, vocabulary=32768)
@@ -24,19 +25,20 @@ class Case:
 
     form: Literal["logits", "hidden"]
     ranks: int
-    """Number of ranks that share the vocabulary."""
+    """Number of ranks over which the vocabulary is split."""
     dtype: str
     entropy: Entropy
     tokens: int
     vocabulary: int
-    """Columns of the vocabulary on all ranks together."""
+    """Size of the vocabulary over all ranks."""
     features: int = 1024
     kept: float = 1.0
-    """Share of the tokens that are computed; sides that cannot leave out the rest compute all."""
+    """Fraction of the tokens that the token mask selects; implementations without a token mask
+    compute all tokens."""
 
     @property
     def references(self) -> tuple[str, str]:
-        """The implementations that are the baselines: other times are divided by theirs."""
+        """The names of the two baselines, by whose times all times are divided."""
         return ("borrow", "consume") if self.form == "logits" else ("hidden", "logits, consume")
 
     def __str__(self) -> str:
@@ -52,31 +54,31 @@ class Case:
 
 
 class Given(NamedTuple):
-    """Tensors that one run of a side may read, and for logits overwrite."""
+    """The inputs of one run of an implementation, which may overwrite the logits."""
 
     inputs: tuple[Any, ...]
-    """(logits [N, V],), or (hidden [N, H], weight [V, H])."""
+    """`(logits [N, V],)`, or `(hidden [N, H], weight [V, H])`."""
     targets: Any
-    """[N], ids in the whole vocabulary."""
+    """Token ids [N], from 0 to the size of the entire vocabulary - 1."""
     kept: Any
-    """[N] of bool, or None for all."""
+    """The token mask, bool [N]; None to select all tokens."""
     group: Any
-    """None on one rank."""
+    """The tensor-parallel process group; None for one rank."""
     entropy: Entropy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One way to compute them."""
+    """An implementation of log-probs and entropy."""
 
     name: str
     run: Callable[[Given], tuple[Any, Any]]
-    """(log-prob [N], entropy [N] or None), of which only kept tokens count."""
+    """Returns log-probs [N], and entropies [N] or None; only selected tokens are compared."""
     entropies: tuple[Entropy, ...] = ("none", "metric", "grad")
 
 
 class Inputs:
-    """Inputs of a case: the same whole inputs on every rank, and this rank's part of them."""
+    """The inputs of a case: entire inputs, the same on all ranks, and this rank's part of them."""
 
     def __init__(self, case: Case, group: Any, tokens: int) -> None:
         import torch
@@ -100,7 +102,10 @@ class Inputs:
         self.part = [self._part_of(name, whole) for name, whole in self.whole.items()]
 
     def _part_of(self, name: str, whole: Any) -> Any:
-        """Ranks have columns of logits, rows of the weight, and all hidden states."""
+        """Return this rank's part of an input: columns of logits, rows of the weight.
+
+        Hidden states are the same on all ranks.
+        """
         import torch
 
         if self.case.ranks == 1 or name == "hidden":
@@ -109,7 +114,10 @@ class Inputs:
         return whole.chunk(self.case.ranks, -1 if name == "logits" else 0)[rank].contiguous()
 
     def fresh(self) -> Given:
-        """Inputs for one run: logits as the output of a layer, else leaves."""
+        """Return the inputs for one run.
+
+        Logits are the output of an autograd function, hidden states and weight are leaves.
+        """
         if self.case.form == "logits":
             inputs: tuple[Any, ...] = (as_output(self.part[0]),)
         else:
@@ -117,14 +125,14 @@ class Inputs:
         return Given(inputs, self.targets_N, self.kept_N, self.group, self.case.entropy)
 
     def total(self, logprob_N: Any, entropy_N: Any) -> Any:
-        """Return the sum that is differentiated."""
+        """Return the scalar whose gradient is computed: a random weighting of the outputs."""
         total = (logprob_N * self.of_logprob_N).sum()
         if self.case.entropy == "grad":
             total = total + (entropy_N * self.of_entropy_N).sum()
         return total
 
     def truth(self) -> tuple[Any, Any, list[Any]]:
-        """Log-prob, entropy and the gradients of this rank's part, by float64."""
+        """Compute log-probs, entropies and gradients of this rank's inputs in float64."""
         import torch
 
         whole = {name: each.double().requires_grad_() for name, each in self.whole.items()}
@@ -138,13 +146,11 @@ class Inputs:
 
 
 def as_output(values: Any) -> Any:
-    """Return a copy that is the output of a layer."""
+    """Return a copy that autograd treats as the output of a layer."""
     import torch
 
     class Output(torch.autograd.Function):
-        """Acts as a layer's output: no leaf, no view, and its gradient is freed when it has
-        come.
-        """
+        """Copies a tensor to one that is neither a leaf nor a view, and does not keep gradients."""
 
         @staticmethod
         def forward(_ctx: Any, _weight: Any) -> Any:

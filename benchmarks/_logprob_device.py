@@ -1,9 +1,10 @@
-"""The `token_logprobs` benchmark on a GPU: each side's share of the speed that there is.
+"""Runs the `token_logprobs` benchmark on a GPU, as fractions of the device's attainable speed.
 
-From logits that is the device's own copy, in the same run: the bytes that have to be moved (logits
-read in the forward; read, and a gradient written, in the backward) ÷ its bytes per second ÷ the
-time. From hidden states it is that of a product of 8192 × 8192: one in the forward, and three more
-in the backward. The shapes are those that SkyRL publishes for an H100: hidden size 2,048, a shard
+From logits, the bound is memory bandwidth: the time in which a copy on the device, measured in the
+same run, would move the necessary bytes (the forward reads the logits; the backward reads them and
+writes the gradient) ÷ the measured time. From hidden states, the bound is the speed of an 8192 ×
+8192 matrix product: the forward needs one product of hidden states and weight, the backward three
+more. The shapes are those for which SkyRL publishes results on an H100: hidden size 2,048, a shard
 of 62,080 columns, 8 to 262 thousand tokens.
 """
 
@@ -22,15 +23,15 @@ from benchmarks._logprob_rounds import _errors, _step, _words
 from benchmarks._record import tell
 
 COLUMNS, FEATURES = 62080, 2048
-#: The first tokens, which float64 is computed of.
+#: The number of tokens whose outputs are compared with float64.
 _COMPARED = 64
-#: Whose own numbers are compared with these: at 262,144 tokens, entropy without gradient.
+#: GB and seconds that SkyRL publishes for 262,144 tokens, with entropy but without its gradient.
 PUBLISHED = {"SkyRL, torch": (4.3, 3.7), "SkyRL, Triton": (9.9, 0.88)}
 
 
 def cases(options: Any) -> Iterator[Case]:
-    """List the cases: from logits as many as fit beside their gradients, then from hidden
-    states.
+    """Yield the cases: from logits, with tokens that fit into memory together with their gradients,
+    then from hidden states.
     """
     common: dict[str, Any] = {"ranks": 1, "vocabulary": COLUMNS, "features": FEATURES}
     for dtype, tokens in (("bfloat16", 8192), ("bfloat16", 32768), ("float32", 8192)):
@@ -42,7 +43,10 @@ def cases(options: Any) -> Iterator[Case]:
 
 
 def sides(case: Case) -> tuple[list[Side], dict[str, str]]:
-    """Ours, Megatron's, torch's, and of peers what is there; and why others are not."""
+    """Return the implementations that can run a case, and the reason for each that cannot.
+
+    They are this library's, Megatron's, plain torch, and other libraries'.
+    """
     from megatron_idempotent import token_logprobs
 
     absent: dict[str, str] = {}
@@ -74,7 +78,10 @@ def sides(case: Case) -> tuple[list[Side], dict[str, str]]:
 
 
 def _group() -> Any:
-    """Megatron's group of this one rank, for its cross entropy; None without Megatron."""
+    """Return Megatron's tensor-parallel group of this single rank; None without Megatron.
+
+    Megatron's cross entropy needs it.
+    """
     try:
         from megatron.core import parallel_state
     except ModuleNotFoundError:
@@ -88,7 +95,7 @@ def _group() -> Any:
 
 
 def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[dict[str, Any]]:
-    """Return a row for each side, forward alone and with the backward."""
+    """Yield a row for each implementation: its forward alone, and forward with backward."""
     import torch
 
     group = _group()
@@ -130,7 +137,7 @@ def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[
 
 
 def tuned(rounds: int, copied: float) -> Iterator[dict[str, Any]]:
-    """Every shape of the kernels' table, from logits: its share of the copy's bandwidth."""
+    """Measure every kernel shape on logits, as a fraction of the copy's bandwidth."""
     import torch
 
     from megatron_idempotent import token_logprobs
@@ -175,7 +182,7 @@ def tuned(rounds: int, copied: float) -> Iterator[dict[str, Any]]:
 
 
 def aims(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Our numbers beside what they should be on an H100 or H200."""
+    """Return this library's results, each with its target on an H100 or H200."""
     held: dict[str, Any] = {}
     for row in found:
         if row["side"] != "consume" and row["side"] != "hidden":
@@ -208,7 +215,7 @@ def main(asked: Any) -> None:
             if all(word in str(case) for word in asked.only):
                 found = [*rows(case, asked.rounds, copied, multiplied)]
                 results["cases"] += [{**dataclasses.asdict(case), **row} for row in found]
-                # All that there is so far: a run that is ended keeps its last whole line.
+                # Print all results so far: if the run is killed, the last complete line has them.
                 tell(results if asked.json else {str(case): found}, asked.json)
         results["aims"] = aims(results["cases"])
     tell(results if asked.json else {**results, "cases": []}, asked.json)

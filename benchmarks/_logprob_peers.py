@@ -1,7 +1,7 @@
-"""Sides of the `token_logprobs` benchmark out of other libraries, called as their trainers do.
+"""Defines the other libraries in the `token_logprobs` benchmark, called as in their trainers.
 
-A peer that is not installed is listed as such, and one that does not run here with what it says.
-None of them has top-k or top-p in the log-probs that it trains on.
+The result lists a library that is not installed as missing, and one that raises with its error.
+None of them applies top-k or top-p to the log-probs that it trains on.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from benchmarks._logprob_cases import Case, Given, Side
 
-#: Tokens that SkyRL's fused head computes at a time, by default.
+#: SkyRL's default number of tokens per chunk in its fused output layer.
 _SKYRL_CHUNK = 1024
 
 
 def _skyrl(case: Case) -> list[Side]:
-    """SkyRL's fused heads, from a checkout; their entropy is not differentiable."""
+    """Return SkyRL's fused output layers, from a checkout; their entropy has no gradient."""
     if case.form == "logits" or case.entropy != "none":
         return []
     source = os.environ.get("SKYRL_SOURCE")
@@ -47,12 +47,12 @@ def _skyrl(case: Case) -> list[Side]:
 
 @functools.cache
 def _from_file(path: Path) -> Any:
-    """A module by itself: its package imports what only a trainer needs."""
+    """Import a file as a module, without its package, which imports a trainer's dependencies."""
     spec = importlib.util.spec_from_file_location(f"_peer_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ModuleNotFoundError(f"no file {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where Triton looks for the source of its functions
+    sys.modules[spec.name] = module  # Triton looks up its functions' source there
     spec.loader.exec_module(module)
     return module
 
@@ -66,7 +66,7 @@ def _verl(case: Case) -> list[Side]:
 
 
 def _verl_parallel() -> list[Side]:
-    """Call them as verl's Megatron engine does, without the division by the temperature."""
+    """Return the calls of verl's Megatron engine, without the division by the temperature."""
     from verl.utils.megatron.tensor_parallel import (
         vocab_parallel_entropy,
         vocab_parallel_log_probs_from_logits,
@@ -76,7 +76,7 @@ def _verl_parallel() -> list[Side]:
         logits_1NV, targets_1N = given.inputs[0][None], given.targets[None]
         if given.entropy == "none":
             return vocab_parallel_log_probs_from_logits(logits_1NV, targets_1N)[0], None
-        # The log-probs overwrite logits of float32, which the entropy saves.
+        # The log-probs overwrite float32 logits, which the entropy needs in its backward.
         copy_1NV = logits_1NV.clone()
         entropy_1N = vocab_parallel_entropy(logits_1NV)
         return vocab_parallel_log_probs_from_logits(copy_1NV, targets_1N)[0], entropy_1N[0]
@@ -85,7 +85,7 @@ def _verl_parallel() -> list[Side]:
 
 
 def _verl_logits() -> list[Side]:
-    """Call them as verl's FSDP engine does: the entropy is compiled unless switched off."""
+    """Return the calls of verl's FSDP engine, whose entropy is compiled by default."""
     import torch
     from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
@@ -158,7 +158,7 @@ def _liger(case: Case) -> list[Side]:
 
 
 def _liger_logits(case: Case) -> list[Side]:
-    """Triton only."""
+    """Return Liger's cross entropies of logits, which need Triton."""
     from liger_kernel.megatron import LigerMegatronCrossEntropy
     from liger_kernel.transformers.functional import liger_cross_entropy
 
@@ -181,7 +181,7 @@ def _trl(case: Case) -> list[Side]:
     from trl.trainer import utils
 
     def logits(given: Given) -> tuple[Any, Any]:
-        """Split the tokens into four sequences."""
+        """Call TRL's functions of logits, with the tokens as four sequences."""
         logits_BTV = given.inputs[0].unflatten(0, (4, -1))
         targets_BT = given.targets.unflatten(0, (4, -1))
         if given.entropy == "none":
@@ -192,7 +192,7 @@ def _trl(case: Case) -> list[Side]:
         return found[0].flatten(), found[1].flatten()
 
     def hidden(given: Given) -> tuple[Any, Any]:
-        """Call it as TRL's output layer does without Triton: all tokens, masked afterwards."""
+        """Call TRL's function as its output layer does without Triton: without a token mask."""
         chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
         wanted = () if given.entropy == "none" else ("entropy",)
         arguments = (*given.inputs, None, given.targets, 1.0, chunk, None, 1.0, wanted)
@@ -210,7 +210,8 @@ def _negated(found: Any, wanted: bool) -> tuple[Any, Any]:
     return (-found[0], found[1]) if wanted else (-found, None)
 
 
-#: By package, what it has for a case. ModuleNotFoundError where it, or what it imports, is missing.
+#: For each package, a function that returns its implementations for a case. The function raises
+#: ModuleNotFoundError if the package or one of its dependencies is missing.
 SIDES: dict[str, Callable[[Case], list[Side]]] = {
     "skyrl": _skyrl,
     "verl": _verl,

@@ -1,4 +1,4 @@
-"""Measures the sides of the `token_logprobs` benchmark on a rank, in turns."""
+"""Measures all implementations in the `token_logprobs` benchmark on a rank, alternately."""
 
 from __future__ import annotations
 
@@ -12,34 +12,37 @@ from benchmarks import _logprob_peers, _logprob_sides
 from benchmarks._logprob_cases import Case, Given, Inputs, Side
 
 WARM_UP = 1
-#: Tokens that are compared with float64.
+#: The number of tokens whose outputs are compared with float64.
 _COMPARED = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """Results of one side on one rank."""
+    """The results of one implementation on one rank."""
 
     seconds: list[float]
-    """Seconds of each round, forward and backward."""
+    """Seconds of forward and backward in each round."""
     memory: float
-    """Most that is held beside inputs and, of hidden states and weight, their gradients, in the
-    size of this rank's logits."""
+    """Peak memory ÷ the size of this rank's logits, without the inputs, and without the gradients
+    of hidden states and weight."""
     collectives: int
     logprob_error: float
-    """Largest difference from float64."""
+    """The largest absolute difference from float64."""
     entropy_error: float | None
     gradient_error: float
-    """2-norm of the difference ÷ 2-norm; of the gradients' largest."""
+    """The 2-norm of the difference from float64 ÷ the 2-norm in float64; the largest of all
+    gradients."""
 
 
-#: What was measured, or why nothing was.
+#: For each implementation its results, or the reason why it was not measured.
 Found = dict[str, "Measured | str"]
 
 
 def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
-    """Measure one case on a fresh rank: what others had compiled would count towards torch's
-    limit.
+    """Measure all implementations of one case.
+
+    Call it on a new rank per case: torch.compile stops compiling a function after a number of
+    recompilations, which earlier cases would use up.
     """
     import torch
     from megatron.core import parallel_state
@@ -48,7 +51,7 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.ranks)
     group = parallel_state.get_tensor_model_parallel_group() if case.ranks > 1 else None
-    # Peers ask for a GPU, and are to hear that there is none.
+    # Other libraries ask torch for a GPU: without the CPU runtime it reports that there is none.
     cpu.disable()
     found: Found = {}
     sides, of_peers = _logprob_sides.sides(case), []
@@ -69,7 +72,7 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
         except Exception as refusal:  # noqa: BLE001  # its own words are the result
             found[side.name] = _words(refusal)
     del few, truth
-    # Functions compile for the shape that is measured, not for any.
+    # Else torch.compile would compile for dynamic shapes after the few tokens above.
     torch.compiler.reset()
     sides += [side for side in of_peers if side.name in errors]
     inputs = Inputs(case, group, case.tokens)
@@ -96,14 +99,14 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
 
 
 def _words(refusal: Exception) -> str:
-    """Its first line, or for a bare assertion what was asserted."""
+    """Return an error's type and first line; for an assertion without a message, its code."""
     lines = str(refusal).strip().splitlines()
     said = lines[0] if lines else traceback.extract_tb(refusal.__traceback__)[-1].line
     return f"{type(refusal).__name__}: {said}"
 
 
 def _step(side: Side, inputs: Inputs, given: Given) -> tuple[Any, Any, list[Any]]:
-    """Forward and backward; log-prob, entropy, and the gradients where they are leaves."""
+    """Run forward and backward; return log-probs, entropies, and the gradients of leaf inputs."""
     import torch
 
     logprob_N, entropy_N = side.run(given)

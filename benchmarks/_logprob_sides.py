@@ -1,4 +1,6 @@
-"""Sides of the `token_logprobs` benchmark that need no peer: ours, Megatron's, and plain torch."""
+"""Defines this library, Megatron and plain torch as implementations in the `token_logprobs`
+benchmark.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from benchmarks._logprob_cases import Case, Given, Side
 
 
 def sides(case: Case) -> list[Side]:
-    """All that there are for this case; ours first."""
+    """Return all implementations of a case; this library's come first."""
     borrow, consume = (
         Side(name=name, run=_ours_from_logits(name)) for name in ("borrow", "consume")
     )
@@ -59,7 +61,7 @@ def _ours_from_hidden(given: Given) -> tuple[Any, Any]:
 def _through_logits(
     from_logits: Callable[[Given], tuple[Any, Any]],
 ) -> Callable[[Given], tuple[Any, Any]]:
-    """Made as Megatron's output layer makes them, of all tokens."""
+    """Compute the logits of all tokens as Megatron's output layer does, then call `from_logits`."""
 
     def run(given: Given) -> tuple[Any, Any]:
         hidden_NH, weight_VH = given.inputs
@@ -73,7 +75,10 @@ def _through_logits(
 
 
 def _megatron() -> list[Side]:
-    """Log-probs only; both overwrite logits of float32, and compute others in a copy of float32."""
+    """Return Megatron's two cross entropies, which have no entropy.
+
+    Both overwrite float32 logits; they copy logits of other dtypes to float32.
+    """
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -93,7 +98,7 @@ def _megatron() -> list[Side]:
 
 
 def _torch() -> list[Side]:
-    """The formula as one writes it, in float32."""
+    """Return the textbook formula with `log_softmax` in float32, eager and compiled."""
     import torch
 
     def formula(logits_NV: Any, targets_N: Any, wanted: bool) -> tuple[Any, Any]:

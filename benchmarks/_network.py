@@ -1,8 +1,8 @@
-"""A network that takes its time, between ranks that share a machine.
+"""Simulates a slow network between ranks on one machine.
 
-A reduction's handle is wrapped, so that waiting for it ends no sooner than the bytes would have
-arrived. Nothing sleeps where a reduction starts: what is computed meanwhile hides the delay, as it
-would on a real network.
+The handle of each reduction is wrapped: `wait()` returns no earlier than the time at which a
+network with the given latency and bandwidth would have delivered the bytes. Starting a reduction
+does not block, so computation overlaps with the delay, as on a real network.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class Network:
-    """A link of `bytes_per_s` that carries one bucket group after the other, each `latency_s` late.
+    """A network link with a bandwidth and a latency, which sends one bucket group at a time.
 
-    `exposed_s` adds up what was waited for bytes after the peers' part was there. So a rank that is
-    ahead of a slow peer counts too little, and the one that all wait for is exact.
+    `exposed_s` is the total time that `wait()` slept after the real reduction had ended. It is
+    exact on the slowest rank, and too low on a rank that also waited for a slower one.
     """
 
     def __init__(self, *, latency_s: float, bytes_per_s: float) -> None:
@@ -26,7 +26,7 @@ class Network:
         self._free_at = 0.0
 
     def install(self) -> None:
-        """Have all asynchronous data-parallel reductions of this process go over it, for good."""
+        """Delay all asynchronous data-parallel reductions of this process, until it ends."""
         from megatron.core.distributed import param_and_grad_buffer
 
         groups = param_and_grad_buffer._ParamAndGradBucketGroup
@@ -43,13 +43,13 @@ class Network:
         groups.start_grad_sync = start_grad_sync
 
     def _send(self, size: int) -> float:
-        """Return the time at which the last of that number of bytes arrives."""
+        """Queue `size` bytes on the link; return the time at which the last byte arrives."""
         self._free_at = max(self._free_at, time.perf_counter()) + size / self.bytes_per_s
         return self._free_at + self.latency_s
 
 
 class _Sent:
-    """A reduction's handle."""
+    """The handle of a reduction, whose `wait()` includes the simulated delay."""
 
     def __init__(self, network: Network, handle: Any, arrives_at: float) -> None:
         self._network = network

@@ -1,6 +1,7 @@
-"""Packers of other frameworks, out of their own files, called as their trainers do.
+"""Loads the sequence packers of other frameworks from their source files.
 
-A peer whose checkout is not named is listed as such. Legend: n sequences, R ranks.
+They are called as in the frameworks' trainers. The result lists a framework without a checkout as
+missing.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-#: Lengths, budget and ranks to each rank's microbatches, in the order in which they are run.
+#: Maps the sequences' lengths, the token budget of a microbatch and the number of ranks to the
+#: microbatches of each rank, as lists of sequence indices in the order of execution.
 Packer = Callable[[Sequence[int], int, int], list[list[list[int]]]]
 
 
 def peers() -> dict[str, Packer | str]:
-    """Packers by name, or why one is not here."""
+    """Return each packer by its name, or the reason why it is missing."""
     found: dict[str, Packer | str] = {}
     nemo, verl = os.environ.get("NEMO_RL_SOURCE"), os.environ.get("VERL_SOURCE")
     for name in ("modified_first_fit_decreasing", "first_fit_decreasing", "concatenative"):
@@ -32,7 +34,9 @@ def peers() -> dict[str, Packer | str]:
 
 
 def _nemo(source: str, name: str) -> Packer:
-    """Packs of the whole batch, dealt out to ranks in turn (`shard_by_batch_size`)."""
+    """Return a packer of NeMo-RL, which packs the entire batch and distributes the packs to ranks
+    round-robin, as `shard_by_batch_size` does.
+    """
     path = Path(source, "nemo_rl", "data", "packing", "algorithms.py")
     spec = importlib.util.spec_from_file_location("_peer_nemo_packing", path)
     assert spec is not None
@@ -50,10 +54,10 @@ def _nemo(source: str, name: str) -> Packer:
 
 
 def _verl(source: str) -> Packer:
-    """Sequences are dealt out to ranks by their work, and then into microbatches by it.
+    """Return verl's packer, which balances the work between ranks, then between microbatches.
 
-    As `_balance_batch` and `rearrange_micro_batches` do. The file imports what only a trainer
-    needs, so its functions are taken out of it.
+    These are the steps of verl's `_balance_batch` and `rearrange_micro_batches`. Only three
+    functions of verl's file are executed, because the file imports a trainer's dependencies.
     """
     path = Path(source, "verl", "utils", "seqlen_balancing.py")
     wanted = ("calculate_workload", "karmarkar_karp", "get_seqlen_balanced_partitions")

@@ -1,4 +1,7 @@
-"""Reads a benchmark's options, and tells what it found, on a screen or in a file. Free of torch."""
+"""Parses a benchmark's options, and prints its results or writes them to a file.
+
+Importing the module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,19 @@ from typing import Any
 
 _CPUS = Path("/proc/cpuinfo")
 _STAT = Path("/proc/stat")
-#: Numbers that name a row of a list, as its words do.
+#: Numeric fields that are part of a row's name, and their formats.
 _NAMES = {"tokens": "{} tokens", "kept": "{:.0%} kept"}
 
 
 def options(doc: str) -> argparse.ArgumentParser:
-    """Make a parser that describes a benchmark by the first line of its docstring."""
+    """Return an argument parser with `--json`, described by the first line of a docstring."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def tell(found: Any, as_json: bool = False) -> None:
-    """Print what was found: a line for each number and each refusal, or one JSON object."""
+    """Print results: a line for each number and each text, or one JSON object."""
     if as_json:
         print(json.dumps(found), flush=True)
         return
@@ -39,12 +42,15 @@ def tell(found: Any, as_json: bool = False) -> None:
 
 
 def progress(part: str) -> None:
-    """Say on standard error which part of a benchmark begins, for who waits for the result."""
+    """Print to standard error which part of a benchmark begins."""
     print(f"{datetime.now():%H:%M:%S} {part} …", file=sys.stderr, flush=True)
 
 
 def leaves(at: str, found: Any) -> Iterator[tuple[str, float | str]]:
-    """Yield each number and text with the names on the way to it; a list's row has its words."""
+    """Yield each number and text in nested results, with the path to it, joined by commas.
+
+    In a path, a row of a list is named by its texts and the fields in `_NAMES`, else by its index.
+    """
     if isinstance(found, (int, float, str)):
         yield at, found
     elif isinstance(found, Mapping):
@@ -65,10 +71,10 @@ def leaves(at: str, found: Any) -> Iterator[tuple[str, float | str]]:
 def machine(*, busy: bool = False) -> dict[str, Any]:
     """Describe this machine before a benchmark.
 
-    `load_per_core` is the mean of the minute before, so that it has the benchmark that ran before
-    this one. `use_per_core` is the part of each core that was used in the last second. Both are of
-    what this system sees, which in a container may not be the whole machine: `busy` is the word of
-    the caller that it does something else.
+    `load_per_core` is the load average of the last minute, which includes the previous benchmark.
+    `use_per_core` is the average utilization of a core in the next second. In a container, both may
+    miss processes outside of it, so the caller can also pass `busy`: True if the machine runs other
+    programs.
     """
     cores = os.cpu_count() or 1
     return {
@@ -83,7 +89,7 @@ def machine(*, busy: bool = False) -> dict[str, Any]:
 
 
 def _use(seconds: float = 1.0) -> float | None:
-    """Measure the part of each core that is used; None where the system does not tell."""
+    """Measure the average utilization of a core, 0 to 1; None without /proc/stat."""
     before = _times()
     if before is None:
         return None
@@ -93,11 +99,11 @@ def _use(seconds: float = 1.0) -> float | None:
 
 
 def _times() -> tuple[int, int] | None:
-    """Return the ticks that all cores were used for, and all their ticks, since the start."""
+    """Return the clock ticks since boot in which cores were busy, and all ticks of all cores."""
     if not _STAT.exists():
         return None
     ticks = [int(each) for each in _STAT.read_text("ascii").splitlines()[0].split()[1:9]]
-    idle = ticks[3] + ticks[4]  # idle, and waiting for a disk
+    idle = ticks[3] + ticks[4]  # the columns idle and iowait
     return sum(ticks) - idle, sum(ticks)
 
 
@@ -117,7 +123,7 @@ def captured(name: str, main: Callable[[], None]) -> Any:
     """Run a benchmark's `main`, and return the JSON that it prints.
 
     Raises:
-        ValueError: it prints something else.
+        ValueError: the output is not one JSON object.
     """
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -134,7 +140,7 @@ def captured(name: str, main: Callable[[], None]) -> Any:
 def record(
     folder: Path, name: str, before: Mapping[str, Any], arguments: Sequence[str], found: Any
 ) -> Path:
-    """Write FOLDER/NAME.json, and return its path."""
+    """Write a benchmark's results, with machine and time, to FOLDER/NAME.json; return its path."""
     told = {
         "ran": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "arguments": list(arguments),

@@ -1,6 +1,6 @@
-"""One model, one step of data, and the ways to run it: a plain Megatron step, and `TrainStep`.
+"""Runs the same optimizer step in several ways: as a plain Megatron step, and with `TrainStep`.
 
-Runs on a rank. Legend: B rows of a microbatch, T positions.
+This runs on a rank. Shapes: B rows of a microbatch, T positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_idempotent.proof.cpu import tiny
 
 
 class TokenLoss:
-    """Cross entropy, summed over valid tokens."""
+    """Sums the cross entropy over valid tokens."""
 
     kind = "token"
 
@@ -30,10 +30,10 @@ class TokenLoss:
 
 
 class Sides:
-    """A tiny GPT that is trained by either of two programs on the same rows.
+    """A tiny GPT with fixed data, and methods that take an optimizer step in different ways.
 
-    `options` are those of `tiny.build`, and win. Each replica has `microbatches` of B=`rows` in a
-    step.
+    In a step, each replica has `microbatches` microbatches of `rows` rows. `options` are arguments
+    of `tiny.build`, which override this class's.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Sides:
     ) -> None:
         megatron_idempotent.apply()
         usual = {
-            # A layer has 12 x hidden x hidden weights: four to five buckets, whatever the size.
+            # A layer has 12 x hidden x hidden weights, so that any model has 4 or 5 buckets.
             "ddp_overrides": {"bucket_size": 8 * hidden * hidden},
             "optimizer_overrides": {"lr": 1e-4, "min_lr": 1e-5},
         }
@@ -91,7 +91,7 @@ class Sides:
         )
 
     def plain(self) -> None:
-        """The step as a program writes it with nothing but Megatron."""
+        """Take a step with Megatron alone, as in a typical training loop."""
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         self.model.optimizer.zero_grad()
@@ -121,7 +121,7 @@ class Sides:
         self.scheduler.step(increment=self.microbatches * self.rows)
 
     def split(self, chunks: int, *, last: bool) -> Callable[[], None]:
-        """The same step as `chunks` calls of `microbatch`."""
+        """Return a function that takes the step in `chunks` calls of `TrainStep.microbatch`."""
 
         def step() -> None:
             step_id = self.step.begin(
@@ -136,7 +136,7 @@ class Sides:
         return step
 
     def ready(self, *, last: bool) -> Callable[[], None]:
-        """The step as one call that takes a list of all microbatches."""
+        """Return a function that takes the step in one call, with a list of all microbatches."""
 
         def step() -> None:
             step_id = self.step.begin(self._loss, global_batch_size=self.microbatches * self.rows)
@@ -174,6 +174,6 @@ def _data(rows: int, replica: int, length: int, vocabulary: int) -> dict[str, An
 
 
 def _mask(microbatch: Any) -> Any:
-    """1 where position t predicts a valid token, [B, T]; the last position predicts none."""
+    """Return a mask [B, T]: 1 where the next token is valid, else 0, and 0 at the last position."""
     valid_BT = microbatch["token_mask"] * microbatch["sample_mask"][:, None]
     return torch.cat((valid_BT[:, 1:], valid_BT.new_zeros(len(valid_BT), 1)), 1)

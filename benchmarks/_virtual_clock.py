@@ -1,7 +1,7 @@
-"""Provides an asyncio event loop whose time is virtual: where it would wait, its clock jumps.
+"""Provides an asyncio event loop with virtual time: instead of waiting, its clock jumps ahead.
 
-It runs the same code as a real loop, if that takes its time from the loop. Hours of virtual time
-take only the seconds that their callbacks need, and the same program always runs its callbacks in
+It runs the same code as a real loop, provided that the code reads the time from the loop. Virtual
+time takes only as long as the callbacks compute, and the same program always runs its callbacks in
 the same order.
 """
 
@@ -24,7 +24,7 @@ _ASYNCIO = Path(asyncio.__file__).parent
 
 
 def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
-    """Return a line for each place at which tasks stand, the most tasks first.
+    """List the lines of code at which tasks wait, with their numbers of tasks, most tasks first.
 
     Example: `  3 tasks in Engine.generate (engine.py:80): await slot`.
     """
@@ -33,7 +33,7 @@ def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
 
 
 def _stands_at(task: asyncio.Task[Any]) -> str:
-    """Describe the innermost line at which a task waits, leaving out asyncio's own frames."""
+    """Describe the innermost line at which a task waits, outside of asyncio itself."""
     inner: Any = task.get_coro()
     name, frame = getattr(inner, "__qualname__", repr(inner)), getattr(inner, "cr_frame", None)
     while (inner := getattr(inner, "cr_await", None)) is not None:
@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 
 class Deadlock(RuntimeError):
-    """Tasks wait, and no timer is left that could wake one of them; the message lists them."""
+    """Tasks wait, but no timer exists that could resume one; the message lists the tasks."""
 
 
 class TooLong(RuntimeError):
@@ -58,9 +58,9 @@ class TooLong(RuntimeError):
 
 
 class _Timer(asyncio.TimerHandle):
-    """Sorts by time and, among equal times, by the order in which timers were made.
+    """A timer that sorts by time, then by the order in which timers were made.
 
-    asyncio's own timers have no order among equal times.
+    The order of asyncio's own timers with equal times is undefined.
     """
 
     __slots__ = ("_order",)
@@ -73,7 +73,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Never waits, but tells the loop to move its clock."""
+    """Calls `jump` with the timeout, which advances the clock, instead of waiting."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Jumping(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
             return []
-        # The loop's own pipe, which signals are written to.
+        # Poll the loop's own pipe, through which it learns of signals.
         events = super().select(0)
         if not events:
             self._jump(timeout)
@@ -90,12 +90,11 @@ class _Jumping(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs coroutines in virtual time: `time()` starts at 0 and stands still while callbacks run.
+    """Runs coroutines in virtual time: `time()` starts at 0 and is constant while callbacks run.
 
-    Functions given to an executor run at once, in the loop's own thread: they take no virtual time,
-    and must not wait for anything that the loop would have to do. The loop does not wait for
-    sockets and pipes. It raises `Deadlock`, with a list of what tasks wait for, once nothing could
-    ever happen again.
+    A function passed to an executor runs at once, in the loop's thread, in zero virtual time; it
+    must not wait for the loop. The loop does not wait for sockets and pipes. If all tasks wait and
+    no timer is left, it raises `Deadlock`.
 
     Example: `VirtualLoop().run_until_complete(asyncio.sleep(3600))`.
     """
@@ -141,7 +140,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         done: asyncio.Future[Result] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 (the caller's, as from a thread)
+        except Exception as error:  # noqa: BLE001 (raised at the caller, as by a real executor)
             done.set_exception(error)
         return done
 
@@ -155,7 +154,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 f"at {self._now:g} s nothing can happen any more, and these tasks still wait:\n"
                 f"{describe_tasks(asyncio.all_tasks(self))}"
             )
-        # To the timer itself, as sums of differences would drift.
+        # Set the timer's own time: adding differences would accumulate rounding errors.
         self._now = max(self._now, self._timers[0].when())
         if self._now > self._limit_s:
             raise TooLong(
@@ -166,15 +165,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._measure()
 
     def _measure(self) -> None:
-        """Set the clock's resolution to its least step, so that no timer is early or missed."""
+        """Set the clock's resolution to one ulp of its time, so that timers run exactly on time."""
         self._clock_resolution = math.ulp(self._now)
 
 
 def run(main: Coroutine[Any, Any, Result], *, limit_s: float = math.inf) -> Result:
     """Run a coroutine like `asyncio.run`, on a virtual clock that starts at 0; return its result.
 
-    At the end it cancels the tasks that are left, and closes asynchronous generators.
-    Errors: what `main` raises; `Deadlock`; `TooLong` after `limit_s` virtual seconds.
+    At the end it cancels the remaining tasks, and closes asynchronous generators.
+
+    Raises:
+        Deadlock: all tasks wait, and no timer is left.
+        TooLong: `main` is not done after `limit_s` virtual seconds.
+        Exception: the error of `main`.
+
     Example: `run(asyncio.sleep(3600))`.
     """
     loop = VirtualLoop(limit_s=limit_s)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.async_against_sync [--steps 12] [--tokens 8,32] [--json]
 
-Sync: two ranks, each of which samples and then trains, so that both cores do either. Async: one
-rank trains on one core while an engine samples on the other, and two ranks with an engine beside
-them. Response tokens trained per second, set-up and the first steps aside; ratios to sync. There is
-no long tail here and no switch between two programs, which is what asynchronous training is for, so
-this is the case in which it can only lose: by how much, the ratio says.
+Sync: two ranks that first sample and then train, each on one core. Async: one rank that trains on
+one core while an engine samples on the other; and two ranks with an engine on the same two cores.
+The result is response tokens trained per second, without set-up and the first steps, and its ratio
+to sync. Asynchronous training helps with responses of very different lengths and with slow switches
+between sampling and training. Neither occurs here, so this is its worst case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SKIPPED = 4
 
 
 def write_task(tokens: int, folder: Path) -> Path:
-    """A task whose answers are as long as responses may be."""
+    """Write a prompt file whose answers have the maximum response length; return its path."""
     rng = random.Random(0)
     rows = []
     for number in range(200):
@@ -43,7 +43,7 @@ def write_task(tokens: int, folder: Path) -> Path:
 
 
 def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:
-    """Response tokens trained per second."""
+    """Run a training with these arguments; return the response tokens trained per second."""
     data = write_task(tokens, folder)
     out = folder / f"run-{len(list(folder.iterdir()))}"
     settings = {
@@ -77,7 +77,7 @@ def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a row for each length of responses."""
     parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--tokens", default="8,32", help="longest responses")

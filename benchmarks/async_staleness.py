@@ -3,30 +3,32 @@
     python -m benchmarks.async_staleness [--engines 8,32,128,1024] [--staleness 0,1,2,4,8]
                                          [--steps 20] [--json]
 
-Controller, sampler, fleet, pool and weight sync are the real ones. Engines and trainer take virtual
-time and compute nothing. All runs have the same job:
+Controller, sampler, fleet, pool and weight sync are the package's own. Engines and trainer are
+simulated: they sleep in virtual time and compute nothing. All runs have the same job:
 
 - optimizer steps of 128 groups of 4 responses; lengths have a median of 500 tokens, and one in a
   hundred has more than 2,500;
-- a trainer that needs 20 s for a step, and a publish of 2 s, with another 0.5 s in which engines
-  are paused;
-- engines that draw a token of each of n requests, 64 at most, in 10 + n / 2 ms;
+- a trainer that needs 20 s for a step, and a publish of 2 s, followed by a pause of the engines of
+  0.5 s;
+- engines that run up to 64 requests at once, and sample a token for each of n requests in
+  10 + n / 2 ms;
 - the sampler `windowed` with `order=oldest` and `abort_stale=true`.
 
-A cell of the table has the part of its time for which the trainer trains, the tokens of evicted
-groups ÷ those of all groups that were trained or evicted, and the mean staleness. The first two and
-the last are of the steps after the window is full.
+A cell of the table has three numbers: the fraction of the time in which the trainer trains, the
+tokens of evicted groups ÷ those of all trained or evicted groups, and the mean staleness of trained
+groups. They cover the steps after the window is full.
 
-Staleness is held to its closed form, to the group. The controller keeps the groups of window + 1
-steps under way, so those of `window` steps are left after each step, and get a version older. All
-versions that groups wait add up to that (Little's law), and the trained groups' staleness is
+The sum of the staleness of all trained groups must equal its closed form exactly. The controller
+keeps the groups of window + 1 steps in the system, so the groups of `window` steps remain after
+each step, and each becomes one version older. By Little's law, this sum over steps equals the sum
+of the versions that all groups wait. So the sum of the trained groups' staleness is
 
     window x trained groups
     - the versions that other groups waited: window + 1 until they were evicted, fewer at the end
-    + groups that were started between a step and its publish, with weights a version old
-    - versions for which groups waited on a full engine, when no weights had drawn them yet
+    + the groups that started between a step and its publish, with weights one version old
+    - the versions for which groups waited in a full engine, before any of their tokens was sampled
 
-With engines that have room, and over long runs, the mean is window x (1 - evicted ÷ trained).
+In long runs, with engines that are never full, the mean is window x (1 - evicted ÷ trained).
 """
 
 from __future__ import annotations
@@ -58,14 +60,14 @@ GROUPS, SAMPLES = 128, 4
 MEDIAN_TOKENS, P99_TOKENS, MOST_TOKENS = 500, 2500, 8192
 STEP_S, STAGE_S, COMMIT_S = 20.0, 2.0, 0.5
 SLOTS, TOKEN_S, REQUEST_S = 64, 0.01, 0.0005
-#: Tokens that are drawn in one go: the load of the engine at its start is that of all of them.
+#: The number of tokens per simulated sleep, whose length depends on the engine's load at its start.
 PIECE = 128
-_SIGMA = math.log(P99_TOKENS / MEDIAN_TOKENS) / 2.3263478740408408  # the normal's 99th percentile
+_SIGMA = math.log(P99_TOKENS / MEDIAN_TOKENS) / 2.3263478740408408  # of the normal distribution
 
 
 @functools.cache
 def lengths(group_id: int) -> tuple[int, ...]:
-    """Return the tokens of each response to a prompt, which do not depend on the run."""
+    """Return the length of each response to a prompt in tokens; the same in all runs."""
     rng = random.Random(group_id)
     drawn = (rng.lognormvariate(math.log(MEDIAN_TOKENS), _SIGMA) for _ in range(SAMPLES))
     return tuple(min(round(length) + 1, MOST_TOKENS) for length in drawn)
@@ -80,15 +82,18 @@ def requests(group_id: int, prompt: Any) -> list[Request]:
 
 
 async def score(group_id: int, prompt: Any, samples: Sequence[Sample]) -> list[float]:
-    """Return no reward for any sample: nothing learns."""
+    """Return a reward of 0 for each sample, because the trainer does not use rewards."""
     return [0.0] * len(samples)
 
 
 class Engine:
-    """Implements `RolloutEngine` in virtual time; an entry of a sample is a piece of tokens."""
+    """Implements `RolloutEngine` in virtual time.
+
+    A sample has one entry for each piece of up to `PIECE` tokens.
+    """
 
     def __init__(self, name: str, drawn: Counter[int]) -> None:
-        """Take the engine's name, and the count of tokens by group that all engines share."""
+        """Take the engine's name, and a counter of sampled tokens per group for all engines."""
         self.name = name
         self._drawn = drawn
         self._version = self._staged = self._running = 0
@@ -148,7 +153,7 @@ class Engine:
 
 
 class Weights:
-    """A bucket without tensors: engines take time for it."""
+    """Implements `WeightSource` with one bucket without tensors."""
 
     def tensors(self) -> tuple[()]:
         return ()
@@ -158,11 +163,11 @@ class Weights:
 
 
 class Trainer:
-    """Sleeps in place of training, and records the samples: `Policy`, `Recipe` and `Prompts`."""
+    """Implements `Policy`, `Recipe` and `Prompts`; sleeps instead of training."""
 
     def __init__(self) -> None:
         self.oldest: list[dict[int, int]] = []
-        """The oldest weights of the groups of each step, by id."""
+        """For each step, the oldest version that sampled each of its groups, by the group's id."""
         self.ends_s: list[float] = []
         self._open: dict[int, int] = {}
 
@@ -208,7 +213,7 @@ class Trainer:
 
 
 class WatchedFleet(Fleet):
-    """Notes which weights were trained, and which were published, when each group was started."""
+    """A `Fleet` that records the trainer's and the published version at the start of each group."""
 
     def __init__(self, trainer: Trainer, engines: Sequence[Engine]) -> None:
         super().__init__(engines, source=Weights(), requests=requests, score=score)
@@ -228,14 +233,14 @@ class WatchedFleet(Fleet):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Holds a run's results; all but the two sums are of the steps after the window was full."""
+    """The results of a run. All except the two sums cover the steps after the window was full."""
 
     busy: float
-    """The trainer's own seconds ÷ all seconds."""
+    """Seconds in which the trainer trained ÷ all seconds."""
     thrown_away: float
     """Tokens of evicted groups ÷ tokens of trained and evicted ones."""
     staleness: float
-    """Versions between the oldest weights of a trained group and those it trained, in mean."""
+    """The mean over trained groups of: version before the step - oldest version that sampled."""
     sum_of_staleness: int
     closed_form: int
 
@@ -244,10 +249,10 @@ class Cell:
 
 
 def measure(engines: int, window: int, steps: int) -> Cell:
-    """Run the controller for so many optimizer steps.
+    """Run the controller for `steps` optimizer steps.
 
     Raises:
-        ValueError: fewer steps than are measured after the window is full.
+        ValueError: `steps` is too small for a measurement after the window is full.
         AssertionError: groups were lost, or staleness differs from its closed form.
     """
     if steps < window + 3:
@@ -280,7 +285,7 @@ def measure(engines: int, window: int, steps: int) -> Cell:
     staleness = [
         [version - first for first in step.values()] for version, step in enumerate(trainer.oldest)
     ]
-    full = window + 1  # the step from which on the window is full
+    full = window + 1  # the first step with a full window
     used = sum(drawn[group_id] for step in trainer.oldest[full:] for group_id in step)
     evicted = sum(
         drawn[group_id]
@@ -302,7 +307,7 @@ def measure(engines: int, window: int, steps: int) -> Cell:
 
 
 def main() -> None:
-    """Print a row of the table for each number of engines, a cell at a time; or one JSON object."""
+    """Print a table with a row per number of engines, cell by cell; with --json one object."""
     parser = options(__doc__)
     parser.add_argument("--engines", default="8,32,128,1024", help="numbers of engines")
     parser.add_argument("--staleness", default="0,1,2,4,8", help="windows of staleness")

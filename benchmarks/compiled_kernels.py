@@ -2,10 +2,10 @@
 
     python -m benchmarks.compiled_kernels [--all] [--capability 90] [--json]
 
-For each kernel, type of logits and kind of call: registers of a thread, bytes that it spills, how
-many threads a multiprocessor then holds, and the widest loads and stores. `--all` does so for every
-shape that `--tune` of `benchmarks.token_logprobs` would time, not only for those in use. Wants
-Triton, whose wheel has the assembler, and no GPU.
+For each kernel, dtype of logits and kind of call, this prints: registers per thread, bytes spilled
+per thread, threads that fit on a multiprocessor with these registers, and the widest loads and
+stores. `--all` compiles every shape that `--tune` of `benchmarks.token_logprobs` measures, not only
+the shapes in use. This needs Triton, whose wheel includes the assembler, but no GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks._record import options, tell
 #: Registers and threads of a multiprocessor, from compute capability 8.0 on.
 _REGISTERS, _THREADS = 65536, 2048
 _TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-#: Arguments that are 1 where columns are next to each other, as Triton then compiles them in.
+#: Arguments that are 1 for adjacent columns; Triton compiles an argument of 1 as a constant.
 _ONE = ("column_stride", "into_column_stride")
 
 
@@ -39,26 +39,26 @@ class Compiled:
     registers: int
     spilled_bytes: int
     threads: int
-    """Threads that a multiprocessor holds at once, by its registers alone."""
+    """The most threads on a multiprocessor, as limited by registers alone."""
     widest_load_bits: int
-    """Bits of the widest load from global memory, or copy to shared memory."""
+    """Bits of the widest load from global memory, or asynchronous copy to shared memory."""
     widest_store_bits: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A kernel, with what it is compiled for."""
+    """A kernel, with the constants and argument types that it is compiled for."""
 
     name: str
     kernel: Any
     constants: dict[str, Any]
     types: dict[str, str]
-    """Types of the arguments that are neither constants nor whole numbers."""
+    """Triton's types of the arguments that are neither constants nor integers."""
     warps: int
 
 
 def programs(every_shape: bool) -> Iterator[Program]:
-    """Every kernel that a call on adjacent columns launches."""
+    """Yield every kernel that calls on logits with adjacent columns launch."""
     from megatron_idempotent.fp8 import triton_blockwise
     from megatron_idempotent.logprobs.triton_kernels import SHAPES
 
@@ -88,7 +88,7 @@ def programs(every_shape: bool) -> Iterator[Program]:
 
 
 def _of_tokens() -> Iterator[Program]:
-    """The kernels that turn a few numbers of each token into its statistics, in float64."""
+    """Yield the kernels that combine a token's partial results into its statistics, in float64."""
     from megatron_idempotent.logprobs import on_gpu
 
     common = {"PER_TOKEN": False, "BLOCK": 128}
@@ -152,7 +152,8 @@ def compile_one(program: Program, capability: int) -> Compiled:
     signature = {
         name: "constexpr" if name in constants else program.types.get(name, "i32") for name in names
     }
-    # What Triton finds out of the arguments of a call: addresses, strides and sizes in whole loads.
+    # In a call, Triton detects addresses, strides and sizes that are multiples of 16; here it is
+    # told so.
     whole = [
         i for i, name in enumerate(names) if signature[name] == "i32" or "*" in signature[name]
     ]
@@ -181,7 +182,10 @@ def compile_one(program: Program, capability: int) -> Compiled:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Register, and bytes of local memory and stack, by CUDA's own tool in Triton's wheel."""
+    """Return registers per thread, and bytes of local memory and stack.
+
+    The numbers come from CUDA's cuobjdump in Triton's wheel.
+    """
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -198,19 +202,19 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _widths(ptx: str, kind: str) -> int:
-    """The most bits of one access to global memory."""
+    """Return the bits of the widest access to global memory: `kind` is "ld" or "st"."""
     found = re.findall(rf"\b{kind}\.global\S*?(?:\.v(\d))?\.[a-z](\d+)\b", ptx)
     return max((int(vector or 1) * int(bits) for vector, bits in found), default=0)
 
 
 def _copied(ptx: str) -> int:
-    """The most bits that one asynchronous copy brings to shared memory."""
+    """Return the bits of the widest asynchronous copy to shared memory."""
     found = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* \[.*?\], \[.*?\], (?:0x)?(\w+)", ptx)
     return max((int(each, 16) * 8 for each in found), default=0)
 
 
 def compiled(*, every_shape: bool = False, capability: int = 90) -> Iterator[Compiled]:
-    """Compile all of them, a second each."""
+    """Compile all kernels of `programs`, which takes about a second each."""
     for program in programs(every_shape):
         yield compile_one(program, capability)
 

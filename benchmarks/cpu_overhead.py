@@ -2,12 +2,11 @@
 
     python -m benchmarks.cpu_overhead [--rounds 15] [--json]
 
-Both sides run the very same model in one process: one window of microbatches through upstream's
-schedule, without an optimizer step. On the "plain torch" side every function that can be given a
-device is torch's own again, so that nothing stands between Megatron and torch; only the calls
-into `torch.cuda`, which no CPU can run without an answer, stay answered, and the functions that
-make tensors on the device drop it. Rounds alternate between the sides and the medians are compared,
-so a busy machine slows both down.
+Both programs run the same model in one process: one window of microbatches through Megatron's
+schedule, without an optimizer step. "Runtime" is the CPU runtime. For "plain", all functions with a
+`device` argument are torch's own again. Two things remain: functions of `torch.cuda` are emulated,
+because they fail on a CPU, and functions that create tensors ignore `device`. The two alternate in
+each round and the medians are compared, so that a busy machine slows both down.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MICROBATCHES = 8
 
 @contextlib.contextmanager
 def bare() -> Iterator[None]:
-    """Every function of `placement` as torch has it; torch.cuda's answers stay."""
+    """Restore torch's own functions that `placement` wraps; torch.cuda stays emulated."""
     import torch
 
     from megatron_idempotent.proof.cpu import placement
@@ -37,7 +36,8 @@ def bare() -> Iterator[None]:
     before = [(owner, name, vars(owner)[name]) for owner, name in wrapped]
     for owner, name, wrapper in before:
         setattr(owner, name, wrapper.__wrapped__)
-    # What is made on the device: upstream's counter and gather buffers, the window's positions.
+    # Megatron and the benchmark create tensors with device="cuda", which torch's own functions
+    # cannot do without a GPU.
     for name in ("zeros", "empty", "ones", "arange", "tensor"):
         setattr(torch, name, _without_device(getattr(torch, name)))
     try:
@@ -55,7 +55,7 @@ def _without_device(original: Any) -> Any:
 
 
 def measure(rounds: int) -> dict[str, float]:
-    """Median milliseconds of one window per side; runs inside a rank."""
+    """Measure one window with and without the emulation, on a rank; return median milliseconds."""
     from megatron_idempotent.proof.cpu import tiny
 
     bench = tiny.build(with_optimizer=False, overlap_grad_reduce=False)

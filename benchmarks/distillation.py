@@ -2,14 +2,15 @@
 
     python -m benchmarks.distillation [--rounds 5] [--tokens 1024] [--vocabulary 32768] [--json]
 
-One rank has the whole vocabulary, as plain PyTorch wants it: `log_softmax` in float32 and what is
-made of it, forward and backward, of the same logits, which each side is given fresh. Sides take
-turns.
+One rank has the entire vocabulary, as plain PyTorch requires. PyTorch computes `log_softmax` in
+float32 and the result from it; this library computes the same result with borrowed and with
+consumed logits. Forward and backward run on a new copy of the same logits each time, and the
+implementations alternate.
 
-- time: the median, of rounds, of PyTorch's seconds ÷ ours, logits borrowed, and consumed
-- memory: the most that is held beside the logits, by the allocator's events ÷ their size
-- error: against float64, of the first tokens: the largest of the outputs, and the 2-norm of the
-  gradient's ÷ the gradient's
+- time: the median over rounds of PyTorch's seconds ÷ this library's
+- memory: the peak of allocated memory, without the logits, ÷ the size of the logits
+- error: the difference from float64 on the first tokens: the largest of the outputs, and the 2-norm
+  of the gradient's difference ÷ the 2-norm of the gradient
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from megatron_idempotent.proof import cpu
 
 _K = 64
 _COMPARED = 64
-#: A side, of the student's logits and the teacher's `vocab_topk`.
+#: An implementation: a function of the student's logits and the teacher's `vocab_topk`.
 Run = Callable[[Any, Any], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One side's results.
+    """The results of one implementation.
 
     Example:
         Row(what="K targets", side="PyTorch", seconds=1.2, memory=3.0, ...)
@@ -45,14 +46,14 @@ class Row:
     side: str
     seconds: float
     time: float
-    """PyTorch's seconds ÷ this side's."""
+    """PyTorch's seconds ÷ this implementation's."""
     memory: float
     error: float
     gradient_error: float | None
 
 
 def _torch(what: str) -> Run:
-    """The formula as one writes it, in the type that `log_softmax` is asked for."""
+    """Return the textbook formula, in float64 for float64 logits and else in float32."""
     import torch
 
     def run(logits_NV: Any, topk: Any) -> Any:
@@ -90,7 +91,7 @@ WHAT = ("K targets", "top-k", "KL, top-k and a tail")
 
 
 def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -> list[Row]:
-    """Measure all sides of one computation on a rank, in turns."""
+    """Measure all implementations of one computation on a rank, alternately."""
     import torch
 
     from megatron_idempotent.logprobs import TopK, vocab_topk
@@ -102,7 +103,7 @@ def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -
     logits_NV = logits_NV.to(teacher_NV.dtype)
     topk = vocab_topk(logits=teacher_NV, k=_K)
     sides = {"PyTorch": _torch(what), "borrow": _ours(what, "borrow")}
-    if what != "top-k":  # which nobody differentiates
+    if what != "top-k":  # which is not differentiated, so that ownership makes no difference
         sides["consume"] = _ours(what, "consume")
 
     def step(run: Run, logits: Any, of_teacher: Any) -> Any:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.hook_cost [--json]
 
-Fresh interpreters of a virtual environment with nothing else in it, in turn: without the hook, and
-with it while the variable is unset and set. CPU time from the start to the first line of the
-program, and resident memory there; lower quartiles.
+New interpreters start alternately in two virtual environments that are otherwise empty: one without
+the hook, and one with it, where the variable is unset or set. Measured are the CPU time from the
+start of the process to the first line of the program, and the resident memory at that line. The
+results are lower quartiles.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ PAGE_KIB = os.sysconf("SC_PAGESIZE") / 1024
 
 
 def _environment(folder: Path, hook: str) -> Path:
-    """Make an environment that has this package on its path, and `hook`; return its Python."""
+    """Make a virtual environment with this package on its path; return its Python.
+
+    `hook` is the content of the hook's .pth file.
+    """
     venv.create(folder, with_pip=False)
     packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
     root = Path(__file__).parents[1]
@@ -35,7 +39,7 @@ def _environment(folder: Path, hook: str) -> Path:
 
 
 def _measure(python: Path, environ: dict[str, str]) -> tuple[float, float]:
-    """Return the milliseconds and KiB of one start."""
+    """Start Python once; return its CPU time in milliseconds and its resident memory in KiB."""
     started = [python, "-c", PROGRAM]
     done = subprocess.run(started, env=environ, capture_output=True, text=True, check=True)
     seconds, pages = done.stdout.split()
@@ -59,7 +63,7 @@ def main() -> None:
         for _ in range(ROUNDS):
             for name, (python, environ) in arms.items():
                 found[name].append(_measure(python, environ))
-    quarter = ROUNDS // 4  # what else the machine does only adds
+    quarter = ROUNDS // 4  # other processes can only increase the times
     best = {
         name: [sorted(n)[quarter] for n in zip(*each, strict=True)] for name, each in found.items()
     }

@@ -3,21 +3,24 @@
     python -m benchmarks.packing [--seeds 10] [--ranks 8] [--sequences 512] [--budget 8192]
                                  [--rounds 15] [--hidden 256] [--json] [--only-bins]
 
-Bins of log-normal lengths, with a mean of an eighth of the budget and sigma 1. Beside them the
-packers of NeMo-RL and verl on the same lengths, if NEMO_RL_SOURCE and VERL_SOURCE name checkouts.
-Ours three times: of the whole batch, dealt out to ranks in turn, by tokens and by work, and of what
-each rank was given, with the number of bins that ranks agree on. There `given` is what no packer
-could save, because ranks have other sums of tokens.
+The first table is about bins of sequences with log-normal lengths, with a mean of an eighth of the
+budget and sigma 1. This library packs in three ways: the entire batch, by tokens or by work, with
+bins distributed to ranks round-robin; and each rank's own sequences, with the same number of bins
+on all ranks. The packers of NeMo-RL and verl pack the same lengths if NEMO_RL_SOURCE and
+VERL_SOURCE name checkouts. The columns are:
 
     above      most tokens of a microbatch ÷ the budget; above 1 it may not fit into memory
-    padding    of all microbatches, if each is as long as the longest, as one shape needs
-    waiting    of ranks that meet in each microbatch, for the one with most tokens
-    by work    the same, with attention: a token of a sequence of 24576 costs twice (verl's measure)
-    ms         for all ranks' bins
+    padding    fraction of padding if all microbatches are padded to the longest one
+    waiting    fraction of the time that ranks wait, if all wait for the rank with most tokens in
+               each microbatch
+    by work    the same with the cost of attention: a token of a sequence of 24576 costs twice as
+               much (verl's measure)
+    given      `waiting` of perfect bins of each rank's own sequences, whose sums differ
+    ms         time to compute the bins of all ranks
 
-Then a step of `TrainStep` on one CPU rank, with the same sequences as padded rows and as packs:
-the ratio of times beside that of tokens. Medians of rounds, in which the two take turns, of the
-process's CPU time.
+The second table is a step of `TrainStep` on one CPU rank, with the same sequences as padded rows
+and as packs: the ratio of times, and the ratio of tokens. Times are the process's CPU time; the two
+alternate, and the result is the median over rounds.
 """
 
 from __future__ import annotations
@@ -36,21 +39,24 @@ from megatron_idempotent.proof import cpu
 from megatron_idempotent.step import bin_sequences
 
 WARM_UP = 2
-#: Six times a hidden size of 4096.
+#: The sequence length at which attention doubles a token's cost: 6 x a hidden size of 4096.
 WORK = 24576
 #: Positions of a row in the step.
 T = 256
 
 
 def lengths_of(seed: int, number: int, budget: int, longest: int) -> list[int]:
-    """Log-normal lengths with a mean of an eighth of the budget and sigma 1."""
+    """Draw `number` log-normal lengths, with a mean of an eighth of the budget and sigma 1."""
     draw = random.Random(seed)
     location = math.log(budget / 8) - 0.5
     return [max(1, min(longest, int(draw.lognormvariate(location, 1)))) for _ in range(number)]
 
 
 def whole(attention: float) -> Packer:
-    """Bins of the whole batch, dealt out to ranks in turn."""
+    """Return a packer that bins the entire batch and distributes the bins round-robin.
+
+    `attention` is the argument of `bin_sequences`; 0 counts tokens alone.
+    """
 
     def pack(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
         bins = bin_sequences(lengths, budget, multiple=ranks, attention=attention)
@@ -60,7 +66,7 @@ def whole(attention: float) -> Packer:
 
 
 def each_rank(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
-    """Bins of each rank's own sequences, as many on all ranks."""
+    """Bin each rank's own sequences, into the same number of bins on all ranks."""
     shares = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
     given = [[lengths[index] for index in share] for share in shares]
     number = max(len(bin_sequences(each, budget)) for each in given)
@@ -71,7 +77,7 @@ def each_rank(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list
 
 
 def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) -> dict[str, float]:
-    """Measure how full and alike a packer's microbatches are."""
+    """Measure how full a packer's microbatches are, and how equal they are between ranks."""
     start = time.perf_counter()
     found = packer(lengths, budget, ranks)
     took = time.perf_counter() - start
@@ -95,7 +101,7 @@ def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) ->
 
 
 def bins(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Means over seeds, by packer; the most for `above`."""
+    """Measure all packers; return means over seeds, and the maximum of `above`."""
     sides: dict[str, Packer | str] = {
         "ours, of the whole batch": whole(0.0),
         "ours, of the whole batch, by work": whole(1 / WORK),
@@ -123,7 +129,7 @@ def bins(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Loss:
-    """Negative log-probs of rows or of a pack, summed over valid tokens."""
+    """Sums the negative log-probs of valid tokens, for padded rows and for packs."""
 
     kind = "token"
 
@@ -144,7 +150,7 @@ class _Loss:
 
 
 def steps(hidden: int, rounds: int, rows: int) -> dict[str, float]:
-    """Runs on a rank: medians of the ratio of a packed step's time to a padded one's."""
+    """Measure packed and padded steps on a rank; return median ratios of times and of tokens."""
     import torch
 
     import megatron_idempotent

@@ -3,19 +3,19 @@
     python -m benchmarks.patched_step [--rounds 40] [--ranks 2] [--hidden 256] [--json]
                                       [--device cuda [--seconds 60]]
 
-A window of microbatches through upstream's schedule and an optimizer step, on one model in one
-process per rank, with overlapped reductions and gathers. Rounds alternate between `apply()` and
-`revert()`, which side goes first alternates too, and medians of the sides and of the pairs' ratios
-are printed, so a busy machine slows both down. The first step after a change of sides is not
-measured: it finds what looking through all modules has left in the caches. CPU time of the rank's
-process beside wall time, and lower quartiles, because that is what a busy machine leaves
-repeatable. `--hidden 64` has steps so short that Python is most of them.
+A step is a window of microbatches through Megatron's schedule and an optimizer step, with
+overlapped reductions and gathers, on one model. Each round measures it after `apply()` and after
+`revert()`, in alternating order. The results are the medians of both and of their ratios, so that a
+busy machine slows both down. The first step after a change is not measured, because `apply()` and
+`revert()` search all modules, which displaces the processor's caches. CPU time of the rank's
+process and lower quartiles are also printed, because a busy machine affects them less. With
+`--hidden 64` steps are so short that they are mostly Python.
 
-Then one step of each side under torch's profiler: what patches add in operators, and on a GPU in
+Then torch's profiler counts one step of each: the operators that the patches add and, on a GPU, the
 kernel launches, waits of the host for the device, and copies to the host.
 
-With `--device cuda` it is one rank with a model in bf16 at real sizes (hidden 4096 by default, rows
-of 4096 tokens), and a round waits for the device before each of its readings of the clock.
+With `--device cuda` there is one rank with a bf16 model of realistic sizes (hidden 4096 by default,
+rows of 4096 tokens), and the clock is read after waiting for the device.
 """
 
 from __future__ import annotations
@@ -42,18 +42,16 @@ from megatron_idempotent.proof.cpu.probes import activity
 
 MICROBATCHES = 8
 WARM_UP = 3
-#: Measured together.
+#: Consecutive steps per measurement.
 STEPS = 3
-#: Patched / stock at real sizes.
+#: The target of patched / stock at realistic sizes.
 AIM = 1.01
 
 
 def measure(
     rounds: int, hidden: int, real: bool, limit_s: float | None
 ) -> tuple[Seconds, dict[str, Any]]:
-    """Runs on a rank; returns wall and CPU seconds of each round per side, and a profiled step's
-    counts.
-    """
+    """Measure patched and stock steps on a rank; return wall and CPU seconds, and event counts."""
     import logging
 
     from megatron_idempotent.proof.cpu import tiny
@@ -90,11 +88,11 @@ def measure(
 
 
 def _counts(step: Callable[[], None], sides: dict[str, Any]) -> dict[str, Any]:
-    """Count what one step of each side asks of the device, and what patches add to it by name."""
+    """Count the device's events in a patched and a stock step, and the added ones by name."""
     seen = {}
     for name, side in sides.items():
         side()
-        step()  # makes what is made once
+        step()  # a first step also creates state that later steps reuse
         seen[name] = activity(step)
     return {
         **{name: found.totals() for name, found in seen.items()},

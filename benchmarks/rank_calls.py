@@ -2,8 +2,8 @@
 
     python -m benchmarks.rank_calls [--json]
 
-Two ranks that all-reduce one number, so that what is measured is forking, joining the process
-group, carrying the result and ending. The first call imports torch and Megatron.
+Two ranks all-reduce one number, so that the time is mostly that of forking, creating the process
+group, returning the result and ending the ranks. The first call also imports torch and Megatron.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CALLS = 10
 
 
 def rank_sum() -> float:
-    """Runs on a rank; returns the sum over the ranks of their numbers."""
+    """All-reduce the rank's number on each rank; return the sum."""
     import torch
 
     number = torch.tensor([float(torch.distributed.get_rank())])

@@ -4,20 +4,21 @@
                                     [--latency-ms 2] [--gigabytes-per-s 0.2] [--only-steps]
                                     [--device cuda [--seconds 60]]
 
-On CPU ranks, in one run per layout, by programs that take turns on one model and the same data:
-a step of Megatron's alone, split ones with and without `last=True`, ones that are given a list
-of their microbatches, and one with `order_stable=True`. Medians of each round's ratios, of wall
-time and of the rank's CPU time, which a busy machine leaves more repeatable; and of the wall time
-of the call alone, `microbatch` with the list ÷ Megatron's schedule.
+For each layout, CPU ranks take steps in several ways on one model and the same data, alternately: a
+step with Megatron alone; steps in one and in eight calls, with and without `last=True`; steps that
+pass a list of all microbatches; and a step with `order_stable=True`. The results are the medians
+over rounds of the ratios of wall time and of the rank's CPU time, which a busy machine affects
+less. For the list, also of the wall time of the call alone: `microbatch` ÷ Megatron's schedule.
 
-On two pipeline stages each chunk fills and drains the pipeline, so that eight chunks cost what
-those bubbles do: (microbatches + 8 x (stages - 1)) / (microbatches + stages - 1) slots of a forward
-and a backward each. The wall ratio is printed beside it. No bubble is in the CPU time.
+On two pipeline stages each call fills and drains the pipeline, so that eight calls have more
+bubbles: the expected ratio is (microbatches + 8 x (stages - 1)) / (microbatches + stages - 1). It
+is printed next to the ratio of wall times. CPU time does not include bubbles.
 
-Then what is left of communication, with a delay in each reduction of two replicas, on microbatches
-of 16 rows; and the most memory that a step holds, by the allocator's events. `--only-steps` leaves
-both out, and so does `--device cuda`, which takes one rank, a model in bf16 at real sizes (hidden
-2048 and rows of 2048 tokens by default), and waits for the device before each reading of the clock.
+Then two replicas with microbatches of 16 rows and a simulated network, which delays each reduction:
+the communication time that computation does not hide. Finally the peak memory of a step, from the
+allocator's events. `--only-steps` skips both, and so does `--device cuda`, which uses one rank with
+a bf16 model of realistic sizes (hidden 2048 and rows of 2048 tokens by default), and reads the
+clock after waiting for the device.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from megatron_idempotent.proof import cpu
 
 CHUNKS = 8
 WARM_UP = 3
-#: Measured together.
+#: Consecutive steps per measurement.
 STEPS = 3
 LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    # Ranks, microbatches of each replica, options of the model.
+    # The number of ranks, the microbatches per replica, and options of `tiny.build`.
     "one rank": (1, 8, {}),
     "two replicas": (2, 8, {"overlap_param_gather": True}),
     "two stages": (2, 16, {"pp": 2, "layers_per_stage": 1}),
@@ -60,9 +61,9 @@ PAIRS = [
     ("list, last", "plain"),
     ("order stable", "one"),
 ]
-#: On a GPU, by the wall: a step in one piece, and in eight, over a plain one.
+#: Targets for ratios of wall times on a GPU: a step in one call, and in eight, ÷ a plain step.
 AIMS = {"(one, last)/(plain)": 1.02, "(eight, last)/(plain)": 1.05}
-#: Of which the call alone is compared.
+#: The pairs of which the wall time of the call alone is also compared.
 CALLS = [("list", "plain"), ("list, last", "plain")]
 
 
@@ -73,7 +74,7 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
 
     logging.disable(logging.WARNING)
     sides = Sides(hidden, microbatches, rows, **options)
-    # On a model of its own, whose gradients are taken out of DDP's hands.
+    # A separate model, because `order_stable` takes its gradients out of DDP.
     stable = Sides(hidden, microbatches, rows, order_stable=True, **options)
     return sides, {
         "plain": sides.plain,
@@ -88,7 +89,7 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
 
 
 def _in_turn(rounds: int, sides: Any, clocks: Any, limit_s: float | None = None) -> Seconds:
-    """Measure steps after one that finds what the other side has left in the caches."""
+    """Measure the kinds of steps alternately; an unmeasured step first warms the caches."""
     how = {"clocks": clocks, "steps": STEPS, "warm_up": WARM_UP, "limit_s": limit_s}
     return in_turn(rounds, sides, before=lambda name: sides[name](), **how)
 
@@ -101,22 +102,25 @@ def times(
     rows: int = 2,
     limit_s: float | None = None,
 ) -> Seconds:
-    """Runs on a rank; returns seconds of a step: wall, CPU, and wall in the call."""
+    """Measure all kinds of steps on a rank; return seconds: wall, CPU, and wall of the call."""
     built, sides = _sides(hidden, microbatches, rows, **options)
     clocks = (time.perf_counter, time.process_time, lambda: built.call_s)
     return _in_turn(rounds, sides, clocks, limit_s)
 
 
 def times_on_device(rounds: int, hidden: int, sequence: int, limit_s: float | None) -> Seconds:
-    """Runs on a rank with a GPU; returns what `times` does, at real sizes."""
+    """Measure as `times` does, on a rank with a GPU and at realistic sizes."""
     fast_kernels()
     sizes = real_sizes(hidden, sequence=sequence, layers=4)
     return times(rounds, hidden, CHUNKS, sizes, rows=1, limit_s=limit_s)
 
 
 def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> tuple[Seconds, int]:
-    """Runs on a rank; returns wall seconds, those in which nothing hid the network, and gradient
-    bytes.
+    """Measure steps on a rank with a simulated network.
+
+    Returns:
+        Wall seconds and seconds of exposed communication of each kind of step, and the bytes of
+        gradients.
     """
     from benchmarks._network import Network
 
@@ -128,15 +132,13 @@ def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> t
 
 
 def memory(hidden: int) -> dict[str, float]:
-    """Runs on a rank; returns the most bytes that a step of each side holds, in gradient
-    buffers.
-    """
+    """Measure the peak memory of each kind of step on a rank, ÷ the size of gradient buffers."""
     from megatron_idempotent.proof.cpu.probes import peak_bytes
 
     built, sides = _sides(hidden, CHUNKS, 2)
     size = sum(b.grad_data.nbytes for chunk in built.model.chunks for b in chunk.buffers)
     for step in sides.values():
-        step()  # makes the optimizer's state
+        step()  # creates the optimizer's state
     return {name: peak_bytes(step) / size for name, step in sides.items()}
 
 
@@ -182,7 +184,7 @@ def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
     yield {"wire_ms": 1e3 * size / network[1]}
     for name in mine:
-        # The rank that all wait for; it may be another one in each round.
+        # The larger value is that of the slowest rank, which may differ between rounds.
         both = zip(mine[name], theirs[name], strict=True)
         found = {
             "wall_ms": 1e3 * statistics.median(wall for wall, _ in mine[name]),

@@ -4,30 +4,34 @@
     python -m benchmarks.token_logprobs --peers [--only "from hidden states" "grad"]
     python -m benchmarks.token_logprobs --device cuda [--tune] [--only ...] [--json]
 
-Peers, beside torch 2.13.0 and megatron-core 0.19.2, with what their imports need and no more:
+To install the other libraries with torch 2.13.0 and megatron-core 0.19.2, and only the dependencies
+that they import:
 
     pip install --no-deps verl==0.9.1 liger_kernel==0.8.5 trl==1.16.0
     pip install accelerate==1.15.0 datasets==5.2.0 pandas==3.1.1
     pip install ray==2.60.0 tensordict==0.10.0 transformers==5.23.0
 
-Two gloo ranks share the vocabulary, or one has it whole, as most peers want it. In a case all sides
-compute the same outputs of the same inputs, and the gradient: of logits, which each side is given
-fresh, as the output of a layer; or of hidden states and the output layer's weight, products
-included, where `logits` makes them all, and `hidden` a part of them at a time. `borrow` and
-`consume` are ours, and so are `hidden` and `logits, ...`. Peers are called as their trainers do,
-compiled where they compile, and one that does not run on a CPU is listed with what it says.
+The vocabulary is split over two gloo ranks, or on one rank, as most of the other libraries require.
+In a case, all implementations compute the same outputs and gradients of the same inputs. These are
+logits, of which each run gets a new copy that is the output of a layer; or hidden states and the
+output layer's weight, where the time includes the matrix products. This library's implementations
+are `borrow` and `consume` for logits and, for hidden states, `logits, …`, which computes all logits
+first, and `hidden`, which computes a part of them at a time. Other libraries are called as in their
+trainers, compiled if their trainers compile. A library that fails on a CPU is listed with its
+error.
 
-With `--device cuda` one GPU has a shard of the vocabulary, and times are beside those of the
-device's own copy and product in the same run; peers take part as far as they import, SkyRL's from
-the checkout that SKYRL_SOURCE names, verl's also from VERL_SOURCE. `--tune` times every shape that
-the kernels may have. On ranks of a CPU:
+With `--device cuda` one GPU has a shard of the vocabulary, and times are compared with a copy and a
+matrix product on the device in the same run. Other libraries run if they can be imported: SkyRL
+from the checkout at SKYRL_SOURCE, verl also from VERL_SOURCE. `--tune` measures every shape of the
+kernels. The results on CPU ranks are:
 
-- time: medians, of rounds in which all sides take turns, of a side's seconds ÷ those of two of ours
-- memory: the most that is held beside the inputs, and beside the gradients of hidden states and
-  weight, by the allocator's events ÷ this rank's logits. 0 where logits are overwritten.
-- collectives: of forward and backward
-- errors, against float64, of the first tokens: the largest of log-probs and of entropies, and the
-  2-norm of the gradient's ÷ the gradient's
+- time: the seconds of an implementation ÷ those of two of this library's; medians over rounds in
+  which all implementations alternate
+- memory: the peak of allocated memory, without the inputs and the gradients of hidden states and
+  weight, ÷ the size of this rank's logits; 0 if logits are overwritten
+- collectives: the number in forward and backward
+- errors: differences from float64 on the first tokens: the largest of log-probs and of entropies,
+  and the 2-norm of the gradient's difference ÷ the 2-norm of the gradient
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ _ENTROPIES: tuple[Entropy, ...] = ("none", "metric", "grad")
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Return the cases that two ranks are shown first, and with peers those of one rank."""
+    """Yield the cases of two ranks and then, if other libraries take part, those of one rank."""
     for ranks, dtype in itertools.product((2, 1) if options.peers else (2,), options.dtypes):
         common: dict[str, Any] = {
             "ranks": ranks,
@@ -61,13 +65,14 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
         for entropy in _ENTROPIES:
             yield Case(form="logits", entropy=entropy, tokens=options.tokens, **common)
         for tokens, kept in itertools.product(options.hidden_tokens, (1.0, 0.4)):
-            # What is computed of a part of the logits costs little beside the products.
+            # Entropies are measured only with other libraries and without a token mask: they cost
+            # little in comparison with the matrix products.
             for entropy in _ENTROPIES if options.peers and kept == 1 else ("none",):
                 yield Case(form="hidden", entropy=entropy, tokens=tokens, kept=kept, **common)
 
 
 def rows(case: Case, found: Found) -> Iterator[dict[str, Any]]:
-    """Return the table's row for each side."""
+    """Yield the table's row of each implementation."""
     references = [found[name] for name in case.references]
     for name, side in found.items():
         row: dict[str, Any] = {"side": name}
@@ -84,7 +89,7 @@ def rows(case: Case, found: Found) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print one table per case."""
+    """Print a table for each case, or all rows as JSON."""
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -104,7 +109,7 @@ def main() -> None:
         return
     if asked.peers == []:
         asked.peers = list(_logprob_peers.SIDES)
-    # Quiet about logits that were there before their memory was watched, and are freed in it.
+    # Suppress the profiler's warnings about memory that was allocated before profiling began.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     results = []
     with cpu.RankPool(2) as pool:

@@ -3,21 +3,23 @@
     python -m benchmarks.weight_deltas [--hidden 64 768] [--steps 6] [--rounds 5] [--json]
     python -m benchmarks.weight_deltas --device cuda [--rounds 5] [--json]
 
-Each model is a Qwen3 that learns random tokens on the CPU, with main weights in float32; bfloat16
-is what is sent. For each learning rate the last step's change is encoded as this library does it
-and, on the same tensors, in the forms that others send: flat places in int32 and new values, as TRL
-and prime-rl do, and, where zstandard is installed, old XOR new through zstd. `of_the_bound` is the
-bytes ÷ (the entropy of the places + 2 bytes for each change). Rates are of model bytes, on one
-thread, by the processor's clock. "fp8" is the same in blocks of 128 x 128 in E4M3 with scales.
+Each model is a Qwen3 that trains on random tokens on the CPU, with float32 main weights; the sent
+weights are bfloat16. For each learning rate, the change of the last step is encoded as a delta of
+this library and, for comparison, in formats of other libraries: int32 positions with new values, as
+in TRL and prime-rl, and, if zstandard is installed, old XOR new compressed with zstd.
+`of_the_bound` is the bytes ÷ (the entropy of the positions + 2 bytes for each change). Rates are
+bytes of the model per second of CPU time, on one thread. "fp8" encodes the same weights quantized
+to E4M3 in blocks of 128 x 128, with scales.
 
-"updates" are whole ones and deltas of as many elements as change at 1e-6, from the first checksum
-until another process has written them, through a disk and a process group: seconds by the clocks of
-both processors, added up, since they take turns. `floor_of_a_whole` is what a delta cannot do
-without: the comparison, and the other side's checksum. "at 1 Gbit/s" and "at 10 Gbit/s" are
-arithmetic, those seconds and bytes ÷ bandwidth, as is the bandwidth at which both take as long.
+"updates" measures full updates, and deltas with as many changed elements as at a learning rate of
+1e-6, through a disk and through a process group. The time is from the first checksum until another
+process has written the weights: the sum of the CPU time of both processes, which work alternately.
+`floor_of_a_whole` is the part that no delta can avoid: the comparison, and the receiver's checksum.
+"at 1 Gbit/s" and "at 10 Gbit/s" are calculated as this time + bytes ÷ bandwidth. So is the
+bandwidth at which full updates and deltas take equally long.
 
-With `--device cuda` tensors of an update lie on a GPU. They are compared there with a copy on the
-host, or else copied to the host and compared there; and written where they are. Sides take turns.
+With `--device cuda` the tensors of an update are on a GPU. They are compared there with a copy on
+the host or, alternately, copied to the host and compared there. Deltas are written on the GPU.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from megatron_idempotent.proof import cpu
 
 RATES = (1e-6, 3e-6, 1e-5, 1e-4)
 VOCABULARY = 4096
-#: Of 8 MB each in an update, and the part of their elements that changes.
+#: The number of matrices of 8 MB in an update, and the fraction of their elements that changes.
 MATRICES, CHANGED = 16, 0.022
 
 
 def measure(hidden: int, steps: int) -> dict[str, Any]:
-    """Return what becomes of each learning rate, from the same weights."""
+    """Train from the same weights at each learning rate; return the sizes and rates of deltas."""
     import torch
 
     torch.manual_seed(0)
@@ -87,7 +89,7 @@ def _model(hidden: int) -> Any:
 
 
 def _steps(model: Any, rate: float, steps: int) -> Iterator[dict[str, Any]]:
-    """Yield the weights in bfloat16 after each step of Adam."""
+    """Take steps of Adam on random tokens; yield the weights in bfloat16 after each."""
     import torch
 
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.95))
@@ -122,7 +124,7 @@ def _encoded(new: dict[str, Any], old: dict[str, Any]) -> dict[str, float]:
         apply(delta, target)
         decode_s += time.process_time() - started
         assert checksum(target) == checksum(tensor)
-        if delta.changed:  # others are not sent
+        if delta.changed:  # unchanged tensors are not sent
             nbytes += min(delta.nbytes, tensor.nbytes)
         changed += delta.changed
         share = delta.changed / delta.elements
@@ -140,7 +142,7 @@ def _encoded(new: dict[str, Any], old: dict[str, Any]) -> dict[str, float]:
 
 
 def _others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """Return bytes ÷ the model's, and GB/s of encoding, in others' forms."""
+    """Encode the change in other libraries' formats; return bytes ÷ the model's, and GB/s."""
     import torch
 
     def sparse(tensor: Any, was: Any) -> int:
@@ -170,7 +172,7 @@ def _others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
 
 
 def updates(transport: str, rounds: int) -> dict[str, float]:
-    """Runs on two ranks; rank 0 returns the median seconds of updates, by both clocks."""
+    """Send updates from rank 0 to rank 1; return the ranks' median CPU seconds on rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -206,7 +208,7 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
         sender = DiskSender(folder) if transport == "disk" else ProcessGroupSender()
         told(0, (version, await sender.open(WeightUpdate(id=f"run/{version}", version=version))))
         for index, (name, tensor) in enumerate(weights.items()):
-            if kind == "deltas":  # as each rank finds them in what it sends
+            if kind == "deltas":  # encoded as in `MegatronWeights`
                 delta = last.delta(name, tensor, before=sums[name])
                 sums[name] = delta.after
                 bucket = Bucket.of(index, {name + DELTA: delta.data})
@@ -222,7 +224,7 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
         if version > 1:
             seconds[kind].append(time.process_time() - started + theirs)
         await sender.close()
-        if kind == "whole":  # what the next deltas build on
+        if kind == "whole":  # the next deltas build on this version
             for name, tensor in weights.items():
                 last.keep(name, tensor)
 
@@ -265,7 +267,10 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
 
 
 def on_device(rounds: int) -> dict[str, Any]:
-    """Runs on a rank; returns both ways' ratio for weights on its device, and rates in GB/s."""
+    """Encode and write deltas of weights on a rank's device; return rates and their ratio.
+
+    The two encodings compare on the device, and on the host after a copy.
+    """
     import torch
 
     from megatron_idempotent.rl.weights import checksum

@@ -4,16 +4,15 @@
                                        [--json]
     python -m benchmarks.weight_export --device cuda [--json]
 
-On two CPU ranks, tensor parallel and then in two pipeline stages, in one run: an export of all
-weights, bucket by bucket, with and without the checksums that buckets carry, and
-`safetensors.torch.save_file` of the same tensors in memory-backed storage where there is one. Sides
-take turns; medians of each round's ratios. Then the most memory that an export holds beside the
-model, by the allocator's events, in units of (bucket + largest tensor): at most 1 is what
-`MegatronWeights` says of rank 0.
+The model is on two CPU ranks, first with tensor parallelism, then as two pipeline stages. Each
+round exports all weights, bucket by bucket, with and without the checksums of buckets, and calls
+`safetensors.torch.save_file` on the same tensors, in /dev/shm if that exists. The results are the
+medians of each round's ratios. Then the peak memory of an export, without the model, from the
+allocator's events, ÷ (bucket + largest tensor): `MegatronWeights` promises at most 1 on rank 0.
 
-With `--device cuda`, on one GPU: what `quantize_blockwise` makes of weights of bfloat16, for both
-kinds of scales, by Triton's kernel with each number of warps and by torch: its bytes (weight read,
-codes and scales written) per second ÷ those of the device's own copy in the same run.
+With `--device cuda`, `quantize_blockwise` quantizes bfloat16 weights on one GPU, with both kinds of
+scales, by the Triton kernel with each number of warps, and by torch. The result is its bytes (the
+weight read, codes and scales written) per second ÷ those of a copy on the device in the same run.
 """
 
 from __future__ import annotations
@@ -30,17 +29,18 @@ from benchmarks import _device, _gpu
 from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
-#: Hidden size; layers follow from the size that is asked for.
+#: The hidden size; the number of layers is computed from `--megabytes`.
 HIDDEN = 512
-#: Of a layer of a large dense model, and of all experts of a layer, in bfloat16.
+#: The shapes of quantized weights: a matrix of a large dense model, and all experts of a layer.
 QUANTIZED = ((29568, 8192), (64, 2048, 4096))
 LAYOUTS = {"tensor parallel": {"tp": 2}, "two stages": {"pp": 2}}
 
 
 def make_source(megabytes: int, layout: dict[str, int], senders: Sequence[int] = (1,)) -> list[Any]:
-    """Runs on a rank; makes a model in float32 of about that size.
+    """Make a float32 model of about `megabytes` on a rank.
 
-    Return a source of its weights for each number of senders.
+    Returns:
+        A source of its weights for each number in `senders`.
     """
     import logging
 
@@ -86,7 +86,7 @@ def make_source(megabytes: int, layout: dict[str, int], senders: Sequence[int] =
 
 
 def _fetch_only(source: Any, bucket_bytes: int) -> None:
-    """Do what `buckets` does, without the checksums."""
+    """Fetch all buckets of a source, without computing checksums."""
     from megatron_idempotent.rl.hf.buckets import split
 
     for members in split([info.nbytes for info in source.tensors()], bucket_bytes):
@@ -96,8 +96,11 @@ def _fetch_only(source: Any, bucket_bytes: int) -> None:
 def measure(
     rounds: int, megabytes: int, bucket_bytes: int, layout: dict[str, int]
 ) -> tuple[dict[str, list[float]], int, float]:
-    """Runs on a rank; returns seconds of each side by round, bytes of the model, memory in its
-    unit.
+    """Measure exports and `save_file` on a rank.
+
+    Returns:
+        The seconds of each round, the bytes of the model, and the peak memory ÷ (bucket + largest
+        tensor).
     """
     import torch
     from safetensors.torch import save_file
@@ -134,7 +137,7 @@ def measure(
 
 
 def quantized(asked: argparse.Namespace) -> None:
-    """Print what quantising weights costs on this GPU."""
+    """Measure quantization on this GPU, and print the results."""
     import torch
 
     from megatron_idempotent.fp8 import triton_blockwise

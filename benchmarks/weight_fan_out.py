@@ -2,9 +2,10 @@
 
     python -m benchmarks.weight_fan_out [--engines 1 2 4 8] [--rounds 5] [--hidden 512] [--json]
 
-Two embedded ranks hold a checkpoint's weights, and engines are actors of a Ray cluster on this
-machine, which the extra `ray` brings. The sender of each engine is on rank 0, as in the trainer.
-For comparison it is in the controller, which then gets every bucket first. Both write files.
+Two embedded ranks have a checkpoint's weights, and the engines are actors of a Ray cluster on this
+machine (install the extra `ray`). In the first measurement, the sender of each engine is on rank 0,
+as in the trainer. In the second, it is in the controller, which first receives every bucket. Both
+senders write files.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SIDES = ("from rank 0", "through the controller")
 
 
 class CheckpointSource:
-    """Gives a checkpoint's tensors, a bucket for each few; other ranks give empty ones."""
+    """Implements `WeightSource` with a checkpoint's tensors; only rank 0's buckets have tensors."""
 
     def __init__(self, folder: str) -> None:
         import torch.distributed as dist
@@ -41,11 +42,11 @@ class CheckpointSource:
         self._keeps = dist.get_rank() == 0
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """See `WeightSource.tensors`."""
+        """Return the names, shapes and dtypes of the checkpoint's tensors."""
         return tuple(TensorInfo.of(name, tensor) for name, tensor in self._tensors.items())
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-        """See `WeightSource.buckets`."""
+        """Yield the tensors in buckets of up to `bucket_bytes`, at least one tensor each."""
         parts: list[dict[str, Any]] = [{}]
         for name, tensor in self._tensors.items():
             if (
@@ -59,12 +60,12 @@ class CheckpointSource:
 
 
 def make(folder: str) -> Exports:
-    """Make a rank's worker."""
+    """Make the worker of a rank, which exports the checkpoint."""
     return Exports(CheckpointSource(folder))
 
 
 def make_engine(folder: str, name: str) -> Any:
-    """Make an actor's engine."""
+    """Make the engine of an actor, which serves the checkpoint."""
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
     return TransformersEngine(folder, name=name)
@@ -86,7 +87,7 @@ def _write_checkpoint(folder: Path, hidden: int) -> None:
 
 
 async def measure(engines: int, rounds: int, checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Return the median seconds of a weight update, by the method that sends it."""
+    """Measure weight updates to `engines` engines; return median seconds by sending process."""
     spec = WorkerSpec(factory="benchmarks.weight_fan_out:make", argument=str(checkpoint))
     ranks = EmbeddedRanks(spec, RANKS, preload=("torch",))
     await ranks.start()
@@ -134,7 +135,7 @@ async def measure(engines: int, rounds: int, checkpoint: Path, folder: Path) -> 
 
 
 def main() -> None:
-    """Print seconds by the number of engines."""
+    """Print the seconds of an update for each number of engines."""
     parser = options(__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.weight_senders [--rounds 5] [--megabytes 256] [--json]
 
-Four ranks are the pipeline stages of a model in float32. One process receives all buckets, as an
-engine's worker does, through shared memory, files and gloo. With one sender the other stages'
-weights go to rank 0 first. The numbers of senders take turns; medians of the rounds.
+Four ranks are the pipeline stages of a float32 model. One process receives all buckets through
+shared memory, files and gloo, like the worker of an engine. With one sender, the other stages first
+send their weights to rank 0. The numbers of senders alternate, and results are medians over rounds.
 """
 
 from __future__ import annotations
@@ -34,20 +34,24 @@ BUCKET_BYTES = 32 << 20
 
 
 class Worker(Exports):
-    """Exports one model by another number of senders whenever it is told."""
+    """Exports a model with a number of senders that can be changed between exports."""
 
     def __init__(self, megabytes: int) -> None:
         self._sources = make_source(megabytes, {"pp": STAGES}, SENDERS)
         super().__init__(self._sources[0])
 
     def send_from(self, senders: int) -> int:
-        """Set how many ranks send; return the model's size in bytes."""
+        """Set the number of ranks that send; return the model's size in bytes."""
         self._export_source = self._sources[SENDERS.index(senders)]
         return sum(info.nbytes for info in self._export_source.tensors())
 
 
 async def measure(rounds: int, megabytes: int, folder: Path) -> dict[str, Any]:
-    """Return the seconds of an update, and their ratios to those of one sender, by transport."""
+    """Measure updates for each transport and number of senders.
+
+    Returns:
+        Median seconds, and their ratios to those with one sender.
+    """
     spec = WorkerSpec(factory="benchmarks.weight_senders:Worker", argument=megabytes)
     ranks = EmbeddedRanks(spec, STAGES, preload=("torch", "megatron.core"))
     await ranks.start()

@@ -4,15 +4,15 @@
                                      [--vllm-python .nox/vllm/bin/python]
                                      [--device cuda [--seconds 60]]
 
-A real Megatron model of some 100 MB on a CPU rank, and an engine that keeps sampling: in the same
-process, or a vLLM server that is started with the Python given. Staged, weights arrive while it
-samples, and the switch alone is what requests wait for; inline, as most frameworks do it, it is
-paused before the first byte is sent. The third side is a staged update of deltas, of 2.2 % of the
-elements. Medians of the rounds; the sides take turns. Tokens in those rounds are counted, and none
-may be missing.
+A Megatron model of about 100 MB is on a CPU rank, and an engine samples all the time: in the same
+process, or as a vLLM server that is started with `--vllm-python`. In a staged sync, weights arrive
+while the engine samples, and requests wait only for the switch. In an inline sync, as in most
+frameworks, the engine is paused before the first byte is sent. The third kind is a staged sync of
+deltas, with 2.2 % of the elements changed. The three alternate, and results are medians over
+rounds. Requested and sampled tokens are counted, because no token may be lost.
 
 With `--device cuda` model and engine share a GPU (hidden 4096 by default), and the rate of a sync
-is put beside that of a copy within the device's memory.
+is compared with that of a copy within the device's memory.
 """
 
 from __future__ import annotations
@@ -32,17 +32,22 @@ from benchmarks._record import options, tell
 from megatron_idempotent.proof import cpu
 
 TOKENS = 64
-#: Seconds that requests wait for new weights / seconds of the sync.
+#: The target of: seconds that requests wait for new weights ÷ seconds of the sync.
 AIM = 0.15
 SIDES = ("staged", "inline", "deltas")
-#: The part of the elements that changes before an update of deltas.
+#: The fraction of the elements that changes before a sync of deltas.
 CHANGED = 0.022
 
 
 def measure(
     rounds: int, hidden: int, streams: int, vllm_python: str, device: str, limit_s: float | None
 ) -> dict[str, Any]:
-    """Runs on a rank; returns seconds of pauses and syncs, and what became of the streams."""
+    """Measure syncs on a rank, while requests run.
+
+    Returns:
+        The seconds of pauses and syncs, the numbers of requested and sampled tokens, and the most
+        versions of weights in one response.
+    """
     if device == "cuda":
         fast_kernels()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
@@ -51,7 +56,7 @@ def measure(
         make = _vllm(folder, vllm_python, stack) if vllm_python else _local(folder, device)
         found = asyncio.run(_measure(model, make, rounds, streams, limit_s))
         if device == "cuda":
-            found["copy_gb_per_s"] = copied_bytes_per_s() / 2e9  # it counts reads and writes
+            found["copy_gb_per_s"] = copied_bytes_per_s() / 2e9  # reads + writes
         return found
 
 
@@ -92,7 +97,7 @@ async def _measure(
     totals: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in rounds_within(3 * rounds, limit_s):
         version, side = 2 * number + 2, SIDES[number % 3]
-        if side == "deltas":  # what they build on
+        if side == "deltas":  # first send the version that the deltas build on
             await sync.update(source, version - 1, deltas=True)
         _train(chunks, CHANGED if side == "deltas" else 1.0)
         started = time.perf_counter()
@@ -114,7 +119,7 @@ async def _measure(
 
 
 class Streams:
-    """Requests that follow each other as long as it runs, several at a time."""
+    """Keeps a constant number of requests running on an engine, until it is stopped."""
 
     def __init__(self, engine: Any, count: int) -> None:
         self._engine = engine
@@ -133,7 +138,11 @@ class Streams:
             self._samples.append(await self._engine.generate(request))
 
     async def stop(self) -> tuple[int, int, int]:
-        """Let the running ones end; tokens asked for and given, and the most versions in one."""
+        """Wait until the running requests end, and start no further ones.
+
+        Returns:
+            The numbers of requested and sampled tokens, and the most versions in one response.
+        """
         self._on = False
         await asyncio.gather(*self._tasks)
         given = sum(len(sample.tokens) for sample in self._samples)
@@ -142,7 +151,7 @@ class Streams:
 
 
 def _model(folder: Path, hidden: int) -> tuple[list[Any], Any]:
-    """A checkpoint with random weights in the folder, and Megatron's model of it."""
+    """Write a checkpoint with random weights to the folder; return Megatron's model of it."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -175,7 +184,7 @@ def _model(folder: Path, hidden: int) -> tuple[list[Any], Any]:
 
 
 def _train(chunks: list[Any], changed: float = 1.0) -> None:
-    """Other weights, as a step makes them, in a part of the elements."""
+    """Change a random fraction of the elements slightly, in place of an optimizer step."""
     import torch
 
     with torch.no_grad():

@@ -2,9 +2,10 @@
 
     python -m benchmarks.weight_transports [--rounds 5] [--megabytes 64] [--json] [--device cuda]
 
-Two ranks: one sends buckets of a matrix, one receives them into memory of its own, each announced
-once the last has arrived. With `--device cuda` the matrix is on a GPU that both share, and CUDA IPC
-is among the transports; the others end in the host's memory. Medians; checksums are not computed.
+Rank 0 sends buckets with one matrix, and rank 1 receives them into its own memory. A bucket is
+announced once the previous one has arrived, and checksums are not computed. With `--device cuda`
+the matrix is on a GPU that both ranks share, and CUDA IPC is also measured; the other transports
+deliver to host memory. The results are medians over rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_idempotent.proof import cpu
 
 
 def measure(name: str, rounds: int, megabytes: int) -> list[float]:
-    """Runs on two ranks; rank 0 returns GB/s of each bucket but the first, rank 1 nothing."""
+    """Send buckets from rank 0 to rank 1; rank 0 returns the GB/s of each except the first."""
     import torch
     import torch.distributed as dist
 
@@ -63,14 +64,12 @@ def measure(name: str, rounds: int, megabytes: int) -> list[float]:
 
 
 def _rows(megabytes: int) -> int:
-    """Rows of 1,024 float32 that are so many MiB."""
+    """Return the number of rows of 1,024 float32 elements in `megabytes` MiB."""
     return megabytes * 256
 
 
 def copied(rounds: int, megabytes: int) -> float:
-    """Runs on a rank; returns the median GB/s of copies within the memory that the weights are
-    in.
-    """
+    """Measure copies of a matrix within the memory of a rank's device; return the median GB/s."""
     import torch
 
     source = torch.ones(_rows(megabytes), 1024, device="cuda")

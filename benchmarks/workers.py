@@ -2,10 +2,11 @@
 
     python -m benchmarks.workers [--calls 2000] [--rounds 7] [--megabytes 64] [--ray] [--json]
 
-Two embedded ranks and the controller's event loop: an empty call on both and back, a tensor from
-rank 0 and to both, and from SIGKILL on one rank to `RanksLost` with all ranks ended, and to fresh
-ranks after that. Medians of one run; a bucket ÷ an empty call is what a weight sync is made of.
-With `--ray` the same for ranks in the actors of a Ray cluster on this machine.
+The controller's event loop drives two embedded ranks. Measured are: an empty call on both ranks; a
+call that returns a tensor from rank 0, and one that sends a tensor to both; the time from SIGKILL
+on one rank until `RanksLost` is raised and all ranks have ended; and the time to start new ranks.
+The results are medians, and ratios to an empty call. With `--ray`, the ranks are in actors of a Ray
+cluster on this machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RANKS = 2
 
 
 class Worker:
-    """Returns and takes what it is asked to."""
+    """The worker of a rank, whose methods the benchmark calls."""
 
     def __init__(self, megabytes: int) -> None:
         import torch
@@ -34,33 +35,33 @@ class Worker:
         self._tensor = torch.zeros(megabytes << 18)  # float32
 
     def nothing(self) -> None:
-        """An empty call."""
+        """Do nothing."""
 
     def give(self) -> Any:
-        """The tensor, from rank 0."""
+        """Return the tensor on rank 0, and None on other ranks."""
         return self._tensor if os.environ["RANK"] == "0" else None
 
     def take(self, tensor: Any) -> None:
-        """A tensor, on both."""
+        """Receive a tensor, and drop it."""
 
     def process(self) -> int:
         """Return the id of this rank's process."""
         return os.getpid()
 
     def wait(self) -> None:
-        """Until somebody ends it."""
+        """Sleep for a minute; the benchmark kills a rank meanwhile."""
         time.sleep(60)
 
 
 def make(megabytes: int) -> Worker:
-    """The factory."""
+    """Make the worker of a rank, with a tensor of `megabytes` MiB."""
     return Worker(megabytes)
 
 
 async def measure(
     calls: int, rounds: int, megabytes: int, make_ranks: Callable[[WorkerSpec, int], RankGroup]
 ) -> dict[str, float]:
-    """Return medians in milliseconds."""
+    """Measure calls, losses and starts of ranks; return medians in milliseconds."""
     import torch
 
     ranks = make_ranks(WorkerSpec(factory="benchmarks.workers:make", argument=megabytes), RANKS)
@@ -100,7 +101,7 @@ async def _median(times: int, call: Callable[[], Awaitable[Any]]) -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the milliseconds of each operation, and their ratios to an empty call."""
     parser = options(__doc__)
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=7)
