@@ -2,8 +2,8 @@
 
     python examples/asynchronous.py
 
-Two CPU ranks (`policy_worker.py`) train a small Qwen3 to repeat its prompt. An engine samples all
-the time, with weights that are at most one optimizer step older than those that train.
+Two CPU ranks (`policy_worker.py`) train a small Qwen3 to repeat its prompt. An engine samples at
+the same time, with weights that are at most one optimizer step older than the trained weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_idempotent.rl import sync, workers
 from megatron_idempotent.rl.engines import Request
 from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
-GROUPS, SAMPLES, TOKENS, STEPS = 8, 8, 4, 16  # groups of a step, samples of a group, and so on
+GROUPS, SAMPLES, TOKENS, STEPS = 8, 8, 4, 16  # groups per step, samples per group, …
 SHOWN = ("train/reward", "train/staleness_mean", "train/staleness_max", "rollouts/inflight_mean")
 
 
@@ -35,10 +35,10 @@ async def score(group: int, prompt: Any, samples: Any) -> list[float]:
 
 
 class Recipe:
-    """Makes rows of groups, and advantages of their rewards."""
+    """Converts groups to training batches, and rewards to advantages."""
 
     def rejects(self, group: Any) -> str:
-        return ""  # or why it is of no use: it is counted, and another takes its place
+        return ""  # a non-empty reason would reject the group, and another one would start
 
     def inputs(self, groups: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""NeMo-RL's split step on `TrainStep`: `SplitStepWorker` goes before `MegatronPolicyWorkerImpl`."""
+"""Put `SplitStepWorker` before `MegatronPolicyWorkerImpl`: NeMo-RL's split step on `TrainStep`."""
 
 import torch
 from megatron.core.parallel_state import get_context_parallel_rank
@@ -9,7 +9,7 @@ from megatron_idempotent.step import TrainStep, valid_counts
 
 
 class Loss:
-    """A loss function of NeMo-RL's, unchanged, with what it says of its denominators."""
+    """Wraps a loss function of NeMo-RL for `TrainStep`, with the denominators that it declares."""
 
     def __init__(self, loss_fn):
         self.kind = loss_fn.loss_type.value.removesuffix("_level")  # "token" or "sequence"
@@ -17,13 +17,13 @@ class Loss:
         self.normalizers = {name: each.value for name, each in named.items()}
 
     def __call__(self, output, each):
-        loss, metrics = each.loss_func(output)  # a part of it on each context parallel rank
-        metrics.pop("loss", None)  # the step reports it
-        return loss, {} if get_context_parallel_rank() else metrics  # which are of whole rows
+        loss, metrics = each.loss_func(output)  # on each context-parallel rank, its part
+        metrics.pop("loss", None)  # `TrainStep` reports the loss itself
+        return loss, {} if get_context_parallel_rank() else metrics  # metrics cover entire rows
 
 
 class SplitStepWorker:
-    """NeMo-RL's policy worker, whose step has one result however many calls the batch comes in."""
+    """Takes NeMo-RL's optimizer steps; the result does not depend on the number of calls."""
 
     def begin_train_step(self, loss_fn, gbs=None, mbs=None):
         if self._router_replay_enabled:
@@ -46,7 +46,7 @@ class SplitStepWorker:
         self.step.microbatch(self.step.open_step_id, microbatches=list(ready))
 
     def forward(self, model, each):
-        ones = torch.ones(2, device="cuda")  # valid sequences and tokens: the step divides
+        ones = torch.ones(2, device="cuda")  # denominators of 1: `TrainStep` divides
         call = iter([each]), model, self.processor, self.defer_fp32_logits, *ones
         output, each.loss_func = forward_with_post_processing_fn(*call, **self.given)
         return output
@@ -54,7 +54,7 @@ class SplitStepWorker:
     def finish_train_step(self):
         result = self.step.finish(self.step.open_step_id)
         rows = {k: [row[k] for row in result.replica_rows] for k in next(iter(result.rows), ())}
-        norm = float("nan") if result.grad_norm is None else result.grad_norm  # an overflow's
+        norm = float("nan") if result.grad_norm is None else result.grad_norm  # overflow
         loss, norm = torch.tensor([[result.metrics.get("loss", 0.0)], [norm]])
         made = {"gpu_name": torch.cuda.get_device_name(), "model_dtype": self.dtype}
         return {"all_mb_metrics": rows, "global_loss": loss, "grad_norm": norm, **made}

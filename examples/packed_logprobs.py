@@ -2,8 +2,8 @@
 
     python examples/packed_logprobs.py
 
-Three sequences lie one after the other. Each token's log-prob is that of the sequence alone, and no
-rank ever has all columns of the logits.
+Three sequences are concatenated into one row. Each token's log-prob equals that of its sequence
+alone, and no rank has all columns of the logits at any time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VOCABULARY = 64
 
 
 def run() -> list[float]:
-    """Runs on a rank: returns the log-prob of each sequence."""
+    """Compute the log-prob of each sequence on a rank, from the pack."""
     import torch
     import torch.distributed as dist
 
@@ -37,7 +37,7 @@ def run() -> list[float]:
 
 
 def alone() -> list[float]:
-    """Runs on one rank: the same log-probs by torch's log_softmax, one sequence at a time."""
+    """Compute the same log-probs on one rank, one sequence at a time, with torch's log_softmax."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,6 @@
-"""Hold a policy on each rank, for `asynchronous.py`: Megatron's model, optimizer and `TrainStep`.
+"""Define the policy on each rank of `asynchronous.py`: Megatron's model and optimizer, `TrainStep`.
 
-Its methods are called by name, on all ranks at once. `Exports` adds those that export the weights.
+The worker's methods are called by name, on all ranks at once. `Exports` adds methods for export.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODEL = AutoConfig.for_model("qwen3", architectures=["Qwen3ForCausalLM"], **SIZE
 
 
 class PolicyGradient:
-    """Sums -ratio x advantage over the drawn tokens; the step divides by its sequences."""
+    """Sums -ratio x advantage over the sampled tokens; `TrainStep` divides by the sequences."""
 
     kind, normalizers = "sequence", {"ratio": "sequences"}
 
@@ -33,7 +33,7 @@ class PolicyGradient:
 
 
 class Worker(Exports):
-    """Trains on a rank, with its share of the rows of each batch."""
+    """Trains the model on a rank, with this rank's rows of each batch."""
 
     def __init__(self, sequences: int) -> None:
         from megatron.core import distributed, optimizer, parallel_state, tensor_parallel
@@ -68,7 +68,7 @@ class Worker(Exports):
 
 
 class Policy:
-    """Calls the workers' methods of the same names, and returns rank 0's answer."""
+    """Forwards each method call to the workers on all ranks, and returns rank 0's result."""
 
     def __init__(self, ranks: Any) -> None:
         self.ranks = ranks

@@ -1,13 +1,14 @@
-r"""An SGLang server as an engine: how a server that the package does not know fits the protocol.
+r"""Use an SGLang server as an engine: an example of the engine protocol for other servers.
 
-**It was never run on a real SGLang**, which needs a GPU. It was written from the source of 0.5.23,
-and its test only looks at what it sends. The server is started with
+**It was never run with a real SGLang**, which needs a GPU. It was written from the source of
+0.5.23, and its test only checks the requests that it sends. Start the server with
 
     python -m sglang.launch_server --model-path DIR --weight-version 0 \
         --enable-deterministic-inference
 
-and both sides see `directory`. SGLang has no place beside its weights for others, so an update is a
-folder that is written while it serves, and loaded at the commit.
+Engine and server must see `directory` under the same path. SGLang cannot keep a second set of
+weights in memory, so staging writes an update to a folder while the server serves, and the commit
+loads that folder.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class SglangEngine:
     def __init__(
         self, url: str, *, checkpoint: Path, directory: Path, name: str = "sglang", version: int = 0
     ) -> None:
-        """`checkpoint` is what the server was started with, and `version` its --weight-version."""
+        """Take the server's URL, and its `--model-path` and `--weight-version` as started."""
         self.name = name
         self._client = HttpClient(url, engine=name)
         self._checkpoint, self._directory = checkpoint, directory
@@ -41,7 +42,7 @@ class SglangEngine:
         self._torn, self._staging, self._paused, self._running = "", False, False, 0
 
     async def generate(self, request: Request) -> Sample:
-        """Sample one response; the scheduler itself notes which weights drew which tokens."""
+        """Sample one response; SGLang's scheduler reports the weight version of each token."""
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
@@ -52,7 +53,7 @@ class SglangEngine:
                 body = _body(request, tokens)
                 try:
                     answer = await self._done("POST", "/generate", body, timeout_s=None)
-                except BaseException:  # a cancelled call too: the server would go on
+                except BaseException:  # also a cancellation: the server would continue to sample
                     await self._done("POST", "/abort_request", {"rid": body["rid"]})
                     raise
                 meta, part = answer["meta_info"], answer["output_ids"]
@@ -62,7 +63,7 @@ class SglangEngine:
                 for span in meta["weight_versions"] if part else ():
                     versions += [int(span["version"])] * (span["end"] - span["start"])
                 if finish != "stop" or not part or tokens[-1] in request.stop_tokens:
-                    break  # else an end token of the model's own, which the request does not name
+                    break  # else the model's own end token, which the request does not include
         finally:
             self._running -= 1
         if finish == "stop" and tokens[-1] not in request.stop_tokens:
@@ -76,20 +77,23 @@ class SglangEngine:
         )
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop between two tokens; "wait" takes in new requests meanwhile, and waits for them."""
+        """Stop sampling between two tokens.
+
+        Mode "wait" is not supported: SGLang would also wait for requests that arrive meanwhile.
+        """
         if mode == "wait":
             raise EngineError(f'{self.name} is not paused with "wait" here: use "keep" or "abort"')
         if self._paused:
             return
         if mode == "abort":
             await self._done("POST", "/pause_generation", {"mode": "abort"})
-        # It frees the cache and queues all requests again; `in_place` would keep the old cache.
+        # "retract" frees the cache and queues all requests again; "in_place" would keep it.
         await self._done("POST", "/pause_generation", {"mode": "retract"})
-        await self._done("GET", "/server_info")  # answered after the scheduler has read the pause
+        await self._done("GET", "/server_info")  # returns once the scheduler has paused
         self._paused = True
 
     async def resume(self) -> None:
-        """Draw tokens again, if all weights are of one version."""
+        """Continue sampling; raise if the weights may mix two versions."""
         if self._torn:
             raise EngineError(f"{self.name} must not serve: {self._torn}; commit again")
         if self._paused:
@@ -97,7 +101,7 @@ class SglangEngine:
         self._paused = False
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Check an update and write it to a folder of its own; the server knows nothing of it."""
+        """Check an update, and write it to its own folder; the server is not involved."""
         if update.id == self._last:
             return
         refuse_kv_scales(self.name, update, "SGLang reads them from a file when it starts")
@@ -118,7 +122,7 @@ class SglangEngine:
             self._staging = False
 
     async def commit(self, update_id: str) -> int:
-        """Load the staged folder. If that fails half-way, the engine is DIRTY until one loads."""
+        """Load the staged folder. If that fails, the engine is DIRTY until a commit succeeds."""
         if update_id == self._last and not self._torn:
             return self._version
         if not self._paused or self._staged is None or self._staged[0].id != update_id:
@@ -137,12 +141,12 @@ class SglangEngine:
         return self._version
 
     async def rollback(self, update_id: str) -> None:
-        """Forget a staged update. Torn weights stay: the folders before them are not kept here."""
+        """Drop a staged update. A failed commit is not undone: the previous folder is not known."""
         if self._staged is not None and self._staged[0].id == update_id and not self._torn:
             self._staged = None
 
     async def health(self) -> EngineHealth:
-        """Return the status; SGLang's own /health fails in a pause, and is not asked."""
+        """Return the status. SGLang's own /health is not used, because it fails during a pause."""
         try:
             await self._done("GET", "/server_info", timeout_s=10.0)
         except EngineError as error:
@@ -156,7 +160,7 @@ class SglangEngine:
         )
 
     async def close(self) -> None:
-        """End the connections; the server stays as it is."""
+        """Close the connections; the server keeps running."""
         await self._client.close()
 
     async def _done(
@@ -172,10 +176,10 @@ class SglangEngine:
 
 
 def _body(request: Request, drawn: list[int]) -> dict[str, Any]:
-    """Return the body of /generate that goes on after these tokens.
+    """Return the body of a /generate request that continues after the tokens in `drawn`.
 
-    It names all that a server may have other defaults for, and has an id of its own, since SGLang
-    aborts all ids with the same beginning.
+    It sets all sampling parameters, because a server may have other defaults. Its id is random,
+    because SGLang aborts all requests whose ids begin with the given id.
     """
     sampling = {
         "max_new_tokens": request.max_tokens - len(drawn),

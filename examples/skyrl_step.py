@@ -1,8 +1,8 @@
-"""SkyRL's Megatron worker on `TrainStep`: any number of `forward_backward`, then one `optim_step`.
+"""Run SkyRL's Megatron worker on `TrainStep`: several `forward_backward`, then one `optim_step`.
 
-`init_model` makes a `StepModelWrapper` where it made a `MegatronModelWrapper`, and the worker takes
-its `optim_step` from `StepWorker`. Microbatches, losses, metrics, per-sample `loss_fn_outputs` and
-`set_lr` stay SkyRL's, and so does all that a Tinker client sends.
+In `init_model`, make a `StepModelWrapper` instead of a `MegatronModelWrapper`, and take the
+worker's `optim_step` from `StepWorker`. Microbatches, losses, metrics, per-sample
+`loss_fn_outputs`, `set_lr` and the requests of Tinker clients are unchanged.
 """
 
 from megatron.core.distributed import finalize_model_grads
@@ -13,13 +13,13 @@ from megatron_idempotent.step import StepSchedule
 
 
 class StepModelWrapper(skyrl.MegatronModelWrapper):
-    """SkyRL's wrapper; what its calls accumulate is one open step."""
+    """SkyRL's wrapper, whose calls accumulate gradients in one open step."""
 
     def __init__(self, config, actor_module, actor_optimizer=None, **options):
         super().__init__(config, actor_module, actor_optimizer, **options)
         get_model_config(actor_module[0]).finalize_model_grads_func = finalize_model_grads
         self.schedule = StepSchedule(actor_module, actor_optimizer)
-        self.schedule.prepare()  # all ranks are here now, and may call it at different times
+        self.schedule.prepare()  # a collective, so before ranks call at different times
 
     def forward_backward_mini_batch(self, *args, **kwargs):
         megatrons = skyrl.get_forward_backward_func
@@ -31,10 +31,10 @@ class StepModelWrapper(skyrl.MegatronModelWrapper):
 
 
 class StepWorker:
-    """Goes before `MegatronPolicyWorkerBase` in the bases of SkyRL's worker."""
+    """Overrides `optim_step`; put it before `MegatronPolicyWorkerBase` in the worker's bases."""
 
     def optim_step(self):
-        """Update once; where any rank has failed, raise on all, with nothing of the window left."""
+        """Update the weights once; if any rank has failed, raise on all, and undo the step."""
         try:
             result = self.model.schedule.finish()
         except Exception:

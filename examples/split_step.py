@@ -2,9 +2,9 @@
 
     python examples/split_step.py
 
-Two CPU ranks, a small GPT in Megatron's DDP with the distributed optimizer and overlap. A batch
-goes through `TrainStep` at once, and in three calls: the gradient's norm is the same. A step that
-is aborted half-way leaves nothing.
+Two CPU ranks train a small GPT in Megatron's DDP, with the distributed optimizer and overlap. A
+batch is passed to `TrainStep` in one call, and in three: the gradient norm is the same. It is also
+the same after a step that was aborted halfway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_idempotent.proof import cpu
 
 
 class NextToken:
-    """Sums negative log-probs over the tokens that count; the step divides by their number."""
+    """Sums negative log-probs over the valid tokens; `TrainStep` divides by their number."""
 
     kind = "token"
     normalizers = {"nll": "tokens"}  # noqa: RUF012
@@ -32,7 +32,7 @@ class NextToken:
 
 
 def run(sizes: list[int], *, aborted: bool = False) -> float:
-    """Runs on a rank: a step of eight rows in calls of these sizes; returns the gradient's norm."""
+    """Take a step of eight rows on a rank, in calls of these sizes; return the gradient norm."""
     import torch
 
     from megatron_idempotent.proof.cpu import tiny
@@ -43,7 +43,7 @@ def run(sizes: list[int], *, aborted: bool = False) -> float:
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     ids = torch.randint(0, tiny.VOCABULARY, (8, tiny.SEQUENCE), generator=generator).cuda()
     mask = torch.ones_like(ids)
-    mask[:, 0] = 0  # nothing predicts the first token
+    mask[:, 0] = 0  # the first token is never predicted
     batch = {"input_ids": ids, "token_mask": mask, "sample_mask": torch.ones(8).cuda()}
     if aborted:
         step_id = step.begin(NextToken(), micro_batch_size=2)

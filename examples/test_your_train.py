@@ -2,8 +2,8 @@
 
     pytest examples/test_your_train.py
 
-`megatron_ranks` is a fixture that comes with the package: it runs a function on CPU ranks with the
-real Megatron. Put your own loop where `train` is.
+The package provides the fixture `megatron_ranks`, which runs a function on CPU ranks with the real
+Megatron. Replace `train` by your own loop.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import megatron_idempotent
 
 
 def train(model: Any, steps: int, seed: int) -> None:
-    """Stand for your own loop."""
+    """Take `steps` optimizer steps; replace this by your own loop."""
     for step in range(steps):
         model.forward_backward(4, data_seed=seed + step)
         model.step()
 
 
 def train_in_calls(calls: list[int]) -> bytes:
-    """Runs on a rank: trains in calls of so many steps each; returns the bits of the parameters."""
+    """Train on a rank, in calls with these numbers of steps; return the parameters' bits."""
     import torch
 
     from megatron_idempotent.proof.cpu import tiny
@@ -34,7 +34,7 @@ def train_in_calls(calls: list[int]) -> bytes:
     for steps in calls:
         train(model, steps, seed=done)
         done += steps
-    megatron_idempotent.ensure_params_synced(model.chunks)  # the last step's gather may wait
+    megatron_idempotent.ensure_params_synced(model.chunks)  # finish the last step's gather
     parameters = [each.detach().flatten() for each in model.chunks[0].module.parameters()]
     return torch.cat(parameters).cpu().numpy().tobytes()
 

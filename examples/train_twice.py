@@ -1,4 +1,4 @@
-"""Call Megatron's own `train()` three times: stock it ends in the second, patched it goes on.
+"""Call Megatron's own `train()` three times: the second call fails unless Megatron is patched.
 
     python examples/train_twice.py
 
@@ -13,7 +13,7 @@ from megatron_idempotent.proof import cpu
 
 
 def run(calls: list[int], patched: bool) -> tuple[list[float], bytes]:
-    """Runs on a rank: calls `train()`; returns all losses, and the bits of the parameters."""
+    """Call `train()` several times on a rank; return all losses, and the parameters' bits."""
     from megatron_idempotent.proof.cpu import program
 
     if patched:

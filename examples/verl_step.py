@@ -1,7 +1,7 @@
-"""verl's Megatron engine on `TrainStep`: any number of `forward_backward_batch` in a step.
+"""Run verl's Megatron engine on `TrainStep`, with several `forward_backward_batch` per step.
 
-`StepEngine` goes before `MegatronEngineWithLMHead` in the bases of an engine. Microbatches, losses,
-outputs, offloads and modes stay verl's.
+Put `StepEngine` before `MegatronEngineWithLMHead` in the bases of an engine. Microbatches, losses,
+outputs, offloads and modes are unchanged.
 """
 
 from verl.workers.engine.megatron import transformer_impl as verl
@@ -10,14 +10,14 @@ from megatron_idempotent.step import StepSchedule
 
 
 class StepEngine:
-    """verl's engine; one step is open from `optimizer_zero_grad` to `optimizer_step`."""
+    """Makes one step of all calls between `optimizer_zero_grad` and `optimizer_step`."""
 
     def initialize(self):
         super().initialize()
         self.schedule = StepSchedule(self.module, self.optimizer)
 
     def optimizer_zero_grad(self):
-        self.schedule.abort()  # a step that an exception has left
+        self.schedule.abort()  # a step that an exception left open
         self.schedule.begin()
 
     def forward_backward_batch(self, *args, **kwargs):

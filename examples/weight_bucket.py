@@ -1,9 +1,9 @@
-"""Bring weights to an engine that shares nothing with its trainer but the URL of a bucket.
+"""Send weights to an engine through a bucket; trainer and engine share only its URL.
 
     python examples/weight_bucket.py [URL]    # with the extras trainer and bucket
 
-A rank trains a small Qwen3 in Megatron and publishes each step; an engine in another process takes
-what it finds, and has the same bits in the end. The URL may be a folder, or s3://bucket/run.
+A rank trains a small Qwen3 in Megatron and publishes each step's weights. An engine in another
+process loads them, and has the same bits in the end. The URL may be a folder, or s3://bucket/run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = 6
 
 
 def train(url: str) -> list[str]:
-    """Runs on a rank: trains, publishes each version, and returns what to print."""
+    """Train on a rank, and publish each version; return the lines to print."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from transformers import AutoConfig
@@ -52,7 +52,7 @@ def train(url: str) -> list[str]:
 
 
 async def serve(url: str) -> None:
-    """Runs in the engine's process: follows the bucket up to the last version."""
+    """Follow the bucket up to the last version, in the engine's process."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
@@ -69,7 +69,7 @@ async def serve(url: str) -> None:
 
 
 def main(url: str) -> None:
-    BucketPublisher(url, run="example")  # raises here, before a rank starts, if it cannot be opened
+    BucketPublisher(url, run="example")  # fail before a rank starts if the URL is wrong
     command = [sys.executable, __file__, "serve", url]
     engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     print(*cpu.run_ranks(1, train, url)[0], engine.communicate(timeout=300)[0], sep="\n")

@@ -1,9 +1,9 @@
-"""Give an engine new weights while it serves: staged beside its own, then switched to.
+"""Update an engine's weights while it serves: stage the new ones in memory, then switch to them.
 
     python examples/weight_sync.py
 
-Two CPU ranks share a small Qwen3 in Megatron; rank 0 has an engine, with other weights at first.
-All of Megatron's are staged before it samples with any; a response under way goes on with them.
+Two CPU ranks share a small Qwen3 in Megatron; rank 0 has an engine, whose weights differ at first.
+A response that is running when the engine switches to new weights continues with them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROMPT = (5, 3, 7)
 
 
 async def serve(source: Any, model: Any) -> dict[str, Any]:
-    """Runs on rank 0: brings the weights to an engine, as version 1; returns samples by moment."""
+    """Update an engine on rank 0 to version 1; return samples from before, during and after."""
     from megatron_idempotent.rl.engines import Request, transformers
     from megatron_idempotent.rl.sync import WeightSync
 
@@ -30,7 +30,7 @@ async def serve(source: Any, model: Any) -> dict[str, Any]:
 
     class Watched(transformers.TransformersEngine):
         async def stage(self, *update: Any) -> None:
-            await super().stage(*update)  # all weights are there, and checked
+            await super().stage(*update)  # now all weights are received and checked
             under_way.append(asyncio.ensure_future(sample(200)))
             samples["staged"] = await sample(16)
 
@@ -41,7 +41,7 @@ async def serve(source: Any, model: Any) -> dict[str, Any]:
 
 
 def run() -> list[str]:
-    """Runs on a rank: returns how far the log-probs of each sample are from Megatron's."""
+    """Compare the log-probs of each sample with Megatron's, on a rank; return lines to print."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from transformers import AutoConfig, AutoModelForCausalLM
