@@ -1,7 +1,7 @@
-"""The CI matrix: the hazards, the patches and the parity suite on every Megatron release.
+"""Runs the CI matrix: proofs of hazards, and tests, on every Megatron release and pinned commit.
 
-The releases are a table in pyproject.toml. Environments are made with uv, because it finds, or
-fetches, the Python that each release has a wheel for.
+The releases and commits are tables in pyproject.toml. Environments are made with uv, which finds or
+downloads the Python version for which a release has a wheel.
 """
 
 import itertools
@@ -27,7 +27,8 @@ NEWEST = list(RELEASES)[-1]
 TORCHES = {each["torch"]: each for each in TABLE["torches"]}
 COMMITS = {commit["name"]: commit for commit in TABLE["commits"]}
 UPSTREAM = "https://github.com/NVIDIA/Megatron-LM"
-#: Others who patch Megatron, and what is imported by them and by those among TABLE["sources"].
+#: Packages that also patch Megatron, and the dependencies that they and the frameworks in
+#: TABLE["sources"] import.
 NEIGHBOURS = (
     *("liger-kernel==0.8.5", "mcore-bridge==1.6.5", "peft>=0.11,<0.21"),
     *("defusedxml>=0.7", "nvidia-ml-py>=12.570"),
@@ -35,13 +36,14 @@ NEIGHBOURS = (
 WORK = Path(".nox")
 PROVEN = WORK / "proven"
 LAYOUTS = WORK / "layouts"
-#: tests/parity/test_hazards.py is what `prove` does, and that writes down what it found.
+#: The tests of a release. tests/parity/test_hazards.py is left out, because `prove` does the same
+#: and writes its findings to a file.
 SUITES = (
     *("tests/patches", "tests/window", "tests/step", "tests/logprobs", "tests/rl/hf"),
     *("tests/parity", "tests/packaging/test_by_value.py"),
     "tests/patching/test_case_files.py",
     "--ignore=tests/parity/test_hazards.py",
-    "--ignore-glob=tests/step/test_fsdp*",  # there is no Megatron in it, and `fsdp` runs it
+    "--ignore-glob=tests/step/test_fsdp*",  # without Megatron; the session `fsdp` runs them
     *("--full", "-m", "not exhaustive"),
 )
 SUITES_OF_COMMITS = (
@@ -51,9 +53,9 @@ SUITES_OF_COMMITS = (
     "test_the_caller_s_finalize_function_is_called_in_every_train",
     "--ignore=tests/parity/test_hazards.py",
 )
-#: FSDPTrainStep's own tests, and those that both engines are held to.
+#: The tests of FSDPTrainStep: its own, and the tests that it shares with TrainStep.
 FSDP = ("tests/step", "tests/rl/hf/test_hf_fsdp.py")
-#: The verdicts of `prove` that are no failures.
+#: The verdicts of `prove` that are not failures.
 PASSED = ("proven", "documented", "not_applicable")
 #: Arguments of `certify` for the layouts of docs/state.md.
 STATES = [*("--layout", "dp2-bf16-distopt"), *("--layout", "ep2-fp16-distopt")]
@@ -62,7 +64,8 @@ FSDP2 = [
     *("--layout", "fsdp2", "--layout", "dp2-fsdp2", "--layout", "dp3-fsdp2"),
     *("--layout", "dp4-fsdp2", "--layout", "dp2-fsdp2-sequences"),
 ]
-#: Layouts that differ in their number of replicas alone, on which steps have the same bits.
+#: Arguments of `certify` for layouts that differ only in the number of replicas, on which steps
+#: must be bit-identical.
 BITS = [
     argument
     for kind in ("", "-moe", "-mtp", "-moe-mtp-tied", "-distopt", "-bf16", "-sequences")
@@ -74,19 +77,19 @@ BITS = [
     for replicas in (1, 2)
     for argument in ("--layout", f"dp{replicas}-{kind}")
 ]
-#: What the gate runs of them; it proves every hazard, too.
+#: The tests of a release that the session `gate` runs, in addition to the proofs of all hazards.
 GATE = ("tests/patching/test_case_files.py",)
-# 0.15 builds a CUDA extension while it is imported; without a device torch finds no architecture to
-# build it for, and the import fails where a CUDA compiler is installed.
+# Megatron 0.15 builds a CUDA extension when it is imported. Without a GPU torch cannot choose its
+# architecture, and the import fails on machines with a CUDA compiler.
 ENVIRON = {"TORCH_CUDA_ARCH_LIST": "8.0"}
-#: A release spends its time in one core: ranks wait for each other.
+#: The number of sessions that run at once. Each keeps about one core busy: its ranks mostly wait.
 JOBS = int(os.environ.get("MATRIX_JOBS") or os.cpu_count() or 1)
 
 
 @nox.session(venv_backend="none")
 @nox.parametrize("megatron", list(RELEASES))
 def release(session: nox.Session, megatron: str) -> None:
-    """One release: `nox -s "release(megatron='0.16.1')" -- [pytest arguments]`."""
+    """Test one release: `nox -s "release(megatron='0.16.1')" -- [pytest arguments]`."""
     version = RELEASES[megatron]["python"]
     if _run_release(session, megatron, version, WORK / f"release-{megatron}"):
         _prove(session, WORK / f"release-{megatron}", PROVEN / f"{megatron}.json")
@@ -95,7 +98,7 @@ def release(session: nox.Session, megatron: str) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("version", RELEASES[NEWEST]["also"])
 def newest(session: nox.Session, version: str) -> None:
-    """The newest release on another Python: `nox -s "newest(version='3.13')"`."""
+    """Test the newest release on another Python: `nox -s "newest(version='3.13')"`."""
     folder = WORK / f"python-{version}"
     if _run_release(session, NEWEST, version, folder):
         _prove(session, folder, folder / "proven.json")
@@ -106,7 +109,10 @@ def newest(session: nox.Session, version: str) -> None:
     ("torch", "version"), [(t, each) for t in TORCHES for each in TORCHES[t].get("suites", ())]
 )
 def older(session: nox.Session, torch: str, version: str) -> None:
-    """The newest release with an older torch: `nox -s "older(torch='2.11.0', version='3.12')"`."""
+    """Test the newest release with an older torch.
+
+    `nox -s "older(torch='2.11.0', version='3.12')"`
+    """
     folder = WORK / f"older-{torch}-{version}"
     if _run_release(session, NEWEST, version, folder, torch=torch):
         _prove(session, folder, folder / "proven.json")
@@ -114,7 +120,7 @@ def older(session: nox.Session, torch: str, version: str) -> None:
 
 @nox.session(venv_backend="none")
 def untried(session: nox.Session) -> None:
-    """The newest release with the newest torch on the index, whatever bound we have set."""
+    """Test the newest release with the newest torch on the package index, above our bound, too."""
     folder = WORK / "untried"
     version = RELEASES[NEWEST]["python"]
     if _run_release(
@@ -126,7 +132,7 @@ def untried(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("torch", [*TORCHES, TABLE["torch"]])
 def fsdp(session: nox.Session, torch: str) -> None:
-    """FSDPTrainStep on one torch: `nox -s "fsdp(torch='2.9.1')" -- [pytest arguments]`."""
+    """Test FSDPTrainStep on one torch: `nox -s "fsdp(torch='2.9.1')" -- [pytest arguments]`."""
     version = RELEASES[NEWEST]["python"]
     folder = WORK / f"fsdp-{torch}"
     deselected = TORCHES.get(torch, {}).get("deselect", ())
@@ -137,9 +143,10 @@ def fsdp(session: nox.Session, torch: str) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("version", TABLE["patching"])
 def patching(session: nox.Session, version: str) -> None:
-    """Run the tests of patching/ and of the hook where neither torch nor Megatron is installed.
+    """Test patching/ and the hook in an environment without torch and Megatron.
 
-    On the oldest Python with the oldest packages: `nox -s "patching(version='3.10')"`.
+    The oldest Python is tested with the oldest allowed packages:
+    `nox -s "patching(version='3.10')"`.
     """
     folder = WORK / f"patching-{version}"
     python = _environment(session, version, folder)
@@ -155,10 +162,10 @@ def patching(session: nox.Session, version: str) -> None:
 
 @nox.session(venv_backend="none")
 def dist(session: nox.Session) -> None:
-    """Build what a release uploads, check it, and install both on each Python of the classifiers.
+    """Build and check the wheel and the sdist, and install each on every Python of the classifiers.
 
-    They are left in dist/, with an SBOM of what installing the wheel brings.
-    `tests/packaging/test_wheel.py` holds their contents.
+    They stay in dist/, with an SBOM of the packages that an installation of the wheel includes.
+    `tests/packaging/test_wheel.py` tests their contents.
     """
     shutil.rmtree("dist", ignore_errors=True)
     tools = _environment(session, RELEASES[NEWEST]["python"], WORK / "dist")
@@ -177,10 +184,11 @@ def dist(session: nox.Session) -> None:
         _install(session, python, str(Path(package).absolute()))
         command = [str(python.absolute()), "-I", "-m", "megatron_idempotent"]
         for asked in (["doctor"], ["explain", "no-sync-func-reentry"]):
-            # Not here, where the checkout would be imported.
+            # In another folder: in this one, Python would import the checkout.
             with session.chdir(folder):
                 session.run(*command, *asked, external=True, silent=True)
-    # CycloneDX leaves a version out that the build finds, and finds the readme nowhere.
+    # CycloneDX omits a version that the build computes, and does not find the readme: give it a
+    # pyproject.toml with the version and without the readme.
     project = WORK / "dist" / "pyproject.toml"
     dynamic, said = 'dynamic = ["version", "readme"]', Path("pyproject.toml").read_text()
     project.write_text(said.replace(dynamic, f'version = "{version}"'))
@@ -219,7 +227,10 @@ def _run_release(
     torch: str = TABLE["torch"],
     suites: tuple[str, ...] = SUITES,
 ) -> bool:
-    """The suites on one release; whether these were all, and its hazards are to be proven too."""
+    """Run tests on one release; return whether to prove its hazards, too.
+
+    This is so unless the command line selects tests.
+    """
     python = _release(session, megatron, version, folder, torch)
     cache = f"cache_dir={folder / 'pytest'}"
     gate_only = session.posargs == ["gate"]
@@ -231,7 +242,10 @@ def _run_release(
 def _release(
     session: nox.Session, megatron: str, version: str, folder: Path, torch: str = TABLE["torch"]
 ) -> Path:
-    """The Python of an environment with one release; no `torch` takes the newest on the index."""
+    """Make an environment with one release; return its Python.
+
+    An empty `torch` installs the newest torch on the package index.
+    """
     wants = RELEASES[megatron]
     python = _environment(session, version, folder)
     core, extra = (
@@ -255,15 +269,16 @@ def _prove(session: nox.Session, folder: Path, findings: Path) -> None:
     findings.parent.mkdir(parents=True, exist_ok=True)
     command = [str(folder / "bin" / "megatron-idempotent"), "prove", "--json"]
     with open(findings, "w") as file:
-        # nox would send both to one file, and releases warn while they are imported.
+        # Separate stdout, because importing some releases prints warnings to stderr.
         session.run(*command, env=ENVIRON, external=True, stdout=file, stderr=sys.stderr)
 
 
 @nox.session(venv_backend="none")
 def matrix(session: nox.Session) -> None:
-    """Every release, the newest on each Python and torch, and patching/ alone; logs in .nox/.
+    """Test every release, and the newest one on each Python and torch; write logs to .nox/.
 
-    As many at once as there are cores (MATRIX_JOBS).
+    This includes the sessions `fsdp` and `patching`. As many sessions run at once as there are
+    cores, or MATRIX_JOBS.
     """
     others = [f"newest(version='{version}')" for version in RELEASES[NEWEST]["also"]]
     for torch, wants in TORCHES.items():
@@ -279,7 +294,7 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gate(session: nox.Session) -> None:
-    """The releases that .ci/run runs beside the newest one."""
+    """Run `GATE` and all proofs on the releases that .ci/run checks in addition to the newest."""
     _run_all(session, _releases(TABLE["gate"]), session.posargs or ["gate"])
 
 
@@ -309,10 +324,10 @@ def _run_all(session: nox.Session, names: list[str], arguments: list[str]) -> No
 @nox.session(venv_backend="none")
 @nox.parametrize("name", list(COMMITS))
 def commit(session: nox.Session, name: str) -> None:
-    """One commit that frameworks pin: `nox -s "commit(name='main')" -- [pytest arguments]`.
+    """Test a pinned commit: `nox -s "commit(name='main')" -- [pytest arguments]`.
 
-    Its sources come out of the clone that MEGATRON_LM names, or over the network. It fails where a
-    patch is refused that the table does not name, or the other way round.
+    The sources come from a clone that MEGATRON_LM names, or from the network. The session also
+    fails if the refused patches are not exactly those in the table of pyproject.toml.
     """
     _run_commit(session, name, COMMITS[name])
 
@@ -320,7 +335,7 @@ def commit(session: nox.Session, name: str) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("branch", ["main", "dev"])
 def head(session: nox.Session, branch: str) -> None:
-    """The newest commit of a branch of Megatron-LM, which no table names yet."""
+    """Test the newest commit of a branch of Megatron-LM, like a pinned commit."""
     where = os.environ.get("MEGATRON_LM", "").split(os.pathsep)[0] or UPSTREAM
     found = session.run("git", "ls-remote", where, branch, "HEAD", external=True, silent=True)
     commits = {name: commit for commit, name in map(str.split, str(found).splitlines())}
@@ -336,7 +351,7 @@ def _run_commit(session: nox.Session, name: str, wants: dict) -> None:
     refused = _refused(ours, tree)
     chosen = session.posargs or SUITES_OF_COMMITS
     cache = f"cache_dir={folder / 'pytest'}"
-    # The tests apply strictly, and would fail at each patch that is refused.
+    # Disable refused patches: tests call `apply()` in strict mode, which raises for them.
     without = {"MEGATRON_IDEMPOTENT_DISABLE": ",".join(refused)}
     others = " and ".join(f"not {name}" for name in wants.get("deselect", ()))
     command = [str(python), "-m", "pytest", "-o", cache, "-k", others, *chosen]
@@ -350,12 +365,12 @@ def _run_commit(session: nox.Session, name: str, wants: dict) -> None:
                 *(*ours, "prove", "--json"),
                 env=env,
                 external=True,
-                success_codes=[0, 1],  # every failure is named below, unless it is known
+                success_codes=[0, 1],  # `_unexpected` reports failures that are not known
                 stdout=file,
                 stderr=sys.stderr,
             )
         wrong = _unexpected(findings, wants)
-    # Last, so that what is not refused has been run all the same.
+    # Last, so that the tests of the other patches have run in any case.
     if sorted(refused) != sorted(wants.get("refused", ())):
         subprocess.run([*ours, "drift", "--diff", str(tree)])
         wrong.append(f"refuses {refused}, known are {wants.get('refused')}")
@@ -364,7 +379,10 @@ def _run_commit(session: nox.Session, name: str, wants: dict) -> None:
 
 
 def _unexpected(findings: Path, wants: dict) -> list[str]:
-    """A line for each hazard whose proof failed and is not known to, or is known to and did not."""
+    """Describe each hazard whose proof failed unexpectedly, or succeeded unexpectedly.
+
+    `wants` is the commit's entry in pyproject.toml, with its `unproven` and `refused` hazards.
+    """
     rows = {row["id"]: row for row in json.loads(findings.read_text())}
     failed = {id for id, row in rows.items() if row["verdict"] not in PASSED}
     unproven = set(wants.get("unproven", ()))
@@ -377,21 +395,21 @@ def _unexpected(findings: Path, wants: dict) -> list[str]:
 
 
 def _commit(session: nox.Session, wants: dict, folder: Path) -> tuple[Path, dict[str, str], Path]:
-    """The Python, the environment variables and the sources of one commit."""
+    """Prepare a commit; return the Python, the environment variables and the source folder."""
     python = _with_newest(session, folder / "python")
     tree = _sources(session, wants, folder, python)
     beside = [_unpacked(session, each, folder) for each in wants.get("beside", ())]
-    # Before what is installed, whose dependencies serve it.
+    # The sources precede the installed release, of which only the dependencies are used.
     path = os.pathsep.join(map(str, [Path.cwd(), tree, *beside]))
     return python, {**ENVIRON, "PYTHONPATH": path}, tree
 
 
 @nox.session(venv_backend="none")
 def downstream(session: nox.Session) -> None:
-    """tests/downstream on the frameworks' own sources: `nox -s downstream -- [pytest arguments]`.
+    """Run tests/downstream on frameworks' sources: `nox -s downstream -- [pytest arguments]`.
 
-    They come out of the clones that MEGATRON_LM names, separated by colons, or over the network.
-    Pages of recipes whose tests all pass get the day.
+    The sources come from the clones that MEGATRON_LM names, separated by colons, or from the
+    network. If all tests of a recipe pass, the recipe's page gets today's date.
     """
     spread = ["-n", str(JOBS + 1), "--dist", "worksteal"]
     more = [*NEIGHBOURS, "nbclient>=0.10", "ipykernel>=6"]
@@ -406,9 +424,10 @@ def downstream(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def entries(session: nox.Session) -> None:
-    """The frameworks' own start-up through their doors, beside what they import.
+    """Test the frameworks' own entry points, with the packages that they import.
 
-    `nox -s entries -- [pytest arguments]`. One at a time: each makes a Ray node or ranks.
+    `nox -s entries -- [pytest arguments]`. Tests run one at a time, because each starts a Ray node
+    or ranks.
     """
     tests = [f"tests/downstream/test_framework_{what}.py" for what in ("doors", "entries")]
     _downstream(session, "entries", ["-n", "0"], tests, *TABLE["entries"])
@@ -417,7 +436,7 @@ def entries(session: nox.Session) -> None:
 def _downstream(
     session: nox.Session, environment: str, options: list[str], tests: list[str], *more: str
 ) -> None:
-    """Run `tests` on the frameworks' own sources, in an environment that has `more`."""
+    """Run `tests` on the frameworks' sources, in an environment with `more` packages."""
     folder = WORK / "commits"
     python = _with_newest(session, folder / environment, *more)
     env = {**ENVIRON, "OMP_NUM_THREADS": "1"}
@@ -431,10 +450,10 @@ def _downstream(
 
 @nox.session(venv_backend="none")
 def layouts(session: nox.Session) -> None:
-    """The layouts of docs/layouts.md: `nox -s layouts -- [release or commit]...`.
+    """Run `certify` for docs/layouts.md: `nox -s layouts -- [release or commit]...`.
 
-    Steps in one call and in three, all checks of `TrainStep`, and bits on any number of replicas;
-    on the newest release FSDP2 too.
+    It checks steps in one call and in three, all checks of `TrainStep`, and equal bits on any
+    number of replicas; on the newest release also FSDP2.
     """
     steps, bits = ["--check", "split-step"], ["--check", "same-bits"]
     for name in session.posargs or (*TABLE["gate"], NEWEST, "nemo-rl", "main"):
@@ -451,7 +470,7 @@ def layouts(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def states(session: nox.Session) -> None:
-    """The formats of docs/state.md: `nox -s states -- [release or commit]...`."""
+    """Run `certify --state` for docs/state.md: `nox -s states -- [release or commit]...`."""
     core = ("DPReshardable", "Persistent", "FullyReshardable", "ModelSpace", "OnHost", "LowRank")
     for name in session.posargs or ("0.16.1", "0.18.2", NEWEST):
         training = RELEASES.get(name, {}).get("training", True)
@@ -464,7 +483,10 @@ def states(session: nox.Session) -> None:
 def _certify(
     session: nox.Session, name: str, folder: Path, module: str, judgements: dict[str, list[str]]
 ) -> None:
-    """Leave in a folder what `certify` says of adapters, with these arguments, on a Megatron."""
+    """Run `certify` on a release or commit; write the results to FOLDER/NAME/ADAPTER.json.
+
+    `judgements` are the arguments for each adapter in `module`.
+    """
     if name in RELEASES:
         python = _release(session, name, RELEASES[name]["python"], WORK / f"release-{name}")
         env = ENVIRON
@@ -483,13 +505,13 @@ def _certify(
                 *given,
                 "--json",
             ]
-            codes = (0, 1)  # 1 where a check failed, which the page tells
+            codes = (0, 1)  # 1 if a check failed, which the page then shows
             options = {"stdout": file, "stderr": sys.stderr, "success_codes": codes}
             session.run(*command, env=env, external=True, **options)
 
 
 def _refused(ours: list[str], tree: Path) -> list[str]:
-    """The patches that somebody has to look at before `apply()` takes them on this tree."""
+    """Return the ids of the patches that `apply()` refuses on a source tree: drifted ones."""
     done = subprocess.run([*ours, "drift", "--json", str(tree)], stdout=subprocess.PIPE, text=True)
     rows = json.loads(done.stdout)
     return [row["id"] for row in rows if row["standing"] == "drifted"]
@@ -509,7 +531,7 @@ def _sources(session: nox.Session, wants: dict, folder: Path, python: Path) -> P
     tree = _unpacked(session, wants, folder)
     if "patch" in wants:
         tree = _patched(session, tree, wants["patch"], folder)
-    # A checkout compiles this helper when it starts; the wheel brings it.
+    # Megatron compiles this helper when it starts from a checkout; copy the wheel's instead.
     datasets = Path("megatron") / "core" / "datasets"
     (installed,) = python.parents[1].glob("lib/python*/site-packages")
     for library in (installed / datasets).glob("helpers_cpp*.so"):
@@ -519,7 +541,10 @@ def _sources(session: nox.Session, wants: dict, folder: Path, python: Path) -> P
 
 
 def _unpacked(session: nox.Session, wants: dict, folder: Path) -> Path:
-    """The packages of one commit that `wants` names, by default Megatron's."""
+    """Extract packages of a commit, by default `megatron`; return the folder that has them.
+
+    `wants` is the commit's entry in pyproject.toml.
+    """
     revision, packages = wants["commit"], wants.get("packages", ["megatron"])
     clone = _clone(session, revision, wants.get("repository", UPSTREAM), folder)
     tree = (folder / revision).absolute()
@@ -534,7 +559,7 @@ def _unpacked(session: nox.Session, wants: dict, folder: Path) -> Path:
 
 
 def _patched(session: nox.Session, tree: Path, patch: dict, folder: Path) -> Path:
-    """A copy of the sources with a framework's own patch on top."""
+    """Copy the sources, and apply a framework's own patch to the copy; return the copy."""
     copy = tree.with_name(f"{tree.name}-{patch['commit']}")
     if not copy.exists():
         clone = _clone(session, patch["commit"], patch["repository"], folder)
@@ -548,14 +573,14 @@ def _patched(session: nox.Session, tree: Path, patch: dict, folder: Path) -> Pat
 
 
 def _clone(session: nox.Session, revision: str, repository: str, folder: Path) -> Path:
-    """Return a clone in MEGATRON_LM that has the commit, or make one of that commit alone."""
+    """Return a clone that has the commit: one named by MEGATRON_LM, or a new one."""
     ours = (folder / f"{revision}.git").absolute()
     given = filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep))
     for clone in (*map(Path, given), ours):
         asked = ["git", "-C", str(clone), "cat-file", "-e", f"{revision}^{{commit}}"]
         if subprocess.run(asked, stderr=subprocess.DEVNULL).returncode == 0:
             return clone.absolute()
-    # With its files: where a clone leaves them out, each is fetched by itself when it is read.
+    # A full fetch of the commit: a partial clone would fetch each file separately when it is read.
     session.run("git", "init", "--quiet", "--bare", str(ours), external=True)
     fetch = ["git", "-C", str(ours), "fetch", "--quiet", "--depth=1", repository, revision]
     session.run(*fetch, external=True)
@@ -564,8 +589,8 @@ def _clone(session: nox.Session, revision: str, repository: str, folder: Path) -
 
 @nox.session(venv_backend="none")
 def pins(session: nox.Session) -> None:
-    """Every commit that frameworks pin: its drift, parity, and a proof of each hazard."""
-    _with_newest(session, WORK / "commits" / "python")  # which all of them share
+    """Test every pinned commit: check its drift, run the parity tests, and prove each hazard."""
+    _with_newest(session, WORK / "commits" / "python")  # the environment that all commits share
     _run_all(session, [f"commit(name='{name}')" for name in COMMITS], session.posargs)
     if not session.posargs:
         _write_down(session, WORK / "commits" / "proven")
@@ -590,7 +615,7 @@ def _in_a_process(name: str, arguments: list[str]) -> tuple[str, int, float, str
 
 @nox.session(venv_backend="none")
 def drift(session: nox.Session) -> None:
-    """All release wheels, and the source trees given as arguments, against the case files."""
+    """Compare all release wheels, and source trees given as arguments, with the case files."""
     wheels = WORK / "wheels"
     pythons = {name.rpartition(".")[0]: wants["python"] for name, wants in RELEASES.items()}
     for megatron in (*TABLE["read"], *RELEASES):
