@@ -15,7 +15,7 @@ from ._case import Fault, bench
 
 
 class Steps(NamedTuple):
-    """Describes steps that stock Megatron takes correctly, and how they reduce."""
+    """Describes consecutive steps: their schedule calls, and how gradients are reduced."""
 
     calls: tuple[tuple[int, ...], ...]
     """Microbatches of each schedule call, by step."""

@@ -202,7 +202,7 @@ def _blocks(length: int) -> int:
 
 
 def _slabs(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the parts that are taken at a time, as slices of experts, of blocks and of rows."""
+    """Split a weight into parts of bounded size; yield slices of experts, of blocks, of rows."""
     experts, rows, columns = shape
     row_bytes = BLOCK * max(1, _blocks(columns)) * BLOCK * 4
     blocks_per_slab = max(1, _SLAB_BYTES // row_bytes)

@@ -26,7 +26,7 @@ def one_of(caller: str, name: str, value: object, allowed: tuple[str, ...]) -> N
 
 
 def not_dense(value: Any) -> str | None:
-    """Describe what is no tensor, a sparse one, or one without values; None for all others."""
+    """Describe a value that is not a dense tensor with values; return None for a dense tensor."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if value.layout not in (torch.strided, torch.jagged):

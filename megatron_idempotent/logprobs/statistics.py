@@ -375,6 +375,6 @@ class GradCoefficients(NamedTuple):
         return GradCoefficients(origin_N, factor_N.to(like_N), slope_N, of_target_NK.to(like_N))
 
     def select(self, tokens: slice | Tensor) -> GradCoefficients:
-        """Return the numbers of some tokens."""
+        """Return the coefficients of the tokens at these indices."""
         fields: list[Any] = [None if field is None else field[tokens] for field in self]
         return GradCoefficients(*fields)

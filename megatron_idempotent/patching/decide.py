@@ -104,7 +104,7 @@ def version_of(hazard: Hazard | Outline) -> Installed | None:
 
 
 def exact_release(distribution: str) -> Installed | None:
-    """Return the release that is installed; None for a commit, whose number tells nothing.
+    """Return the installed release; None if a commit is installed, whose version may be any.
 
     Megatron is a release if its files are (`releases`), and if it is older than all that we have
     read. A framework is one if it was installed from an index: installers note where else a package

@@ -62,7 +62,7 @@ def _find(module: str) -> str | None:
 
 
 def _package(name: str) -> list[str] | None:
-    """Return the folders of a package, or None if it is none."""
+    """Return the folders in which a package's modules are searched; None if it is not a package."""
     if name not in _package_paths:
         _package_paths[name] = _search(name)
     return _package_paths[name]

@@ -290,7 +290,7 @@ def _method_span(text: str, owner: str, name: str) -> tuple[int, int] | None:
 
 
 class Line(NamedTuple):
-    """Holds the place of a line that may begin a definition: it may stand in a string, too."""
+    """The position of a line that looks like a definition; it may be part of a string instead."""
 
     start: int
     end: int

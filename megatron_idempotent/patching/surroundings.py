@@ -39,7 +39,7 @@ _KEEPS = "keeps"
 
 
 class Need(Record):
-    """Names what a wrapper reads of upstream, and the place that has to bind it.
+    """A name that a wrapper reads from Megatron, and the module or class that must define it.
 
     Example:
         Need(modules=("megatron.core.timers",), owner="Timer", name="_started")
@@ -364,7 +364,7 @@ def has_slots(text: str, owner: str) -> bool:
 
 
 def fits(text: str, owner: str, name: str, use: str) -> bool | None:
-    """Tell if a module, or a class in it, allows a use of a name; None if it does not define it.
+    """Return whether a module or class allows a use of a name; None if it lacks the name.
 
     Args:
         text: the module's source.

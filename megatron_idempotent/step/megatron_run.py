@@ -276,9 +276,9 @@ class MegatronModel:
                     set_for(stack, config, name, _times(2.0**-self.shift, scale))
 
     def _use_own_functions(self, stack: ExitStack) -> None:
-        """Let configs call this model's chunks and optimizer, and no others, in this call.
+        """Replace functions in configs that belong to another model by this model's, in this call.
 
-        Functions that belong to neither a DDP nor an optimizer are the caller's, and stay.
+        Functions that are methods of neither a DDP nor an optimizer are the caller's, and stay.
         """
         for config in self.configs:
             for name, method in _METHODS.items():

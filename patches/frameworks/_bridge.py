@@ -33,7 +33,7 @@ _OF_CHECKPOINTS = (
 
 
 class _Flops(SimpleNamespace):
-    """Holds statistics of 0, as a tuple of five up to 0.6, and as attributes after that."""
+    """Stands in for Bridge's FLOP statistics, all 0: a tuple up to Bridge 0.6, later attributes."""
 
     def __iter__(self) -> Iterator[int]:
         return iter((0,) * 5)

@@ -21,7 +21,7 @@ SITES = ("data", "loss", "backward")
 
 
 class Windows:
-    """Holds a model of `cpu.tiny`, its data, and a microbatch that fails on demand.
+    """A tiny model with its data, in which a chosen microbatch fails at a chosen point.
 
     Args:
         layout: arguments of `cpu.tiny.build`.

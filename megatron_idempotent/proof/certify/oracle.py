@@ -277,7 +277,7 @@ class _Auxiliary:
         self.terms = 0.0
 
     def of_rows(self, gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> None:
-        """Add the losses of a call, whose microbatches are MICRO_BATCH rows each."""
+        """Add the auxiliary losses of a forward, in microbatches of MICRO_BATCH rows."""
         unit = 1 / mask_BT.shape[1] if self._kind == "sequence" else 1.0
         if self._mtp:
             losses_and_mask = after_the_next(gpt, x_BTH, tokens_BT, mask_BT)
