@@ -208,7 +208,10 @@ class Measure:
 
     @contextmanager
     def phase(self, name: str, *, track: str = "train", **args: Any) -> Iterator[None]:
-        """Add the block's duration to a phase, even if it raises, and draw it with `args`."""
+        """Add a block's duration to a phase, and draw the block on the timeline, with `args`.
+
+        A block that raises also counts.
+        """
         start = self.now()
         try:
             yield
@@ -218,17 +221,17 @@ class Measure:
             self.span(track, name, start, args)
 
     def span(self, track: str, name: str, start: float, args: Mapping[str, Any]) -> None:
-        """Draw a span from `start`, a time of `now`, until now."""
+        """Draw a span on the timeline, from `start` (a result of `now`) to the present."""
         if self._timeline is not None:
             self._timeline.span(track, name, start, self.now(), args)
 
     def count(self, name: str, value: float) -> None:
-        """Draw the new value of a counter."""
+        """Draw the new value of a counter on the timeline."""
         if self._timeline is not None:
             self._timeline.count(name, self.now(), value)
 
     def mark(self, track: str, name: str) -> None:
-        """Draw a mark for an event that happens now."""
+        """Draw a mark on the timeline for an event that happens now."""
         if self._timeline is not None:
             self._timeline.mark(track, name, self.now())
 

@@ -192,7 +192,7 @@ class RayEngine:
         await self._request("call", "health")
 
     async def generate(self, request: Request) -> Sample:
-        """See `RolloutEngine.generate`."""
+        """Sample one response; see `RolloutEngine.generate`."""
         ticket = next(self._tickets)
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send)
@@ -207,15 +207,15 @@ class RayEngine:
             self._actor.take.remote(requests)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `RolloutEngine.pause`."""
+        """Stop sampling; see `RolloutEngine.pause`."""
         await self._request("call", "pause", mode)
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Continue sampling; see `RolloutEngine.resume`."""
         await self._request("call", "resume")
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`.
+        """Receive and check an update; see `RolloutEngine.stage`.
 
         Raises:
             TransportError: the transport's sender failed.
@@ -239,16 +239,19 @@ class RayEngine:
             await sender.close()
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`."""
+        """Switch to the staged update; see `RolloutEngine.commit`."""
         version: int = await self._request("call", "commit", update_id)
         return version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`."""
+        """Drop a staged update, or undo a failed commit; see `RolloutEngine.rollback`."""
         await self._request("call", "rollback", update_id)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`. An actor that Ray restarts is DEAD until it responds."""
+        """Return the status and version; see `RolloutEngine.health`.
+
+        An actor that Ray restarts is DEAD until it responds.
+        """
         try:
             reply = self._request("call", "health")
             health: EngineHealth = await asyncio.wait_for(reply, _HEALTH_S)
@@ -257,7 +260,7 @@ class RayEngine:
         return health
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`. Kills the actor."""
+        """Release all resources; see `RolloutEngine.close`. Kills the actor."""
         if self._closed:
             return
         with contextlib.suppress(EngineDead, asyncio.TimeoutError):

@@ -106,7 +106,7 @@ class TransformersEngine:
         self._closed = False
 
     async def generate(self, request: Request) -> Sample:
-        """See `RolloutEngine.generate`.
+        """Sample one response; see `RolloutEngine.generate`.
 
         Raises:
             EngineError: a forward with the request failed.
@@ -130,7 +130,9 @@ class TransformersEngine:
         return await self._serving.answer(request)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `RolloutEngine.pause`. In mode "wait", requests that arrive meanwhile are queued.
+        """Stop sampling; see `RolloutEngine.pause`.
+
+        In mode "wait", requests that arrive meanwhile are queued.
 
         A cancelled call still pauses the engine. A second call with "abort" cuts a "wait" short.
 
@@ -141,14 +143,14 @@ class TransformersEngine:
         await self._serving.pause(mode)
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Continue sampling; see `RolloutEngine.resume`."""
         self._check_open()
         if self._trouble:
             raise EngineError(f"{self.name} cannot resume: {self._trouble}")
         self._serving.open()
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`.
+        """Receive and check an update; see `RolloutEngine.stage`.
 
         Raises:
             EngineError: the weights are asleep.
@@ -159,7 +161,10 @@ class TransformersEngine:
         await self._updates.stage(update, buckets)
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`. Swaps pointers; the next forward recomputes the cache."""
+        """Switch to the staged update; see `RolloutEngine.commit`.
+
+        Swaps pointers; the next forward recomputes the cache.
+        """
         self._check_open()
         version = self._updates.committed(update_id)
         if version is not None:
@@ -174,7 +179,9 @@ class TransformersEngine:
         return version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`. Also cancels an update that is still being staged.
+        """Drop a staged update, or undo a failed commit; see `RolloutEngine.rollback`.
+
+        Also cancels an update that is still being staged.
 
         Raises:
             EngineError: the previous weights cannot be restored.
@@ -183,7 +190,10 @@ class TransformersEngine:
         await self._updates.rollback(update_id)
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`. An engine that sleeps or has no weights yet is DIRTY."""
+        """Return the status and version; see `RolloutEngine.health`.
+
+        An engine that sleeps or has no weights yet is DIRTY.
+        """
         version, running = self._updates.version, self._serving.running
         if self._closed:
             return EngineHealth(status="DEAD", version=None, detail="closed")
@@ -199,7 +209,7 @@ class TransformersEngine:
         )
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`."""
+        """Release all resources; see `RolloutEngine.close`."""
         if self._closed:
             return
         self._closed = True
@@ -208,7 +218,7 @@ class TransformersEngine:
         self._serving.close()
 
     async def sleep(self) -> None:
-        """See `ColocatedEngine.sleep`. Also drops a staged update."""
+        """Free weights and cache; see `ColocatedEngine.sleep`. Also drops a staged update."""
         self._check_open()
         if self._asleep:
             return
@@ -217,7 +227,9 @@ class TransformersEngine:
         await self._updates.free("its weights were freed; wake them, then stage and commit all")
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """See `ColocatedEngine.wake`; the engine stays paused.
+        """Allocate the memory of weights or cache again; see `ColocatedEngine.wake`.
+
+        The engine stays paused.
 
         Memory is allocated on use: the model has no weights until an update is committed.
 

@@ -352,5 +352,5 @@ class DecodeBatch:
 
     @torch.no_grad()
     def leave(self, ended_rows: Sequence[int]) -> list[int]:
-        """See `RowCache.leave`."""
+        """Remove rows; return the old index of each remaining row."""
         return self._cache.leave(ended_rows)

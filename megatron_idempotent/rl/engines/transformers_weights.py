@@ -301,7 +301,7 @@ class WeightVersions:
         return self._freed
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`.
+        """Receive and check an update; see `RolloutEngine.stage`.
 
         Raises:
             UpdateRefused: also if the update is rolled back while it is being staged.
@@ -372,7 +372,7 @@ class WeightVersions:
         return self.version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`.
+        """Drop a staged update, or undo a failed commit; see `RolloutEngine.rollback`.
 
         Raises:
             EngineError: the previous weights cannot be restored.

@@ -104,7 +104,7 @@ class VllmEngine(VllmUpdates):
         self._pausing = asyncio.Lock()
 
     async def generate(self, request: Request) -> Sample:
-        """See `RolloutEngine.generate`."""
+        """Sample one response; see `RolloutEngine.generate`."""
         if self._closed:
             raise EngineDead(f"engine {self.name} was closed by this client; make a new engine")
         # A new id: the caller may send the request again while vLLM still ends the first one.
@@ -124,7 +124,7 @@ class VllmEngine(VllmUpdates):
             del self._running[sent_id]
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`."""
+        """Abort all requests and close all connections; the server keeps running."""
         if self._closed:
             return
         self._closed = True
@@ -151,7 +151,9 @@ class VllmEngine(VllmUpdates):
             waiting = {sent: drawing for sent, drawing in waiting.items() if not drawing.done()}
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `RolloutEngine.pause`. Caches are kept; only a commit invalidates them.
+        """Stop sampling; see `RolloutEngine.pause`.
+
+        Caches are kept; only a commit invalidates them.
 
         Requests that arrive during a pause wait inside vLLM.
         """
@@ -163,7 +165,7 @@ class VllmEngine(VllmUpdates):
                 await self._control.pause(mode)
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Continue sampling; see `RolloutEngine.resume`."""
         wrong = await self._wrong(await self._state())
         if wrong:
             raise EngineError(
@@ -172,7 +174,7 @@ class VllmEngine(VllmUpdates):
         await self._control.post("/resume")
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`."""
+        """Return the status and version; see `RolloutEngine.health`."""
         running = len(self._running)
         try:
             return await asyncio.wait_for(self._health(running), self._control.timeouts.health_s)
@@ -196,7 +198,7 @@ class VllmEngine(VllmUpdates):
         )
 
     async def sleep(self) -> None:
-        """See `ColocatedEngine.sleep`. Weights move to host memory.
+        """Free weights and cache; see `ColocatedEngine.sleep`. Weights move to host memory.
 
         Sleep and wake are untested: vLLM supports them on GPUs only.
 
@@ -207,7 +209,10 @@ class VllmEngine(VllmUpdates):
         await self._control.post("/sleep", limit="commit_s", level="1", mode="abort")
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """See `ColocatedEngine.wake`. Once weights and cache are awake, the engine is paused."""
+        """Allocate the memory of weights or cache again; see `ColocatedEngine.wake`.
+
+        Once weights and cache are awake, the engine is paused.
+        """
         await self._must_sleep()
         for tag in tags:
             answer = await self._control.post("/wake_up", limit="commit_s", tags=tag)
@@ -401,7 +406,7 @@ class ServedVllm(VllmEngine):
             os._exit(1)
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`. Stops the server, too."""
+        """Release all resources; see `RolloutEngine.close`. Stops the server, too."""
         await super().close()
         await asyncio.to_thread(self._server.stop)
 

@@ -166,7 +166,10 @@ class VllmUpdates:
         return f"its weights are of version {state.version}, and it stamps tokens with {stamped}"
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. Each worker stages all tensors in host memory."""
+        """Receive and check an update; see `RolloutEngine.stage`.
+
+        Each worker stages all tensors in host memory.
+        """
         if self._transport is None:
             raise ValueError(f"engine {self.name} has no transport; construct it with one")
         state = await self._state()
@@ -204,7 +207,7 @@ class VllmUpdates:
             await sender.close()
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`."""
+        """Switch to the staged update; see `RolloutEngine.commit`."""
         async with self._switching:
             state = await self._state()
             if state.committed == update_id and not state.dirty and state.version is not None:
@@ -224,7 +227,7 @@ class VllmUpdates:
             return version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`.
+        """Drop a staged update, or undo a failed commit; see `RolloutEngine.rollback`.
 
         Torn weights are replaced by the workers' copy of the previous version, or by the checkpoint
         that they were started from.

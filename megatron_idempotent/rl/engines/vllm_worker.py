@@ -151,7 +151,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: CommitInfo) -> None:
-        """See `update_weights`."""
+        """Load the staged weights; see `update_weights`."""
         try:
             self._load(self.inbox.to_load(update_info.update_id, restore=update_info.restore))
         except Exception as error:  # noqa: BLE001 (the client raises it)

@@ -510,7 +510,7 @@ class MegatronWeights:
 
     @property
     def finds_changes(self) -> bool:
-        """See `ChangesSource`."""
+        """True if exports can be limited to changes, as with `deltas`; see `ChangesSource`."""
         return self._changes is not None
 
     def buckets(self, *, bucket_bytes: int, whole: bool = True) -> BucketStream:

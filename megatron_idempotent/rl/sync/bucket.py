@@ -105,15 +105,17 @@ class BucketPublisher:
         raise EngineUnsupported(f"{self.name} draws no samples; send requests to engines")
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See `RolloutEngine.pause`."""
+        """Allow a commit from now on; a publisher has no requests to stop."""
         self._paused = True
 
     async def resume(self) -> None:
-        """See `RolloutEngine.resume`."""
+        """Reject commits until the next pause."""
         self._paused = False
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """See `RolloutEngine.stage`. Followers do not see the update before the commit.
+        """Write an update's objects and manifest to the bucket; see `RolloutEngine.stage`.
+
+        Followers do not see the update before the commit.
 
         Raises:
             UpdateRefused: also if the bucket belongs to another run or another trainer writes it.
@@ -151,7 +153,7 @@ class BucketPublisher:
             self._staging = ""
 
     async def commit(self, update_id: str) -> int:
-        """See `RolloutEngine.commit`.
+        """Add the staged update to the bucket's index; see `RolloutEngine.commit`.
 
         Raises:
             UpdateRefused: another trainer publishes in this bucket.
@@ -175,12 +177,12 @@ class BucketPublisher:
         return new_index.newest.version
 
     async def rollback(self, update_id: str) -> None:
-        """See `RolloutEngine.rollback`. The next update removes the objects."""
+        """Forget a staged update, whose objects the next update removes."""
         if self._staged is not None and self._staged[1].newest.id == update_id:
             self._staged = None
 
     async def health(self) -> EngineHealth:
-        """See `RolloutEngine.health`. The version is read from the store."""
+        """Return the status, and the newest version in the bucket; see `RolloutEngine.health`."""
         try:
             index = await self._index()
         except Exception as error:  # noqa: BLE001 (health reports any error)
@@ -194,7 +196,7 @@ class BucketPublisher:
         )
 
     async def close(self) -> None:
-        """See `RolloutEngine.close`. Published updates stay."""
+        """Do nothing: a publisher keeps no resources, and published updates stay."""
 
     async def _index(self) -> Index | None:
         index, writer = await asyncio.gather(

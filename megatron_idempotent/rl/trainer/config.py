@@ -561,7 +561,7 @@ class Config:
 
     @property
     def global_batch_size(self) -> int:
-        """The number of sequences of all replicas in an optimizer step."""
+        """The number of sequences on which all replicas train in an optimizer step."""
         return self.rank_batch_size * self.replicas
 
     @property
@@ -571,7 +571,7 @@ class Config:
 
     @property
     def chunk_size(self) -> int:
-        """The number of sequences per call of a replica, in complete microbatches."""
+        """The number of sequences that a replica passes in one of `chunks` calls."""
         return self.rank_batch_size // self.chunks
 
 

@@ -132,7 +132,7 @@ class SpreadWeights:
         self._source, self._group = source, group
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """See `WeightSource.tensors`."""
+        """Return all tensors in the order of sending; see `WeightSource.tensors`."""
         return self._source.tensors()
 
     def buckets(self, *, bucket_bytes: int) -> SpreadBuckets:

@@ -241,7 +241,7 @@ def launch(job: Job, prompts: PromptSet) -> bool:
 
 
 def start_ranks(job: Job) -> None:
-    """Run `run_rank` on all ranks, or as one of torchrun's ranks.
+    """Start all ranks with `run_rank`; under torchrun, run this process's rank.
 
     Raises:
         RankError: a rank failed.

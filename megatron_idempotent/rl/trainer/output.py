@@ -52,13 +52,16 @@ class Job:
     """Seconds since 1970 at the start of the command."""
 
     def say(self, phase: str, to: IO[str] | None = None) -> None:
-        """Print the phase that begins to standard error or `to`, unless the run is quiet."""
+        """Print the name of a phase at its start, unless the run is quiet; see `output.say`."""
         if not self.quiet:
             say(phase, self.began_s, to)
 
 
 def say(phase: str, began_s: float, to: IO[str] | None = None) -> None:
-    """Print a phase of the start, with the seconds since the command began."""
+    """Print the name of a start-up phase, with the seconds since the start of the command.
+
+    The output goes to `to`, or to standard error.
+    """
     print(f"{time.time() - began_s:6.1f} s  {phase}", file=to or sys.stderr, flush=True)
 
 

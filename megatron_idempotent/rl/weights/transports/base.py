@@ -76,17 +76,17 @@ class Session:
     """Sends one update. Its methods block; they are called one at a time, in one thread."""
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        """See `Sender.announce`. Returns the fields that a receiver needs besides the layout."""
+        """Prepare a bucket; return the fields that a receiver needs besides the layout."""
         return {}
 
     def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
-        """See `Sender.transmit`."""
+        """Send the bytes, if the transport needs both ends at once; otherwise a no-op."""
 
     def release(self, index: int) -> None:
-        """See `Sender.release`."""
+        """Free the resources of a bucket, once all workers have it."""
 
     def close(self) -> None:
-        """See `Sender.close`. Called once, after all other methods."""
+        """End the update, complete or not. Called once, after all other methods."""
 
 
 class Sender:
@@ -224,7 +224,7 @@ class TwoSegments(Session):
         """
         Args:
             update_id: the update's id, for errors.
-            make: allocates memory of at least that number of bytes.
+            make: allocates shared memory with at least the given number of bytes.
             copying: makes the context manager in which a bucket is copied.
         """
         self._update_id, self._make, self._copying = update_id, make, copying
@@ -232,7 +232,11 @@ class TwoSegments(Session):
         self._taken: dict[int, SharedMemory] = {}
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        """See `Session.announce`."""
+        """Copy a bucket to a free segment; return the JSON with which a receiver opens it.
+
+        Raises:
+            TransportError: both segments have buckets that are not released yet.
+        """
         self.release(layout.index)  # from an earlier attempt
         segment = self._segment(layout.nbytes)
         self._taken[layout.index] = segment
@@ -254,12 +258,12 @@ class TwoSegments(Session):
         return self._make(nbytes)
 
     def release(self, index: int) -> None:
-        """See `Session.release`."""
+        """Make the segment of a bucket available for another bucket."""
         if index in self._taken:
             self._free.append(self._taken.pop(index))
 
     def close(self) -> None:
-        """See `Session.close`."""
+        """Free both segments."""
         for segment in (*self._free, *self._taken.values()):
             segment.unlink()
         self._free.clear()

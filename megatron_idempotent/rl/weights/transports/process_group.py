@@ -349,7 +349,7 @@ class ProcessGroupReceiver(Receiver):
             ) from error
 
     def close(self) -> None:
-        """See `Receiver.close`."""
+        """Leave the process group. A second call is a no-op."""
         self._closed = True
         if self._end is not None:
             self._end.close()

@@ -37,7 +37,7 @@ class SeveralReceiver(Receiver):
         """
         Args:
             opened: the result of `opened_together`.
-            make: makes the receiver of one sender.
+            make: makes a receiver, given the announcement of one sender.
         """
         super().__init__(opened)
         senders = opened_field(opened, "senders", list)
@@ -55,7 +55,10 @@ class SeveralReceiver(Receiver):
         self._threads = ThreadPoolExecutor(len(senders), "weight-receive", *on_device)
 
     def receive(self, announced: Announcement) -> Bucket:
-        """See `Receiver.receive`. If parts fail, the first error is raised once all have ended."""
+        """Receive all parts of a bucket concurrently; see `Receiver.receive`.
+
+        If parts fail, the first error is raised once all parts have ended.
+        """
         subject = f"update {self._update_id}: an announced bucket"
         announced_parts: list[Any] = field(announced, "parts", list, subject, REMEDY)
         if len(announced_parts) != len(self._receivers):
@@ -84,7 +87,7 @@ class SeveralReceiver(Receiver):
         return Bucket(index=buckets[0].index, tensors=tensors, checksums=checksums)
 
     def close(self) -> None:
-        """See `Receiver.close`."""
+        """Close the receivers of all parts, and end their threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for receiver in self._receivers:
             receiver.close()
