@@ -37,7 +37,7 @@ def rounds_within(rounds: int, seconds: float | None) -> Iterator[int]:
 
 
 Seconds = dict[str, list[tuple[float, ...]]]
-"""For each program, the differences of all clocks in each round."""
+"""Maps a program to a tuple per round: the difference of each clock."""
 
 
 def in_turn(

@@ -167,7 +167,7 @@ class Trainer:
 
     def __init__(self) -> None:
         self.oldest: list[dict[int, int]] = []
-        """For each step, the oldest version that sampled each of its groups, by the group's id."""
+        """A mapping per step: from a group's id to the oldest version that sampled the group."""
         self.ends_s: list[float] = []
         self._open: dict[int, int] = {}
 

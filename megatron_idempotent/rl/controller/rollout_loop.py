@@ -104,7 +104,7 @@ class RolloutPump:
         """Generate a reserved group until it is ready in the buffer, or is dropped from it."""
         shared = self._shared
         started = shared.measure.now()
-        # Groups that are generated at the same time have tracks of their own.
+        # On the timeline, groups that are generated at the same time have separate tracks.
         track = next(track for track in itertools.count(1) if track not in self._tracks)
         self._tracks.add(track)
         try:

@@ -155,8 +155,8 @@ class EngineHealth:
 class RolloutEngine(Protocol):
     """Samples responses, and takes new weights while it serves.
 
-    `stage` loads an update into memory beside the weights in use, and `commit` switches to it while
-    the engine is paused. Every method may raise `EngineDead` or `EngineTimeout`.
+    `stage` loads an update into memory in addition to the served weights, and `commit` switches to
+    it while the engine is paused. Every method may raise `EngineDead` or `EngineTimeout`.
     """
 
     @property
@@ -189,7 +189,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Receive and check an update's weights beside those in use; the engine keeps serving.
+        """Receive and check an update's weights, while the engine serves its current weights.
 
         A new update replaces one that was staged but not committed. Staging the update that was
         committed last is a no-op that reads no bucket. After an error nothing is staged, and the

@@ -292,7 +292,7 @@ class RayEngine:
             raise EngineDead(f"{self.name} does not answer: {words}") from error
 
 
-#: The most calls that run in an actor at once: requests, and commands beside them.
+#: The most calls that run in an actor at once: requests and commands together.
 _CONCURRENCY = 1000
 #: Seconds after which an engine without a health report counts as dead.
 _HEALTH_S = 10.0

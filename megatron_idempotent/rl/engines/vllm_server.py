@@ -455,7 +455,7 @@ def _listens(session: int, port: int) -> bool | None:
 def _session(pid: str) -> int | None:
     try:
         return os.getsid(int(pid))
-    except (ValueError, ProcessLookupError):  # no process, or none any more
+    except (ValueError, ProcessLookupError):  # not a process, or one that has ended
         return None
 
 

@@ -44,8 +44,9 @@ def save_hf(
 ) -> None:
     """Write a checkpoint on rank 0, bucket by bucket; all ranks call it.
 
-    The checkpoint is written beside `directory` and renamed when it is complete, so that it is
-    never incomplete. All ranks return after the rename, or raise.
+    The checkpoint is written to a temporary folder in the same parent folder, and renamed to
+    `directory` when it is complete, so that `directory` never has an incomplete checkpoint. All
+    ranks return after the rename, or raise.
 
     Args:
         source: the weights, such as `MegatronWeights`.

@@ -74,8 +74,8 @@ def idle_metrics(
     Returns:
         The trainer's idle ratio, seconds in phase `exposed_generation` / `total_s`. With
         `generation`, also the engines' idle ratio, seconds without a generating group / `total_s`,
-        and `rollouts/inflight_mean`, group-seconds / `total_s`, which also shows an engine that
-        idles beside a busy one.
+        and `rollouts/inflight_mean`, group-seconds / `total_s`, which also shows if only some of
+        the engines are idle.
     """
     if total_s <= 0:
         return {}

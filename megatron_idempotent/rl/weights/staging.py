@@ -1,4 +1,4 @@
-"""Collects and checks an update in an engine, beside the served weights."""
+"""Collects and checks an update in an engine, which serves its current weights meanwhile."""
 
 from __future__ import annotations
 
