@@ -105,7 +105,7 @@ Calls = Sequence[Sequence[Microbatch]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
-    """Holds a batch as it is run and counted. Example: `cut_rows(batch, 4)`."""
+    """Holds a batch as it is run and counted. Example: `cut_rows(batch, 4, (), grouped=False)`."""
 
     sequences: int = 0
     """The number of sequences, masked ones included."""
