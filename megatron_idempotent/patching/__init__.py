@@ -1,6 +1,6 @@
 """Patches live objects: record → decide → install → report.
 
-`record` and `source` know nothing of the others; `catalog` finds the case files; `contract`
+`record` and `source` import none of the others; `catalog` finds the case files; `contract`
 compares a body with a wrapper; `decide` judges a patch by version and bodies; `patch_points`
 changes live objects; `install` holds the state and the lock; `import_hooks` waits for imports;
 users call `api` and `verify`. Nothing here imports torch or Megatron. Code that `apply()` runs

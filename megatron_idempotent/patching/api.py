@@ -36,7 +36,7 @@ def apply(
         exclude: ids to leave out.
         strict: raise if a patch failed, drifted or is in conflict; None reads
             `MEGATRON_IDEMPOTENT_STRICT`.
-        dry_run: decide and report, but change nothing.
+        dry_run: True to decide and report without a change.
 
     Returns:
         A row per known patch. A patch whose modules are not imported yet is `pending_import`.
@@ -44,10 +44,10 @@ def apply(
     Raises:
         UnknownPatchError: `only`, `exclude` or the environment names no known patch.
         TypeError: an argument is of another type.
-        ValueError: a variable of the environment has no meaning, or, in strict mode, one that
-            begins with `MEGATRON_IDEMPOTENT` is none of those that are read.
-        PatchError: a patch in `only` cannot be applied, or, in strict mode, one cannot, or there is
-            a Megatron that gets none; nothing is changed.
+        ValueError: an environment variable has an invalid value, or, in strict mode, one that
+            begins with `MEGATRON_IDEMPOTENT` is unknown.
+        PatchError: a patch in `only` cannot be applied; or, in strict mode, any patch cannot, or a
+            Megatron is installed and gets no patch. Nothing is changed then.
 
     Example:
         import megatron_idempotent
@@ -87,7 +87,7 @@ def apply(
         changed = _changed(earlier_rows)
         write_report()
         waiting = {m for patch in state.wanted.values() for m in install.missing(patch)}
-    # Outside of the lock: another thread may be importing, and wait for it with import locks held.
+    # Without the lock: another thread may wait for it while that thread holds an import lock.
     _log(changed)
     import_hooks.when_complete(sorted(waiting), _on_import)
     with install.lock:
@@ -95,11 +95,11 @@ def apply(
 
 
 def revert() -> Report:
-    """Take every patch off again and forget those that wait for an import.
+    """Remove every patch, and forget those that wait for an import.
 
     Returns:
-        A row per patch that was on or waiting: `disabled`, or `conflict` if someone has wrapped our
-        function in the meantime. Our function then stays below theirs and only passes calls on.
+        A row per patch that was applied or waiting: `disabled`, or `conflict` if another package
+        has wrapped our function in the meantime. Our function then only passes calls on.
     """
     with install.lock:
         import_hooks.forget()
@@ -110,17 +110,19 @@ def revert() -> Report:
 
 
 def report() -> Report:
-    """Return what is in place now: a row per known patch, `disabled` before the first `apply()`.
+    """Return a row per known patch with its status now: `disabled` before the first `apply()`.
 
-    Where a door waits to call `apply()` with the first import of Megatron, as `hook install` and
-    `import megatron_idempotent.auto` make one, the rows are those that this call will begin with.
+    After `hook install` or `import megatron_idempotent.auto` the first import of Megatron calls
+    `apply()`. Until then the rows are those that this call will begin with.
 
-    The reason of an applied patch names live code that goes past it (`patching/detours.py`): a
-    class that overrides the patched method and does not call it, a place that holds upstream's.
+    The reason of an applied patch names live code that bypasses it (`patching/detours.py`): a
+    class that overrides the patched method and does not call it, a name that still refers to
+    upstream's function.
 
     Raises:
-        PatchError: in strict mode, if a patch that landed late has a problem.
-        UnknownPatchError, ValueError: a door waits, and the environment has no meaning to it.
+        PatchError: in strict mode, a patch that landed late has a problem.
+        UnknownPatchError, ValueError: the import of Megatron will call `apply()`, and an
+            environment variable has an invalid value.
     """
     with install.lock:
         import_hooks.forget()
@@ -153,7 +155,7 @@ def _select(
     return selection
 
 
-# What was said already: apply() is called again and again.
+# Messages that were logged already, because apply() is called many times.
 _said: set[str] = set()
 
 
@@ -178,8 +180,8 @@ def _plan(patch: Outline, selection: decide.Selection, *, full: bool) -> Row:
         return install.row(patch, verdict.status, verdict.reason)
     verdict = decide.check_installed(patch)
     if verdict.status is None:
-        # Reading files takes tens of milliseconds, so it waits for the import unless the caller
-        # wants the answer now.
+        # Reading files takes tens of milliseconds, so it is left to the import of Megatron unless
+        # the caller needs the decision now.
         by_name = selection.named(patch.id)
         if decided := full or by_name or selection.strict:
             verdict, _, refusal = install.judge(patch, named=by_name)
@@ -224,7 +226,7 @@ def _log(changed: list[Row]) -> None:
     problems = [r for r in changed if r.status in PROBLEMS or LEFT in r.reason]
     applied = [row.id for row in changed if row.status == "applied"]
     nothing = nothing_lands(state.rows.values())
-    # Where nobody has imported logging, nobody has asked for messages that are no warnings.
+    # If logging is not imported, no program has asked for messages below warnings.
     if not problems and nothing is None and not (applied and "logging" in sys.modules):
         return
     import logging
@@ -244,7 +246,7 @@ def _log(changed: list[Row]) -> None:
 
 
 def write_report() -> None:
-    """Write the report into the file that `MEGATRON_IDEMPOTENT_REPORT` names, if it is set."""
+    """Write the report to the path in `MEGATRON_IDEMPOTENT_REPORT`, if that is set."""
     if state.selection is None or state.selection.settings.report_path is None:
         return
     path = state.selection.settings.report_path.replace("{rank}", os.environ.get("RANK") or "0")
@@ -265,7 +267,7 @@ def write_report() -> None:
 
 
 def nothing_lands(rows: Iterable[Row]) -> str | None:
-    """Say that a Megatron is on the path and gets none of the patches that are on; else None."""
+    """Return a sentence if a Megatron is on the path and gets none of the enabled patches."""
     on = (row for row in rows if row.status != "disabled")
     rows = [row for row in on if outlines()[row.id].distribution == MEGATRON]
     if not rows or any(row.status in PROBLEMS | COVERED for row in rows):

@@ -1,11 +1,11 @@
-"""Defines what all of patching stands on: records, the index of patches, errors, process state.
+"""Defines what all modules of patching use: records, the index of patches, errors, process state.
 
 A `Record` does what `@dataclass(frozen=True, kw_only=True)` does, without importing `dataclasses`:
 with the `inspect`, `ast` and `tokenize` that it imports, that takes longer than all of `apply()`.
-Each message of an error carries the fact and the remedy.
+Each error message has the fact and the remedy.
 
-The index, `patches/_generated/index.txt`, has a line per hazard, because reading ninety case files
-takes longer than all else that `apply()` does.
+The index, `patches/_generated/index.txt`, has a line per hazard: reading it replaces importing
+ninety case files, which takes longer than the rest of `apply()`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, ClassVar, dataclass_transform
-else:  # it speaks to type checkers only
+else:  # a decorator for type checkers only
 
     def dataclass_transform(**_: Any) -> Any:
         return lambda cls: cls
@@ -84,14 +84,14 @@ class Record:
 MEGATRON = "megatron-core"
 
 OLDEST = "0.12"
-"""The value of `since` where all supported releases have the hazard."""
+"""The value of `since` if all supported releases have the hazard."""
 
 OPEN = "1000"
-"""A value of `before` if statements alone decide: nobody reads each release of a framework."""
+"""The value of `before` for frameworks, whose releases are not reviewed: their code decides."""
 
 UNTRIED = "999"
-"""A value of `before` if upstream has not repaired the hazard: the first release not yet run, which
-`untried()` names. From there on bodies alone decide."""
+"""The value of `before` if upstream has not repaired the hazard. It stands for `untried()`, the
+first release that is not tested; from that release on the bodies of functions decide."""
 
 PACKAGE, FRAMEWORKS = "megatron_idempotent.patches", "frameworks"
 """The package of the case files, and the one in it of those about frameworks."""
@@ -99,7 +99,7 @@ PACKAGE, FRAMEWORKS = "megatron_idempotent.patches", "frameworks"
 INDEX, _GENERATED = "index.txt", "_generated"
 
 ON, OFF, DEBUG, NO_PATCH, NO_FACT = "on", "off", "debug", "-", "-"
-"""Words of the index: a patch's switch, no patch, and no provision."""
+"""Words of the index: a patch's switch (`ON`, `OFF`, `DEBUG`), no patch, no provided fact."""
 _untried: list[str] = []
 
 
@@ -146,7 +146,7 @@ def specifier(since: str, before: str) -> str:
 
 
 def untried() -> str:
-    """Return the first release that nobody has run, such as `0.20`, as the index says."""
+    """Return the first release that is not tested yet, such as `0.20`; the index has it."""
     if not _untried:
         _untried.append(generated(INDEX)[0].rpartition(" ")[2])
     return _untried[0]
@@ -175,7 +175,7 @@ def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
 
 
 def generated(name: str) -> list[str]:
-    """Return the lines of a file in `patches/_generated/`, without the head that says so."""
+    """Return the lines of a file in `patches/_generated/`, without the comment at its top."""
     # Not open(): the package may be in a zip file.
     package: Any = __import__(PACKAGE, fromlist=["__spec__"])
     path = os.path.join(generated_folder(), name)
@@ -189,7 +189,7 @@ def generated_folder() -> str:
 
 
 def folders() -> dict[str, str]:
-    """Return the folders of the case files by package."""
+    """Return the folders of the case files, by package."""
     folder: str = __import__(PACKAGE, fromlist=["__path__"]).__path__[0]
     return {PACKAGE: folder, f"{PACKAGE}.{FRAMEWORKS}": os.path.join(folder, FRAMEWORKS)}
 
@@ -203,7 +203,7 @@ class UnknownPatchError(ValueError):
 
 
 class Conflict(Exception):
-    """Somebody else's object stands in place of upstream's function; becomes a row's reason."""
+    """Another package's object has replaced upstream's function; the text is a row's reason."""
 
 
 class VerificationError(RuntimeError):
@@ -211,7 +211,7 @@ class VerificationError(RuntimeError):
 
 
 def of_this_process(module: str, name: str) -> Any:
-    """Return the global `name` of `module` in the process that runs this."""
+    """Return the global `name` of `module` in the process that calls this."""
     __import__(module)
     return getattr(sys.modules[module], name)
 
@@ -220,8 +220,8 @@ class PerProcess:
     """Makes a global that is pickled and copied as a reference to its module and name.
 
     `cloudpickle.register_pickle_by_value(megatron_idempotent)` copies functions with the globals
-    that they use. A copy of a lock, of process groups or of what is patched here would be wrong in
-    another process, or cannot be made: it arrives as the one that the process there has already.
+    that they use. A lock, process groups or the list of applied patches cannot be copied to another
+    process, or would be wrong there. So they are unpickled as the global of the process there.
 
     Example:
         class Counter(PerProcess):
@@ -260,7 +260,7 @@ class PerProcessList(PerProcess, list["Any"]):
 
 
 class PerProcessLock(PerProcess):
-    """Locks; a forked child finds the lock open, even if a thread of the parent held it.
+    """Is a lock that is open in a forked child, even if a thread of the parent held it.
 
     Example:
         _lock = PerProcessLock(__name__, "_lock")

@@ -1,7 +1,7 @@
 """Finds the case files: every module of `megatron_idempotent.patches` declares one hazard.
 
-It declares it as `PATCH`, `HELPER` or `LIMIT`. Those about a framework's own code stand in
-`patches/frameworks/`. `apply()` reads outlines only, out of the index; a case file is imported when
+The declaration is `PATCH`, `HELPER` or `LIMIT`. Case files about a framework's own code are in
+`patches/frameworks/`. `apply()` reads outlines only, from the index; a case file is imported when
 a module that it patches is.
 """
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 def index_of(hazards: Iterable[Hazard], first_untried: str | None = None) -> list[str]:
     """Return the lines of the index.
 
-    It names the first release that nobody has run, by default the one that it names now. It has a
-    line per hazard; the line of a hazard without a patch is its id and a dash.
+    The first line names the first release that is not tested yet, by default that of the present
+    index. Then comes a line per hazard: for one without a patch its id and a dash.
     """
     lines = [f"untried {first_untried or untried()}"]
     for hazard in hazards:
@@ -62,10 +62,10 @@ _patches: dict[str, Patch] = {}
 
 
 def outlines() -> dict[str, Outline]:
-    """Return the outlines, all that `apply()` has to know of a patch, by id, in order of id.
+    """Return the outlines of all patches, which `apply()` works with, by id, in order of id.
 
-    They come from the index, or from the case files if one was added or taken away since the index
-    was made.
+    They come from the index; or from the case files, if one was added or deleted after the index was
+    written.
     """
     if not _outlines:
         ids, by_id = read_index(generated(INDEX))
@@ -79,13 +79,13 @@ def outlines() -> dict[str, Outline]:
 
 
 def lost() -> dict[str, Outline]:
-    """Return the patches that the index lists although their case file is not there, by id."""
+    """Return the patches in the index whose case file was deleted, by id."""
     outlines()
     return _lost
 
 
 def case_file_of(patch_id: str) -> str:
-    """Return the path of a hazard's case file in the repository, whether it is there or not."""
+    """Return the path of a hazard's case file in the repository, whether it exists or not."""
     outline = outlines().get(patch_id) or _lost.get(patch_id)
     of_framework = outline is not None and outline.distribution != MEGATRON
     folder = f"patches/{FRAMEWORKS}" if of_framework else "patches"
@@ -93,7 +93,7 @@ def case_file_of(patch_id: str) -> str:
 
 
 def without_case_file(patch_id: str) -> str:
-    """Say that a patch of `lost()` has no case file, and what to do."""
+    """Return a clause about a patch of `lost()`: that its case file is missing, and the remedy."""
     return f"{case_file_of(patch_id)} is missing, and the index lists it: install the package again"
 
 
@@ -101,7 +101,7 @@ def load(patch_id: str) -> Patch:
     """Return one patch, from its case file.
 
     Raises:
-        RuntimeError: the case file no longer says what the index says.
+        RuntimeError: the case file and the index disagree.
     """
     patch_known = _patches.get(patch_id) or _loaded.get(patch_id)
     if patch_known is not None:
@@ -120,7 +120,7 @@ def load(patch_id: str) -> Patch:
 
 
 def hazards() -> dict[str, Hazard]:
-    """Return all known hazards by id, in order of id. Imports every case file.
+    """Import every case file; return all known hazards by id, in order of id.
 
     Raises:
         TypeError: a case file declares no hazard, or more than one, or does not show it.
@@ -143,7 +143,7 @@ def hazards() -> dict[str, Hazard]:
 
 
 def patches() -> dict[str, Patch]:
-    """Return the hazards that a patch repairs, by id, in order of id. Raises as `hazards()`."""
+    """Return the hazards that are a `Patch`, by id, in order of id. Raises as `hazards()`."""
     if not _patches:
         from .record import Patch
 

@@ -1,15 +1,15 @@
-"""Compares a body with what its wrapper takes for granted about it.
+"""Compares a function's body with what a wrapper assumes about the function.
 
-`contracts.txt` has that for each wrapper: the parameters that the wrapper asks for by name, those
-that it takes by position, and the items of the result that it unpacks, by the names that it gives
-them. `tools/contracts.py` derives it from the wrappers' code. A body that a person reviewed was
-read together with the wrapper; any other one has to fit.
+`contracts.txt` has a contract for each wrapper: the parameters that the wrapper reads by name,
+those that it takes by position, and the names that it unpacks the result into. `tools/contracts.py`
+derives contracts from the wrappers' code. A reviewed body was read together with the wrapper; any
+other body has to meet the contract.
 
-`train()` changes with every release, and a wrapper around it is right or wrong for the sake of a
-few statements. The wrapper's fragments name what it shares with the body: attributes, texts, names.
-The part is every statement that touches one of these, in order, each under the conditions and loops
-that it stands in. On the way from 0.12 to 0.20 `train()` had 116 bodies; the part around
-`no_sync_func` was one of three.
+`train()` changes with every release, but only a few of its statements matter to a wrapper. The
+wrapper's fragments name the attributes, texts and names that it shares with the body. The body's
+part consists of all statements that use one of these, in order, each below the conditions and loops
+around it. From 0.12 to 0.20 `train()` had 116 different bodies; the part around `no_sync_func` had
+three versions.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ _UNCLEAR = "!"
 
 
 class Contract(Record):
-    """Holds what one wrapper needs of the function that it wraps.
+    """Holds what one wrapper assumes about the function that it wraps.
 
     Example:
         contract_of(train).reads == ("config", "model")
     """
 
     reads: tuple[str, ...] = ()
-    """Parameters that the wrapper looks up among the bound arguments."""
+    """Parameters whose values the wrapper reads from the bound arguments."""
     leading: tuple[str, ...] = ()
-    """The wrapper's own parameters after `original`, which it passes on by position."""
+    """The wrapper's parameters after `original`, which it passes to the function by position."""
     keywords: tuple[str, ...] = ()
-    """Parameters that the wrapper passes by keyword."""
+    """Parameters that the wrapper passes to the function by keyword."""
     items: tuple[str, ...] = ()
-    """Names that the wrapper unpacks the result into, `_` for any; empty if it does not unpack."""
+    """Names that the wrapper unpacks the result into, `_` for one that it ignores; may be empty."""
     takes_all: bool = False
     """True if the wrapper passes on any other arguments too, as `*args, **kwargs`."""
     or_more: bool = False
     """True if the result may have more items than the wrapper names."""
     yields: bool = False
-    """True if the wrapper is a generator around one."""
+    """True if the wrapper is a generator, so that the function has to be one."""
     unclear: str = ""
-    """Why nothing could be derived, so that no unreviewed body fits; empty if it could."""
+    """The reason why no contract could be derived, so that only reviewed bodies fit; else empty."""
 
 
 def contract_of(wrapper: Callable[..., Any]) -> Contract:
-    """Return a wrapper's contract."""
+    """Return a wrapper's contract, from `contracts.txt`."""
     name = name_of(wrapper)
     return contracts().get(name) or Contract(
         unclear=f"{CONTRACTS} lacks {name}; run `python tools/casebook.py`"
@@ -101,7 +101,7 @@ def _parsed(line: str) -> tuple[str, Contract]:
 
 
 def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
-    """Say what the wrapper needs and the body lacks, as the end of a sentence; else None."""
+    """Return a clause about the part of the contract that the body does not meet, or None."""
     contract = contract_of(wrapper)
     if contract.unclear:
         return f"cannot be compared with what its wrapper needs: {contract.unclear}"
@@ -138,12 +138,12 @@ def _unmet(contract: Contract, body: Body) -> Iterator[str]:
 
 
 def called(node: ast.AST) -> str:
-    """Return the name that a call calls; empty for any other code."""
+    """Return the name of the function that a call calls; empty for any other node."""
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def _returning(body: Body) -> list[Body]:
-    """Return the function, and the helpers of its module that it ends in: `return helper(...)`."""
+    """Return the function, and functions of its module whose result it returns: `return f(...)`."""
     bodies = [body]
     for function in bodies:  # it grows while it is read
         for node in function.own_nodes:
@@ -159,10 +159,10 @@ def _unmet_items(
     or_more: bool,
     functions: list[Body],
 ) -> Iterator[str]:
-    """Say where the result is not what the wrapper unpacks.
+    """Yield a clause for each `return` that does not fit the names that the wrapper unpacks.
 
-    A name has to stand in its place at least once, and no other name there: `None`, a call or
-    another value may stand for it, as where nothing is to be returned.
+    At least one `return` must have each name at its position, and none may have another name there.
+    `None`, a call or another value at the position is accepted.
     """
     items_text = f"`{', '.join(items)}{', ...' if or_more else ''}`"
     function_names = {function.tree.name for function in functions}
@@ -189,7 +189,7 @@ def _unmet_items(
 
 
 def _leaves(block: Sequence[ast.stmt]) -> bool:
-    """Tell if no call runs to the end of a block without a return."""
+    """Tell if a block ends in a return or a raise, in each branch of its last statement."""
     last = block[-1]
     if isinstance(last, ast.If):
         return bool(last.orelse) and _leaves(last.body) and _leaves(last.orelse)
@@ -199,12 +199,12 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
 
 
 def yields(nodes: Iterable[ast.AST]) -> bool:
-    """Tell if one of these nodes of a function makes it a generator."""
+    """Tell if a function with these nodes is a generator."""
     return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes)
 
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-#: Of compound statements: what they decide by, and the blocks that they decide over.
+#: Fields of compound statements: those in the header, and the blocks.
 _HEADS = ("test", "target", "iter", "items", "subject")
 _BLOCKS = ("body", "orelse", "finalbody")
 
@@ -213,7 +213,7 @@ _Step = tuple[str, tuple[ast.AST, ...]]
 
 
 class BodyPart:
-    """Finds the statements of a body that touch the same things as `fragments` do.
+    """Finds the statements of a body that use the same attributes, texts and names as `fragments`.
 
     Args:
         body: the body of the function.
@@ -256,9 +256,9 @@ class BodyPart:
 def _touching(
     terms: _Terms, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, of_function: bool
 ) -> Iterator[tuple[_Step, ...]]:
-    """Yield each statement that uses one of the terms, with the conditions and loops around it.
+    """Yield each statement that uses one of the terms, below the conditions and loops around it.
 
-    `of_function` is True for statements of the function itself, not of a function inside of it.
+    `of_function` is True for statements of the function itself, False for those of an inner one.
     """
     for statement in statements:
         if isinstance(statement, SCOPES):
@@ -293,7 +293,7 @@ def _head(statement: ast.stmt) -> _Step:
 
 
 def _plain(statement: ast.stmt) -> _Step:
-    # What an assertion says where it fails does nothing where all is well.
+    # An assertion's message has no effect unless it fails.
     if isinstance(statement, ast.Assert):
         return "assert", (statement.test,)
     return "", (statement,)
@@ -311,11 +311,10 @@ def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
 
 
 class _Terms:
-    """Collects the attributes, texts and names in fragments, and tells whether code touches one.
+    """Collects the attributes, texts and names in fragments, and tells whether code uses one.
 
-    Attributes count by their name, whatever object they belong to; so do texts, and returns if a
-    fragment returns. Names that the function binds count where they are bound, other names at every
-    use.
+    Attributes count by name, on any object. Texts count, and so do return statements if a fragment
+    has one. A name that the function binds counts where it is bound, any other name at every use.
     """
 
     def __init__(self, fragments: Iterable[str], bound_here: set[str]) -> None:
@@ -336,7 +335,7 @@ class _Terms:
             for name in ast.walk(generator.target)
             if isinstance(name, ast.Name)
         }
-        # `timers('a').start()` speaks of the timer called a, not of all that starts.
+        # `timers('a').start()` is about the timer called a, not about every `start`.
         methods = {
             id(node.func)
             for node in nodes

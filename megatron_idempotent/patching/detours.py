@@ -1,28 +1,28 @@
-"""Finds live code that goes past our functions, and names it.
+"""Finds live code that bypasses our functions, and names it.
 
-There are two kinds. A class overrides the patched method: itself, or through a mixin that comes
-before. Python's order of resolution tells, and classes are few, so they are always looked at. Or
-something holds upstream's function, and calls that: a second name, a table, a default argument, a
-closure, a bound method, a `functools.partial`, what `torch.compile` has made of it.
+There are two kinds. A class overrides the patched method, itself or through a mixin that precedes
+it in the method resolution order; classes are few, so all of them are checked each time. Or an
+object keeps a reference to upstream's function and calls it: a second name, a table, a default
+argument, a closure, a bound method, a `functools.partial`, the result of `torch.compile`.
 
-Holders show in the function's reference count. We know each reference of our own, and remember the
-places that held it when we last looked. While these account for the whole count, nobody else holds
-it, and no module has to be looked at. Otherwise the garbage collector is asked who refers to it,
-and who refers to these, up to names that a person can look for. A remembered place counts only
-while it still holds the function, so that a place that lets go hides no other.
+Each such holder adds to the function's reference count. We know our own references, and remember
+the holders that the last search found. While these account for the whole count, no module has to
+be searched. Otherwise we ask the garbage collector for the objects that refer to the function, for
+those that refer to these, and so on, up to names that a person can search for. A remembered holder
+counts only while it still has its reference, so that one that dropped it hides no new one.
 
-Some detours cannot be seen:
+Some detours are not found:
 
 - A variable of a running function (before Python 3.11 of a generator, too) and a callback that C++
   code keeps are unknown to the garbage collector. They raise the count, so that each call looks
   again, but have no name, and neither has a table that only such a variable leads to.
-- An attribute of an object that stands before its class's method refers to nothing of upstream's.
-- A method that asks any object for the name counts as one that calls the next.
-- A `__wrapped__` tells of no call: replacements wear it, too.
-- If a package has wrapped a function before us, what else it holds counts as part of its wrapper.
+- An instance attribute that shadows the patched method has no reference to upstream's function.
+- A method that reads the attribute of that name from any object counts as one that calls `super()`.
+- A `__wrapped__` attribute is no evidence of a call: replacements set it, too.
+- If a package wrapped a function before us, its other references count as part of its wrapper.
 - `gc.freeze()` hides containers: after it, only modules, their classes, and the functions and
-  tables in these are looked through.
-- What takes the function while we count is found by the next call.
+  tables in these are searched.
+- An object that gets its reference while we count is found by the next call.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ from .import_hooks import namespace
 from .neighbours import mentioned
 from .patch_points import ABSENT, PatchPoint, unbound
 
-#: Attributes of a site: the function, the static method around it, and what others have wrapped.
+#: Attributes of a patch point: the function, the object in its owner's `__dict__` (which may be a
+#: staticmethod or classmethod), and the function that another package has wrapped.
 _ATTRIBUTES = ("original", "raw", "innermost")
-#: So many places of one function are listed.
+#: The most holders of one function that a report lists.
 _LISTED = 8
-#: Containers that are opened below one of all names in the process.
+#: The most containers that are searched below one name, if all names of the process are searched.
 _FEW = 32
-#: Python itself freezes some hundred objects when it starts.
+#: More frozen objects than this are a program's `gc.freeze()`: Python freezes some hundred itself.
 _FROZEN = 5_000
 
 
 def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
-    """Return by address of a site what live code reaches past our function, each as a clause.
+    """Return clauses that name live code which bypasses our functions, by a function's address.
 
     Args:
-        sites: all sites of this process: those without patches hold functions, too.
+        sites: all patch points of this process; those without patches refer to functions, too.
     """
     family = list({id(member): member for site in sites for member in site.family()}.values())
     our_ids = {id(value) for site in family for value in (site.installed, site.function)}
@@ -85,7 +86,7 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
 
 
 def _overriding(site: PatchPoint, our_ids: Collection[int]) -> Iterator[str]:
-    """Yield a clause for each class whose method objects get in place of ours."""
+    """Yield a clause for each class that overrides the patched method and does not call it."""
     overriding: set[type] = set()
     for heir in _heirs(site.owner):
         classes: tuple[type, ...] = heir.__mro__
@@ -96,7 +97,7 @@ def _overriding(site: PatchPoint, our_ids: Collection[int]) -> Iterator[str]:
                 break
             if raw is ABSENT or _asks(method, site.name):
                 continue
-            # A second name of upstream's own function is a reference to it, and told as such.
+            # A class attribute that is upstream's own function is reported as a reference to it.
             if method is not site.original and cls not in overriding:
                 overriding.add(cls)
                 order = "" if cls is heir else f", which comes before it in {path_of(heir)},"
@@ -105,7 +106,7 @@ def _overriding(site: PatchPoint, our_ids: Collection[int]) -> Iterator[str]:
 
 
 def _heirs(owner: Any) -> Iterator[type]:
-    """Yield the classes below a class, each once; nothing for a module."""
+    """Yield all direct and indirect subclasses of a class, each once; none for a module."""
     classes: list[type] = [owner] if isinstance(owner, type) else []
     yielded_ids = set(map(id, classes))
     for cls in classes:  # it grows while it is read
@@ -117,7 +118,7 @@ def _heirs(owner: Any) -> Iterator[type]:
 
 
 def _asks(function: Any, name: str) -> bool:
-    """Tell if a function, or one below its decorators, asks some object for that name."""
+    """Tell if a function, or one that it decorates, uses the name as a global or an attribute."""
     for _ in range(64):
         code = getattr(function, "__code__", None)
         if isinstance(code, types.CodeType) and name in mentioned(code):
@@ -129,11 +130,11 @@ def _asks(function: Any, name: str) -> bool:
 
 
 class _Original:
-    """Compares the reference count of one function of upstream's with the holders that we know.
+    """Compares the reference count of one of upstream's functions with its known holders.
 
     Args:
-        site: a site that has replaced the function.
-        attribute: the site's attribute that holds it, one of `_ATTRIBUTES`.
+        site: a patch point that has replaced the function.
+        attribute: the site's attribute that refers to the function, one of `_ATTRIBUTES`.
     """
 
     def __init__(self, site: PatchPoint, attribute: str) -> None:
@@ -156,14 +157,14 @@ class _Original:
 
     @property
     def clauses(self) -> list[str]:
-        """Clauses about the places that hold it, for people."""
+        """Clauses that name the holders of the function, for people."""
         more = len(self.labels) - _LISTED
         texts = [f"{label} holds upstream's" for label in sorted(self.labels)[:_LISTED]]
         return [*texts, *([f"{more} other places hold upstream's"] if more > 0 else ())]
 
     @property
     def is_held_by_others(self) -> bool:
-        """True if not all references are accounted for."""
+        """True if the function has more references than ours and those of known holders."""
         return self._total != self._own + sum(self._known.values())
 
     def count(self) -> int:
@@ -171,12 +172,12 @@ class _Original:
         return sys.getrefcount(getattr(self.sites[0], self._attribute)) - _TEMPORARY
 
     def look(self, own_references: int) -> None:
-        """Count the references, then look which of the remembered places still have one.
+        """Count the references, then check which of the remembered holders still have one.
 
         Args:
-            own_references: the number of references that sites have.
+            own_references: the number of references that patch points have.
         """
-        # In this order: a place that lets go in between is missed, and what took it is looked for.
+        # In this order: a reference that moves to another holder in between is searched for.
         self._total, self._own = self.count(), own_references
         for site in self.sites:
             for holder in _entitled(site, self._attribute):
@@ -193,11 +194,11 @@ class _Original:
         return holders
 
     def add(self, holder: Holder, counts: References) -> bool:
-        """Account for the references that a place has, and tell it; return False if it has none.
+        """Count a holder's references as known, and list the holder; return False if none is new.
 
-        A table with two names is told by both. An object that nobody can look for by its name is
-        told only for references that no other place has. A `__wrapped__` tells nothing: what takes
-        the place of a function wears it, and calls nothing below.
+        A table with two names is listed by both. An object without a name is listed only for
+        references that no other holder has. A `__wrapped__` is not listed: a replacement has it
+        too, and does not call the function.
         """
         accounted = self._entitled if holder.name else self._known
         has_more = not counts.keys() <= accounted.keys()
@@ -208,14 +209,14 @@ class _Original:
         return has_more
 
     def _is_neighbour(self, holder: Holder) -> bool:
-        """Tell if a place belongs to a package that wrapped the function before us."""
+        """Tell if a holder belongs to a package that wrapped the function before us."""
         if self._attribute != "innermost":
             return False
         packages = {package for site in self.sites for package in site.inside}
         return any(f" {package}." in f" {holder.label}" for package in packages)
 
     def remember(self, holder: Holder) -> None:
-        """Look at this place first, the next time."""
+        """Have the next `look` check this holder, without a search."""
         if holder.lasts:
             other_holders = [
                 remembered for remembered in self._remembered if not holder.is_at(remembered)
@@ -224,19 +225,19 @@ class _Original:
 
 
 class _Alone:
-    """Holds a function that nobody else holds."""
+    """Holds a function with no other reference, to measure how many references counting adds."""
 
     def __init__(self) -> None:
         self.original = lambda: None
 
 
 _TEMPORARY = 0
-#: The references that counting makes: how many depends on the version of Python.
+#: The number of references that counting itself adds, which depends on the version of Python.
 _TEMPORARY = _Original(_Alone(), "original").count() - 1  # type: ignore[arg-type]
 
 
 def _originals(sites: Iterable[PatchPoint], our_ids: Collection[int]) -> list[_Original]:
-    """Return the functions that these sites have replaced, each once."""
+    """Return the functions that these patch points have replaced, each once."""
     originals: dict[int, _Original] = {}
     for site in sites:
         for attribute in _ATTRIBUTES:
@@ -246,13 +247,13 @@ def _originals(sites: Iterable[PatchPoint], our_ids: Collection[int]) -> list[_O
                 continue
             if key in originals:
                 originals[key].sites.append(site)
-            elif key not in our_ids:  # else it is another site's, which stands around upstream's
+            elif key not in our_ids:  # else it is the function of another patch point
                 originals[key] = _Original(site, attribute)
     return list(originals.values())
 
 
 def _entitled(site: PatchPoint, attribute: str) -> Iterator[Holder]:
-    """Yield places besides sites that hold upstream's function, and are no detour or told of."""
+    """Yield holders of upstream's function that are no detours, or are reported elsewhere."""
     if site.raw is ABSENT:
         yield from (of_class(cls, site.name) for cls in site.owner.__mro__[1:])
     if attribute == "innermost":
@@ -262,11 +263,11 @@ def _entitled(site: PatchPoint, attribute: str) -> Iterator[Holder]:
 
 
 def _search(originals: Sequence[_Original], container_ids: set[int]) -> None:
-    """Look who holds these functions, and remember that.
+    """Search for the holders of these functions, and remember them.
 
     Args:
-        originals: functions that others hold.
-        ours: ids of the containers of ours that do.
+        originals: functions with references that are not accounted for.
+        container_ids: ids of this package's own objects that refer to the functions.
     """
     climb = Climb([original.value for original in originals], container_ids)
     _add(originals, climb.places(), climb.passed, MOST)

@@ -1,8 +1,9 @@
-"""Looks in upstream's code for evidence that a hazard has been repaired.
+"""Searches upstream's code for evidence that a hazard has been repaired.
 
-A text that is there is evidence. A text that is not in one body is none: upstream may have moved it
-into a function that the body calls. So a fragment is gone only if it is nowhere in the modules of
-the bodies, and in no function of another module that the bodies call, or that these call there.
+A fragment that a body contains is evidence. A fragment that one body lacks is not: upstream may
+have moved it into a function that the body calls. So a fragment counts as removed only if the
+modules of the bodies lack it, and so do the functions of other modules that the bodies call,
+directly or through each other.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Bodies(dict[str, Body]):
-    """Maps target addresses to bodies, and searches them and what they call.
+    """Maps target addresses to bodies, and searches these and the functions that they call.
 
     Args:
         bodies: the bodies by target address.
-        sources: what the bodies are from; None to search no function in another module.
+        sources: the sources of the bodies; None to search no function in another module.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class Bodies(dict[str, Body]):
         self._sources = sources
 
     def lack(self, fragment: str) -> bool:
-        """Tell if the fragment is nowhere in the bodies' modules and in what the bodies call."""
-        # Where the hazard is there, a body has it mostly, and no more has to be parsed.
+        """Tell if the bodies' modules, and the functions that the bodies call, lack a fragment."""
+        # On a Megatron with the hazard a body mostly has the fragment: then no more is parsed.
         if any(body.contains(fragment) for body in self.values()):
             return False
         if any(_module_contains(text, fragment) for text in {b.module for b in self.values()}):
@@ -60,7 +61,7 @@ class Bodies(dict[str, Body]):
 
 
 def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
-    """Return, as a `fixed_when`, whether one of the bodies contains one of the fragments."""
+    """Return a `fixed_when` function: True if one of the bodies has one of the fragments."""
     return lambda bodies: any(
         body.contains(fragment, outside_loops=outside_loops)
         for body in bodies.values()
@@ -69,7 +70,7 @@ def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies
 
 
 def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
-    """Return, as a `fixed_when`, whether the fragment is gone: `Bodies.lack`."""
+    """Return a `fixed_when` function: True if the bodies lack the fragment (`Bodies.lack`)."""
     return lambda bodies: bodies.lack(fragment)
 
 
@@ -86,13 +87,13 @@ def _names(fragment: str) -> frozenset[str]:
 
 
 def _module_contains(text: str, fragment: str) -> bool:
-    """Tell if a module's source has the code of a fragment anywhere."""
+    """Tell if a module's source contains the code of a fragment."""
     parts = _parts(text, lambda part: _may_contain(part, fragment))
     return any(occurrences(nodes_of(part), fragment) for part in parts)
 
 
 def _parts(text: str, worth: Callable[[str], bool]) -> Iterator[ast.Module]:
-    """Yield a module's definitions and what stands between them, parsed, as far as worth it."""
+    """Parse a module's definitions, and the code between them; yield those that are `worth` it."""
     if not worth(text):
         return
     starts = [
@@ -103,10 +104,10 @@ def _parts(text: str, worth: Callable[[str], bool]) -> Iterator[ast.Module]:
     parts = [text[start:end] for start, end in itertools.pairwise(starts)]
     try:
         parsed = [ast.parse(part) for part in parts if worth(part)]
-    except SyntaxError:  # what looks like a definition stands in a text over several lines
+    except SyntaxError:  # the beginning of a "definition" is in a multi-line string
         parsed = [ast.parse(text)]
     yield from parsed
 
 
-#: The beginning of a definition of a module, with the decorators before it.
+#: The beginning of a top-level definition, or of a decorator of one.
 _DEFINITION = re.compile(r"^(?=(?:@|def |async def |class ))", re.MULTILINE)

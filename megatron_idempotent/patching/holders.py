@@ -1,9 +1,9 @@
-"""Looks who refers to a function: at a place with a name, and from the function up to such names.
+"""Finds the objects that refer to a function, and the names by which a person can find them.
 
-The garbage collector lists what an object refers to, and who refers to it. A place is a name of a
-module or class, or an object that no name leads to. Between it and the function lie containers, of
-which each is one reference for each time that it holds the function; so references are counted by
-container, and one that two places share is counted once.
+The garbage collector lists the objects that an object refers to, and those that refer to it. A
+holder is a name in a module or class, or an object without such a name. It may reach the function
+through containers: lists, tables, closures. References are counted by container, so that those of
+a container that two holders share are counted once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .import_hooks import namespace
 from .patch_points import find_owner, modules, unbound
 
 _OURS = __name__.partition(".")[0]
-#: Steps from a function up to a name: a table in a table of an object of a module takes five.
+#: The most steps from a function up to a name: a table in a table of a module's object takes five.
 _DEPTH = 8
-#: So many containers are opened below one place.
+#: The most containers that are searched below one holder.
 MOST = 2_000
-#: So many items has a table that is no data.
+#: The most items of a table that is searched; a larger one is data.
 _LARGE = 1_000
-#: So many objects are asked for at once who refers to them.
+#: The most objects whose referrers are listed in one call.
 _WIDE = 100
 
 _OWNERS = (type, types.ModuleType)
 _RUNNING = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
-#: These hold a function on behalf of what holds them.
+#: Types of containers: whatever refers to one reaches the function through it.
 _CONTAINERS = (
     *(dict, list, tuple, set, frozenset, collections.deque, types.MappingProxyType),
     *(types.CellType, types.FunctionType, types.MethodType, types.BuiltinMethodType, property),
@@ -40,35 +40,35 @@ _CONTAINERS = (
     *(staticmethod, classmethod, *_RUNNING),
 )
 _TABLES = (dict, list, tuple, set, frozenset)
-#: Most of what containers refer to, and not looked into.
+#: The most frequent types of objects in containers; such objects are not searched.
 _PLAIN = frozenset({str, int, float, bool, bytes, type, type(None), types.CodeType})
 
-#: Where `functools.wraps` notes a function.
+#: The attribute in which `functools.wraps` keeps the function that it wraps.
 WORN = "__wrapped__"
 
 References = dict[tuple[int, str], int]
-"""The number of references by the id of the object that has them, and a name: that in a module or
-class, `__wrapped__`, or nothing."""
+"""Maps (id of a referring object, name) to its number of references. The name is that in a module
+or class, `__wrapped__`, or empty."""
 
 
 class Holder(NamedTuple):
-    """Names a place that held a function of upstream's when somebody last looked.
+    """Names an object that referred to one of upstream's functions at the last search.
 
     Example:
         Holder("my.tool.TABLE", lambda: sys.modules["my.tool"], "TABLE")
     """
 
     label: str
-    """The place, for people."""
+    """The holder in words, for people."""
     owner: Callable[[], Any]
-    """A function that returns the module, class or object now; None if it is gone."""
+    """A function that returns the module, class or object, or None if it no longer exists."""
     name: str = ""
     """The name in the module or class; empty if the object itself refers to the function."""
     lasts: bool = True
-    """False if `owner` keeps the object alive, so that the place must not be remembered."""
+    """False if `owner` keeps the object alive, so that the holder must not be remembered."""
 
     def is_at(self, other: Holder) -> bool:
-        """Tell if both are the same place."""
+        """Tell if both are the same name, or the same object."""
         return (self.label, self.name) == (other.label, other.name) and (
             self.owner() is other.owner()
         )
@@ -80,12 +80,12 @@ def path_of(cls: type) -> str:
 
 
 def of_module(module: str, name: str) -> Holder:
-    """Return the place that is a name of a module."""
+    """Return the holder for a name in a module."""
     return Holder(f"{module}.{name}", lambda: sys.modules.get(module), name)
 
 
 def of_class(cls: type, name: str) -> Holder:
-    """Return the place that is a name of a class, which it does not keep alive."""
+    """Return the holder for a name in a class; it does not keep the class alive."""
     return Holder(f"{path_of(cls)}.{name}", weakref.ref(cls), name)
 
 
@@ -95,13 +95,16 @@ def references(
     within: Collection[int] | None = None,
     most: int = MOST,
 ) -> dict[int, References]:
-    """Return by id of a function the references to it at a place, and in what that holds.
+    """Count a holder's references to functions, its own and those of containers below it.
 
     Args:
-        holder: the place.
+        holder: the holder.
         function_ids: the ids of the functions.
-        within: ids of the objects that may lie in between; None for all.
-        most: the number of containers that are opened.
+        within: ids of the containers that are searched; None for all.
+        most: the most containers that are searched.
+
+    Returns:
+        The references, by id of the function.
     """
     owner = holder.owner()
     value = namespace(owner).get(holder.name) if holder.name else owner
@@ -115,7 +118,7 @@ def references(
     opened = {id(value)}
     waiting = [value] if _may_hold(value) else []
     if within is not None and not issubclass(type(value), _CONTAINERS):
-        within = {*within, id(namespace(value))}  # which Python may have made since
+        within = {*within, id(namespace(value))}  # Python may have made this `__dict__` since
     for container in waiting:  # it grows while it is read
         items = _contents(container)
         for key in () if function_ids.isdisjoint(map(id, items)) else function_ids:
@@ -132,15 +135,15 @@ def references(
 
 
 def _kinds(container: Any, functions: Sequence[Any]) -> Iterator[tuple[str, int]]:
-    """Yield the number of references of a container to one function, by a word for their kind.
+    """Yield (`__wrapped__` or "", the number of references) of a container to one function.
 
     Args:
         container: any object.
-        functions: the function, once for each reference.
+        functions: the function, as often as the container refers to it.
     """
     code = _code_of(container)
     if not functions or (code is not None and getattr(functions[0], "__code__", None) is code):
-        return  # a generator of that very function
+        return  # the container is a generator that runs this function
     worn = issubclass(type(container), dict) and dict.get(container, WORN) is functions[0]
     if worn:
         yield WORN, 1
@@ -158,16 +161,16 @@ def _may_hold(value: Any) -> bool:
 
 
 def _is_namespace(container: Any) -> bool:
-    """Tell if a dictionary is that of a module or class, whose names are places of their own."""
+    """Tell if a dictionary is the namespace of a module or class, whose names are holders."""
     if not issubclass(type(container), dict):
         return False
     has = functools.partial(dict.__contains__, container)
-    # A function's own has the last name, too.
+    # A function's own dictionary may have `__module__`, but then has `__qualname__`, too.
     return has("__spec__") or (has("__module__") and not has("__qualname__"))
 
 
 def _contents(container: Any) -> list[Any]:
-    """Return what a container refers to; of a function, without the names of its module."""
+    """Return the objects that a container refers to; for a function, without its globals."""
     items = gc.get_referents(container)
     if isinstance(container, types.FunctionType):
         function: Any = container  # not every version of mypy knows __builtins__
@@ -177,7 +180,7 @@ def _contents(container: Any) -> list[Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Tell if a function's code, or an object's class, is of this package."""
+    """Tell if a function's code, or an object's class, belongs to this package."""
     kind = type(value)
     if issubclass(kind, functools.partial):
         return _is_ours(value.func)
@@ -193,24 +196,24 @@ def _is_ours(value: Any) -> bool:
 
 
 class Climb:
-    """Asks the garbage collector who refers to some objects, and who to these, up to names.
+    """Lists the objects that refer to some objects, those that refer to these, and so on to names.
 
     Args:
         values: the objects.
-        ours: ids of objects that are left out.
+        container_ids: ids of objects that are left out.
     """
 
     def __init__(self, values: Sequence[Any], container_ids: set[int]) -> None:
         self._modules = {id(namespace(module)): name for name, module in modules(everywhere=True)}
         self._functions: dict[str, Holder] = {}
         self._owners: dict[int, tuple[Any, str]] = {}
-        """Classes, and namespaces of modules, by id, with the name of the module."""
+        """Maps an id to (namespace of a module, the module's name) or (class, "")."""
         self._between: dict[int, Any] = {}
         self._ours = container_ids
         self._ends = set(map(id, values))
         objects: list[Any] = list(values)
         for _ in range(_DEPTH):
-            # Each is compared with every reference in the process.
+            # The collector compares each object with every reference in the process.
             objects = self._above(objects, values)[:_WIDE]
             if not objects:
                 break
@@ -229,7 +232,7 @@ class Climb:
                 self._owners[key] = holder, self._modules.get(key, "")
                 continue
             leads = key not in passed_ids and kind is not types.FrameType and _may_hold(holder)
-            # What holds an object that is no container holds much besides.
+            # An object that is no container is no step on the way: many unrelated ones refer to it.
             if leads and not climbs.isdisjoint(map(id, _contents(holder))):
                 self._between[key] = holder
                 if not self._has_name(holder):
@@ -237,7 +240,7 @@ class Climb:
         return above
 
     def _has_name(self, function: Any) -> bool:
-        """Tell if a function stands where its code says, and note that place."""
+        """Tell if a function is found by its own qualified name; if so, note that name."""
         if type(function) is not types.FunctionType:
             return False
         module = str(function.__globals__.get("__name__"))
@@ -259,7 +262,7 @@ class Climb:
                 yield of_module(module, name) if module else of_class(owner, name)
 
     def nameless(self) -> Iterator[Holder]:
-        """Yield functions and objects in between that no module or class has a name for."""
+        """Yield functions and other objects on the way that have no name in a module or class."""
         for value in self._between.values():
             kind = type(value)
             if issubclass(kind, (types.FunctionType, *_RUNNING)):
@@ -269,10 +272,10 @@ class Climb:
 
 
 def with_attribute(holder: Holder, function_id: int) -> Holder:
-    """Return a place that is an object with the attribute in its label that leads to a function.
+    """Add, to an object's label, the name of its attribute through which it reaches a function.
 
     Args:
-        holder: any place; others are returned as they are.
+        holder: any holder; one with a name, or that is a container, is returned unchanged.
         function_id: the function's id.
     """
     owner = holder.owner()
@@ -299,7 +302,7 @@ def _owner_of(module: str, qualname: str) -> Any:
 
 
 def _name_of(value: Any) -> str:
-    """Return the name that a function or generator has in its code, with that of its module."""
+    """Return the qualified name of a function or generator, after its module or source file."""
     code: Any = value.__code__ if type(value) is types.FunctionType else _code_of(value)
     name = getattr(code, "co_qualname", value.__qualname__)
     module = (
@@ -316,10 +319,10 @@ def _of_object(value: Any, label: str) -> Holder:
 
 
 def everywhere(function_ids: Set[int]) -> Iterator[Holder]:
-    """Yield names of modules and classes that may lead to a function; of one object one name.
+    """Yield the names in modules and classes whose values may refer to a function.
 
     Args:
-        function_ids: ids of functions, of which all names are yielded.
+        function_ids: ids of functions, whose names are all yielded; of other objects only one is.
     """
     looked_at: set[int] = set()
     for module, module_object in modules():
@@ -340,7 +343,7 @@ def everywhere(function_ids: Set[int]) -> Iterator[Holder]:
 
 
 def _may_lead_on(value: Any) -> bool:
-    """Tell if a value is a class, a table, or a function with more than its code."""
+    """Tell if a value may refer to functions: a class, a table, a function with a closure etc."""
     kind, function = type(value), unbound(value)
     if type(function) is types.FunctionType:
         extras = function.__closure__ or function.__defaults__ or function.__kwdefaults__

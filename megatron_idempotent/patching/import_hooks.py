@@ -1,7 +1,7 @@
-"""Waits for modules that are not imported yet, and finds their source without importing them.
+"""Calls functions after modules are imported, and finds modules' source without importing them.
 
-wrapt's post-import hooks do the waiting. Importing wrapt takes longer than all else that `apply()`
-does, so a finder in `sys.meta_path` puts that off until somebody imports Megatron.
+It uses wrapt's post-import hooks. Importing wrapt takes longer than the rest of `apply()`, so a
+finder in `sys.meta_path` imports it when a program imports Megatron.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def namespace(module: object) -> dict[str, Any]:
     try:
         namespace_dict: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:
-        return {}  # somebody put an object that is no module into sys.modules
+        return {}  # an object in sys.modules that is no module
     return namespace_dict
 
 
 def forget() -> None:
-    """Forget where modules were found: `sys.path` may have changed since the last public call."""
+    """Clear the cache of modules' paths: `sys.path` may have changed since the last public call."""
     _found.clear()
     _package_paths.clear()
 
 
 def find(module: str) -> str | None:
-    """Return the source file of `module`, or None. Imports nothing, not even parent packages."""
+    """Return the source file of `module`, or None, without importing even its parent packages."""
     if module not in _found:
         _found[module] = _find(module)
     return _found[module]
@@ -84,15 +84,15 @@ def _search(name: str) -> list[str] | None:
 
 def _spec(name: str, search: Sequence[str] | None) -> Any:
     for finder in list(sys.meta_path):
-        # Import-hook finders (wrapt's, ours) would import parents or wake hooks to answer.
+        # Import-hook finders (wrapt's, ours) would import parents, or call hooks.
         if type(finder).__module__.startswith(("wrapt.", "megatron_idempotent.")):
             continue
         find_spec = getattr(finder, "find_spec", None)  # as importlib does: old ones have none
         try:
             spec = None if find_spec is None else find_spec(name, search)
         except KeyError:
-            # A namespace package in one that is not imported: its parent is looked up, in vain, in
-            # sys.modules.
+            # A namespace package in a package that is not imported: the finder looks up the parent
+            # in sys.modules, and fails.
             from importlib.machinery import ModuleSpec
 
             spec = ModuleSpec(name, None, is_package=True)
@@ -107,13 +107,13 @@ def _source(path: str | None) -> str | None:
     return path if path and path.endswith(".py") else None
 
 
-#: The first Python whose import system nobody has read, see `_watch`.
+#: The first Python whose import system was not reviewed for `_watch`.
 _UNREAD = (3, 15)
 _lock = PerProcessLock(__name__, "_lock")
-# By top-level package that nobody has imported yet: the modules of it that are waited for.
+# Top-level package that is not imported yet → its modules, and the function to call for each.
 _waiting_packages: dict[str, dict[str, _Action]] = PerProcessDict(__name__, "_waiting_packages")
 _hooked: set[str] = PerProcessSet(__name__, "_hooked")
-# Modules that cannot tell when they are complete, looked at with every import.
+# Modules whose import we cannot see end; each later import checks them.
 _polled: dict[str, _Action] = PerProcessDict(__name__, "_polled")
 # The module objects whose body has run to its end. Their spec still says "initializing" while a
 # post-import hook runs.
@@ -121,9 +121,9 @@ _complete: dict[str, ModuleType] = PerProcessDict(__name__, "_complete")
 
 
 def door_waits() -> bool:
-    """Return whether a finder of ours waits for the first import of Megatron to call `apply()`.
+    """Return whether the first import of Megatron will call `apply()`.
 
-    `megatron_idempotent.hook` has one, and the file that `hook install` writes another.
+    `megatron_idempotent.hook`, and the file that `hook install` writes, add finders that do so.
     """
     doors = ("_Watch", "MegatronIdempotentHook")
     return any(
@@ -133,18 +133,18 @@ def door_waits() -> bool:
 
 
 def is_complete(name: str) -> bool:
-    """Return whether the module is imported and its body has run: all functions are there."""
+    """Return whether the module is imported and its body has run, so that it has all functions."""
     module = sys.modules.get(name)
     if module is None:
         return False
     kind = type(module)
     if (kind.__module__, kind.__name__) == ("importlib.util", "_LazyModule"):
-        return False  # its body runs when somebody first asks it for something, which is not us
+        return False  # its body runs when another module first reads an attribute
     return not _is_initializing(module) or _complete.get(name) is module
 
 
 def under_way(names: Iterable[str]) -> list[str]:
-    """Return which of these modules, and of the packages above them, are being imported now."""
+    """Return those of the modules, and of their parent packages, that are being imported now."""
     above = {
         ".".join(parts[:count])
         for parts in (name.split(".") for name in names)
@@ -154,10 +154,10 @@ def under_way(names: Iterable[str]) -> list[str]:
 
 
 def when_complete(names: Iterable[str], action: _Action) -> None:
-    """Call `action` each time one of the modules has been imported. It must not raise.
+    """Call `action`, which must not raise, each time one of the modules has been imported.
 
-    Call this without holding a lock that `action` takes: an import in another thread may be in the
-    middle of calling it.
+    The caller must not hold a lock that `action` takes: another thread's import may be calling
+    `action`.
     """
     for name in names:
         package = name.partition(".")[0]
@@ -168,7 +168,7 @@ def when_complete(names: Iterable[str], action: _Action) -> None:
                 _waiting_packages.setdefault(package, {})[name] = action
             if package not in sys.modules:
                 continue
-            # Another thread has begun to import it in between, and may not ring any more.
+            # Another thread has begun to import it since, and may have passed the finder before.
         _register(name, action)
 
 
@@ -187,10 +187,10 @@ def _register(name: str, action: _Action) -> None:
 
     def imported(module: ModuleType) -> None:
         if registering and not is_complete(name):
-            # An import began in another thread, and wrapt calls back before it has ended.
+            # An import began in another thread, and wrapt calls this before that import has ended.
             _imported(name, module, action)
             return
-        # wrapt forgets a hook that has fired.
+        # wrapt removes a hook when it has called it.
         _hooked.discard(name)
         _complete[name] = module
         action()
@@ -200,7 +200,7 @@ def _register(name: str, action: _Action) -> None:
 
 
 def _imported(name: str, module: ModuleType, action: _Action) -> None:
-    """Act for a module in `sys.modules`: at once, or at the end of the import under way."""
+    """Call `action` for a module in `sys.modules`, at once or when its import ends."""
     if is_complete(name):
         _hooked.discard(name)
         action()
@@ -214,11 +214,11 @@ def _is_initializing(module: ModuleType) -> bool:
 
 
 def _watch(name: str, module: ModuleType, action: _Action) -> bool:
-    """Act when the import system marks the spec of `module` as initialised; False if it can't.
+    """Call `action` when a module's running import ends; return False if that cannot be arranged.
 
-    No import hook reaches an import that has already begun. Its last act, successful or not, is to
-    set `spec._initializing`, so that is made a property until then. This is done only on Pythons
-    whose import system a person has read; on a later one the next `apply()` looks again.
+    No import hook reaches an import that has already begun. The last step of an import, successful
+    or not, sets `spec._initializing`, so we make that a property until then. We do so only on
+    Pythons whose import system was reviewed; on later ones the next `apply()` checks the module.
     """
     if sys.version_info >= _UNREAD:
         return False
@@ -231,11 +231,11 @@ def _watch(name: str, module: ModuleType, action: _Action) -> bool:
                 spec.__class__ = kind
                 _hooked.discard(name)
                 if sys.modules.get(name) is module:
-                    # Before others may use it: they wait for as long as it says "initializing".
+                    # Before other threads may use the module: they wait while it is "initializing".
                     _complete[name] = module
                     action()
                 else:
-                    _register(name, action)  # it raised; somebody may try again
+                    _register(name, action)  # the import raised, and may be repeated
         finally:
             vars(spec)["_initializing"] = value
 
@@ -246,17 +246,17 @@ def _watch(name: str, module: ModuleType, action: _Action) -> bool:
     try:
         spec.__class__ = watched
     except TypeError:
-        return False  # a spec of somebody's own, with slots
+        return False  # the spec's class is not the standard one, and has slots
     if not initializing(spec):
-        done(spec, False)  # the import ended while the property was put in
+        done(spec, False)  # the import ended before the property was set
     return True
 
 
 class _ImportSentinel:
-    """Registers hooks, as a finder, when a package that is waited for is about to be imported.
+    """Registers hooks for a package's modules when an import of the package begins; it is a finder.
 
-    It stays in `sys.meta_path`: to take a finder out in the middle of an import makes that import
-    skip the next finder.
+    It stays in `sys.meta_path`: removing a finder during an import makes that import skip the next
+    finder.
     """
 
     def find_spec(
@@ -273,7 +273,7 @@ class _ImportSentinel:
             _register(name, action)
         if fullname not in waiting:
             return None
-        # wrapt has put its finder before this one, where this import no longer comes by.
+        # wrapt has put its finder before this one, and this import has already passed that place.
         import importlib.util
 
         return importlib.util.find_spec(fullname)

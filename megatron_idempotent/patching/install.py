@@ -1,7 +1,7 @@
-"""Moves patches from wanted to landed and off again. The caller holds `lock`.
+"""Installs and removes patches. The caller holds `lock`.
 
 A patch is wanted if its version fits and every target's file exists. It has landed when every
-target's module is imported, the bodies were judged, and every wrapper is in.
+target's module is imported, the bodies were judged, and every wrapper is installed.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ class State(PerProcess):
         """The selection of the latest `apply()`."""
         self.wanted: dict[str, Outline] = {}
         self.named: frozenset[str] = frozenset()
-        """Ids that any `apply()` named, for which a drifted body is accepted."""
+        """Ids that the `only=` of any `apply()` named, for which a drifted body is accepted."""
         self.rows: dict[str, Row] = {}
         self.sites: dict[str, PatchPoint] = {}
-        """The sites by the address of their function. No flag on the target says so: a flag set
-        through a wrapper lands on the original and outlives it. A site without layers stays, so
-        that the next `apply()` patches its function again for everything that holds it."""
+        """The patch points, by the address of their function. They are not marked by an attribute
+        of the function: one that is set through a wrapper is set on the original, and stays there.
+        A patch point without wrappers is kept, so that the next `apply()` patches the same function
+        object, which other code may refer to."""
         self.homes: dict[str, str] = {}
         """The addresses of functions that upstream has moved, by target address."""
         self.verify_within = 0.0
-        """Seconds within which all ranks have to say in their first schedule call that they have
-        the same patches; 0 where nobody asked for that, and after it."""
+        """Seconds that `verify_at_start` waits for all ranks in the first schedule call; 0 if it is
+        off, or done."""
 
 
 state = State(__name__, "state")
@@ -53,7 +54,7 @@ lock = PerProcessLock(__name__, "lock", RLock)
 
 
 def _before_fork() -> None:
-    # A child forked in the middle of an installation would inherit half of it. Not for ever: the
+    # A child forked during an installation would inherit a part of it. The wait has a limit: the
     # thread that installs may itself wait for an import lock that this one holds.
     global _held_over_fork
     _held_over_fork = lock.acquire(timeout=1)
@@ -69,7 +70,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
 
 
 def settle() -> None:
-    """Land whatever can land: called by `apply()` and by every import hook."""
+    """Install wanted patches whose modules are imported, after `apply()` and after imports."""
     due = [
         patch
         for patch in state.wanted.values()
@@ -92,18 +93,18 @@ def settle() -> None:
                 drop({patch.id}, names)
                 state.rows[patch.id] = refusal
     finally:
-        names.rebind()  # of an interrupted import too: nothing would look again
+        names.rebind()  # also after an interrupted import: no later call would do it
     for patch_id, reason in accepted.items():
         if patch_id in state.wanted:
             state.rows[patch_id] = _accepted(state.wanted[patch_id], reason)
 
 
 def forget_sources() -> list[str]:
-    """Let go of upstream's texts, trees and code, megabytes that are read again if need be.
+    """Clear the caches of upstream's texts, syntax trees and code, which take megabytes.
 
     Returns:
-        Modules and packages that are being imported, of which the next needs the same: then
-        nothing is let go.
+        Modules and packages that are being imported now. If there are any, no cache is cleared,
+        because the next import needs it.
     """
     names = {target.module for patch in state.wanted.values() for target in patch.targets}
     waiting = import_hooks.under_way(names)
@@ -118,17 +119,17 @@ def forget_sources() -> list[str]:
 def _land(
     outline: Outline, sources: Sources, names: StaleReferences, accepted: dict[str, str]
 ) -> Row | None:
-    # Puts the reason into `accepted`, or returns why not.
+    # Puts the reason into `accepted`, or returns the row of a refusal.
     by_name = outline.id in state.named
     verdict, prepared, refusal = judge(outline, named=by_name, sources=sources, lands=True)
     if refusal is not None:
         return refusal
-    # Everything is validated; from here on only plain assignments happen.
+    # All checks have passed; the rest consists of plain assignments.
     for target, site in prepared:
         if not site.in_place or not site.is_installed:
             state.sites[site.target.address] = site
             site.body = verdict.release or verdict.bodies[target.address].hash
-            # What a package binds of its own functions, it calls as its own.
+            # Names in the target's own package are rebound too: it calls its function by them.
             package, selection = target.module.partition(".")[0], state.selection
             rebound = selection.settings.rebind if selection else ()
             site.install({"megatron", package, *rebound}, names)
@@ -140,18 +141,18 @@ def _land(
 def judge(
     outline: Outline, *, named: bool, sources: Sources | None = None, lands: bool = False
 ) -> tuple[decide.Verdict, list[tuple[Target, PatchPoint]], Row | None]:
-    """Decide on a patch by the files of its modules, and by the functions in those imported.
+    """Decide on a patch by the source of its modules, and the functions of imported ones.
 
-    Landing and its announcement, a dry run included, come to one decision this way.
+    Installation, a dry run and a report before the import call this, so that they agree.
 
     Args:
         outline: the patch, which is on and whose distribution is installed.
-        named: True if the user has named it, and so accepts a drifted body.
-        sources: what reads modules, each of them once for several patches.
-        lands: True to prepare the sites; False changes nothing.
+        named: True if the user has named the patch, and so accepts a drifted body.
+        sources: reads modules, and keeps their texts for further patches.
+        lands: True to prepare patch points; False changes nothing.
 
-    Returns:
-        The verdict, the prepared sites, and the row of a patch that is refused.
+        Returns:
+            The verdict, the prepared patch points, and the row of a patch that is refused.
     """
     verdict = decide.check_bodies(outline, named=named, sources=sources)
     if verdict.status is not None:
@@ -190,12 +191,12 @@ def _accepted(patch: Outline, reason: str) -> Row:
 
 
 def site_of(target: Place) -> PatchPoint | None:
-    """Return the site of a target's function, wherever that is by now; None if there is none."""
+    """Return the patch point of a target's function, which may have moved; None without one."""
     return state.sites.get(state.homes.get(target.address, target.address))
 
 
 def check(patch: Patch, verdict: decide.Verdict) -> None:
-    """Raise what `prepare` would raise."""
+    """Raise the error that `prepare` would raise."""
     from .patch_points import check_patch_point
 
     for target in patch.targets:
@@ -205,11 +206,11 @@ def check(patch: Patch, verdict: decide.Verdict) -> None:
 
 
 def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPoint]]:
-    """Return the sites of those targets whose modules are there; change nothing.
+    """Return (target, patch point) for targets whose modules are imported; change nothing.
 
     Raises:
-        Conflict: somebody else's object stands at one of them.
-        AttributeError: nothing stands there, although the source defines it.
+        Conflict: another package's object has replaced a target's function.
+        AttributeError: the module lacks the function, although its source defines it.
     """
     prepared = []
     opened: list[PatchPoint] = []
@@ -224,7 +225,7 @@ def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPo
                 fresh = open_patch_point(target_here, verdict.bodies.get(target.address))
                 opened.append(fresh)
                 if site is None or not site.same_place(fresh):
-                    # Names that were bound early still lead to the function of the old site.
+                    # Names bound before a reload still refer to the old patch point's function.
                     fresh.previous = site
                     site = fresh
             prepared.append((target, site))
@@ -240,10 +241,10 @@ def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPo
 
 
 def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
-    """Take these patches off, last in first out, and forget them.
+    """Remove these patches, the last installed first, and forget them.
 
     Args:
-        names: collects the sites whose names are to be rebound; None rebinds them at once.
+        names: collects the patch points whose names are to be rebound; None rebinds them at once.
     """
     from .patch_points import StaleReferences
 
@@ -267,7 +268,7 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
 
 
 def landed(patch: Outline) -> bool:
-    """Return whether every target leads to our function, and our function has this patch."""
+    """Return whether every target's name refers to our function, and that has this patch."""
     return all(
         (site := site_of(target)) is not None and patch.id in site.layers and site.in_place
         for target in patch.targets
@@ -280,7 +281,7 @@ def missing(patch: Outline) -> list[str]:
 
 
 def detours() -> dict[str, list[str]]:
-    """Return by address of a patched function what live code reaches past our function."""
+    """Return clauses about live code that bypasses our functions, by a function's address."""
     if not state.sites:
         return {}
     from .detours import detours
@@ -289,11 +290,11 @@ def detours() -> dict[str, list[str]]:
 
 
 def current(patch: Outline, detours_of: Mapping[str, list[str]] = NOTHING) -> Row:
-    """Return the patch's outcome as it stands now.
+    """Return the patch's row, after checking that its functions are still in place.
 
     Args:
         patch: the patch.
-        detours_of: `detours()`.
+        detours_of: the result of `detours()`, whose clauses go into the reason.
     """
     landed_row = state.rows.get(patch.id)
     if landed_row is None:
@@ -326,7 +327,7 @@ def current(patch: Outline, detours_of: Mapping[str, list[str]] = NOTHING) -> Ro
 
 
 def row(patch: Outline, status: Status, reason: str) -> Row:
-    """Return a row about `patch` with the version that is installed."""
+    """Return a row for `patch`, with the installed version."""
     version = decide.version_of(patch)
     return Row(
         id=patch.id,

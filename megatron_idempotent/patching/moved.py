@@ -1,4 +1,4 @@
-"""Follows code that upstream has moved: to another module, a base class, or a new function.
+"""Finds code that upstream has moved: to another module, a base class, or a new function.
 
 A module that no longer defines a function may still bind its name, by an import or an assignment,
 and a class may inherit it. The definition is then judged where it is. Only source is read.
@@ -17,21 +17,21 @@ from .source import Body, definitions, imports_of, parse_body
 if TYPE_CHECKING:
     from .releases import Sources
 
-#: No chain of imports and base classes is followed further than this.
+#: The most imports and base classes to follow, one from another.
 _DEPTH = 6
-#: Nor a chain of calls: further away nobody moves a part of a body, and train() calls everything.
+#: The most calls to follow: a part of a body does not move further, and train() calls everything.
 _CALLS = 2
 
 
 def definition(
     module: str, qualname: str, sources: Sources, *, inherited: bool = True, depth: int = _DEPTH
 ) -> tuple[Place, Body] | None:
-    """Return where the function is defined that `module:qualname` leads to, and its body.
+    """Return the address of the definition that `module:qualname` refers to, and its body.
 
     Args:
         module: the module that binds the function or its class.
-        qualname: its name in there.
-        sources: what reads the modules.
+        qualname: the function's qualified name in that module.
+        sources: reads the modules.
         inherited: True to look for a method in the base classes of its class, too.
         depth: the most imports, assignments and base classes to follow.
 
@@ -63,16 +63,17 @@ def definition(
 def called(
     body: Body, module: str, sources: Sources, worth: Callable[[str], bool]
 ) -> Iterator[tuple[str, Body]]:
-    """Yield the functions that a body calls by name and other modules define, and what these call.
+    """Yield (module, body) of functions of other modules that a body calls, directly or not.
 
-    Methods count if the call names a module or a class; `self.name()` is one of the class's module.
+    A method counts if the call names a module or a class. `self.name()` does not count: such a
+    method is mostly in the same module.
 
     Args:
         body: the body.
-        module: its module, whose own functions are left out.
-        sources: what reads the modules.
-        worth: told a module's source; functions are looked up where it is true, and in packages,
-            which may import them from elsewhere.
+        module: the body's module, whose own functions are left out.
+        sources: reads the modules.
+        worth: returns whether to search a module with this source. Packages are always searched,
+            because they may import functions from other modules.
     """
     yielded_addresses: set[str] = set()
     waiting = [(body, module, _CALLS)]
@@ -115,7 +116,7 @@ def _called_names(body: Body) -> set[str]:
 
 
 def _origins(text: str, module: str, name: str, sources: Sources) -> Iterator[tuple[str, str]]:
-    """Yield the modules and names that a name in a module may come from."""
+    """Yield (module, name) pairs that a name in a module may be imported or assigned from."""
     package = module if sources.is_package(module) else module.rpartition(".")[0]
     for statement in imports_of(text):
         if isinstance(statement, ast.Import):
@@ -139,7 +140,7 @@ def _origins(text: str, module: str, name: str, sources: Sources) -> Iterator[tu
 
 
 def bases_of(text: str, owner: str) -> list[str]:
-    """Return the base classes as the source names them: `module.Base`, without parameters."""
+    """Return a class's bases as its source names them: `module.Base`, without type parameters."""
     for line in definitions(text).get(owner, ()):
         inner = _BASES.match(text, line.end) if line.is_class else None
         if inner is not None:

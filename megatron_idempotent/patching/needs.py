@@ -1,4 +1,4 @@
-"""Checks that patches on which library code stands are applied, and says what is lost if not."""
+"""Checks that patches on which library code depends are applied, or says what is lost."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from .base import Outline
 from .catalog import lost, outlines, without_case_file
 from .install import current, landed
 
-# Outcomes that say that this Megatron does not have the hazard.
+# Statuses of patches whose hazard this Megatron does not have.
 _NOT_THERE = frozenset({"fixed_upstream", "missing_target", "unsupported_version"})
 
 
 def always(_: Any) -> bool:
-    """Return True, because every chunk has what is patched."""
+    """Return True: the need applies to every chunk."""
     return True
 
 
 class Need(NamedTuple):
-    """Names something that library code stands on and patches provide, and the loss without it."""
+    """Names a fact that library code depends on and patches provide, and the loss without it."""
 
     provided: str
     """A key of `patching.record.PROVIDED`."""
     without: str
     """The consequence if no applied patch provides it, as a clause."""
     where: Callable[[Any], bool] = always
-    """A function that returns whether a chunk has what is patched."""
+    """Returns whether the need applies to a chunk."""
     a_door: bool = False
-    """True if library code reaches Megatron through the patch, so needs it without the hazard."""
+    """True if library code reaches Megatron through the patch, so needs it even if this Megatron
+    does not have the hazard."""
 
 
 def providers(name: str) -> list[Outline]:
@@ -43,16 +44,15 @@ def is_provided(name: str) -> bool:
 
 
 def absent(name: str, *, a_door: bool) -> list[str]:
-    """Say of each patch that provides a key of `PROVIDED` why it is not in place.
+    """Return, for each patch that provides a key of `PROVIDED`, the reason why it is not in place.
 
     Args:
         name: a key that no patch in place provides.
-        a_door: name patches whose hazard this Megatron does not have, too.
+        a_door: True to include patches whose hazard this Megatron does not have.
 
-    Returns:
-        Such as "no-sync-ends-early (disabled: named in exclude=)". Of a patch whose case file was
-        deleted, while the index still lists it, that and the file's path. Empty where nobody lacks
-        it.
+        Returns:
+            Texts such as "no-sync-ends-early (disabled: named in exclude=)". If the case file of a
+            patch in the index was deleted, the text names that file. Empty if none is missing.
     """
     absences = []
     for patch in providers(name):
@@ -70,7 +70,7 @@ def check_applied(what: str, needs: Iterable[Need], chunks: Sequence[Any]) -> No
     """Raise unless the patches that `what` needs for these chunks are applied.
 
     Raises:
-        RuntimeError: names each that is not, why it is not, and what is lost without it.
+        RuntimeError: a patch is not applied; the message has the reason, and the loss without it.
     """
     losses = []
     for need in needs:

@@ -1,8 +1,8 @@
-"""Tells who else has wrapped or replaced a function, and if what stands there still calls another.
+"""Tells which packages have wrapped or replaced a function, and which functions a wrapper calls.
 
-Liger, MindSpeed, Primus and others do that to Megatron, too. A wrapper can reach the function below
-it: through its closure, an argument's default, a global that it names, or an attribute. That a
-`__wrapped__` points there is no evidence, because replacements set it as well.
+Liger, MindSpeed, Primus and others patch Megatron, too. A wrapper can reach the function that it
+wraps through its closure, an argument's default, a global that it names, or an attribute. Its
+`__wrapped__` is no evidence, because replacements set that as well.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any
 from .import_hooks import namespace
 from .releases import package_of
 
-#: So many objects are looked at for one function. A wrapper's closure may hold a whole model.
+#: The most objects to search for one function: a wrapper's closure may hold a whole model.
 _MOST = 256
 #: A larger one is data.
 _LARGE = 64
 _OWNERS = (type, types.ModuleType)
 _SHELLS = (staticmethod, classmethod, types.MethodType)
 _OURS = package_of(__name__)
-#: Part of a module's name → what its users call it.
+#: Part of a module's name → the name by which its users know the package.
 _KNOWN_AS = {"torch._dynamo": "torch.compile"}
 
 
 def layers(
     value: Any, is_sought: Callable[[Any], bool]
 ) -> tuple[list[Callable[..., Any]], Callable[..., Any]] | None:
-    """Return the layers above the first function below `value` that is wanted, and that function.
+    """Return the wrappers through which `value` reaches a function, and that function.
 
-    The list begins with the outermost layer, and is empty if `value` itself is wanted. None means
-    that nothing wanted can be reached.
+    It is the first one for which `is_sought` is true. The wrappers come outermost first; there is
+    none if `value` is the function. Return None if no such function can be reached.
     """
     waiting: list[tuple[Any, list[Any]]] = [(value, [])]
     passed_ids: set[int] = set()
@@ -52,7 +52,7 @@ def layers(
 
 
 def _below(value: Any) -> tuple[list[Any], list[Any]]:
-    """Return what a callable holds, which may be layers, and what its code can name."""
+    """Return callables that a callable refers to directly, and those that its code names."""
     kind = type(value)
     if issubclass(kind, _SHELLS):
         return [value.__func__], []
@@ -84,8 +84,8 @@ def _below(value: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _callables(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield those of the values that may be layers, and those in tables and attributes of them."""
-    # No isinstance(), which asks a lazy proxy and wakes it.
+    """Yield the callables among the values, and those in tables and attributes of the values."""
+    # Not isinstance(), which reads a lazy proxy's `__class__` and so loads it.
     for value in values:
         kind = type(value)
         if issubclass(kind, _OWNERS):
@@ -107,7 +107,7 @@ def _functions(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def mentioned(code: types.CodeType) -> Iterator[str]:
-    """Yield the globals and attributes that code asks for, that of inner functions included."""
+    """Yield the names of globals and attributes that code uses, inner functions included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -115,7 +115,7 @@ def mentioned(code: types.CodeType) -> Iterator[str]:
 
 
 def who(layers: Iterable[Any]) -> list[str]:
-    """Return the packages whose code these layers run, outermost first, each once."""
+    """Return the packages of the wrappers' code, outermost first, each once."""
     return list(dict.fromkeys(map(_package, layers)))
 
 
@@ -124,7 +124,7 @@ def _package(layer: Any) -> str:
     kind = type(layer)
     if issubclass(kind, functools.partial):
         package = _package(layer.func)
-        # Around our function it is somebody else's, and says no more than that.
+        # A partial around our function is another package's, which it does not tell.
         return "functools" if package == _OURS else package
     function = layer._self_wrapper if hasattr(kind, "_self_wrapper") else layer  # wrapt's
     of_it = type(function) is types.FunctionType

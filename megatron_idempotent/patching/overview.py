@@ -1,4 +1,4 @@
-"""Sums a report up in a line, and lists its patches in groups, problems first."""
+"""Summarizes a report in one line, and lists its patches in groups, problems first."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def overview(
     dry_run: bool = False,
     notes: Iterable[str] = (),
 ) -> str:
-    """Return a report as text: one line that sums up, the problems, and then the rest by group.
+    """Return a report as text: one line of summary, the problems, then other patches by group.
 
     Args:
         report: the rows of a report.
-        incomplete: its sentences about groups of patches of which a part is missing.
+        incomplete: the report's sentences about groups of patches that are applied in part.
         width: the terminal's width in columns; None for a pipe, which gets one line per patch with
             its whole reason.
         dry_run: True if the report only says what `apply()` would do.
@@ -78,13 +78,13 @@ def _answer(
     land: str,
     undecided: int,
 ) -> str:
-    """Sum up a report in one line.
+    """Summarize a report in one line.
 
     Args:
         report: all rows.
         in_place: the rows of patches that are applied.
-        waiting: the rows of patches that wait for an import, and land then.
-        land: the verb of those that wait.
+        waiting: the rows of patches that will be applied at an import.
+        land: the verb for these.
         undecided: the number of patches for other releases that wait for the files to be read.
     """
     concerned = [*in_place, *waiting, *(row for row in report if row.status in PROBLEMS)]
@@ -142,6 +142,6 @@ def _reason(row: Row, width: int | None) -> str:
         return f"{patches()[row.id].summary}; {row.reason}"
     if width is None:
         return row.reason
-    # The heading says when they land; a terminal has no room for modules beside what else there is.
+    # The heading says when they land; a terminal's lines have no room for the modules' names.
     reason = row.reason.partition("; lands when ")[0].replace("; body reviewed on ", ", ")
     return reason.removeprefix("lands when ").removesuffix(" is imported")

@@ -31,22 +31,24 @@ if TYPE_CHECKING:
 
 
 _Modules = Iterable[tuple[str, types.ModuleType]]
-#: Do not import Megatron, and hold half of all names.
+#: Packages that do not import Megatron. Half of all names in a process are in their modules.
 _NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
 
 class StaleReferences:
-    """Collects sites, and rebinds the names of their functions in all modules at once."""
+    """Collects patch points, and rebinds the names of their functions in all modules at once."""
 
     def __init__(self) -> None:
         self._sites: list[PatchPoint] = []
 
     def follow(self, site: PatchPoint) -> None:
-        """Let `rebind()` make every name of the site's function lead to what the site has now."""
+        """Add a patch point, whose function's names the next `rebind()` sets to `site.current`."""
         self._sites.append(site)
 
     def rebind(self) -> None:
-        """Rebind names in modules; each site's `left` then has the names that it may not change.
+        """Set names of the collected sites' functions to `site.current`, in all modules.
+
+        Afterwards each site's `left` lists the names in modules that the site may not change.
 
         Call it after all assignments to the sites: a module that another thread imports in between
         gets our functions by itself, or is seen here.
@@ -77,17 +79,20 @@ class StaleReferences:
 def modules(
     is_sought: Callable[[str], bool] = lambda name: True, *, everywhere: bool = False
 ) -> Iterator[tuple[str, types.ModuleType]]:
-    """Yield the modules that may have names of Megatron's functions, by name; wake no lazy one.
+    """Yield (name, module) for imported modules that may refer to Megatron's functions.
+
+    Lazy modules are not loaded by this.
 
     Args:
-        is_sought: tells of a module's name whether it is yielded.
-        everywhere: True for torch's modules and Python's own, too, which do not import Megatron.
+        is_sought: returns whether to yield the module with a name.
+        everywhere: True to yield the modules of torch and of Python's standard library too,
+            which do not import Megatron.
     """
     for name in list(sys.modules):
-        # By the name first: to look at a module copies its page of memory in a forked process.
+        # The name is checked first: reading a module object copies its memory page in a fork.
         may_import = everywhere or name.partition(".")[0] not in _NEVER
         module = sys.modules.get(name) if may_import and is_sought(name) else None
-        # Not isinstance(): it believes what a proxy says it is, and asking wakes a lazy one.
+        # Not isinstance(): it trusts a proxy's `__class__`, and reading that loads a lazy module.
         if module is not None and issubclass(type(module), types.ModuleType):
             yield name, module
 
@@ -109,12 +114,14 @@ _ALONE = _references({"value": object()}, "value")
 def _held(
     sites: Sequence[PatchPoint], modules: _Modules, names: Iterable[str] | None = None
 ) -> Iterator[tuple[PatchPoint, tuple[str, types.ModuleType, str]]]:
-    """Yield the places at which modules hold a function that a site has replaced or put back.
+    """Yield (site, (module name, module, name)) for names that refer to an outdated function.
+
+    That is upstream's function while the site is installed, and the site's own one afterwards.
 
     Args:
-        sites: those that are asked for.
-        modules: names and modules that are looked through.
-        names: the only ones that are looked at in each module; None looks at all.
+        sites: the sites whose functions are searched for.
+        modules: pairs of a name and a module, to search.
+        names: the names to check in each module; None checks all names.
     """
     by_id = {id(value): site for site in sites for value in (site.original, site.installed)}
     ids = frozenset(by_id)
@@ -130,9 +137,9 @@ def _held(
 
 
 ABSENT: Any = object()
-"""Stands for the raw value where a class has inherited the function."""
+"""The value of `raw` if the class inherits the function and does not define it."""
 
-#: What `functools.lru_cache` gives a function, and upstream calls.
+#: Attributes that `functools.lru_cache` adds to a function, and that upstream's code calls.
 _CACHED = ("cache_clear", "cache_info", "cache_parameters")
 
 
@@ -140,15 +147,15 @@ class PatchPoint:
     """Puts layers of wrappers around one function of Megatron, and takes them off again.
 
     Args:
-        target: any target that leads here.
+        target: any target whose address leads to this function.
         owner: the module or class that holds the function.
-        raw: what stands in the owner's `__dict__`: a function, staticmethod or classmethod; or
+        raw: the value in the owner's `__dict__`: a function, staticmethod or classmethod; or
             `ABSENT`.
-        inherited: what a base class has in its `__dict__`, if raw is `ABSENT`.
-        held_elsewhere: references to raw besides the owner's; None where nobody counted.
-        inside: other people's layers in raw, around upstream's function, outermost first.
-        innermost: upstream's own function below these.
-        upstream: a site of that function, for names that still hold it.
+        inherited: the value in a base class's `__dict__`, if raw is `ABSENT`.
+        held_elsewhere: the number of references to raw besides the owner's; None if not counted.
+        inside: wrappers of other packages that raw has around upstream's function, outermost first.
+        innermost: upstream's own function, which those wrappers call.
+        upstream: a patch point of `innermost`, for names that still refer to it directly.
     """
 
     def __init__(
@@ -172,17 +179,17 @@ class PatchPoint:
         """Hash of upstream's body when the first patch landed."""
         self.layers: dict[str, Callable[..., Any]] = {}
         self.left: list[str] = []
-        """Names that were bound before us in modules that we may not change."""
+        """Names that still refer to upstream's function, in modules that we may not change."""
         self.previous: PatchPoint | None = None
-        """The site at this address before upstream's module was loaded again."""
+        """The patch point of this address before upstream's module was reloaded."""
         self.prefixes: frozenset[str] = frozenset()
         """Packages whose early-bound names are rebound."""
         self.is_installed = False
         self.holders: dict[str, list[Any]] = {}
-        """The places that held upstream's function when `detours` looked, by attribute here."""
+        """The holders of upstream's function that `detours` found last, by attribute of this."""
         self._held_elsewhere = held_elsewhere
         self._cover: object = None
-        """The object that stood in the place of our function when that was taken away."""
+        """The object that had replaced our function when `uninstall` ran."""
         self._call = original = self.original
 
         @functools.wraps(original)
@@ -202,7 +209,7 @@ class PatchPoint:
 
     @property
     def standing(self) -> Any:
-        """The object at the target in upstream's module, as `sys.modules` has it; or None."""
+        """The object that the target's name refers to now; None if its module or class is gone."""
         module = sys.modules.get(self.target.module)
         try:
             owner_there = None if module is None else find_owner(module, self.target.qualname)
@@ -212,7 +219,7 @@ class PatchPoint:
 
     @property
     def in_place(self) -> bool:
-        """True if upstream's module, as `sys.modules` has it, still leads to our function."""
+        """True if the target's name still refers to our function, or to a wrapper that calls it."""
         return self._above() is not None
 
     @property
@@ -223,13 +230,16 @@ class PatchPoint:
 
     @property
     def replaced_by(self) -> str:
-        """The package whose object stands in the place of our function, or a word for nothing."""
+        """The package of the object that has replaced our function; "nothing" without an object."""
         value = self.standing
         return "nothing" if value is None else who([unbound(value)])[0]
 
     @property
     def bound_before(self) -> list[str]:
-        """Names in others' modules that lead to upstream's function, or to theirs around it."""
+        """Names, in modules that we may not change, that bypass our function.
+
+        They refer to upstream's function, or to another package's wrapper around it.
+        """
         return [*self.left, *(self._upstream.left if self._upstream is not None else ())]
 
     def _above(self) -> list[Any] | None:
@@ -237,18 +247,18 @@ class PatchPoint:
         if value is self.installed or value is self.function:
             return []
         if value is None or value is self.raw:
-            return None  # it was there before our function
+            return None  # upstream's function, or a wrapper that is older than ours
         reached = layers(value, lambda layer: layer is self.installed or layer is self.function)
         return None if reached is None else reached[0]
 
     def family(self) -> Iterator[PatchPoint]:
-        """Yield this site, and those that hold functions on its behalf."""
+        """Yield this site, the one before a reload, and that of upstream's innermost function."""
         yield self
         for site in self._below():
             yield from site.family()
 
     def held(self) -> list[Any]:
-        """Return what the site refers to and may be upstream's, once for each reference."""
+        """Return the objects that this site refers to, each as often as the site refers to it."""
         items = [*vars(self).values(), unbound(self.raw) if self.raw is not self.original else None]
         for layer in self._chain():
             attributes = vars(layer).values()
@@ -260,7 +270,7 @@ class PatchPoint:
         return items
 
     def containers(self) -> Iterator[Any]:
-        """Yield the objects of ours that may refer to upstream's function."""
+        """Yield this site's own objects that may refer to upstream's function."""
         yield from (vars(self), self.raw)
         for layer in self._chain():
             attributes = vars(layer)
@@ -278,9 +288,9 @@ class PatchPoint:
         yield self.function
 
     def discard(self) -> None:
-        """Let go of upstream's function: a site refers to itself, and would until it is collected.
+        """Drop the references to upstream's function, of a site that was never installed.
 
-        Only for a site that was never installed.
+        A site refers to itself, so it would keep the function until the next garbage collection.
         """
         vars(self.function).clear()
         self._call = self.original = self.raw = self.innermost = self.installed = None  # type: ignore[assignment]
@@ -309,17 +319,17 @@ class PatchPoint:
         call = self.original
         # By id, so that the order does not depend on the order of imports or of calls.
         for _, wrapper in sorted(self.layers.items(), reverse=True):
-            # update_wrapper, so that a wrapper sees upstream's signature on what it is given.
+            # update_wrapper, so that a wrapper sees upstream's signature on its `original`.
             call = functools.update_wrapper(functools.partial(wrapper, call), self.original)
         self._call = call
 
     @property
     def current(self) -> Any:
-        """The object that the function's names should lead to: ours while it is installed."""
+        """The object that names should refer to: our function while installed, else upstream's."""
         return self.installed if self.is_installed else self.original
 
     def lead(self, module_name: str, module: types.ModuleType, name: str) -> None:
-        """Rebind that name to what the site has now, or note it where we may not change it."""
+        """Set a module's name to `current`; list it in `left` if we may not change the module."""
         full_name = f"{module_name}.{name}"
         if module is self.owner or any(
             module_name == prefix or module_name.startswith(f"{prefix}.")
@@ -330,10 +340,9 @@ class PatchPoint:
             self.left.append(full_name)
 
     def is_held_by_more_than(self, names: int) -> bool:
-        """Return whether more than `names` names may hold the function that the site replaced.
+        """Return whether more than `names` names may refer to the function that the site replaced.
 
-        That is known only the first time, before we hold the function ourselves; later calls assume
-        that more names hold it.
+        The count from before the installation answers the first call; later calls return True.
         """
         holders, self._held_elsewhere = self._held_elsewhere, None
         return holders is None or holders > names
@@ -347,7 +356,7 @@ class PatchPoint:
         """
         self.prefixes = frozenset(prefixes)
         self.is_installed = True
-        if not self.in_place:  # where it is, somebody may have wrapped it
+        if not self.in_place:  # if it is, another package may have wrapped it
             setattr(self.owner, self.name, self.installed)
         if isinstance(self.owner, types.ModuleType):
             names.follow(self)
@@ -356,9 +365,9 @@ class PatchPoint:
             names.follow(self._upstream)
 
     def uninstall(self, names: StaleReferences) -> bool:
-        """Put upstream's function back; return False if someone has wrapped ours in the meantime.
+        """Put upstream's function back; return False if another package's wrapper calls ours.
 
-        In that case ours stays below theirs as an inert layer that only passes calls on.
+        In that case our function stays below that wrapper, and only passes calls on.
         """
         for site in self._below():
             site.uninstall(names)
@@ -377,7 +386,7 @@ class PatchPoint:
 
     @property
     def leftover(self) -> str | None:
-        """Words for what is left of us when no patch is on, as the end of a sentence; or None."""
+        """A clause about our function if it can still be reached without a patch on it; or None."""
         if self.is_installed:
             return None
         live, address = namespace(self.owner).get(self.name), self.target.address
@@ -396,7 +405,7 @@ class PatchPoint:
 
 
 def _methods(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the methods of objects of C, such as `cache_clear` of a function with a cache."""
+    """Yield the values that are built-in methods, such as a cached function's `cache_clear`."""
     return (value for value in list(values) if type(value) is types.BuiltinMethodType)
 
 
@@ -419,8 +428,8 @@ def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
     if raw is ABSENT:
         inherited = next(vars(base)[name] for base in owner.__mro__ if name in vars(base))
         return PatchPoint(target, owner, ABSENT, inherited=inherited)
-    # A class is asked for its method at each call; a module's function may have been bound before
-    # they wrapped it.
+    # A method is looked up at each call; a module's function may have been imported by name before
+    # another package wrapped it.
     early = inside and isinstance(owner, types.ModuleType)
     return PatchPoint(
         target,

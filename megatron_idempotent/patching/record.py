@@ -1,21 +1,21 @@
 """Defines the records of a case file in `patches/`: hazard, releases, remedy, groups.
 
-A `Patch` repairs it from outside; a `Helper` names the function that the caller has to use instead,
-where no wrapper can know enough; a `Limit` only says what to keep away from.
+A `Patch` repairs a hazard by wrapping upstream's functions. A `Helper` names a function that the
+caller has to call, because a wrapper lacks the information. A `Limit` only documents the hazard.
 
-Each member of a group repairs a hazard of its own, and none breaks a program if another is missing:
-a group is applied as far as it goes. But a program that relies on the group's promise then meets
-the hazard of the missing member.
+Each member of a group repairs a hazard of its own, and works if another member is missing, so a
+group may be applied in part. But a program that relies on the group's promise then meets the hazard
+of the missing member.
 
-A declaration says what only it can say. All else comes from the module that makes it: the hazard's
-id is its file's name, its programs are the functions `reproduce`, `repaired`, `neighbour` and
+A record holds only what its module cannot tell. The rest comes from that module: the hazard's id
+is the file's name, its programs are the functions `reproduce`, `repaired`, `neighbour` and
 `helped`, and its docstring is the case file, with the link to upstream.
 
 `reviewed.txt` lists the bodies of upstream's functions that a person has read. It is one file for
-all patches, so that a new release of Megatron touches this file and no case file. A line names a
-function, and the lines below it the hashes of its bodies with their releases, and below each body
-the patches for which it was read: who reads for one wrapper does not see what another one needs. A
-part belongs to one patch, too.
+all patches, so that a new release of Megatron changes this file and no case file. A line names a
+function; the lines below it have the hashes of its bodies with their releases; below each body are
+the patches for which it was reviewed, because a review for one wrapper does not cover another one.
+A part is reviewed for one patch, too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 Original = Callable[..., Any]
-"""Is what a wrapper gets first: upstream's function, or another patch's wrapper around it."""
+"""The type of a wrapper's first argument: upstream's function, or another patch's wrapper."""
 
 
 def arguments(original: Original, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def arguments(original: Original, args: Sequence[Any], kwargs: Mapping[str, Any]
     Raises:
         TypeError: the call does not fit the signature; the same error that upstream would raise.
     """
-    import inspect  # here, because apply() before Megatron's import has no use for it
+    import inspect  # here, because apply() before Megatron's import does not use it
 
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
@@ -64,10 +64,10 @@ def arguments(original: Original, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class PatchGroup(Record):
-    """Names a promise that several patches keep together."""
+    """Describes a promise that holds if several patches are all applied."""
 
     promise: str
-    """The promise that holds if all members are applied, as a sentence."""
+    """The promise, as a sentence."""
     instead: str
     """The advice if a member is missing, as a request."""
 
@@ -111,7 +111,7 @@ GROUPS: Mapping[str, PatchGroup] = {
     ),
 }
 
-#: Facts about a patched Megatron that library code stands on, whichever case file brings them.
+#: Facts about a patched Megatron that library code depends on; a patch `provides` them.
 PROVIDED: Mapping[str, str] = {
     "schedules-ask-windows": "a schedule that is called to train asks the window that is open",
     "gathers-watched": "parameters that wait for an overlapped gather are known",
@@ -130,9 +130,9 @@ _BY_HAND = "named in "
 
 
 def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
-    """Say which groups are applied in part: what is missing, what that means, what to do instead.
+    """Return a sentence per group that is applied in part: what is missing, the effect, the remedy.
 
-    A patch that this Megatron does not need is not missing, nor one that `only=` leaves out.
+    A patch that this Megatron does not need, or that `only=` leaves out, does not count as missing.
     """
     statuses = {row.id: row for row in rows}
     absent = {
@@ -159,9 +159,9 @@ def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
 SECTIONS = ("Symptom", "Cause", "Affects", "Upstream", "Remove when")
 
 FAULT = "Fault: "
-"""The error of a `reproduce` that has found the hazard itself."""
+"""The error that `reproduce` raises if it detects the hazard by a check of its own."""
 
-#: What a run shows of a hazard → what that means.
+#: How a hazard shows in a run → the meaning of that word.
 LOUDNESS: Mapping[str, str] = {
     "silent": "a run goes on, and no error says that it is wrong",
     "loud": "a run ends in an error, dies, or waits for ever",
@@ -184,21 +184,22 @@ class Target(Place):
     """Plain module-level function `wrapper(original, *args, **kwargs)`."""
 
     reviewed: Mapping[str, str] = NOTHING
-    """Body hash → the releases on which a person read that body; by default what `reviewed.txt`
-    says of the address and the patch. Any of them may be wrapped."""
+    """Body hash → the releases with that body, which a person has reviewed; by default from
+    `reviewed.txt`, for the address and the patch. The patch is applied to each of these bodies."""
 
     relies_on: tuple[str, ...] = ()
-    """Source fragments that a body nobody reviewed must contain for the wrap to be right. All
-    statements with the same attributes, texts and names are the body's part: see `parts`."""
+    """Source fragments that an unreviewed body must contain for the wrapper to fit. All statements
+    that use the same attributes, texts and names are the body's part: see `parts`."""
 
     parts: Mapping[str, str] = NOTHING
-    """Hash of a part (`patching.contract`) → the releases on which a person read it; by default
-    what `reviewed.txt` says of the patch. If this is empty, as for frameworks that nobody reads
-    release by release, the fragments alone decide."""
+    """Hash of a part (`patching.contract`) → the releases with that part, which a person has
+    reviewed; by default from `reviewed.txt`. If this is empty, as for frameworks, whose releases
+    are not reviewed one by one, the fragments alone decide."""
 
     early_users: tuple[str, ...] = ()
-    """Modules that call the function while they are imported, for example to make a decorator. A
-    module that was imported before the wrapper keeps what it made, and the report says so."""
+    """Modules that call the function while they are imported, for example to make a decorator. If
+    one was imported before the wrapper was installed, it keeps the unpatched result, and the
+    report says so."""
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class Target(Place):
             raise ValueError(f"target {self.address} has parts of nothing: give fragments too")
 
     def at(self, homes: Mapping[str, str]) -> Target:
-        """Return this target at the address that its function has moved to, if it has moved."""
+        """Return the target with its function's new address in `homes`, or unchanged without one."""
         home = homes.get(self.address)
         if home is None:
             return self
@@ -231,7 +232,7 @@ class Target(Place):
         return moved
 
     def label(self, body_hash: str) -> str:
-        """Return the releases that have this body, whichever patch it was read for; else nothing.
+        """Return the releases that have a body, reviewed for any patch; "" for an unknown body.
 
         Example: `target.label("0123456789ab") == "0.12.0 to 0.15.3"`.
         """
@@ -240,9 +241,10 @@ class Target(Place):
 
 
 class Hazard(Record):
-    """Describes one defect of upstream. The docstring of the module that declares it explains it.
+    """Describes one defect of upstream, which the docstring of the declaring module explains.
 
-    Its functions show the hazard, and its absence, on CPU ranks with the real Megatron.
+    The functions of that module show the hazard, and its absence, with the real Megatron on CPU
+    ranks.
     """
 
     summary: str
@@ -250,15 +252,15 @@ class Hazard(Record):
 
     stock_error: str = FAULT
     """Regular expression that the error of `reproduce` on stock Megatron must match, `Type:
-    message`; by default it is a `Fault`, which `reproduce` raises where it has found the hazard."""
+    message`; by default a `Fault`, which `reproduce` raises if it detects the hazard itself."""
 
     loudness: str = ""
-    """One of `LOUDNESS`: what a run shows of the hazard; by default `loud` if `stock_error` is
+    """One of `LOUDNESS`: how the hazard shows in a run; by default `loud` if `stock_error` is
     upstream's own error, else `silent`."""
 
     distribution: str = ""
-    """The package whose releases `since` and `before` speak of; by default the one that the first
-    target is in."""
+    """The distribution whose releases `since` and `before` name; by default that of the first
+    target."""
 
     since: str = ""
     """First release that is affected; by default the oldest megatron-core that is supported."""
@@ -271,11 +273,11 @@ class Hazard(Record):
     """Number of ranks that the programs are called on."""
 
     given: tuple[str, ...] = ()
-    """Ids of patches that stock has here too: without them `reproduce` raises before it comes to
-    this."""
+    """Ids of patches that are also applied for the stock run: without them `reproduce` fails before
+    it reaches this hazard."""
 
     needs: tuple[str, ...] = ()
-    """Packages that `reproduce` needs of upstream's code and that upstream does not declare."""
+    """Packages that upstream's code imports in `reproduce`, and that upstream does not declare."""
 
     module: str = ""
     """The module that declares the hazard, by default the one that makes the record."""
@@ -314,15 +316,15 @@ class Hazard(Record):
 
     @property
     def reproduce(self) -> Callable[..., None]:
-        """The module's function that is called on every rank, and raises if the hazard is there.
+        """The module's function that is called on every rank, and raises if Megatron has the hazard.
 
-        Where a function of this package helps, it takes `helped`: whether to call that function.
+        For a `Helper` it takes `helped`: whether to call the helper's function.
         """
         return sys.modules[self.module].reproduce  # type: ignore[no-any-return]
 
     @property
     def neighbour(self) -> Callable[..., object] | None:
-        """A correct program close to the hazard: a control.
+        """A correct program close to the hazard, as a control; None if the module has none.
 
         It must give the same bits with and without patches. It is called on every rank, stock and
         patched. It raises if stock gets the program wrong, and returns the values to compare:
@@ -332,7 +334,7 @@ class Hazard(Record):
         return getattr(sys.modules[self.module], "neighbour", None)
 
     def raises(self, text: str) -> bool:
-        """Return whether a text has the error of `reproduce`; False if that is only a type."""
+        """Return whether a text contains `stock_error`; False if that names a type without a message."""
         pattern = self.stock_error
         names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
         return bool(pattern) and not names_a_type_alone and re.search(pattern, text) is not None
@@ -349,7 +351,7 @@ class Hazard(Record):
 
     @property
     def case_file(self) -> dict[str, str]:
-        """The sections of the declaring module's docstring, headline under the empty name."""
+        """The sections of the declaring module's docstring by name; the headline's name is ""."""
         module = sys.modules[self.module]
         doc = module.__doc__ or _docstring(module)
         parts = re.split(rf"^({'|'.join(SECTIONS)}):", doc, flags=re.MULTILINE)
@@ -360,10 +362,10 @@ class Hazard(Record):
 
     @property
     def upstream(self) -> str:
-        """The public link, in the case file, to upstream's code, issue or pull request.
+        """The case file's public link to upstream's code, issue or pull request.
 
         Raises:
-            ValueError: the case file has none.
+            ValueError: the case file has no link.
         """
         link = re.search(r"https://[^\s,;)]+", self.case_file.get("Upstream", ""))
         if link is None:
@@ -385,21 +387,22 @@ class Patch(Hazard, Outline):
     """
 
     targets: tuple[Target, ...]
-    """The wrapped functions: all of them or none."""
+    """The functions to wrap, with their wrappers: all of them are wrapped, or none."""
 
     fixed_when: Callable[[Bodies], bool] | None = None
-    """A function of the bodies by target address: True if upstream no longer needs the patch."""
+    """Takes the bodies by target address; returns True if upstream has repaired the hazard."""
 
     came_with: tuple[str, str] | None = None
-    """Address of a function, or a module and a colon, without which there is no hazard, and a
-    fragment of that function, which may be empty. It says of commits what `since` says of
-    releases."""
+    """The code that introduced the hazard: the address of a function, or a module and a colon, and
+    a fragment of the function, which may be empty. A commit without it does not have the hazard;
+    for releases `since` decides."""
 
     fixed_by: tuple[tuple[str, str], ...] = ()
-    """Addresses of functions beside the targets, each with a fragment that repairs the hazard."""
+    """Addresses of functions other than the targets, each with a fragment of upstream's repair."""
 
     default: bool = True
-    """False for a patch that costs, or was never run, for want of hardware: on only if named."""
+    """False for a patch that is costly, or was not run for lack of hardware: it is applied only if
+    `only=` names it."""
 
     groups: tuple[str, ...] = ()
     """Keys of `GROUPS`: the promises that this patch keeps together with others."""
@@ -408,7 +411,7 @@ class Patch(Hazard, Outline):
     """Keys of `PROVIDED`: facts that library code may rely on if this patch is applied."""
 
     debug: bool = False
-    """True if the patch only looks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on too."""
+    """True if the patch only checks, so that `MEGATRON_IDEMPOTENT_CHECK=1` switches it on, too."""
 
     def __init__(self, summary: str | None = None, *targets: Target, **fields: Any) -> None:
         summary_field: dict[str, Any] = {} if summary is None else {"summary": summary}
@@ -441,7 +444,7 @@ class Patch(Hazard, Outline):
 
     @property
     def answer(self) -> str:
-        """The switch that turns it on, for the tables."""
+        """The words for the tables: "patch", and whether it is off by default."""
         return "patch" if self.default else "patch, off by default"
 
 
@@ -466,16 +469,16 @@ class Helper(Hazard):
 
 
 class Limit(Hazard):
-    """Describes a hazard that nothing here repairs; its case file says what to keep away from."""
+    """Describes a hazard that this package cannot repair; its case file says what to avoid."""
 
     @property
     def answer(self) -> str:
-        """The words "documented limit", because there is nothing to call."""
+        """The words "documented limit", for the tables."""
         return "documented limit"
 
 
 def takes_help(program: Any) -> bool:
-    """Return whether a program of a case file is told whether to call the helper."""
+    """Return whether a program of a case file has the parameter `helped`."""
     code = getattr(program, "__code__", None)
     # The names of local variables follow those of parameters.
     return (
@@ -485,7 +488,7 @@ def takes_help(program: Any) -> bool:
 
 
 def _declaring_module() -> str:
-    """Return the name of the module whose code is making a record."""
+    """Return the name of the module whose code is creating a record."""
     frame = sys._getframe(1)
     while frame.f_globals["__name__"] in (__name__, Record.__module__):
         assert frame.f_back is not None
@@ -547,11 +550,11 @@ class Reviewed:
 
     def __init__(self, lines: Iterable[str]) -> None:
         self.bodies: dict[str, dict[str, str]] = {}
-        """Address of a function → hash of a body → its releases, oldest first."""
+        """Address of a function → hash of a body → the body's releases, oldest first."""
         self.readers: dict[tuple[str, str], list[str]] = {}
-        """Address and hash of a body → the patches for which a person read it."""
+        """(Address, hash of a body) → the patches for which a person reviewed that body."""
         self.parts: dict[tuple[str, str], dict[str, str]] = {}
-        """Address and patch → hash of a part → its releases."""
+        """(Address, patch) → hash of a part → the part's releases."""
         address = name = ""
         for line in lines:
             if not line.startswith(" "):
@@ -594,7 +597,7 @@ _known: list[Reviewed] = []
 
 
 def reviewed() -> Reviewed:
-    """Return the file that this package has, read once."""
+    """Return the contents of this package's `reviewed.txt`, read once."""
     if not _known:
         _known.append(Reviewed(generated(FILE)))
     return _known[0]

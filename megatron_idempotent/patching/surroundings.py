@@ -1,18 +1,19 @@
-"""Looks in the sources on the path for what wrappers need beside the functions that they wrap.
+"""Checks that the sources on the path have the names that wrappers use.
 
-A body that a person has read says nothing of the objects that the wrapper touches besides. So
+Reviewing the body of a wrapped function does not cover other objects that the wrapper uses. So
 `reads.txt` lists, for each patch, the attributes, methods and functions of upstream that its
-wrappers read, call or set; `tools/reads.py` derives them from their code. A patch is refused by
-name where one of them is missing, where a class that has to carry our state has `__slots__`, and
-where code in the sources bypasses the patched function: a subclass that has one of its own, a
-second name, a table that holds it.
+wrappers read, call or set; `tools/reads.py` derives them from the wrappers' code. A patch is
+refused, with the name in the reason, if one of them is missing, if a class on whose objects we
+keep state has `__slots__`, or if code in the sources bypasses the patched function: a subclass
+with a method of its own, a second name, a table that refers to it.
 
-Some of them have to allow more than to be read. A wrapper sets an attribute, which a property
-without a setter, a frozen dataclass or `__slots__` refuse: `name!` in `reads.txt`. It passes
-keywords, which have to be parameters: `name(keyword)`. And it takes a result apart, which has to be
-made by statements that a person has read: `name[hash]`.
+Some names are not only read. `name!` in `reads.txt` is an attribute that a wrapper sets: it must
+not be a property without a setter, or of a frozen dataclass, or missing in `__slots__`.
+`name(keyword)` is a function that a wrapper calls with the keyword: it must have that parameter.
+`name[hash]` is a function whose result a wrapper unpacks or indexes: a person must have reviewed
+the statements that make the result.
 
-All of it is one search for text per name. Nothing is parsed unless a search has found something.
+Each name takes one search of a module's text. Code is parsed only if the search finds the name.
 """
 
 from __future__ import annotations
@@ -46,37 +47,38 @@ class Need(Record):
     """
 
     modules: tuple[str, ...]
-    """One of them has to bind the name."""
+    """The modules of which one has to bind the name."""
     owner: str
-    """The class that has to bind it; empty for any place in the module."""
+    """The class that has to bind the name; empty for the module, or any class in it."""
     name: str
     """The name, such as `Timers`; `.main_grad` for an attribute that upstream sets on objects of
-    another class; empty if the module itself is what is needed."""
+    another class; empty if the wrapper only imports the module."""
     since: str = ""
-    """The first release that binds it, such as `0.16.0`; `0.16.0rc` with those that lead to it."""
+    """The first release that binds the name, such as `0.16.0`; `0.16.0rc` if commits that lead to
+    that release bind it, too."""
     before: str = ""
-    """The first release that no longer does."""
+    """The first release that no longer binds the name."""
     use: str = ""
-    """A use of the name beside reading it, which places that define it have to allow: `!` if it is
-    set, `(keyword)` if it is called with it, `[hash]` if its result is taken apart."""
+    """A use besides reading, which the definitions of the name have to allow: `!` if the wrapper
+    sets it, `(keyword)` if it calls it with a keyword, `[hash]` if it unpacks the result."""
     excused: bool = False
-    """True if commits do without it that a person has read: `name?`."""
+    """True if commits that a person has reviewed lack the name: `name?` in `reads.txt`."""
 
     def covers(self, key: tuple[tuple[int, ...], bool]) -> bool:
-        """Tell if a tree with this version's key has to bind the name."""
+        """Tell if the version with this key (`key_of`) has to bind the name."""
         return not (
             (self.since and key < _key(self.since)) or (self.before and key >= _key(self.before))
         )
 
     def is_met(self, sources: Sources) -> bool:
-        """Tell if the sources bind the name, or allow its use where they do."""
+        """Tell if the sources bind the name; for a `use`, if no definition in them forbids it."""
         texts = (sources.text(module) for module in self.modules)
         if not self.use:
             return any(text is not None and binds(text, self.owner, self.name) for text in texts)
         return self.is_allowed(sources) is not False
 
     def is_allowed(self, sources: Sources) -> bool | None:
-        """Tell if the sources allow the use of the name; None if they do not define it."""
+        """Tell if the definitions of the name allow its `use`; None if the sources have none."""
         texts = (sources.text(module) for module in self.modules)
         answers = [fits(text, self.owner, self.name, self.use) for text in texts if text]
         decided = [answer for answer in answers if answer is not None]
@@ -98,15 +100,15 @@ class Need(Record):
 
 
 class Needs(Record):
-    """Holds what the wrappers of one patch need."""
+    """Holds the names that the wrappers of one patch use."""
 
     names: tuple[Need, ...] = ()
     keeps: bool = False
-    """True if wrappers keep state of ours on upstream's objects."""
+    """True if the wrappers set attributes of our own on upstream's objects."""
 
 
 def key_of(version: Installed) -> tuple[tuple[int, ...], bool]:
-    """Return a key that puts a release after the commits that lead to it."""
+    """Return a key that sorts versions, a release after the commits that lead to it."""
     return version.release, version.text.replace(".", "").isdecimal()
 
 
@@ -116,7 +118,7 @@ def _key(bound: str) -> tuple[tuple[int, ...], bool]:
 
 
 def bound_of(key: tuple[tuple[int, ...], bool]) -> str:
-    """Return a key as `Need.since` has it."""
+    """Return the text of a version's key, as in `Need.since`."""
     return ".".join(map(str, key[0])) + ("" if key[1] else _PRE)
 
 
@@ -124,14 +126,14 @@ _table: dict[str, Needs] = {}
 
 
 def table() -> dict[str, Needs]:
-    """Return what `reads.txt` says, by patch."""
+    """Return the contents of `reads.txt`, by patch."""
     if not _table:
         _table.update(parsed(generated(READS)))
     return _table
 
 
 def parsed(lines: list[str]) -> dict[str, Needs]:
-    """Return what lines of `reads.txt` say, by patch."""
+    """Parse lines of `reads.txt`; return the needs by patch."""
     needs_of: dict[str, list[Need]] = {}
     keeps = set()
     patch_id = ""
@@ -183,14 +185,14 @@ def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
 def unmet(
     patch: Patch, release: Installed | None, sources: Sources, *, of_commit: bool = False
 ) -> str | None:
-    """Say what the patch needs of upstream and the sources lack, or what goes round it; or None.
+    """Return a clause that names a missing name, or code that bypasses the patch; else None.
 
     Args:
         patch: the patch.
-        release: the release that the sources are. None for a commit, which has to bind what some
-            release does: wrappers cope with each of them.
-        sources: the modules.
-        of_commit: True if a wrapped body is no release's, so that excused needs are left out.
+        release: the release of the sources. None for a commit, which has to bind the names that
+            some release in the patch's range has to: wrappers work with each of these releases.
+        sources: the modules to search.
+        of_commit: True if no release has one of the wrapped bodies; then excused needs are skipped.
     """
     needs = table().get(patch.id, Needs())
     names = [need for need in needs.names if not (of_commit and need.excused)]
@@ -216,7 +218,7 @@ def unmet(
 
 
 def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
-    """Return a version for each set of needs of a release in the patch's range, newest first."""
+    """Return keys of the versions in the patch's range at which needs change, newest first."""
     first, end = _key(patch.since or "0"), _key(patch.before)
     bounds = {_key(bound) for need in needs for bound in (need.since, need.before) if bound}
     return [*sorted((key for key in bounds if first < key < end), reverse=True), first]
@@ -232,8 +234,8 @@ def _classes(patch: Patch, needs: Needs) -> set[tuple[str, str]]:
 def binds(text: str, owner: str, name: str) -> bool:
     """Tell if a module's source, or one class in it, binds a name.
 
-    It does by a definition, an import, a variable of the module or class, or `self.name = …`; and
-    for a name like `.main_grad` by setting that attribute of any object.
+    A definition, an import, a variable of the module or class, and `self.name = …` bind it. A name
+    like `.main_grad` is bound by setting that attribute on any object.
     """
     if not name:
         return True
@@ -243,7 +245,7 @@ def binds(text: str, owner: str, name: str) -> bool:
 
 
 def words(text: str, name: str) -> Iterator[tuple[int, int]]:
-    """Yield where a name stands as a word of its own; no pattern is compiled for it."""
+    """Yield start and end of each occurrence of a name as a whole word, without a regex."""
     start = text.find(name)
     while start >= 0:
         end = start + len(name)
@@ -259,9 +261,9 @@ def _is_part(letter: str) -> bool:
 
 _ASSIGNS = re.compile(r"(?P<left>[^=\n#]*?)\s*[|+]?=(?!=)")
 _LEFT = re.compile(r"[\w.\s,()\[\]'\"*]*(?::[^=\n]*)?")
-#: The rest of a tuple over several lines that is assigned to.
+#: The end of a tuple, on several lines, that is the target of an assignment.
 _IN_A_TUPLE = re.compile(r",[\w\s.,]*\)\s*=(?!=)")
-#: Statements in whose blocks a variable is one of the module.
+#: The beginnings of statements whose blocks have the scope of the module or class.
 _OPEN = ("class ", "from ", "if ", "elif ", "else", "try", "except", "finally", "with ")
 
 
@@ -305,7 +307,7 @@ def _is_assigned(text_before: str, text_after: str) -> bool:
 
 
 def _is_outside(text: str, begin: int, text_before: str) -> bool:
-    """Tell if a line is one of the module or of a class, and not of a function."""
+    """Tell if a line is in the scope of the module or of a class, not of a function."""
     depth = len(text_before) - len(text_before.lstrip())
     if not depth:
         return True
@@ -317,13 +319,13 @@ def _is_outside(text: str, begin: int, text_before: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _heads(text: str) -> list[int]:
-    """Return where the lines without indentation begin."""
+    """Return the offsets of the lines without indentation."""
     return [match.start() for match in re.finditer(r"^[A-Za-z_@]", text, re.MULTILINE)]
 
 
 @lru_cache(maxsize=256)
 def class_text(text: str, owner: str) -> str:
-    """Return the lines of a class, or of all classes with this name; decorators included."""
+    """Return the source of all classes with a name, decorators included."""
     parts = []
     for line in definitions(text).get(owner, ()):
         if line.is_class:
@@ -335,7 +337,7 @@ def class_text(text: str, owner: str) -> str:
 
 
 def _above(text: str, start: int) -> int:
-    """Return where the decorators above a line begin, of which each has a line of its own."""
+    """Return the offset of the first decorator above a definition; each has its own line."""
     line_start = text.rfind("\n", 0, max(0, start - 1)) + 1
     while start and text.startswith("@", line_start):
         start, line_start = line_start, text.rfind("\n", 0, max(0, line_start - 1)) + 1
@@ -344,7 +346,7 @@ def _above(text: str, start: int) -> int:
 
 @lru_cache(maxsize=1024)
 def has_slots(text: str, owner: str) -> bool:
-    """Tell if objects of a class take no attribute but those that it names."""
+    """Tell if a class and its base classes all have `__slots__`, so its objects no `__dict__`."""
     class_lines = class_text(text, owner)
     if "slots" not in class_lines:
         return False
@@ -393,21 +395,21 @@ def _may_be_set(text: str, owner: str, name: str) -> bool | None:
     if is_frozen(text, owner):
         return False
     if has_slots(text, owner) and not re.search(rf"__slots__[^)\]]*[\"']{name}[\"']", class_lines):
-        # A dataclass makes them of its fields.
+        # With slots=True a dataclass makes the slots from its fields.
         return "slots=True" in class_lines and bool(
             re.search(rf"^\s+{name}\s*:", class_lines, re.MULTILINE)
         )
     if not any(_is_defined(class_lines, *span) for span in words(class_lines, name)):
-        return True  # and no pattern goes over the class
+        return True  # so the class is not searched with a regex
     return name not in _read_only(class_lines)
 
 
 def _is_defined(text: str, start: int, end: int) -> bool:
-    """Tell if the line with a name may make a property of it."""
+    """Tell if the line with a name may define a property or method of that name."""
     return text.startswith("def ", start - 4) or "property(" in text[end : text.find("\n", end)]
 
 
-#: A property with what is between its decorator and its name, its setter, and one made by a call.
+#: A property from its decorator to its name, a setter, or a property that a call makes.
 _PROPERTY = re.compile(
     r"^[ \t]*@(?:\w+\.)*(?:abstract)?property\s*\n(?:[ \t]*[@#].*\n)*[ \t]*def (\w+)"
     r"|^[ \t]*@(\w+)\.setter\b"
@@ -428,7 +430,7 @@ def _read_only(class_lines: str) -> frozenset[str]:
 
 @lru_cache(maxsize=1024)
 def is_frozen(text: str, owner: str) -> bool:
-    """Tell if objects of a class take no attribute at all: it is a frozen dataclass, or a tuple."""
+    """Tell if no attribute of a class's objects can be set: a frozen dataclass, a NamedTuple."""
     class_lines = class_text(text, owner)
     if "frozen" not in class_lines and "NamedTuple" not in class_lines:
         return False
@@ -439,9 +441,9 @@ def is_frozen(text: str, owner: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def parameters(text: str, owner: str, name: str) -> frozenset[str] | None:
-    """Return the parameters of a function or of a class's constructor, `**` for any other.
+    """Return the parameters of a function or of a class's constructor.
 
-    None means that the module does not define it.
+    `**` among them stands for any other keyword. None means that the module does not define it.
     """
     body = parse_body(text, f"{owner}.{name}" if owner else name)
     if body is None and not owner and (class_lines := class_text(text, name)):
@@ -459,7 +461,7 @@ def parameters(text: str, owner: str, name: str) -> frozenset[str] | None:
 
 @lru_cache(maxsize=256)
 def returned(text: str, owner: str, name: str) -> str | None:
-    """Return a hash of the statements that make a function's result; None if it is not there."""
+    """Return a hash of the statements that make a function's result; None without the function."""
     body = parse_body(text, f"{owner}.{name}" if owner else name)
     if body is None:
         return None
@@ -480,7 +482,7 @@ def _results(tree: Any) -> Iterator[ast.AST]:
 
 
 def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
-    """Yield what goes round the target in the sources, each as a clause."""
+    """Yield a clause for each piece of code in the sources that bypasses the target."""
     owner, _, name = target.qualname.rpartition(".")
     text = sources.text(target.module) or ""
     for clause in _held(text, owner, name):
@@ -494,7 +496,7 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
 
 @lru_cache(maxsize=1024)
 def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return the subclasses in a module that have a method of this name that calls no other one."""
+    """Return a class's subclasses in a module that override a method and do not call it."""
     return tuple(
         heir
         for heir, bases in _classes_below(text)
@@ -504,7 +506,7 @@ def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=128)
 def _classes_below(text: str) -> tuple[tuple[str, str], ...]:
-    """Return the classes of a module that have base classes, with the text of these."""
+    """Return (class, text of its base classes) for each class of a module that has any."""
     # An indented one may be an example in a docstring.
     return tuple(re.findall(r"^class (\w+)\(([^)]*)\)", text, re.MULTILINE))
 
@@ -528,7 +530,7 @@ _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
 
 @lru_cache(maxsize=1024)
 def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return the statements that hold a function beside its own name: of its module or class."""
+    """Return the assignments in a function's module or class that refer to the function."""
     scope_lines = class_text(text, owner) if owner else text
     if not any(_mentions(part, name) for part in _open_statements(scope_lines, bool(owner))):
         return ()
@@ -536,7 +538,7 @@ def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
 
 
 def _mentions(text: str, name: str) -> bool:
-    """Tell if a name stands there by itself, and is not called."""
+    """Tell if a text has the name as an expression of its own that is not called."""
     return any(
         text[start - 1 : start] not in (".", '"', "'") and text[end : end + 2].lstrip()[:1] != "("
         for start, end in words(text, name)
@@ -545,11 +547,12 @@ def _mentions(text: str, name: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _open_statements(scope_lines: str, is_class: bool) -> tuple[str, ...]:
-    """Cut a module's or class's text at the lines at its left; leave out definitions and imports.
+    """Return the statements of a module or class other than definitions and imports.
 
-    What is returned are its own statements, and lines at the left of a docstring, which are none.
+    The text is cut at lines with the least indentation. Such lines of a docstring are returned,
+    too, although they are no statements.
     """
-    # A comment, bracket or quote at the left belongs to what is above it, such as a function.
+    # A comment, bracket or quote with the least indentation belongs to the statement above it.
     indentation = r"(?:[ ]{1,4}|\t)" if is_class else ""
     heads = [
         head.end()
@@ -584,7 +587,7 @@ def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
 
 
 def forget() -> None:
-    """Let go of what was read off the sources."""
+    """Clear the caches of this module."""
     for cached in (
         *(binds, _heads, class_text, has_slots, _heirs, _classes_below, _held, _open_statements),
         *(_may_be_set, _read_only, is_frozen, parameters, returned),
