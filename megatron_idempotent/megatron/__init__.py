@@ -1,4 +1,4 @@
-"""Wraps access to Megatron's internals, and keeps differences between its releases in one place.
+"""Reads and changes Megatron's internals, and hides the differences between its releases.
 
-Case files, windows and steps use these modules, which know no patch.
+Case files, windows and steps use these modules, which depend on no patch.
 """

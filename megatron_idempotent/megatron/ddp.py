@@ -1,4 +1,4 @@
-"""Tracks `no_sync` contexts and reductions of chunks in Megatron's DDP, and their bucket groups.
+"""Tracks `no_sync` contexts and gradient reductions of chunks in Megatron's DDP.
 
 With overlap_grad_reduce every gradient passes `register_grad_ready` of its bucket group; inside of
 `no_sync` that call does nothing. Upstream does not record which reductions were dispatched: the
@@ -18,9 +18,9 @@ from typing import Any
 
 
 def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
-    """Return whether a `no_sync_func` is the bound `no_sync` of these very chunks.
+    """Return whether a `no_sync_func` consists of the bound `no_sync` methods of these chunks.
 
-    A chunk in Megatron-FSDP returns the `no_sync` of the module inside of it.
+    The `no_sync` attribute of a Megatron-FSDP wrapper is that of the module inside of it.
     """
     functions = installed if isinstance(installed, (list, tuple)) else [installed]
     return len(functions) == len(chunks) and all(
@@ -42,13 +42,13 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 def forget_first_window(group: Any) -> None:
-    """Drop a bucket group's counts of a first window, so that the next window is the first."""
+    """Drop a bucket group's counts of its first window, so that the next one counts as the first."""
     if group.is_first_batch:
         group.per_param_grad_ready_counts = {}
 
 
 def drain(group: Any) -> None:
-    """Wait for the reduction that a bucket group has in flight, if it has one."""
+    """Wait for a bucket group's reduction in flight, if there is one."""
     handle = group.grad_reduce_handle
     if handle is not None:
         group.grad_reduce_handle = None
@@ -59,12 +59,12 @@ def drain(group: Any) -> None:
     ):
         import torch
 
-        # There is no handle: order the streams, as upstream does, without waiting on the host.
+        # Without a handle the streams are ordered, as upstream does; the host does not wait.
         torch.cuda.current_stream().wait_stream(group.communication_stream)
 
 
-#: On a chunk: a list with one number, the `no_sync` contexts that are open since its gradients were
-#: zeroed; None after that.
+#: Attribute of a chunk: a list with the number of `no_sync` contexts that were opened since its
+#: gradients were zeroed; zeroing sets it to None.
 _ENTRIES = "_megatron_idempotent_no_sync"
 
 
@@ -116,14 +116,14 @@ def _arm(chunk: Any, armed: bool) -> None:
 
 
 def no_sync(original: Callable[..., Any], self: Any) -> NoSync:
-    """Return our context instead of upstream's generator."""
-    # The result is not entered; the call runs other case files' wrappers inside this one.
+    """Return a `NoSync` instead of upstream's generator."""
+    # The result is not used; the call runs the wrappers of other case files.
     original(self)
     return NoSync(self)
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
-    """Forget the open `no_sync` contexts: they belong to a window that has ended."""
+    """Detach the open `no_sync` contexts, which belong to a window that has ended."""
     setattr(self, _ENTRIES, None)
     original(self)
 
@@ -135,21 +135,21 @@ _LATE = "late"
 
 
 def watch(group: Any, purpose: str) -> None:
-    """Make the bucket group record, for `purpose`, the first gradient it gets from now on."""
+    """Record, for `purpose`, the next parameter of a bucket group whose gradient is ready."""
     vars(group).setdefault(_WATCHES, {})[purpose] = None
     if not _is_hooked(group):
-        # An attribute of the instance, removed after the first gradient: a wrapper would run once
-        # per parameter and microbatch.
+        # Set on the instance and removed after the first gradient: a wrapper of the method would
+        # run once per parameter and microbatch.
         group.register_grad_ready = partial(_register, group, group.register_grad_ready)
 
 
 def arrived(group: Any, purpose: str) -> Any:
-    """Return the parameter whose gradient came first since `watch`; None if none came."""
+    """Return the first parameter whose gradient became ready since `watch`; None if none did."""
     return vars(group).get(_WATCHES, {}).get(purpose)
 
 
 def unwatch(group: Any, purpose: str) -> None:
-    """Stop recording the first gradient for `purpose`, and forget which it was."""
+    """Stop recording the first gradient for `purpose`, and drop the record."""
     watches = vars(group).get(_WATCHES, {})
     watches.pop(purpose, None)
     if not watches and _is_hooked(group):
@@ -173,7 +173,7 @@ def _register(
 
 
 def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch a reduction, then watch for gradients that come too late for it."""
+    """Dispatch a reduction, then record a gradient that becomes ready too late for it."""
     original(self, *args, **kwargs)
     if self.ddp_config.overlap_grad_reduce and not vars(self).get(_POSTPONED, False):
         if not vars(self).get(_DISPATCHED, False):
@@ -182,17 +182,17 @@ def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
 
 
 def postpone(group: Any, postponed: bool) -> None:
-    """Record whether calls of `start_grad_sync` postpone the reduction from now on."""
+    """Set whether a bucket group's next `start_grad_sync` calls postpone the reduction."""
     setattr(group, _POSTPONED, postponed)
 
 
 def dispatched(group: Any) -> bool:
-    """Return whether an overlapped reduction was dispatched and its window is not finished."""
+    """Return whether a bucket group's overlapped reduction is dispatched and not finished."""
     return vars(group).get(_DISPATCHED, False) or group.grad_reduce_handle is not None
 
 
 def late(group: Any) -> Any:
-    """Return the first parameter whose gradient came after its reduction began, or None."""
+    """Return the first parameter whose gradient became ready after its reduction began, or None."""
     return arrived(group, _LATE)
 
 
@@ -203,15 +203,15 @@ def ended(chunk: Any) -> None:
         unwatch(group, _LATE)
 
 
-#: Attributes of bucket groups whose replicas are compared: the number of reductions in this window,
-#: and whether parameters are those of the latest step on all ranks.
+#: Attributes of bucket groups for `replica_check`: the number of reductions in this window, and
+#: whether all ranks have the parameters of the latest step.
 REDUCTIONS = "_megatron_idempotent_reductions"
 GATHERED = "_megatron_idempotent_gathered"
 _REDUCED = "_megatron_idempotent_reduced"
 
 
 def reduced(chunk: Any) -> tuple[int, ...] | None:
-    """Return the gradients' `versions` right after their reduction; None if not reduced yet."""
+    """Return the gradients' `versions` after their reduction; None before it."""
     recorded: tuple[int, ...] | None = getattr(chunk, _REDUCED, None)
     return recorded
 
@@ -226,17 +226,17 @@ def grown(chunk: Any) -> bool:
             arrived(group, _REDUCED) is not None or dispatched(group)
             for group in bucket_groups(chunk)
         )
-    # Without overlap hooks do not register gradients. Clipping and scaling count as new gradients.
+    # Without overlap hooks do not register gradients, so clipping and scaling count as new ones.
     return versions(chunk) != reduced_versions or _replays(chunk.config)
 
 
 def is_idle(chunk: Any) -> bool:
-    """Return whether all of the chunk's gradients are reduced."""
+    """Return whether all gradients of a chunk are reduced, with none added since."""
     return reduced(chunk) is not None and not grown(chunk)
 
 
 def finished(chunk: Any) -> None:
-    """Record that all gradients are reduced now; call it after `finish_grad_sync`."""
+    """Record that all gradients of a chunk are reduced; called after `finish_grad_sync`."""
     setattr(chunk, _REDUCED, versions(chunk))
     ended(chunk)
     if chunk.ddp_config.overlap_grad_reduce:
@@ -245,7 +245,7 @@ def finished(chunk: Any) -> None:
 
 
 def began(chunk: Any) -> None:
-    """Record that a window begins, with gradients to reduce; `zero_grad_buffer` calls it."""
+    """Record that a window begins, so that no gradient is reduced; called by `zero_grad_buffer`."""
     setattr(chunk, _REDUCED, None)
     ended(chunk)
     for group in bucket_groups(chunk):
@@ -262,14 +262,14 @@ def _replays(config: Any) -> bool:
 
 
 def registered(group: Any) -> dict[Any, int]:
-    """Return how many gradients each parameter got since `reset` in backwards that reduce."""
+    """Return how many gradients each parameter got, in backwards that reduce, since `reset`."""
     counts = getattr(group, "per_param_grad_ready_counts", None)
     # Releases before 0.16 keep a set, because they allow one gradient per parameter.
     return dict.fromkeys(group.params_with_grad, 1) if counts is None else counts
 
 
 def drop_registered(group: Any) -> None:
-    """Reset the counts of `registered` gradients to zero."""
+    """Clear the counts that `registered` returns."""
     if hasattr(group, "params_with_grad"):
         group.params_with_grad = set()
     else:
@@ -277,7 +277,7 @@ def drop_registered(group: Any) -> None:
 
 
 def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch the reductions that `no_sync` has held back, as `finish_grad_sync` expects.
+    """Dispatch the reductions that `no_sync` has prevented, as `finish_grad_sync` expects.
 
     It does nothing in a first batch: there `finish_grad_sync` dispatches by itself, and would
     dispatch a reduction without a handle a second time.
@@ -288,7 +288,7 @@ def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def wait(chunk: Any) -> None:
-    """Wait for the reductions in flight; their results are no longer needed."""
+    """Wait for a chunk's reductions in flight, whose results are dropped."""
     for group in bucket_groups(chunk):
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
@@ -311,7 +311,7 @@ def gradients(chunk: Any) -> list[Any]:
 
 
 def trained(chunk: Any) -> list[Any]:
-    """Return the tensors that hold the chunk's trained parameters, DDP's flat buffers if it can.
+    """Return tensors with the chunk's trained parameters: DDP's flat buffers if these have them.
 
     Flat buffers include padding, whose values are arbitrary.
     """
@@ -321,9 +321,10 @@ def trained(chunk: Any) -> list[Any]:
 
 
 def bits(chunk: Any) -> Any:
-    """Return an int64 scalar, the sum of the gradients' bits by words of 8 bytes; 0 for zeros.
+    """Return an int64 scalar: the sum of the gradients' bytes as 8-byte integers.
 
-    It is on the gradients' device, one pass over them, and nothing waits. 0 without gradients.
+    It is on the gradients' device, and the host does not wait. It is 0 if all gradients are zero,
+    or if there are none.
     """
     import torch
 
@@ -335,7 +336,7 @@ def bits(chunk: Any) -> Any:
 
 
 def versions(chunk: Any) -> tuple[int, ...]:
-    """Return torch's counters of writes in place into the gradients, reductions included."""
+    """Return torch's version counters of the gradients, which in-place writes increase."""
     return tuple(tensor._version for tensor in gradients(chunk))
 
 
@@ -348,9 +349,9 @@ def checked_chunks(
 ) -> list[Any]:
     """Return the chunks as a list, after checking that they and the optimizer are Megatron's.
 
-    Chunks are in Megatron's DDP, or in a wrapper for which `or_in` is true. `caller` is the
-    function that error messages name. Call it before you change anything: a model that is half
-    aborted is worse than one that is not aborted.
+    Chunks have to be in Megatron's DDP, or in a wrapper for which `or_in` is true. `caller` is the
+    function that error messages name. Call it before any change, so that an error leaves the model
+    as it was.
 
     Raises:
         ValueError: there is no chunk, a chunk has no such wrapper, or the optimizer is not

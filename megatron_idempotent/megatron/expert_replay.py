@@ -1,9 +1,9 @@
 """Makes a model's routers choose the experts that an inference engine chose (router replay, R3).
 
-A router asks Megatron's `RouterReplay` (from 0.16 on) for its experts. For one forward and its
-recomputation in the backward, another object takes the replay's place, which knows the microbatch.
-So a recomputation replays the routes of its own forward, in any order of backwards, and neither
-other models nor MTP heads replay any.
+A router gets its experts from Megatron's `RouterReplay` (from 0.16 on). During one forward and its
+recomputation in the backward, an object with the microbatch's experts replaces the `RouterReplay`.
+So a recomputation uses the experts of its own forward, in any order of backwards, and other models
+and MTP heads are not affected.
 
 Legend: B rows, T positions, L layers with routers in the whole decoder, K experts of a token, N
 tokens of a router on this rank.
@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.utils import _pytree
 
 ROUTED_EXPERTS = "routed_experts"
-"""Key in a batch of the experts that the engine chose, integers [B, T, L, K]."""
+"""A batch's key for the experts that the engine chose, integers [B, T, L, K]."""
 
 ReplayMode = Literal["off", "measure", "replay"]
-"""Ignore routed experts; count where a router chooses others; or use them."""
+"""Modes: ignore the engine's experts; count tokens whose router chooses others; or use them."""
 
 Span = tuple[int, int, int]
-"""A sequence whose tokens need routes: its row, its first position, and the one after its last."""
+"""A sequence whose tokens need routes: its row, its first position, and its end (exclusive)."""
 
 _Output = TypeVar("_Output")
 
@@ -56,7 +56,7 @@ class ExpertReplay:
         Args:
             chunks: this rank's chunks of one model, in any wrappers.
             mode: "measure" only counts the tokens for which a router chooses other experts.
-            of: the name of the caller, for errors.
+            of: the caller's name, for errors.
 
         Raises:
             RuntimeError: megatron-core is older than 0.16.
@@ -79,7 +79,7 @@ class ExpertReplay:
         self._counts = torch.zeros(2, dtype=torch.int64)
 
     def run(self, chunk: Any, routed_experts: Tensor, forward: Callable[[], _Output]) -> _Output:
-        """Call a forward of a chunk whose routers use the given experts; return its output.
+        """Call a forward, in which the chunk's routers use the given experts; return its output.
 
         Recomputation in the output's backward uses them too. Afterwards, even if either raises,
         routers choose for themselves again; after a backward that raised, from the next `run` or
@@ -117,14 +117,14 @@ class ExpertReplay:
         return output
 
     def clear(self) -> None:
-        """Let routers choose for themselves again; a no-op if they do."""
+        """Let routers choose experts by their own scores again; safe to repeat."""
         if self._installed is not None:
             for replay, replaced in zip(*self._installed, strict=True):
                 replay.router.router_replay = replaced
             self._installed = None
 
     def take_counts(self) -> Tensor:
-        """Return, and reset, how often this rank's routers chose other experts than the engine.
+        """Return and reset the counts of tokens whose router chose other experts than the engine.
 
         float64 [2]: token-layer pairs for which the router would choose another set of experts, and
         all pairs with a route. Recomputation does not count.
@@ -135,11 +135,11 @@ class ExpertReplay:
     def fault(
         self, routed_experts: Any, shape: tuple[int, int], spans: Sequence[Span] | None
     ) -> str | None:
-        """Describe what is wrong with a microbatch's routes, for an error; None if nothing is.
+        """Return an error text about a microbatch's routes; None if they are valid.
 
         Args:
-            routed_experts: the microbatch's.
-            shape: its rows and positions.
+            routed_experts: the microbatch's experts.
+            shape: the microbatch's rows and positions.
             spans: the sequences whose tokens need routes; None to check the shape alone.
         """
         expected_shape = (*shape, self.layers, self.topk)
@@ -195,7 +195,7 @@ class ExpertReplay:
 class _Replay:
     """Stands in for a router's `RouterReplay` with the experts of one microbatch."""
 
-    #: Code that clears Megatron's own replay reads this list.
+    #: Megatron's code that clears its own replay reads this list.
     replay_backward_list: ClassVar[list[Tensor]] = []
 
     def __init__(
@@ -247,7 +247,7 @@ def _has_route(experts: Tensor) -> Tensor:
 
 
 def _lacking(routed_BTL: Tensor, spans: Sequence[Span]) -> str | None:
-    """Describe the first sequence of which a layer has routes of fewer tokens than need one."""
+    """Describe the first sequence with tokens that need a route and have none in some layer."""
     for index, (row, start, stop) in enumerate(spans):
         routed_L = routed_BTL[row, start:stop].sum(0)
         if bool((routed_L < stop - start).any()):
@@ -261,7 +261,7 @@ def _lacking(routed_BTL: Tensor, spans: Sequence[Span]) -> str | None:
 
 
 def _refuse(caller: str, config: Any) -> None:
-    """Raise unless routers of a model with this config use a replay."""
+    """Raise unless the routers of a model with this config call `RouterReplay`."""
     if not getattr(config, "num_moe_experts", None):
         raise ValueError(
             f"{caller} got a model without experts (num_moe_experts is not set), and "
@@ -290,7 +290,7 @@ def _refuse(caller: str, config: Any) -> None:
 
 
 def _routers(caller: str, chunk: Any, numbers: Sequence[int]) -> list[tuple[int, Any]]:
-    """Return (index among the model's routers, router) for each router of a chunk's decoder."""
+    """Return (index in the whole model, router) for each router of a chunk's decoder."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     modules = list(chunk.modules())

@@ -1,6 +1,6 @@
 """Resets a chunk in the first version of Megatron-FSDP.
 
-Its wrapper holds a `MegatronFSDP`, which does the work, as `module`.
+The chunk's wrapper has the `MegatronFSDP` that does the work as `module`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def is_wrapped(chunk: Any) -> bool:
 
 
 def was_interrupted(fsdp: Any) -> bool:
-    """Return whether a backward of this `MegatronFSDP` is unfinished, or was not waited for."""
+    """Return whether a backward of a `MegatronFSDP` is unfinished, or has reductions in flight."""
     reductions = fsdp.grad_reduce_pipeline
     return bool(
         fsdp._root_pre_backward_hook_issued

@@ -1,14 +1,14 @@
 """Tracks which bucket groups still wait for an overlapped gather of their parameters.
 
-It serves the distributed optimizer and `LayerWiseDistributedOptimizer`.
+It works for the distributed optimizer and `LayerWiseDistributedOptimizer`.
 
-Upstream's `param_gather_dispatched` does not show it: it is reset when gradients are finished, not
-when parameters change. So each bucket group gets a mark of ours, which is set when an optimizer
-writes the group's parameters and cleared when a gather of them is dispatched. All ranks of a
-data-parallel group step together, so their marks are the same.
+Upstream's `param_gather_dispatched` does not tell: it is reset when gradients are finished, not
+when parameters change. So we mark a bucket group when an optimizer writes its parameters, and clear
+the mark when a gather of them is dispatched. All ranks of a data-parallel group step together, so
+their marks are the same.
 
 `LayerWiseDistributedOptimizer` is a chain of optimizers, each with complete parameters of this
-rank. It is no DistributedOptimizer: its updates do not pass the methods that `gather` watches.
+rank. It is no DistributedOptimizer, and its updates do not call the methods that `gather` watches.
 """
 
 from __future__ import annotations
@@ -64,38 +64,38 @@ def mark(group: Any) -> None:
 
 
 def marked(group: Any) -> bool | None:
-    """Return whether an update of `group` waits for its gather; None if it is not watched yet."""
+    """Return whether an update of `group` waits for its gather; None before the first mark."""
     pending: bool | None = getattr(group, _MARK, None)
     return pending
 
 
 def hold_gradients(group: Any, waiting: bool) -> None:
-    """Record whether the reduced gradients of `group` wait for a step from now on."""
+    """Set whether `group` has reduced gradients that wait for a step."""
     setattr(group, _HELD, waiting)
 
 
 def holds_gradients(group: Any) -> bool:
-    """Return whether reduced gradients of `group` wait for a step, as `hold_gradients` recorded.
+    """Return whether `group` has reduced gradients that wait for a step (see `hold_gradients`).
 
-    A gather into the gradients' memory would lose them.
+    A gather into the gradients' memory would overwrite them.
     """
     return bool(getattr(group, _HELD, False))
 
 
 def watch(chunk: Any) -> None:
-    """Remember, by a weak reference, a chunk that an optimizer updates."""
+    """Keep a weak reference to a chunk that an optimizer updates."""
     _watched.setdefault(chunk, None)
 
 
 def watched_chunks() -> list[Any]:
-    """Return the chunks that `watch` remembers, in the order of their first update."""
+    """Return the chunks that were passed to `watch`, in the order of their first update."""
     return list(_watched)
 
 
 def updating(original: Callable[..., Any], self: Any) -> Any:
-    """Mark the bucket groups that the optimizer writes, then run its update.
+    """Mark the bucket groups that an optimizer writes, then run its update.
 
-    The marks come first, because without overlap_param_gather upstream gathers inside of the call.
+    The marks are set first, because without overlap_param_gather upstream gathers in the update.
     """
     for group in owned_groups(self):
         mark(group)
@@ -103,22 +103,22 @@ def updating(original: Callable[..., Any], self: Any) -> Any:
 
 
 def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Run a bucket group's gather; clear its mark of stale parameters if it sends the update."""
+    """Run a bucket group's gather; clear the group's mark if the gather has the updated values."""
     stale_in_flight = force_sync and self.param_gather_handle is not None
     result = original(self, force_sync=force_sync)
-    # With a gather in flight, `force_sync` only waits for it: it carries the values from its start.
+    # With a gather in flight `force_sync` only waits for it, and it has the values of its start.
     if not stale_in_flight:
         setattr(self, _MARK, False)
     return result
 
 
 def wait(group: Any) -> None:
-    """Wait for the gather of `group` that is in flight, if any; dispatch nothing.
+    """Wait for a gather of `group` in flight, if any, without dispatching one.
 
-    It calls upstream's `finish_param_sync`, which does the rest of the work after a gather.
+    It calls upstream's `finish_param_sync`, which completes a gather.
     """
     if group.param_gather_handle is not None:
-        group.param_gather_dispatched = True  # or upstream would dispatch it once more
+        group.param_gather_dispatched = True  # or upstream would dispatch it again
         group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
@@ -162,9 +162,9 @@ def finish_update(chunks: list[Any]) -> None:
 
 
 def shares_memory_with_gradients(chunk: Any) -> bool:
-    """Return whether reuse_grad_buf_for_mxfp8_param_ag puts parameters into gradients' memory.
+    """Return whether parameters share memory with gradients (reuse_grad_buf_for_mxfp8_param_ag).
 
-    Then only the training loop can stage the update for a gather.
+    Then only the training loop can copy the update there for a gather.
     """
     return bool(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
@@ -173,7 +173,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:
-    """Keep the chunks on the optimizer, which 0.17 and commits up to 0.18 do not."""
+    """Store the chunks on the optimizer, which 0.17 and commits up to 0.18 do not."""
     original(self, model_chunks)
     setattr(self, _CHUNKS, list(model_chunks))
 
@@ -181,7 +181,7 @@ def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any)
 def deferred_groups(optimizer: Any) -> list[Any]:
     """Return the bucket groups whose gather this optimizer leaves to the forward pre-hooks.
 
-    They are the same on all ranks, even on a rank that owns none of the parameters.
+    All ranks get the same ones, even a rank that owns none of the parameters.
     """
     if not _defers(optimizer):
         return []
@@ -194,7 +194,7 @@ def deferred_groups(optimizer: Any) -> list[Any]:
 
 
 def watch_layer_wise(optimizer: Any) -> None:
-    """Remember the chunks of a layer-wise optimizer, so that a checkpoint gathers them first."""
+    """Call `watch` for a layer-wise optimizer's chunks, so that a checkpoint gathers them first."""
     if _defers(optimizer):
         for chunk in _chunks(optimizer):
             watch(chunk)

@@ -64,8 +64,8 @@ _patches: dict[str, Patch] = {}
 def outlines() -> dict[str, Outline]:
     """Return the outlines of all patches, which `apply()` works with, by id, in order of id.
 
-    They come from the index; or from the case files, if one was added or deleted after the index was
-    written.
+    They come from the index; or from the case files, if one was added or deleted since the index
+    was written.
     """
     if not _outlines:
         ids, by_id = read_index(generated(INDEX))

@@ -151,8 +151,8 @@ def judge(
         sources: reads modules, and keeps their texts for further patches.
         lands: True to prepare patch points; False changes nothing.
 
-        Returns:
-            The verdict, the prepared patch points, and the row of a patch that is refused.
+    Returns:
+        The verdict, the prepared patch points, and the row of a patch that is refused.
     """
     verdict = decide.check_bodies(outline, named=named, sources=sources)
     if verdict.status is not None:

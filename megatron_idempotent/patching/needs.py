@@ -50,9 +50,9 @@ def absent(name: str, *, a_door: bool) -> list[str]:
         name: a key that no patch in place provides.
         a_door: True to include patches whose hazard this Megatron does not have.
 
-        Returns:
-            Texts such as "no-sync-ends-early (disabled: named in exclude=)". If the case file of a
-            patch in the index was deleted, the text names that file. Empty if none is missing.
+    Returns:
+        Texts such as "no-sync-ends-early (disabled: named in exclude=)". If the case file of a
+        patch in the index was deleted, the text names that file. Empty if none is missing.
     """
     absences = []
     for patch in providers(name):

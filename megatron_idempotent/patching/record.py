@@ -223,7 +223,7 @@ class Target(Place):
             raise ValueError(f"target {self.address} has parts of nothing: give fragments too")
 
     def at(self, homes: Mapping[str, str]) -> Target:
-        """Return the target with its function's new address in `homes`, or unchanged without one."""
+        """Return the target with its function's new address in `homes`, or unchanged if none."""
         home = homes.get(self.address)
         if home is None:
             return self
@@ -316,7 +316,7 @@ class Hazard(Record):
 
     @property
     def reproduce(self) -> Callable[..., None]:
-        """The module's function that is called on every rank, and raises if Megatron has the hazard.
+        """The module's function that runs on every rank, and raises if Megatron has the hazard.
 
         For a `Helper` it takes `helped`: whether to call the helper's function.
         """
@@ -334,7 +334,7 @@ class Hazard(Record):
         return getattr(sys.modules[self.module], "neighbour", None)
 
     def raises(self, text: str) -> bool:
-        """Return whether a text contains `stock_error`; False if that names a type without a message."""
+        """Return whether a text matches `stock_error`; False if that is only a type."""
         pattern = self.stock_error
         names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
         return bool(pattern) and not names_a_type_alone and re.search(pattern, text) is not None

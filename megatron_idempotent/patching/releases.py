@@ -1,14 +1,14 @@
 """Tells which release of Megatron is on the path, by the contents of its files.
 
-Main calls itself by the next release months before that is out, so a version is only a claim.
-`releases.txt` has, for each release that was read, the SHA-256 of every module that patches read. A
-tree with these files is that release. Any other tree is a commit, or a release that somebody has
-changed; then version numbers tell nothing about its code, and the bodies of its functions decide.
+The branch main has the number of the next release months before that is published, so a version is
+only a claim. `releases.txt` has, for each known release, the SHA-256 of every module that patches
+read. A tree with these files is that release. Any other tree is a commit, or a changed release; its
+version number says nothing about its code, and the bodies of its functions decide.
 
-On a release it is known which patches land, so that nothing has to be parsed.
+For a release the table also lists which patches land, so that no source has to be parsed.
 
-Importing `packaging` takes longer than all else that `apply()` does, so Megatron's constants are
-compared as numbers, and it is imported only for other distributions.
+Importing `packaging` takes longer than the rest of `apply()`, so Megatron's version is compared as
+numbers, and `packaging` is imported only for other distributions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class Sources(Protocol):
-        """Reads modules: those on the path, or those of a tree elsewhere."""
+        """Reads the source of modules, on the path or in another tree."""
 
         def text(self, module: str) -> str | None:
             """Return the module's source, or None if there is none."""
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
             """Tell if the module is a package."""
 
 
-# megatron-core says its version in a file of its own, which is right for a checkout on PYTHONPATH
-# too. The `+<git sha>` that newer files append belongs to whatever repository encloses them, so
+# megatron-core has its version in a file of its own, which is right for a checkout on PYTHONPATH
+# too. The `+<git sha>` that newer files append is that of any repository around them, so
 # only the four constants are read.
 _PACKAGE_INFO = {"megatron-core": "megatron.core.package_info"}
 
@@ -51,11 +51,11 @@ class Installed(Record):
     text: str
     """The version as the distribution writes it, such as `0.17.0rc0`."""
     release: tuple[int, ...]
-    """The release that the version belongs to or leads to, such as (0, 17, 0)."""
+    """The numbers of the release, or of the one that a pre-release precedes, such as (0, 17, 0)."""
 
 
 def installed(distribution: str) -> Installed | None:
-    """Return the version of what `import` would find; None if there is none, or it has none."""
+    """Return the version of the distribution that `import` would find; None without a version."""
     info = _PACKAGE_INFO.get(distribution)
     if info is None:
         return _from_metadata(distribution)
@@ -84,7 +84,7 @@ UNKNOWN = Installed(text="unknown", release=())
 
 
 def absence(distribution: str) -> str:
-    """Say why `installed` returns None, as a clause."""
+    """Return the reason why `installed` returns None, as a clause."""
     info = _PACKAGE_INFO.get(distribution)
     path = None if info is None else find(info)
     if path is None:
@@ -95,14 +95,14 @@ def absence(distribution: str) -> str:
 def supported(version: Installed, since: str, before: str) -> bool:
     """Return whether `since` <= release < `before`, both written like `0.12`.
 
-    Pre-releases count as the release they lead to: `0.17.0rc0` holds 0.17's code, and under plain
-    specifier rules it would be in neither `<0.17` nor `>=0.17`.
+    A pre-release counts as its release: `0.17.0rc0` has 0.17's code, and by the rules of version
+    specifiers it would be in neither `<0.17` nor `>=0.17`.
     """
     return numbers(since) <= _significant(version.release) < numbers(before)
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Return a release like `0.12` as numbers to compare; none for any other text."""
+    """Return the numbers of a release like `0.12`, for comparisons; () for any other text."""
     parts = text.split(".")
     return _significant(tuple(map(int, parts))) if all(map(str.isdecimal, parts)) else ()
 
@@ -131,12 +131,12 @@ def _significant(release: tuple[int, ...]) -> tuple[int, ...]:
     return release
 
 
-# The version that a file says, with the time at which it did.
+# (Path, modification time) of a file → the version in it.
 _read: dict[tuple[str, int], Installed | None] = {}
 
 
 def from_package_info(lines: Iterable[str]) -> Installed | None:
-    """Return the version that the lines of a `package_info.py` say, or None."""
+    """Return the version in the lines of a `package_info.py`, or None."""
     # Line by line, because these are plain assignments and `ast` takes longer to import than the
     # rest of this file to run.
     constants: dict[str, str] = {}
@@ -151,7 +151,7 @@ def from_package_info(lines: Iterable[str]) -> Installed | None:
 
 
 def from_metadata_text(text: str, distribution: str) -> Installed | None:
-    """Return the version that a wheel's METADATA says; None for another distribution's."""
+    """Return the version in a wheel's METADATA; None if that is of another distribution."""
     from email import message_from_string
 
     from packaging.utils import canonicalize_name
@@ -172,10 +172,10 @@ def _from_metadata(distribution: str) -> Installed | None:
 
 
 def from_index(distribution: str) -> bool:
-    """Tell if a distribution came from an index: PEP 610 has others say where they are from.
+    """Tell if a distribution came from an index: PEP 610 requires a record of any other origin.
 
     Raises:
-        PackageNotFoundError: it has no metadata.
+        PackageNotFoundError: the distribution has no metadata.
     """
     from importlib import metadata
 
@@ -195,7 +195,7 @@ def _parsed(text: str) -> Installed | None:
 TABLE = "releases.txt"
 _CORE = "megatron.core"
 _CLAIM = ".package_info"
-"""The end of a module that only says which version it is: two tags of releases say another one."""
+"""The end of the name of a module that holds only a version; at two releases' tags it is wrong."""
 _RELEASES, _FOLDERS = "releases", "folders"
 _ABSENT = "-"
 #: Characters of a SHA-256 that the table keeps.
@@ -203,11 +203,11 @@ DIGITS = 16
 
 LANDS, OUTSIDE, FIXED, UNKNOWN_STANDING = "+", "-", "f", "?"
 """Marks of a patch on a release: it lands; the release is not in its range; upstream has repaired
-the hazard; or its bodies have to be read."""
+the hazard; or the bodies have to be read to decide."""
 
 
 class Release(Record):
-    """Holds what the table says of one release.
+    """Holds the table's entry of one release.
 
     Example:
         Release(version="0.19.2", digests={"megatron.core.timers": "0123456789abcdef"},
@@ -216,14 +216,14 @@ class Release(Record):
 
     version: str
     digests: Mapping[str, str | None]
-    """Module → `digest_of` its file; None for a module that the release lacks."""
+    """Module → `digest_of` the module's file; None for a module that the release lacks."""
     folders: tuple[str, ...]
-    """Modules in whose folders patches read all modules."""
+    """Modules in whose folders patches read every module."""
     standings: Mapping[str, str]
     """Patch → `LANDS`, `OUTSIDE`, `FIXED` or `UNKNOWN_STANDING`."""
 
     def differing(self, files: Sources) -> Iterator[str]:
-        """Yield each module whose file is not this release's, or that this release does not have.
+        """Yield each module whose file differs from this release's, or that this release lacks.
 
         Wheels before 0.17 lack `megatron.training`, which a checkout of the release has.
         """
@@ -245,20 +245,20 @@ class Release(Record):
 
 
 def digest_of(content: bytes) -> str:
-    """Return the first `DIGITS` hexadecimal digits of a file's SHA-256, whatever ends its lines."""
-    import hashlib  # takes milliseconds, and apply() before Megatron's import has no use for it
+    """Return the first `DIGITS` hexadecimal digits of a file's SHA-256; CRLF counts as LF."""
+    import hashlib  # takes milliseconds, and apply() before Megatron's import does not use it
 
     return hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest()[:DIGITS]
 
 
 def modules_in(package: str, files: Iterable[str]) -> list[str]:
-    """Return the modules that these files of a package's folder hold."""
+    """Return the names of the modules among the files in a package's folder."""
     stems = sorted(name[:-3] for name in files if name.endswith(".py"))
     return [package if stem == "__init__" else f"{package}.{stem}" for stem in stems]
 
 
 class OnPath:
-    """Reads the modules on the path, and lists a folder, each of them once; imports none."""
+    """Reads the modules on the path, without importing them; reads each file and folder once."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str | None] = {}
@@ -266,8 +266,8 @@ class OnPath:
         self._digests: dict[str, str | None] = {}
 
     def text(self, module: str) -> str | None:
-        """Return the module's source, or None if there is none, or none that can be read."""
-        from .source import read_text  # with ast, which apply() on a release may do without
+        """Return the module's source, or None if it has none, or that cannot be read."""
+        from .source import read_text  # imports ast, which apply() on a release may not need
 
         if module not in self._texts:
             path = find(module)
@@ -282,7 +282,7 @@ class OnPath:
         return (find(module) or "").endswith("__init__.py")
 
     def digest(self, module: str) -> str | None:
-        """Return `digest_of` the module's file, or None if there is none that can be read."""
+        """Return `digest_of` the module's file, or None if it has none, or that cannot be read."""
         if module not in self._digests:
             path = find(module)
             self._digests[module] = None
@@ -336,7 +336,7 @@ class Table:
                 self._standings[name] = digests
 
     def release(self, name: str) -> Release | None:
-        """Return what the table says of one release; None if it is not in it."""
+        """Return the table's entry of one release; None if it has none."""
         if name not in self._order:
             return None
         index = self._order[name]
@@ -349,11 +349,11 @@ class Table:
         )
 
     def matching(self, files: Sources, claimed: str) -> Release | None:
-        """Return the release whose files these are, whatever they claim; None if they are none's.
+        """Return the release that has exactly these files; None if no release has.
 
         Args:
-            files: what reads the files.
-            claimed: the version that they claim, which is looked at first.
+            files: reads the files.
+            claimed: the version that the files claim, whose release is compared first.
         """
         for name in (claimed, *reversed(self.names)):
             release = self.release(name)
@@ -362,7 +362,7 @@ class Table:
         return None
 
     def _of(self, index: int, runs: Sequence[str]) -> str:
-        """Return a release's digest; `runs` has, for each digest, its first release before it."""
+        """Return a module's digest in a release; `runs` has first release, digest, and so on."""
         digest = _ABSENT
         for since, value in zip(runs[::2], runs[1::2], strict=True):
             if self._order[since] > index:
@@ -374,7 +374,7 @@ class Table:
 def lines_of(releases: Iterable[Release]) -> Iterator[str]:
     """Yield the lines of `releases.txt`; the releases come oldest first.
 
-    The line of a module has, for each digest, the first release that has it, then the digest.
+    The line of a module has the first release with a digest, then that digest, for each digest.
     """
     order = list(releases)
     yield " ".join([_RELEASES, *(release.version for release in order)])
@@ -393,7 +393,7 @@ def lines_of(releases: Iterable[Release]) -> Iterator[str]:
 
 
 class Comparison(Record):
-    """Says which release the files on the path are."""
+    """Holds the release that the files on the path are."""
 
     claimed: Installed
     """The version that Megatron claims."""
@@ -407,7 +407,7 @@ _compared: list[Comparison] = []
 def compared() -> Comparison | None:
     """Compare the Megatron on the path with all releases, once; None without a Megatron.
 
-    `forget()` has the next call read the files again.
+    After `forget()` the next call reads the files again.
     """
     claimed = installed(MEGATRON)
     if claimed is None:
@@ -419,7 +419,7 @@ def compared() -> Comparison | None:
 
 
 def forget() -> None:
-    """Forget what files were compared."""
+    """Clear the cached comparison."""
     _compared.clear()
 
 

@@ -1,4 +1,4 @@
-"""Reports what `apply()` has done: a row per patch with its status and the reason."""
+"""Defines the report of `apply()`: a row per patch with its status and the reason."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class Report:
 
     @property
     def problems(self) -> tuple[Row, ...]:
-        """Rows that are failed, drifted or in conflict."""
+        """Rows with the status failed, drifted or conflict."""
         return tuple(row for row in self if row.status in PROBLEMS)
 
     @property
     def incomplete(self) -> tuple[str, ...]:
-        """A sentence for each group of patches of which a part is refused or excluded.
+        """Sentences about groups of patches of which a member is refused or excluded.
 
-        It says which patch is missing, what that means, and what to do without it.
+        Each has the missing patch, the effect, and the remedy.
         """
         from .catalog import patches
         from .record import incomplete
@@ -74,7 +74,7 @@ class Report:
         return tuple(incomplete(self, patches()))
 
     def to_json(self) -> str:
-        """Return the rows as a JSON array, keys as the fields of `Row`."""
+        """Return the rows as a JSON array of objects with the fields of `Row`."""
         import json
 
         return json.dumps([row.as_dict() for row in self], indent=2)

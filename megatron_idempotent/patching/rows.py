@@ -22,9 +22,9 @@ if TYPE_CHECKING:
         "failed",
     ]
 
-# These mean that somebody has to look: the hazard is there and its patch is not.
+# Statuses that a person has to look into: this Megatron has the hazard and not the patch.
 PROBLEMS: frozenset[str] = frozenset({"failed", "drifted", "conflict"})
-# These mean that the hazard is covered, now or as soon as Megatron is imported.
+# Statuses of patches that are in place, or will be when Megatron is imported.
 COVERED: frozenset[str] = frozenset({"applied", "already_applied", "pending_import"})
 
 
@@ -49,7 +49,7 @@ class Row(Record):
         return dict(vars(self))
 
 
-# What reasons say, for who groups rows by it.
+# Words of reasons, by which callers group rows.
 FILES_DECIDE = "its files decide when"
 OFF_BY_DEFAULT = "off by default: name it in only= to apply it"
 REVERTED = "reverted"

@@ -1,4 +1,4 @@
-"""Applies patches for the time of a block: `patched()`."""
+"""Applies patches during a block: `patched()`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .report import Report
 def patched(
     only: Iterable[str] | None = None, exclude: Iterable[str] = (), *, strict: bool | None = None
 ) -> Iterator[Report]:
-    """Call `apply()` on entry; on exit take off the patches that this call added, and no others.
+    """Call `apply()` on entry; on exit remove the patches that this call added, and no others.
 
     Example:
         with megatron_idempotent.patched(only=["train-interval-timer"]):

@@ -1,6 +1,6 @@
-"""Reads from the environment which patches are applied: in `apply()` only, never at import.
+"""Reads the environment variables that select patches, in `apply()` and not at import.
 
-An operator who sets these cannot edit the program, so they win over its arguments.
+An operator who sets them may be unable to edit the program, so they override its arguments.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ VARIABLES = {
     f"{SWITCH}_STRICT": "1 makes a problem an error",
     f"{SWITCH}_VERIFY": "seconds in which all ranks must have patches that a hook applied; 0: any",
 }
-"""The variables that `apply()` reads; there is no other table of them."""
+"""The variables that `apply()` reads, with their meanings, for all lists of them."""
 _ELSEWHERE = frozenset(
     f"{SWITCH}_{name}"
     for name in (
         "DEVICE",  # of ranks that are started without one
-        "TRITON",  # whether its kernels run
+        "TRITON",  # whether Triton's kernels run
         "BUCKET",  # the URL that vLLM's workers may read
         *("PEER_PYTHON", "RAY", "VLLM_PYTHON"),  # of this project's own tests and benchmarks
     )
 )
 ON, OFF = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
-"""The values of a switch, in any case."""
+"""The values of a switch, in upper or lower case."""
 
 
 class Settings(Record):
-    """Holds the values of `MEGATRON_IDEMPOTENT` and its companions, checked."""
+    """Holds the checked values of the variables that begin with `MEGATRON_IDEMPOTENT`."""
 
     enabled: bool
     """`MEGATRON_IDEMPOTENT=0` turns every patch off."""
@@ -50,28 +50,28 @@ class Settings(Record):
     strict: bool
     """`MEGATRON_IDEMPOTENT_STRICT=1`: a problem raises instead of being recorded."""
     debug: bool
-    """`MEGATRON_IDEMPOTENT_CHECK=1`: the patches that only look are on too."""
+    """`MEGATRON_IDEMPOTENT_CHECK=1`: turns on the patches that only check."""
     rebind: frozenset[str]
     """`MEGATRON_IDEMPOTENT_REBIND=pkg,…`: packages, besides megatron, whose early-bound names of a
     patched function are rebound too."""
     report_path: str | None
-    """`MEGATRON_IDEMPOTENT_REPORT=path.json`: where the report is written, `{rank}` filled in."""
+    """`MEGATRON_IDEMPOTENT_REPORT=path.json`: path of the report; `{rank}` becomes the rank."""
     verify_within: float
-    """`MEGATRON_IDEMPOTENT_VERIFY=600`: seconds that the first training call waits for the patches
-    of all ranks, where a hook has applied them; 0 leaves ranks alone."""
+    """`MEGATRON_IDEMPOTENT_VERIFY=600`: seconds that the first training call waits until all ranks
+    have reported their patches, if a hook has applied them; 0 turns this check off."""
     unknown: tuple[str, ...]
-    """Sentences about variables that begin like these and mean nothing, as misspelt ones do."""
+    """Sentences about unknown variables with this prefix, such as misspelt ones."""
 
 
 def read(known_ids: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings in `environ`; None reads this process's environment.
+    """Return the settings in `environ`, by default this process's environment.
 
     Raises:
         UnknownPatchError: no case file has an id.
         ValueError: a switch is neither on nor off, the list of `_ONLY` names nothing, or a name of
             `_REBIND` is no package.
     """
-    # Not a default of the argument, which goes along where this is pickled by value.
+    # Not the argument's default, which would be pickled with this function if that is by value.
     environ = os.environ if environ is None else environ
     known_ids = tuple(known_ids)
     return Settings(
@@ -103,7 +103,7 @@ def _seconds(environ: Mapping[str, str], variable: str, *, default: float) -> fl
 
 
 def looks(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether `MEGATRON_IDEMPOTENT_CHECK` asks for what only looks, at a cost."""
+    """Return whether `MEGATRON_IDEMPOTENT_CHECK` turns on checks that cost time."""
     return switch(os.environ if environ is None else environ, f"{SWITCH}_CHECK", default=False)
 
 
@@ -130,7 +130,7 @@ def check_ids(ids: Iterable[str], source: str, known_ids: Iterable[str]) -> froz
 
 
 def unknown_id(patch_id: str, source: str, known_ids: tuple[str, ...]) -> str:
-    """Say that `source` names an id that is not in `known_ids`, with the nearest ones."""
+    """Return the error for an id in `source` that is unknown; it suggests the nearest known ids."""
     from .catalog import hazards
 
     listing = "`megatron-idempotent explain` lists them"
@@ -146,7 +146,7 @@ def unknown_id(patch_id: str, source: str, known_ids: tuple[str, ...]) -> str:
 
 
 def did_you_mean(name: str, known_names: Iterable[str]) -> str:
-    """Return " Did you mean 'x' or 'y'?", with the names nearest to one that nobody has, or ""."""
+    """Return " Did you mean 'x' or 'y'?", with the known names nearest to an unknown one, or ""."""
     from difflib import get_close_matches
 
     known_names, text = tuple(known_names), name.strip().lower().replace("_", "-")
@@ -190,7 +190,7 @@ def _unknown(environ: Mapping[str, str]) -> Iterator[str]:
             continue
         from difflib import get_close_matches
 
-        # They all begin alike, so the rest decides.
+        # All variables have one prefix, so the rest of the name is compared.
         by_suffix = {variable.removeprefix(SWITCH): variable for variable in VARIABLES}
         near = get_close_matches(name.removeprefix(SWITCH), by_suffix, n=1)
         hint = (
@@ -207,7 +207,7 @@ def switch(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
     """Return whether a variable is on; `default` if it is unset or blank.
 
     Raises:
-        ValueError: it is neither on nor off.
+        ValueError: the variable's value is neither of `ON` nor of `OFF`.
     """
     value = environ.get(variable, "").strip().lower()
     if not value:

@@ -1,4 +1,4 @@
-"""Lays out plain-text tables, for terminals and for pipes."""
+"""Formats plain-text tables, for terminals and for pipes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-# A notebook's page breaks lines at its edge, within words; most are wider.
+# A notebook breaks longer lines at its edge, within words; most notebooks are wider.
 _NOTEBOOK = 80
 
 
@@ -33,14 +33,14 @@ def wrapped(text: str, width: int | None) -> list[str]:
 
 
 def render(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """Lay rows out in columns as wide as their longest cell.
+    """Format rows in columns as wide as their longest cell.
 
     Args:
         header: the first row; empty for none.
         rows: rows of as many cells as the header has.
-        width: columns at which the last cell wraps, or goes to lines of its own if a word of it
-            would not fit. None asks the terminal; if standard output goes into a file or a pipe
-            nothing wraps, and a row is a line.
+        width: the line width at which the last cell wraps, or moves to lines of its own if one of
+            its words would not fit. None takes the terminal's; if standard output is a file or a
+            pipe nothing wraps, and a row is a line.
     """
     width = width or terminal_width()
     cells = [tuple(row) for row in (header, *rows) if row]

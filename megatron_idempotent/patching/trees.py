@@ -1,6 +1,6 @@
-"""Reads source that is not on the path: of a checkout, an unpacked wheel, a wheel.
+"""Reads source that is not on the path: that of a checkout, an unpacked wheel, or a wheel.
 
-It is Megatron's, or that of a framework that carries copies of its code. Nothing is imported,
+It is Megatron's source, or that of a framework with copies of Megatron's code. It is not imported,
 installed or unpacked. A release is told from a development commit by its contents.
 """
 
@@ -29,23 +29,23 @@ from .releases import (
 )
 from .source import Body, computed, parse_body, read_text
 
-#: The module that says which version a Megatron is.
+#: The module with Megatron's version.
 INFO = "megatron.core.package_info"
-#: A wheel's metadata, and what says (PEP 610) that it was not installed from an index.
+#: A wheel's metadata, and the file (PEP 610) of one that was not installed from an index.
 _INSTALLED, _ORIGIN = ".dist-info/METADATA", ".dist-info/direct_url.json"
 
 
 class Files(Protocol):
-    """Holds the files of a tree, by their path in it, with slashes."""
+    """Holds the files of a tree, by their paths in the tree, with slashes."""
 
     def has(self, name: str) -> bool:
         """Tell if the tree has the file."""
 
     def read(self, name: str) -> str:
-        """Return the text of a file that it has."""
+        """Return the text of one of the tree's files."""
 
     def inside(self, folder: str) -> list[str]:
-        """Return the names of the files in a folder, without those of its folders."""
+        """Return the names of the files directly in a folder of the tree."""
 
     def all(self) -> list[str]:
         """Return the paths of all files."""
@@ -70,13 +70,13 @@ class Folder:
         return [path.name for path in (self._path / folder).glob("*")]
 
     def all(self) -> list[str]:
-        """Return the paths of its sources and of what installers wrote about them."""
+        """Return the paths of the Python sources, and of installers' metadata."""
         paths = [*self._path.glob("*/**/*.py"), *self._path.glob("*-info/*")]
         return [path.relative_to(self._path).as_posix() for path in paths]
 
 
 class Listed:
-    """Holds files whose paths are known, and reads one when it is asked for."""
+    """Holds files by a list of paths, and a function that reads one."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], str]) -> None:
         self.read = read
@@ -86,7 +86,7 @@ class Listed:
             self._folders.setdefault(folder, {})[file] = None
 
     def has(self, name: str) -> bool:
-        """Tell if the file is one of them."""
+        """Tell if the list has the file."""
         folder, _, file = name.rpartition("/")
         return file in self._folders.get(folder, ())
 
@@ -116,11 +116,11 @@ class SourceTree:
 
     Args:
         path: a folder that holds `megatron/`, `slime/` or the like, or a `.whl` file.
-        patches: patches by id, which may have targets in it.
-        files: the tree's files, if they are not at the path, which only names them then.
+        patches: patches by id, some of which have targets in the tree.
+        files: the tree's files, if they are not at the path; the path is then only a name.
 
     Raises:
-        ValueError: no patch has a target in it, or Megatron's version cannot be read.
+        ValueError: no patch has a target in the tree, or Megatron's version cannot be read.
 
     Example:
         SourceTree(Path("Megatron-LM"), patches()).body("megatron.training.training", "train")
@@ -142,7 +142,7 @@ class SourceTree:
             for distribution, names in sorted(packages.items())
             if any(self.text(name) is not None for name in names)
         }
-        """The versions in the tree, by distribution; `UNKNOWN` in a checkout that does not say."""
+        """The versions in the tree, by distribution; `UNKNOWN` in a checkout without a version."""
         if not self.versions:
             paths = sorted(name for names in packages.values() for name in names)
             raise ValueError(
@@ -188,9 +188,9 @@ class SourceTree:
         return None if text is None else digest_of(text.encode("utf-8"))
 
     def release(self, distribution: str) -> Installed | None:
-        """Return the release of a distribution that the tree is; None for a commit.
+        """Return the release of a distribution in the tree; None for a commit.
 
-        A wheel of a framework is the release that it names. Megatron has the files of one.
+        A framework's release is known by the wheel's metadata, Megatron's by the files.
         """
         version = self.versions[distribution]
         if distribution == MEGATRON:

@@ -1,4 +1,4 @@
-"""Checks that the patches are still in place, and the same on every rank."""
+"""Checks that patches are still in place, and are the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .settings import SWITCH
 def verify(group: Any = None) -> Report:
     """Check the patches of this process and, if a process group is up, of all its ranks.
 
-    Half-patched ranks hang in collectives, long after the cause. Call this once after
+    If ranks have different patches, collectives hang long after the cause. Call this once after
     initialisation, on every rank of `group`: it gathers a digest of (id, status, upstream version,
-    upstream body, our code) over them, and raises on all of them if it raises on one.
+    upstream body, our code) over the ranks, and raises on all of them if it raises on one.
 
     Args:
         group: a `torch.distributed` process group; None means the default one. Without an
@@ -32,10 +32,10 @@ def verify(group: Any = None) -> Report:
         The report of this process.
 
     Raises:
-        VerificationError: nobody has called `apply()` in this process, and no door waits to; a
-            patched function was replaced, or ranks differ; in strict mode also
-            live code goes past a patch, as a subclass that overrides the method does. The message
-            names them; without strict mode a warning is logged of the last.
+        VerificationError: `apply()` was not called in this process, and no import will call it; a
+            patched function was replaced; or ranks differ. In strict mode also if live code
+            bypasses a patch, such as a subclass that overrides the method; without strict mode
+            that is logged as a warning. The message has the names.
         PatchError: in strict mode, if a patch of this process has a problem.
     """
     result, failure = _checked_here()
@@ -44,8 +44,8 @@ def verify(group: Any = None) -> Report:
     if distributed and up and distributed.get_world_size(group) > 0:  # -1 outside of the group
         gathered: list[Any] = [None] * distributed.get_world_size(group)
         own_report = _told(distributed.get_rank(), result, failure)
-        # All ranks of the group must enter, also one that already knows of a failure: the others
-        # hang otherwise.
+        # All ranks of the group must enter, also one that has already failed: the others would
+        # hang.
         distributed.all_gather_object(gathered, own_report, group=group)
         if failure is None:
             failure = _compare(gathered)
@@ -57,14 +57,14 @@ def verify(group: Any = None) -> Report:
 def verify_at_start() -> None:
     """Check once, in a rank's first schedule call, that all ranks of the job have its patches.
 
-    A rank without patches would answer no collective. So each rank leaves what it has in the store
-    that the default process group was made with; rank 0 compares, and says so on standard error.
+    A rank without patches would not enter a collective. So each rank writes its patches to the
+    default process group's store; rank 0 compares them, and prints the result to standard error.
 
     Raises:
-        VerificationError: on every rank that asks: a rank has left nothing within
+        VerificationError: on every rank that checks: a rank has written nothing within
             `state.verify_within` seconds, or ranks differ, as in `verify()`.
     """
-    from datetime import timedelta  # here, as apply() has no use for it
+    from datetime import timedelta  # here, because apply() does not use it
 
     within, install.state.verify_within = install.state.verify_within, 0.0
     distributed = sys.modules.get("torch.distributed")
@@ -90,7 +90,7 @@ def verify_at_start() -> None:
             print(f"megatron-idempotent: {count} patches on all {ranks} ranks", file=sys.stderr)
     else:
         try:
-            # Rank 0 waits from its own first call on.
+            # Twice as long, because rank 0's wait begins with its own first call.
             store.wait([verdict], timedelta(seconds=2 * within))
             failure_text = store.get(verdict).decode()
             failure = VerificationError(failure_text) if failure_text else None
@@ -109,7 +109,7 @@ def _unpatched(ranks: Sequence[int], within: float) -> VerificationError:
 
 
 def _checked_here() -> tuple[Report, PatchError | VerificationError | None]:
-    """Return the report of this process, and what is wrong with it."""
+    """Return the report of this process, and the error if it has a problem."""
     try:
         result = report()
         if install.state.selection is None and not import_hooks.door_waits():
@@ -126,7 +126,7 @@ def _checked_here() -> tuple[Report, PatchError | VerificationError | None]:
 def _told(
     rank: int, result: Report, failure: Exception | None
 ) -> tuple[int, dict[str, str], str | None]:
-    """Return what a rank tells the others of its patches."""
+    """Return what a rank sends to the others: its number, digests of its patches, its failure."""
     failure_text = None if failure is None else str(failure)
     return rank, {row.id: _digest(row) for row in result}, failure_text
 
@@ -180,7 +180,7 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _digest(row: Row) -> str:
-    import hashlib  # here, as apply() has no use for them
+    import hashlib  # here, because apply() does not use them
     import inspect
 
     status = "applied" if row.status == "already_applied" else row.status
@@ -189,6 +189,6 @@ def _digest(row: Row) -> str:
         site = install.site_of(target)
         if site is not None and row.id in site.layers:
             code.update(site.body.encode())
-        # The whole case file, because wrappers call functions beside them.
+        # The whole case file, because wrappers call its other functions.
         code.update(inspect.getsource(sys.modules[target.wrapper.__module__]).encode())
     return f"{status} {row.version} ({code.hexdigest()[:8]})"

@@ -12,7 +12,7 @@ _V = TypeVar("_V")
 
 
 class PerProcessWeakKeys(PerProcess, WeakKeyDictionary[_K, _V]):
-    """Maps objects, which it does not keep alive, to values.
+    """Maps objects to values, without keeping the objects alive.
 
     Example: `_order: WeakKeyDictionary[Any, int] = PerProcessWeakKeys(__name__, "_order")`.
     """

@@ -1,4 +1,4 @@
-"""Gives callers with a training loop of their own the functions to run, split and abort a window.
+"""Runs, splits and aborts training windows, for callers with a training loop of their own.
 
 A window is all forward and backward calls whose gradients go into one optimizer step.
 """

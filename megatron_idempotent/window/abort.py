@@ -1,4 +1,4 @@
-"""Drops a failed window, so that the next one computes what it would have without it."""
+"""Drops a failed window, so that the next one has the result that it would have without it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from megatron_idempotent.megatron.training import abandon, live_machine
 
 from .open_contexts import close_contexts, drop_coalescing, leave_no_sync
 
-# Timers that Megatron starts between the start of a window and the end of its step. The caller's
-# own timers, around several windows, keep running.
+# Timers that Megatron starts between the beginning of a window and the end of its step. The
+# caller's own timers, around several windows, keep running.
 WINDOW_TIMERS = frozenset(
     {
         *("all-grads-sync", "backward-compute", "backward-recv", "backward-send"),
@@ -40,7 +40,7 @@ WINDOW_TIMERS = frozenset(
 
 
 def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
-    """Drop a window that raised, so that the next one computes what it would have without it.
+    """Drop a window that raised, so that the next one has the result it would have without it.
 
     Call it after any exception, a keyboard interrupt included, between the start of a window's
     forward and the end of `optimizer.step()`; on every rank that holds the model, with or without
@@ -116,7 +116,7 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
 
 
 def drop_collectives(chunks: Sequence[Any]) -> None:
-    """Forget the collectives that a poisoned session has in flight; some will never end.
+    """Drop the handles of a poisoned session's collectives, some of which will never end.
 
     A gather may have ended on some ranks only, so all ranks gather again before the next forward.
     """
@@ -128,7 +128,7 @@ def drop_collectives(chunks: Sequence[Any]) -> None:
 
 
 def _forget_activations(chunk: Any) -> None:
-    """Drop activations and expert choices that modules keep for later in the same window."""
+    """Drop activations and expert choices that modules keep for later calls of the same window."""
     for module in chunk.modules():
         if hasattr(module, "pre_forward_comm"):
             reset_shared_experts(module)

@@ -31,7 +31,7 @@ def suppress_grad_sync(
     configs: Sequence[Any],
     instead_of_finalize: Callable[..., None],
 ) -> None:
-    """Keep schedule calls from reducing or finalizing gradients until the stack is left.
+    """Prevent schedule calls from reducing or finalizing gradients until the stack is closed.
 
     Instead of the finalize function, schedules call `instead_of_finalize` with its arguments.
     """
@@ -49,7 +49,7 @@ def suppress_grad_sync(
 
 
 def start_held(chunk: Any) -> None:
-    """Start the reductions that `no_sync` held back, after the last backward of a step.
+    """Start the reductions that `no_sync` prevented, after the last backward of a step.
 
     Raises:
         RuntimeError: the chunk is in hybrid Megatron-FSDP, which reduces inside a backward only.
@@ -64,7 +64,7 @@ def start_held(chunk: Any) -> None:
             "its last one: give the total before the last call, as in "
             "accumulation_window(chunks, total_microbatches)"
         )
-    if wrapped.data_parallel_sharding_strategy in ("no_shard", "optim"):  # others never hold back
+    if wrapped.data_parallel_sharding_strategy in ("no_shard", "optim"):  # others always reduce
         groups = wrapped.param_and_grad_buffer.parameter_groups
         params = [param for group in groups if group.requires_grad for param in group.params]
         wrapped.grad_reduce_pipeline.reduce_gradients(params)
@@ -80,7 +80,7 @@ def _overlaps(chunk: Any) -> bool:
 
 
 def set_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the stack is left."""
+    """Set an attribute; closing the stack restores it."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
@@ -92,9 +92,9 @@ def dividing_by(
     auxiliary_weight: float | Callable[[], float] = 1.0,
     context_parallel: bool = True,
 ) -> Iterator[None]:
-    """Have schedules divide losses by `divisor` instead of their number of microbatches.
+    """Make schedules divide losses by `divisor` instead of their number of microbatches.
 
-    It replaces the schedules' function that divides, which uses the number for nothing else. The
+    It replaces the schedules' function that divides, whose only use of that number this is. The
     losses of MoE, MTP and experimental attention are also multiplied by `auxiliary_weight`, unless
     the config has scale functions for them; if it is a function, it is called after each forward.
     The schedules of some releases multiply some losses by the number of context-parallel ranks,
@@ -189,11 +189,11 @@ class AccumulationWindow:
         self._broken = False
 
     def holds(self, chunk: Any) -> bool:
-        """Return whether the chunk is one of this window's."""
+        """Return whether the chunk belongs to this window."""
         return any(chunk is held_chunk for held_chunk in self._chunks)
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
-        """Run one call of a schedule, and return what it returns; patched schedules call this.
+        """Run one call of a schedule, and return its result; patched schedules call this.
 
         Raises:
             ValueError: the call brings more microbatches than the total has left.
@@ -249,14 +249,14 @@ class AccumulationWindow:
         self._finalized = True
         for chunk in self._chunks:
             if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
-                start_held(chunk)  # no backward was left that would have done it
+                start_held(chunk)  # no later backward starts the reductions
         finalize = self._configs[0].finalize_model_grads_func
         if finalize is not None:
             model, options = self._finalize_call
             finalize(model, self._num_tokens, **options)
 
     def _let_finalize(self, stack: ExitStack) -> None:
-        """Have the caller's finalize function called with the tokens of all calls."""
+        """Call the caller's finalize function with the sum of all calls' token counts."""
         for config in self._configs:
             finalize = config.finalize_model_grads_func
 

@@ -1,4 +1,4 @@
-"""Tells all ranks whether any of them failed, before they go on.
+"""Tells all ranks whether any rank failed, before they continue.
 
 The agreement runs on gloo groups of its own, over the host: it never waits for the GPU, it has a
 deadline, and it still works where NCCL or a pipeline message is stuck. Once ranks can no longer
@@ -35,7 +35,7 @@ _control: dict[tuple[str, float], tuple[Any, Any]] = PerProcessDict(__name__, "_
 
 class _Session(PerProcess):
     poisoned: str | None = None
-    # Counts rebuilds, so that an old reason in the store is not taken for a new one.
+    # The number of rebuilds, which tells an old reason in the store from a new one.
     number = 0
     # Whether ranks are in an `as_one` block, and no rank has reported an error in it.
     as_one = False
@@ -126,9 +126,9 @@ def checked_deadline(deadline_s: Any) -> float:
 
 
 def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[int, str]:
-    """Return all ranks' failures by global rank. A collective: one all-reduce if there are none.
+    """Return all ranks' failures, by global rank. A collective: one all-reduce if no rank failed.
 
-    `group` is a gloo group with that deadline, None for the one of all ranks.
+    `group` is a gloo group with that deadline; None for that of all ranks.
 
     Raises:
         SessionPoisoned: a rank did not arrive within `deadline_s`.
@@ -168,9 +168,9 @@ def control_group(deadline_s: float) -> Any:
 
 @contextmanager
 def as_one(consequence: str) -> Iterator[None]:
-    """Leave the block with an error on all ranks if one rank does. All ranks of WORLD enter.
+    """Raise on all ranks if the block raises on one rank. All ranks of WORLD enter.
 
-    They learn of the error at the next `meet`, at the latest at the end of the block. A nested
+    Other ranks raise at the next `meet`, at the latest at the end of the block. A nested
     block is part of the outer one. `consequence` is the end of the error message, which says what
     to do next.
 
@@ -197,7 +197,7 @@ def as_one(consequence: str) -> Iterator[None]:
 
 @contextmanager
 def as_one_at_barriers(consequence: str) -> Iterator[None]:
-    """Leave the block as `as_one` does, and `meet` at each barrier of all ranks within it."""
+    """Do the same as `as_one`, and call `meet` at each barrier of all ranks in the block."""
     barrier = dist.barrier
 
     def met(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ def attempt(consequence: str) -> Iterator[None]:
 
 
 def compare(text: str, group: Any) -> list[str]:
-    """Return the texts of all ranks of a gloo group; none if a rank did not arrive in time."""
+    """Gather a text from all ranks of a gloo group; return [] if a rank did not arrive in time."""
     texts: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(texts, text, group=group)
@@ -313,7 +313,7 @@ def refuse_if_poisoned() -> None:
 
 
 def forget() -> None:
-    """Destroy this module's groups and lift the poison; all ranks call it, in a rebuild."""
+    """Destroy this module's groups and end the poisoned state; all ranks call it in a rebuild."""
     for made_under, group in _control.values():
         if made_under is dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -323,7 +323,7 @@ def forget() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return type and message of an error, as the last line of a traceback has them."""
+    """Return the type and message of an error, as in the last line of a traceback."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -335,7 +335,7 @@ def _remedy() -> str:
 
 
 def _heard_of() -> str | None:
-    """Return the first rank that poisoned its session, and the reason; None if not known."""
+    """Return the first rank that poisoned its session, and the reason; None if unknown."""
     with contextlib.suppress(RuntimeError, ValueError):
         store = distributed_c10d._get_default_store()
         if store.check([_key()]):
@@ -349,7 +349,7 @@ def _key() -> str:
 
 @contextmanager
 def collective_timeout(groups: Sequence[Any], timeout_s: float) -> Iterator[None]:
-    """Let gloo operations of these process groups time out after `timeout_s` in the block.
+    """Set the timeout of these process groups' gloo operations to `timeout_s` in the block.
 
     It changes nothing for NCCL, whose watchdog ends operations, and the process, after the timeout
     that a group was created with.

@@ -1,4 +1,4 @@
-"""Finishes a training window that fails on one rank, then stops it on all of them.
+"""Completes a training window's communication after one rank failed, then stops all ranks.
 
 A rank that leaves a pipeline schedule half-way leaves messages that the next window consumes, and
 collectives that its peers wait in. So a failing rank stays in the schedule: it sends and receives
@@ -101,11 +101,11 @@ def gradient_like(input_tensor: Any) -> Any:
 
 
 def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the setting with which ranks communicate inside a layer, and if they run in lockstep.
+    """Return the setting by which ranks communicate inside a layer, and if they run in lockstep.
 
-    The setting is None if they do not communicate there. Tensor and context parallel ranks run in
-    lockstep, the same code over one batch. Other ranks have batches of their own, so that one of
-    them can fail alone.
+    The setting is None without such communication. Tensor and context parallel ranks run in
+    lockstep: the same code on one batch. Other ranks have batches of their own, so that one rank
+    can fail alone.
     """
     if type(arguments.get("p2p_communicator")).__name__ == "MultiModulePipelineCommunicator":
         return "a multi-module pipeline", False
@@ -122,7 +122,7 @@ def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool
 
 
 def across_replicas(config: Any) -> str | None:
-    """Return the setting with which data-parallel replicas communicate inside a layer, or None."""
+    """Return the setting by which data-parallel replicas communicate inside a layer, or None."""
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         return "moe_router_load_balancing_type=global_aux_loss"
     shards = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
@@ -146,7 +146,7 @@ def _size(config: Any, name: str) -> int:
 
 
 class GuardedCall:
-    """Runs one schedule call on this rank, and goes on with zeros after a failure.
+    """Runs one schedule call on this rank, and continues with zeros after a failure.
 
     `error` is the failure of this rank, `failures` has those of all ranks by global rank. At the
     end of the window `exchange` takes this rank's failure or None, and returns those of all ranks.
@@ -185,12 +185,12 @@ class GuardedCall:
         self._settled = False
         self._shared, in_lockstep = _shared(self.config, arguments)
         self._lockstep = lockstep_group() if in_lockstep else None
-        # After a failure in the model nothing more is computed; after one in the loss, everything.
+        # True after a failure in the model, which then runs no more; False after one in the loss.
         self._skipping = False
         self._chunk_of: dict[int, tuple[Any, Any]] = {}
 
     def run(self, forward_backward_func: Callable[..., Any]) -> Any:
-        """Call the schedule, and return what it returns.
+        """Call the schedule, and return its result.
 
         Raises:
             SessionPoisoned: a rank failed where others may wait for it, or did not arrive in time.
@@ -304,7 +304,7 @@ class GuardedCall:
                     return loss_func(*loss_args, **loss_kwargs)
                 except Exception as error:
                     if not tensors_of(output):
-                        raise  # there is nothing to send zeros through
+                        raise  # no graph to send zeros through
                     self._fail(error, "loss")
                     return no_gradient(output), {}
 
@@ -321,7 +321,7 @@ class GuardedCall:
         self._skipping = True
 
     def _require_that_nobody_waits(self, error: Exception, location: str) -> None:
-        """Raise unless all ranks that share the layers raised the same error at the same place.
+        """Raise unless all ranks that share the layers raised the same error at the same location.
 
         A rank that failed alone left a layer that the others may still wait in.
 

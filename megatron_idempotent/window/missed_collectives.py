@@ -28,7 +28,7 @@ _learned: PerProcessWeakKeys[Any, list[int]] = PerProcessWeakKeys(__name__, "_le
 
 
 class MissedCollectives:
-    """Tracks which bucket groups of the chunks were reduced in this window, to start the others."""
+    """Tracks which bucket groups were reduced in this window, and starts the other reductions."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
@@ -39,7 +39,8 @@ class MissedCollectives:
         self._order: list[list[int]] = [[] for _ in chunks]
         # Per chunk and bucket group, the result of `_counts` after the last complete backward.
         self._counted: list[list[int]] = [[] for _ in chunks]
-        # Looked up once, because each microbatch reads the counts. Before 0.16 no group has them.
+        # A parameter per bucket group, looked up once, because each microbatch reads its count.
+        # Before 0.16 no group has counts.
         self._firsts: list[list[tuple[Any, Any]]] = [
             [(group, _first(group)) for group in bucket_groups(chunk) if hasattr(group, _COUNTS)]
             for chunk in chunks
@@ -76,14 +77,14 @@ class MissedCollectives:
                 vars(group).pop("finish_param_sync", None)
                 vars(group).pop("check_grads", None)
             for group, hook, earlier_hook in registering:
-                # A patch may have wrapped it by now, and will remove it with its own wrapper.
+                # If a patch has wrapped it since, the patch removes both.
                 if vars(group).get("register_grad_ready") is hook:
                     del group.register_grad_ready
                     if earlier_hook is not None:
                         group.register_grad_ready = earlier_hook
 
     def reduce(self, chunk: Any) -> None:
-        """Start the reductions that the peers' hooks start in this backward, over zeros."""
+        """Start reductions of zeros that pair with those of the peers' hooks in this backward."""
         groups = bucket_groups(chunk)
         chunk_index = self._chunks.index(chunk)
         started = self._started[chunk_index]
@@ -96,7 +97,7 @@ class MissedCollectives:
                 continue
             for bucket in group.buckets:
                 bucket.grad_data.zero_()
-            # This check may be what failed; zeros need none.
+            # This check may be the one that failed; zeros need no check.
             group.check_grads = _no_check
             if getattr(chunk, "force_all_reduce", False):
                 group.start_grad_sync(force_all_reduce=True)
@@ -104,10 +105,10 @@ class MissedCollectives:
                 group.start_grad_sync()
 
     def _is_last(self, chunk_index: int) -> bool:
-        """Return whether the peers' hooks start reductions in this backward, which is skipped here.
+        """Count a skipped backward; return whether the peers' hooks start reductions in it.
 
-        From 0.16 on a step may have several backwards before that: calls outside of `no_sync`, or
-        microbatches without it.
+        From 0.16 on several backwards may precede that one in a step: calls outside of `no_sync`,
+        or microbatches without it.
         """
         groups = bucket_groups(self._chunks[chunk_index])
         learned = [getattr(g, "golden_per_param_grad_ready_counts", None) for g in groups]
@@ -115,8 +116,8 @@ class MissedCollectives:
             counts[_first(group)] for group, counts in zip(groups, learned, strict=True) if counts
         ]
         if len(expected) < len(groups):
-            return True  # before 0.16 each window has one
-        # The number of backwards: in each of them some parameter registers once.
+            return True  # before 0.16 each window has one such backward
+        # The number of backwards in a step: in each of them some parameter registers once.
         backwards = math.gcd(*(n for counts in learned if counts for n in counts.values()))
         self._counted[chunk_index] = [
             counted + count // backwards
@@ -125,9 +126,9 @@ class MissedCollectives:
         return self._counted[chunk_index] == expected
 
     def check(self) -> None:
-        """Run the gradient checks now instead of while finalizing.
+        """Run the gradient checks now, not when gradients are finalized.
 
-        There the rank with the NaN would raise, while its peers enter the reduction.
+        Then the rank with the NaN would raise while its peers enter the reduction.
         """
         for chunk, started in zip(self._chunks, self._started.values(), strict=True):
             for number, group in enumerate(bucket_groups(chunk)):
@@ -157,7 +158,7 @@ class MissedCollectives:
             self._order[chunk_index] = list(ready)
 
     def learn(self, failed: bool) -> None:
-        """Keep the order in which hooks start all groups, for a window that fails later."""
+        """Keep the order in which hooks start the reductions, for later windows that fail."""
         for chunk_index, (chunk, started) in enumerate(
             zip(self._chunks, self._started.values(), strict=True)
         ):
@@ -211,7 +212,7 @@ def _wait(group: Any, finish: Callable[..., None], *args: Any, **kw: Any) -> Non
         finish(*args, **kw)
     except RuntimeError as lost:
         if group.param_gather_handle is None:
-            raise  # the wait was over, or had not begun
+            raise  # the wait had ended, or had not begun
         raise poison(f"parameters were not gathered: {describe(lost)}") from lost
 
 
@@ -256,4 +257,4 @@ def _starts_from_hooks(group: Any) -> bool:
 
 
 def _no_check(**_: Any) -> None:
-    """Do nothing, in place of a gradient check that has run or would only see zeros."""
+    """Do nothing; it replaces a gradient check that has run, or would check zeros."""

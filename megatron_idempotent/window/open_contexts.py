@@ -1,7 +1,7 @@
 """Ends contexts that an exception has left open.
 
-Left alone, they would end later and do harm: a suspended generator runs its `finally` when the
-traceback that holds it is freed, which may be in the middle of a later window.
+Otherwise they would end later: a suspended generator runs its `finally` when the traceback that
+refers to it is freed, which may be during a later window.
 
 Only a walk over all objects finds a generator that upstream enters without `with`: once the
 exception is handled, no running frame refers to it, and a kept traceback keeps it suspended.
@@ -35,14 +35,14 @@ def close_contexts(error: BaseException | None) -> None:
             if frame.f_code.co_filename == contextlib.__file__:
                 context = frame.f_locals.get("self")
                 if isinstance(context, contextlib._GeneratorContextManager):
-                    # Its `finally` may raise because an inner context was left late; a context
-                    # around this very call is executing, and refuses.
+                    # Its `finally` may raise because an inner context ended late; a context
+                    # around this call is executing, so that it cannot be closed.
                     with contextlib.suppress(Exception):
                         _end(context.gen)
 
 
 def leave_no_sync(chunks: list[Any]) -> None:
-    """Close upstream's generators that a traceback keeps suspended inside `no_sync`.
+    """Close upstream's `no_sync` generators that a traceback keeps suspended.
 
     The schedules enter it without `with`, so no frame of `contextlib` refers to it. If they ended
     later, they would turn synchronisation on.
@@ -54,13 +54,13 @@ def leave_no_sync(chunks: list[Any]) -> None:
 
 
 def leave_coalescing() -> None:
-    """Close torch's coalescing generators that a traceback keeps suspended with process groups."""
+    """Close torch's coalescing generators that a traceback keeps suspended."""
     for generator in _suspended("_coalescing_manager"):
         _end(generator)
 
 
 def drop_coalescing(chunks: list[Any]) -> None:
-    """Forget collectives that torch was collecting for one launch.
+    """Drop collectives that torch was coalescing into one launch.
 
     torch goes on collecting as long as its table has the group: every later `all_reduce` would only
     be queued, and would return without reducing anything.
@@ -71,7 +71,7 @@ def drop_coalescing(chunks: list[Any]) -> None:
 
 
 def drop_coalescing_of(*holders: Any) -> None:
-    """Forget collectives that torch was collecting in the process groups of bucket groups."""
+    """Drop collectives that torch was coalescing in the process groups of bucket groups."""
     _drop([value for holder in holders for value in vars(holder).values()])
 
 

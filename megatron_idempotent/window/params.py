@@ -1,4 +1,4 @@
-"""Gathers updated parameters before code reads them, and updates the optimizer's own copies."""
+"""Gathers updated parameters before other code reads them; updates the optimizer's copies."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def ensure_main_params_synced(optimizer: Any) -> int:
 
 
 def finish_gathers(chunks: Sequence[Any]) -> int:
-    """Gather pending updates of chunks in Megatron's DDP; others have none. Return their number."""
+    """Gather pending updates of chunks in Megatron's DDP; return the number of bucket groups."""
     return sum(_sync(chunk) for chunk in chunks if hasattr(chunk, "bucket_groups"))
 
 
@@ -119,20 +119,21 @@ def _sync(chunk: Any) -> int:
 
 
 def _is_tracked(group: Any) -> bool:
-    """Return whether our mark, or upstream's flag before the first mark, shows a pending gather.
+    """Return whether a bucket group's mark tells reliably if its gather is pending.
 
-    If neither is reliable, the caller assumes that the group's gather is pending.
+    Before the first mark upstream's flag is used. If this returns False, the caller assumes that
+    the gather is pending.
     """
     watched = is_provided(_watch_of(group))
     if gather.marked(group) is None:
-        # Gradients that wait for the very first step: no parameter was updated yet.
+        # Reduced gradients that wait for the first step: no parameter was updated yet.
         return watched and (group.param_gather_dispatched or gather.holds_gradients(group))
     # Patches for the distributed optimizer clear marks of layer-wise groups too, but set none.
     return watched or not gather.is_layer_wise(group)
 
 
 def _watch_of(group: Any) -> str:
-    """Return the key of `PROVIDED` for patches that watch updates and gathers of this group."""
+    """Return the key of `PROVIDED` for patches that track the updates and gathers of a group."""
     if gather.gathers_by_lists(group):
         return "list-gathers-watched"
     return "layer-wise-gathers-watched" if gather.is_layer_wise(group) else "gathers-watched"

@@ -1,9 +1,9 @@
-"""Replaces process groups by new ones, in every object that holds one.
+"""Replaces process groups by new ones, in every object that refers to one.
 
 The collectives that a poisoned session left in flight belong to its process groups. New groups of
 the same ranks do not have them; parameters and optimizer state stay where they are.
 
-Only a walk over all objects finds the holders: Megatron, optimizers and callers keep groups
+Only a walk over all objects finds the references: Megatron, optimizers and callers keep groups
 anywhere, and torch cannot give an old group a new backend: `_register_backend` keeps the first.
 """
 
@@ -29,7 +29,7 @@ from .abort import abort_window, drop_collectives
 from .open_contexts import leave_coalescing
 
 _UNTRACKED = frozenset((dict, tuple))
-"""Containers that the garbage collector does not list while they hold no tracked object."""
+"""Containers that the garbage collector does not list unless they refer to a tracked object."""
 _BATCH = 256
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -56,7 +56,7 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
     It unfreezes frozen objects first, and freezes all objects afterwards.
 
     Returns:
-        A description of each holder that still holds an old object, such as a running function.
+        A description of each object that still refers to an old one, such as a running function.
     """
     gc.collect()
     frozen = gc.get_freeze_count()
@@ -71,7 +71,7 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
                 tuples.append(holder)
             else:
                 _replace_in(holder, substitutes)
-        # A tuple cannot change: the next round gives its own holders a new tuple.
+        # A tuple cannot change: the next round gives the objects that refer to it a new tuple.
         outdated = [item for item in tuples if type(item) is tuple or hasattr(item, "_make")]
         renewed = [
             getattr(group, "_make", tuple)([substitutes[item] for item in group])
@@ -90,15 +90,15 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
 
 
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
-    """Return every object that refers to an outdated one, except for frames of this module."""
+    """Return every object that refers to an old one, except for frames of this module."""
     outdated_ids = substitutes.ids
     outdated = tuple(substitutes.old)  # from Python 3.13 on get_referrers() returns this tuple, too
     holders = gc.get_referrers(*outdated)
     queue = gc.get_objects()
     visited: set[int] = set()
     spared = {*spared, id(queue), id(holders), id(outdated)}
-    # Objects that the collector does not list are reached through those that it lists. A million
-    # objects refer to many more, so that each step of this is one loop in C.
+    # Objects that the collector does not list are reached through those that it lists. There are
+    # millions of references, so each of the steps is one loop in C.
     while queue:
         fresh: dict[int, Any] = {}
         for start in range(0, len(queue), _BATCH):
@@ -112,9 +112,9 @@ def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
 
 
 def _replace_in(holder: Any, substitutes: _Substitutes) -> None:
-    """Replace the references directly inside of `holder`, depending on its type."""
+    """Replace the references that `holder` itself has, depending on its type."""
     if isinstance(holder, types.FrameType):
-        # A traceback keeps frames of calls that have ended. Clearing a generator's would end it.
+        # A traceback keeps frames of ended calls. Clearing a generator's frame would end it.
         if not holder.f_code.co_flags & _SUSPENDS:
             with contextlib.suppress(RuntimeError):  # it is running
                 holder.clear()
@@ -235,7 +235,7 @@ def rebuild_process_groups(
 
 
 def _made_again(old: list[Any], timeout_s: float | None) -> list[Any]:
-    """Destroy `old` and return new groups of the same ranks and backend. A collective."""
+    """Destroy old groups and return new ones of the same ranks and backend. A collective."""
     layouts = [
         (tuple(dist.get_process_group_ranks(group)), dist.get_backend(group), group.group_desc)
         for group in old
@@ -257,7 +257,7 @@ def _made_again(old: list[Any], timeout_s: float | None) -> list[Any]:
                 list(ranks), timeout=timeout, backend=backend, group_desc=description
             )
             if dist.get_rank() in ranks:
-                # The lowest rank's n-th group of these ranks is our n-th group of them as well.
+                # The lowest rank's n-th group of a set of ranks is our n-th group of that set, too.
                 same = [
                     layout for layout in rank_layouts[:number] if layout[:2] == (ranks, backend)
                 ]

@@ -1,4 +1,4 @@
-"""Initialises Megatron's globals once, and sets the config's functions and seeds before training.
+"""Initialises Megatron's globals once; sets the config's functions and the seeds for training.
 
 All functions are safe to repeat. A global that already has another value is an error.
 """
@@ -27,7 +27,7 @@ from megatron_idempotent.patching.base import PerProcessDict
 
 from .accumulation import configs_of
 
-#: Name of a global → its holder and the arguments with which this module initialised it.
+#: Name of a global → its object, and the arguments with which this module initialised it.
 _initialised: dict[str, tuple[object, dict[str, Any]]] = PerProcessDict(__name__, "_initialised")
 
 
@@ -76,16 +76,16 @@ def ensure_initialized(
 
 
 class _Global(NamedTuple):
-    """One of Megatron's globals, by the name of its argument."""
+    """Describes one of Megatron's globals."""
 
     name: str
     function: Callable[..., Any]
-    """Takes the arguments that are compared."""
+    """Its signature has the arguments that are compared, and their defaults."""
     initialise: Callable[..., None]
     holder: Callable[[], object]
     """Returns the global's object, or None if it is not set."""
     values: Callable[[], dict[str, Any]]
-    """Returns the arguments with which it was initialised, as far as upstream keeps them."""
+    """Returns the arguments with which the global was initialised, if upstream keeps them."""
     remedy: str
 
 
