@@ -1,10 +1,10 @@
-"""Implements `drift PATH --accept ID`, which writes down that a person has read what drifted.
+"""Implements `drift PATH --accept ID`, which records that a person has reviewed drifted bodies.
 
 A new release of Megatron changes files in `patches/_generated/` only: `reviewed.txt`;
-`accepted.txt`, which has hashes of the statements that were read; and `reads.txt`, if the release
-lacks a name that a wrapper needs. Case files change only if a wrapper does. The label of a body
-that did not change is extended to the new release, and to other releases that have the same file
-according to `releases.txt`, without an ID.
+`accepted.txt`, which has hashes of the reviewed statements; and `reads.txt`, if the release lacks a
+name that a wrapper needs. Case files change only if a wrapper does. The label of an unchanged body
+is extended to the new release, and to other releases that have the same file according to
+`releases.txt`; that needs no ID.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | None) -> list[str]:
-    """Write what the trees have into `reviewed.txt`, `accepted.txt` and `reads.txt`.
+    """Record the bodies of reviewed trees in `reviewed.txt`, `accepted.txt` and `reads.txt`.
 
     Args:
-        trees: the releases, or one commit, that were read.
-        ids: the patches for which every body that they wrap was read. Other patches of the same
-            functions need reviews of their own.
+        trees: the releases, or the one commit, that were reviewed.
+        ids: the patches for which every body that they wrap was reviewed. Other patches of the
+            same functions need reviews of their own.
         label: the name of a commit, such as "main, November 2026"; None for releases.
 
     Returns:
         A sentence for each new line in `reviewed.txt`.
 
     Raises:
-        ValueError: this package is installed and not a checkout, or a commit has no label. No file
+        ValueError: this package is not a checkout but installed, or a commit has no label. No file
             is changed then.
     """
     if not _CHECKOUT.is_file():
@@ -109,7 +109,7 @@ def _accept(
     if body is None:
         return []
     parts = reviews.parts.get((target.address, patch.id), {})
-    # A framework's function changes with every commit, so that the fragments decide there.
+    # A framework's function changes with every commit, so its fragments decide.
     if patch.distribution != MEGATRON and not parts and review(target, body)[0]:
         return []
     part = _part(target, body)
@@ -127,7 +127,7 @@ def _accept(
 
 
 def _part(target: Target, body: Body) -> str | None:
-    """Return the hash of what the patch relies on; None if the whole body has to be read."""
+    """Return the hash of the part that the patch relies on; None if the whole body is reviewed."""
     if not target.relies_on or not all(body.contains(text) for text in target.relies_on):
         return None
     return None if unmet(target.wrapper, body) is not None else part_of(target, body).hash
@@ -146,10 +146,10 @@ def _label(distribution: str, label: str | None, tree: SourceTree) -> str:
 def _extend(
     reviews: Reviewed, patch: Patch, target: Target, body: Body | None, release: Installed
 ) -> None:
-    """Extend the labels of a body and of a reviewed part to a release that has them too.
+    """Extend the labels of a body, and of a reviewed part, to a release that has them too.
 
-    A body of a release before the hazard is written down unread: a commit that has it does not have
-    the hazard yet.
+    A body of a release before the hazard is recorded without a review: a commit with that body does
+    not have the hazard yet.
     """
     if body is None:
         return
@@ -167,7 +167,7 @@ def _extend(
 def _with_the_same_file(
     releases: Iterable[Release], target: Target, tree: SourceTree
 ) -> list[Installed]:
-    """Return the known releases whose file of the patched function is the one in this tree."""
+    """Return known releases that have the same file with the patched function as this tree."""
     digest = tree.digest(target.module)
     return [
         release_named(release.version)
@@ -180,13 +180,13 @@ def _with(label: str, release: Installed) -> str:
     """Return the label of a body, such as `0.12.0 to 0.15.3`, extended to a release."""
     first, _, last = label.partition(" to ")
     if not numbers(first):
-        return label  # a commit's
+        return label  # the name of a commit
     ends = sorted({first, last or first, release.text}, key=numbers)
     return ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
 
 
 def _drop_unwrapped(reviews: Reviewed) -> None:
-    """Drop the bodies of functions that no patch wraps any more."""
+    """Remove the bodies of functions that no patch wraps any more."""
     wrapped = {target.address for patch in patches().values() for target in patch.targets}
     for address in reviews.bodies.keys() - wrapped:
         for name in reviews.bodies.pop(address):
@@ -196,5 +196,5 @@ def _drop_unwrapped(reviews: Reviewed) -> None:
 
 
 def _read(reviews: Reviewed) -> set[str]:
-    """Return the hashes of the bodies that somebody has read for a patch."""
+    """Return the hashes of the bodies that were reviewed for a patch."""
     return {name for _, name in reviews.readers}

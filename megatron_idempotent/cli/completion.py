@@ -1,6 +1,6 @@
 """Implements `completion`: scripts that complete commands, options and hazard ids in a shell.
 
-`shtab` makes a script from the parser, with all words in it, so that a completion starts no Python.
+`shtab` makes a script with all words from the parser, so that completing does not start Python.
 Install the script again after an update of the package.
 """
 
@@ -18,7 +18,7 @@ from megatron_idempotent.lazy import naming_the_remedy
 
 _FILES = frozenset({"PATH", "FILE", "DIR", "FOLDER"})
 
-#: Metavar → the mapping, or the function, that has its words.
+#: Metavar → a mapping, or a function, with the words that complete it.
 _NAMED = {
     "ID": "patching.catalog:hazards",
     "CHECK": "proof.certify.state_checks:EVERY",
@@ -33,7 +33,7 @@ SHELLS = {
 }
 """Maps a shell to the line that installs its script for new shells."""
 
-# shtab's script for zsh registers its function where it is evaluated, as no line of a file is.
+# shtab's script for zsh registers its function only if it is evaluated.
 _COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -u; }\n"
 
 
@@ -42,7 +42,7 @@ def completion(shell: str, parser: argparse.ArgumentParser) -> int:
 
     Args:
         shell: a key of `SHELLS`.
-        parser: the parser of all commands. Its arguments get the words that complete them.
+        parser: the parser of all commands. The words that complete its arguments are added to it.
 
     Raises:
         ModuleNotFoundError: shtab is missing.
@@ -74,7 +74,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _words(action: argparse.Action) -> tuple[str, ...]:
-    """Return the words that complete an argument, by its metavar or by the trainer's settings."""
+    """Return the words that complete an argument: by its metavar, or of a trainer's setting."""
     if action.metavar == "SECTION.KEY=VALUE":
         return tuple(f"{name}=" for name in _settings())
     if action.metavar in _NAMED:
@@ -86,7 +86,7 @@ def _words(action: argparse.Action) -> tuple[str, ...]:
 
 
 def _settings() -> dict[str, tuple[str, ...]]:
-    """Return the words that each of the trainer's settings allows; none for a number or a text."""
+    """Return the allowed words of each of the trainer's settings; () for a number or a text."""
     from megatron_idempotent.rl.trainer import config
 
     return {

@@ -1,6 +1,7 @@
-"""Implements `doctor`, which says which patches would be applied here, and why.
+"""Implements `doctor`, which lists the patches that would be applied here, and the reasons.
 
-It imports neither torch nor Megatron, unless `--beside` names another package that patches it.
+It imports neither torch nor Megatron, unless `--beside` names another package that patches
+Megatron.
 """
 
 from __future__ import annotations
@@ -24,31 +25,32 @@ from megatron_idempotent.patching.table import terminal_width
 
 from .hook import hook_here
 
-#: A package that replaces functions of Megatron → what `--beside` takes for it.
+#: A package that replaces functions of Megatron → the argument of `--beside` for it.
 _NEIGHBOURS = {
     "liger_kernel": "liger_kernel.megatron:apply_liger_kernel_to_megatron",
     "mcore_bridge": "mcore_bridge",
     "mindspeed": "mindspeed.megatron_adaptor",
 }
 
-#: The most files that a line names.
+#: The most files that one line names.
 _NAMED = 3
 
 
 def doctor(*, as_json: bool, neighbour: str | None = None) -> int:
-    """Print one line that sums up, and then the patches in groups, or all rows as JSON.
+    """Print one line of summary and the patches in groups, or all rows as JSON.
 
     Args:
-        as_json: print JSON.
-        neighbour: a module that patches Megatron when it is imported, or `module:function` to
-            call. Our patches are applied first, and the rows say whose code wraps their functions.
+        as_json: True to print JSON.
+        neighbour: another package's module that patches Megatron when it is imported, or
+            `module:function` to call. It runs after our patches are applied, and the rows name the
+            packages that wrap the same functions.
 
     Returns:
         The exit code: 1 if a patch failed, drifted or is in conflict, or if the installed Megatron
         gets no patch; else 0.
 
     Raises:
-        ValueError: there is no such module or function, or importing it fails.
+        ValueError: `neighbour` names no module or function, or importing it fails.
     """
     if neighbour is None:
         report = apply(dry_run=True)
@@ -73,7 +75,7 @@ def _patch_by(neighbour: str) -> None:
     """Import `module`, or import it and call the function of `module:function`.
 
     Raises:
-        ValueError: there is no such module or function, or the module cannot be imported.
+        ValueError: the module or function does not exist, or the module cannot be imported.
     """
     name, _, function = neighbour.partition(":")
     if not all(part.isidentifier() for part in name.split(".")):
@@ -100,7 +102,7 @@ def _patch_by(neighbour: str) -> None:
 
 
 def notes() -> Iterator[str]:
-    """Yield sentences about this environment: its commit, its torch, the hook, other patchers."""
+    """Yield sentences about this environment: Megatron's commit, torch, hook, other patchers."""
     yield from _commit()
     yield from map(without_case_file, lost())
     yield from filter(None, [untried_torch(), hook_here()])
@@ -110,7 +112,7 @@ def notes() -> Iterator[str]:
 
 
 def _commit() -> Iterator[str]:
-    """Yield a sentence if the installed Megatron is not the release that it says it is."""
+    """Yield a sentence if the installed Megatron is not the release that its version names."""
     comparison = compared()
     if comparison is None:
         return

@@ -1,8 +1,8 @@
-"""Implements `drift`, which compares patches with sources: the installed ones, wheels or checkouts.
+"""Implements `drift`, which compares patches with sources: installed ones, wheels or checkouts.
 
-It covers Megatron, and the frameworks that carry copies of its code. For each patch and tree it
-says whether the bodies that the patch wraps are reviewed, repaired upstream or new, and shows the
-new lines. It only reads sources, so that all releases take seconds.
+It covers Megatron, and frameworks with copies of Megatron's code. For each patch and source tree it
+tells whether the bodies that the patch wraps are reviewed, repaired upstream or new, and shows the
+new lines. It imports no source, so that all releases take seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STANDINGS: Mapping[str | None, Standing] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """Says how one patch stands with one tree.
+    """Holds the outcome of one patch for one source tree.
 
     Example:
         Drift(id="train-interval-timer", path="Megatron-LM", distribution="megatron-core",
@@ -48,28 +48,28 @@ class Drift:
     """
 
     id: str
-    """The patch."""
+    """The id of the patch."""
     path: str
-    """The tree: a wheel or a folder."""
+    """The path of the tree: a wheel or a folder."""
     distribution: str
     """The distribution that the patch is for, such as `megatron-core`."""
     version: str
     """The distribution's version; `unknown` in a framework's checkout, whose bodies decide."""
     standing: Standing
-    """`reviewed`: a person has read every body for this patch. `holds`: the bodies that nobody has
-    read have the fragments that the patch relies on. `fixed_upstream`: upstream has repaired the
+    """`reviewed`: a person has reviewed every body for this patch. `holds`: unreviewed bodies
+    have the fragments that the patch relies on. `fixed_upstream`: upstream has repaired the
     hazard. `missing`: a target is not in the tree (wheels before 0.17 lack `megatron.training`).
     `drifted`: a body is new and the patch would be refused. `not_affected`: the release is not in
     the hazard's range, or a body is older than the hazard, whatever the version says."""
     reason: str
-    """A sentence that says why the patch stands so."""
+    """The reason for the standing, as a sentence."""
     diff: str
-    """Unified diff of the drifted bodies against the newest accepted bodies among the trees; if no
-    tree has an accepted body, against the statements of the most similar one."""
+    """Unified diff of the drifted bodies against the newest reviewed bodies in the trees; if no
+    tree has a reviewed body, against the statements of the most similar one."""
 
 
 def compare(trees: Iterable[SourceTree]) -> list[Drift]:
-    """Compare each patch with each tree that has its distribution; return a row for each pair."""
+    """Compare each patch with each tree of its distribution; return a row for each pair."""
     trees = list(trees)
     rows = []
     for patch in patches().values():
@@ -106,7 +106,7 @@ def compare(trees: Iterable[SourceTree]) -> list[Drift]:
 
 
 class _Reference(NamedTuple):
-    """Holds an accepted body, with which a drifted one is compared."""
+    """Holds a reviewed body, with which a drifted one is compared."""
 
     label: str
     reviewed: bool
@@ -137,7 +137,7 @@ def _stand(
 
 def _diff(target: Target, label: str, body: Body, references: Mapping[str, _Reference]) -> str:
     reference = references.get(target.address)
-    if reference is None:  # no tree has an accepted body: the hashes of its statements are known
+    if reference is None:  # no tree has a reviewed body, but the hashes of its statements are known
         changed = change(body, target.reviewed)
         if changed is None:
             return (
@@ -183,7 +183,7 @@ def drift(
     accepted: Sequence[str] | None = None,
     label: str | None = None,
 ) -> int:
-    """Print a table with a row per patch and a column per tree, or accept what was read.
+    """Print a table with a row per patch and a column per tree, or record a review.
 
     Returns:
         The exit code: 1 if a body drifted, else 0.
@@ -192,13 +192,13 @@ def drift(
         paths: wheels, folders of wheels and source trees; empty for the installed Megatron.
         as_json: True to print the rows as JSON, with diffs.
         with_diff: True to show how drifted bodies differ.
-        accepted: patches in which a person has read what is new, which is written down and
+        accepted: ids of patches whose drifted bodies a person has reviewed, which is recorded and
             printed; None to compare only.
-        label: the name of the commit that was read; None for releases.
+        label: the name of the commit that was reviewed; None for releases.
 
     Raises:
-        ValueError: a path has none of the distributions that patches are for; no path is given and
-            no Megatron installed; or `accept` refuses.
+        ValueError: a path has no distribution that a patch is for; no path is given and no Megatron
+            is installed; or `accept` raises it.
         UnknownPatchError: `accepted` names a patch that does not exist.
     """
     trees = open_trees([Path(path) for path in paths]) or _installed()

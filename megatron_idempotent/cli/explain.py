@@ -1,4 +1,4 @@
-"""Implements `explain`, which prints a hazard's case file, or finds hazards by a message."""
+"""Implements `explain`, which prints a hazard's case file, or finds hazards by an error message."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron_idempotent.patching.table import render, wrapped
 
 from .findings import meaning, recorded, seen
 
-#: The most hazards that a message lists.
+#: The most hazards that are listed for an error message.
 _SHOWN = 5
-#: Columns of a line of a case file, without its indent.
+#: The width of a case file's lines, without their indent.
 _LINE = 96
 _WORD = re.compile(r"[a-z][a-z0-9]{2,}")
 
 
 def explain(text: str) -> int:
-    """Print a hazard's case file, the hazards that a message may come from, or all hazards.
+    """Print a hazard's case file, the hazards that may cause an error message, or all hazards.
 
     Args:
-        text: an id, or the name of its file; words of a message or a symptom; or "".
+        text: an id, or the name of its file; words of an error message or a symptom; or "".
 
     Returns:
         The exit code, 0.
@@ -54,7 +54,7 @@ def explain(text: str) -> int:
 
 
 def case_text(patch: Hazard) -> str:
-    """Return one case file for a terminal."""
+    """Format one case file for a terminal."""
     sections = patch.case_file
     lines = [patch.id, "=" * len(patch.id), "", sections[""], ""]
     for name in SECTIONS:
@@ -72,7 +72,7 @@ def case_text(patch: Hazard) -> str:
 
 
 def facts(hazard: Hazard) -> dict[str, list[str]]:
-    """Return what the declaration of a hazard says beside its case file, below a title each."""
+    """Return the facts of a hazard's record that are not in its case file, by title."""
     of_patch: dict[str, list[str]] = {}
     if isinstance(hazard, Patch):
         of_patch = {
@@ -101,16 +101,16 @@ def _answer(hazard: Hazard) -> str:
 
 
 def as_id(text: str) -> str:
-    """Return the id of the hazard whose file is called so, or the text if there is none."""
+    """Return the id of the hazard whose file has this name; the text if there is none."""
     dashed = text.removesuffix(".py").replace("_", "-")
     return dashed if dashed in hazards() else text
 
 
 def nearest(text: str) -> list[str]:
-    """Return the ids of hazards that a message or a symptom may come from, the likeliest first.
+    """Return the ids of hazards that may cause a message or symptom, the most likely first.
 
-    First come hazards whose reproduction raises such an error, or whose title or symptom contains
-    the text. The others have words of it in title and symptom that few case files have.
+    First come hazards whose reproduction raises an error like it, or whose title or symptom contains
+    the text. Others share words with it that occur in few case files.
     """
     texts = {name: _spoken(hazard) for name, hazard in hazards().items()}
     words_of = {name: set(_WORD.findall(spoken)) for name, spoken in texts.items()}
@@ -127,7 +127,7 @@ def nearest(text: str) -> list[str]:
         score = sum(weights[word] for word in shared) * (len(shared) > 1)
         hazard = hazards()[name]
         quotes = (phrase in texts[name], phrase in hazard.summary.lower(), hazard.raises(text))
-        score += sum(quotes) * (1 + sum(weights.values()))  # more than any words can weigh
+        score += sum(quotes) * (1 + sum(weights.values()))  # more than all words together
         if score:
             scores[name] = score
     best = max(scores.values(), default=0)
@@ -136,7 +136,7 @@ def nearest(text: str) -> list[str]:
 
 
 def _spoken(hazard: Hazard) -> str:
-    """Return title and symptom in lower case, with single spaces."""
+    """Return a hazard's title and symptom in lower case, with single spaces."""
     sections = hazard.case_file
     spoken = f"{hazard.id} {hazard.summary} {sections['']} {sections['Symptom']}"
     return " ".join(spoken.lower().split())

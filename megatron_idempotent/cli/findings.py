@@ -1,8 +1,8 @@
-"""Reads what `make matrix` and `make pins` found of each hazard, and says it in words.
+"""Reads the verdicts of `make matrix` and `make pins` about each hazard, and explains them.
 
-`patches/_generated/proven.json` has a verdict for each release and each commit that frameworks pin,
-and hazard. `python tools/casebook.py --proven FOLDER` writes it. `explain` prints a hazard's part,
-and the documentation site draws all of it.
+`patches/_generated/proven.json` has a verdict per hazard for each release, and for each commit that
+frameworks pin. `python tools/casebook.py --proven FOLDER` writes it. `explain` prints the verdicts
+about one hazard, and the documentation site shows all of them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from megatron_idempotent.patching.record import Hazard
 PROVEN = "proven.json"
 
 Proven = Mapping[str, Mapping[str, str]]
-"""Maps a release or a commit's name, then a hazard, to a word of `WORDS`."""
+"""Maps a release or a commit's name, then a hazard's id, to a verdict: a key of `WORDS`."""
 
 
 class Meaning(NamedTuple):
-    """Says what a verdict means."""
+    """Describes a verdict."""
 
     mark: str
-    """The word or sign of the grid."""
+    """The word or sign for the verdict in the table."""
     sentence: str
     present: bool
-    """True if that Megatron has the hazard."""
+    """True if the Megatron with this verdict has the hazard."""
 
 
 NOT_RUN = "not run"
 
-#: A verdict of `prove`, or the reason why a hazard does not apply → what it means.
+#: A verdict of `prove`, or the reason why a hazard does not apply → its meaning.
 WORDS: Mapping[str, Meaning] = {
     "proven": Meaning("✓", "stock fails as the case file says, and the repair holds", True),
     "documented": Meaning("limit", "stock fails as the case file says, nothing repairs it", True),
@@ -59,20 +59,20 @@ WORDS: Mapping[str, Meaning] = {
 
 
 def recorded() -> Proven:
-    """Return the findings that this package has."""
+    """Return the verdicts in this package's `proven.json`."""
     findings: Proven = json.loads("\n".join(generated(PROVEN)))
     return findings
 
 
 def meaning(word: str) -> Meaning:
-    """Return what a verdict means; one that `WORDS` lacks is a failure, and speaks for itself."""
+    """Return a verdict's meaning; one that `WORDS` lacks is a failure, shown by its own text."""
     return WORDS.get(word) or Meaning(word, word, False)
 
 
 def seen(hazard: Hazard, proven: Proven) -> dict[str, list[str]]:
-    """Return the releases and commits by verdict, in order of `WORDS`; none for frameworks' code.
+    """Return the releases and commits with each verdict about a hazard, in order of `WORDS`.
 
-    Frameworks have releases of their own, which the findings do not have.
+    There are none for a framework's hazard, because only Megatron's releases have verdicts.
     """
     if hazard.distribution != MEGATRON:
         return {}

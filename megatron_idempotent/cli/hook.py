@@ -1,4 +1,4 @@
-"""Implements `hook`, which brings the patches into programs that nobody edits."""
+"""Implements `hook`, which applies the patches in programs without editing them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PTH_LINE = (
     f'import os, sys; os.environ.get("{SWITCH}", "").strip().lower() not in {("", *sorted(OFF))} '
     f'and exec({_WATCH!r}, {{"sys": sys}})\n'
 )
-"""The line of the hook's file, which Python runs at each start.
+"""The line of the hook's `.pth` file, which Python runs at each start.
 
-It looks at one variable; unless that is off, it puts a finder into `sys.meta_path`. The finder is
-in the line itself, because Python reads `.pth` files while its path is incomplete: those of the
-user's folder come before those of the environment, where this package may be. In a venv Python
-reads them twice.
+It reads one environment variable; unless that is off, it adds a finder to `sys.meta_path`. The
+finder's code is in the line, because Python reads `.pth` files before `sys.path` is complete: those
+of the user's folder come before those of the environment, which may have this package. In a venv
+Python reads them twice.
 """
 
 
@@ -43,8 +43,8 @@ def hook(argv: Sequence[str]) -> int:
     """Install, show or remove the hook.
 
     Returns:
-        The exit code: 1 if there is no hook after `status`, or one of another version; 2 if the
-        folder cannot be written; else 0.
+        The exit code: 1 if `status` finds no hook, or one of another version; 2 if the folder
+        cannot be written; else 0.
     """
     arguments = hook_parser().parse_args(argv)
     file: Path = arguments.into / PTH
@@ -52,8 +52,8 @@ def hook(argv: Sequence[str]) -> int:
         if arguments.action == "install":
             part = file.with_suffix(f".{os.getpid()}")
             part.write_text(PTH_LINE, encoding="utf-8")
-            part.chmod(0o644)  # other users' Pythons read it, also under a strict umask
-            part.replace(file)  # a Python that starts meanwhile reads no half of it
+            part.chmod(0o644)  # readable for other users, even under a strict umask
+            part.replace(file)  # so that a Python that starts now does not read a part of it
         was_there = file.exists()
         if arguments.action == "remove":
             file.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ def hook_parser() -> argparse.ArgumentParser:
 
 
 def hook_here() -> str | None:
-    """Say in a line what the hook does in this environment; None without a hook or its variable."""
+    """Return a line about the hook's effect in this environment; None without hook or variable."""
     user, environment = Path(site.getusersitepackages()), Path(sysconfig.get_path("purelib"))
     folders = dict.fromkeys([environment, *map(Path, site.getsitepackages()), user])
     files = [folder / PTH for folder in folders if (folder / PTH).exists()]
@@ -103,7 +103,7 @@ def hook_here() -> str | None:
 
 
 def hook_line(file: Path, text: str | None) -> str:
-    """Say in a line what the hook's file does here; `text` is its content, None without a file."""
+    """Return a line about the hook's file; `text` is its content, None if there is no file."""
     if text is None:
         return f"no hook in {file.parent}: `megatron-idempotent hook install` writes it"
     if text != PTH_LINE:

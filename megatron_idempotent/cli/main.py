@@ -33,20 +33,20 @@ _OWN_PARSERS = {
     "hook": ("megatron_idempotent.cli.hook", "hook", "hook_parser"),
     "train": ("megatron_idempotent.rl.trainer.main", "main", "parser"),
 }
-"""Maps a command that has a parser of its own to its module, function and maker of the parser."""
+"""Maps a command with a parser of its own to (module, function, function that makes the parser)."""
 
 _REMOVED = {
     "run": f" `{PROGRAM} hook install`, once in each environment that trains, and "
     f"{SWITCH}=1 before the command bring the patches into all processes below it"
 }
-"""Maps a command of earlier versions to a sentence that says what to use instead."""
+"""Maps a command of earlier versions to a sentence about its replacement."""
 
 NOTHING_PROVEN = 3
-"""The exit code of `prove` if what is installed has none of the hazards."""
+"""The exit code of `prove` if the installed packages have none of the hazards."""
 
 READER_LEFT = 128 + signal.SIGPIPE
-"""The exit code if the reader of our output has closed it, as `| head` does. Shells report it for
-other commands, too."""
+"""The exit code if standard output is a pipe that its reader has closed, as `| head` does. Shells
+report it for other commands, too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{PROGRAM}: {error}", file=sys.stderr)
             return 2
         finally:
-            # Also where --help leaves by SystemExit: what is buffered would fail at shutdown.
+            # Also if --help raised SystemExit: flushing buffered output would fail at shutdown.
             sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_left():
             raise  # another pipe, such as one to a rank
-        # The interpreter flushes once more while it ends, and would print a traceback.
+        # The interpreter flushes again at its end, and would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return READER_LEFT
 
@@ -88,7 +88,7 @@ def _reader_left() -> bool:
 
 def _run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in _OWN_PARSERS:
-        # Their modules need packages that the others do not: import one when it is called.
+        # These commands' modules need packages that others do not, so they are imported at the call.
         module, function, _ = _OWN_PARSERS[argv[0]]
         with naming_the_remedy(f"`{PROGRAM} {argv[0]}`"):
             code: int = getattr(importlib.import_module(module), function)(argv[1:])
@@ -255,10 +255,10 @@ _PROVE = (
 
 
 def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> int:
-    """Run hazards and print a table of the findings, or JSON; `ids` None is all hazards.
+    """Run hazards' programs, and print a table of verdicts, or JSON; `ids` None is all hazards.
 
     Returns:
-        The exit code: 1 if a release and a case file disagree, 3 if no hazard was seen at all, else
+        The exit code: 1 if a verdict contradicts a case file, 3 if no hazard was reproduced, else
         0.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Renews what wrappers need of upstream by trees that a person has read, for `drift --accept`.
+"""Updates the names that wrappers need from upstream to reviewed trees, for `drift --accept`.
 
-`reads.txt` has these needs by patch. `tools/reads.py` derives them from the code of the wrappers;
-here a need that stands in the file is only adapted to what trees have.
+`reads.txt` has these needs by patch. `tools/reads.py` derives them from the wrappers' code; this
+module only changes needs in the file, by the names that the trees have.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Version = tuple[tuple[int, ...], bool]
 def accepted_needs(
     needs: Mapping[str, Needs], trees: Iterable[SourceTree], ids: Collection[str]
 ) -> dict[str, Needs]:
-    """Return the needs of all patches, those of some patches renewed by trees.
+    """Return the needs of all patches, after updating those of some patches.
 
     Args:
-        needs: what `reads.txt` says, by patch.
-        trees: sources that a person has read for these patches, and so accepts there what is done
-            to a name, or that a commit lacks it.
-        ids: the patches to renew.
+        needs: the contents of `reads.txt`, by patch.
+        trees: sources that a person has reviewed for these patches: a definition in them, or a
+            commit without the name, is accepted.
+        ids: the patches to update.
     """
     renewed = {patch_id: entry for patch_id, entry in needs.items() if patch_id in patches()}
     megatrons = by_version(trees)
@@ -43,28 +43,28 @@ def accepted_needs(
 
 
 def by_version(trees: Iterable[SourceTree]) -> list[SourceTree]:
-    """Return the trees that have Megatron, the oldest version first."""
+    """Return the trees with a Megatron, the oldest version first."""
     megatrons = [tree for tree in trees if MEGATRON in tree.versions]
     return sorted(megatrons, key=lambda tree: key_of(tree.versions[MEGATRON]))
 
 
 def fits(patch: Patch, tree: SourceTree, *, read: bool) -> bool:
-    """Return whether a patch lands on a tree; with `read` also where its bodies are new."""
+    """Return whether a patch lands on a tree; with `read` drifted bodies are accepted."""
     bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
     return judge(patch, bodies, None, release_of(tree), named=read).status is None
 
 
 def needs_of_names(names: Iterable[Need], *, keeps: bool) -> Needs:
-    """Return needs in order, without modules of which another need asks for a name."""
+    """Return needs in order, without those for a module of which another need names a name."""
     ordered = sorted(names, key=str)
     bound = {need.modules for need in ordered if need.name}
-    # A module is there if what it binds is.
+    # A module exists if a name in it does.
     needed = [need for need in ordered if need.name or need.modules not in bound]
     return Needs(names=tuple(needed), keeps=keeps)
 
 
 def versions_with(need: Need, trees: Iterable[SourceTree]) -> tuple[set[Version], set[Version]]:
-    """Return the versions of the source trees that meet a need, and of those that do not."""
+    """Return the versions of source trees that meet a need, and of those that do not."""
     meeting: set[Version] = set()
     lacking: set[Version] = set()
     for tree in trees:
@@ -74,10 +74,10 @@ def versions_with(need: Need, trees: Iterable[SourceTree]) -> tuple[set[Version]
 
 
 def merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
-    """Return a need of `reads.txt`, no longer asked of releases and commits that lack the name.
+    """Return a need, limited to the releases and commits that have the name.
 
-    There are two where releases in between lack the name: one for those before, and one for those
-    after, if the installed Megatron has the name again.
+    If releases in between lack the name these are two needs: for releases before them, and for
+    those after them if the installed Megatron has the name again.
     """
     if need.use.startswith("["):
         results = (returned(t.text(need.modules[0]) or "", need.owner, need.name) for t in trees)

@@ -1,7 +1,7 @@
-"""Shows what is new in a body, without the text of the accepted one: by hashes of its statements.
+"""Shows new statements of a body by comparing hashes, because a reviewed body's text is not kept.
 
-`accepted.txt`, which `megatron-idempotent drift --accept` writes, has a line for every body that a
-person read: its hash, then four characters for each of its statements.
+`accepted.txt`, which `megatron-idempotent drift --accept` writes, has a line for every reviewed
+body: its hash, then four characters for each of its statements.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from megatron_idempotent.patching.base import generated
 from megatron_idempotent.patching.source import Body, canonical, watches, without_docstring
 
 ACCEPTED = "accepted.txt"
-#: Characters of a statement's hash: 24 bits, to tell the statements of one body apart.
+#: Characters of a statement's hash: 24 bits are enough for the statements of one body.
 _DIGITS = 4
-#: Lines that stay the same around a change.
+#: The number of unchanged lines that are shown around a change.
 _CONTEXT = 2
-#: What a block of a compound statement opens with; the other blocks follow the header itself.
+#: The lines that begin blocks of a compound statement other than the first.
 _OPENS = {"orelse": "else:", "finalbody": "finally:"}
 
 
 class Statement(NamedTuple):
-    """Holds one statement, or the header of a compound one."""
+    """Holds one statement, or the header of a compound statement."""
 
     hash: str
-    """Four characters of a hash over the statement and the depth of its block."""
+    """The first four characters of a hash of the statement and its depth."""
     text: str
     """The statement as Python would format it, indented."""
 
 
 def statements(body: Body) -> list[Statement]:
-    """Return the body's statements in order: decorators that do something, signature, the rest."""
+    """Return the body's decorators (but those that only observe), signature, and statements."""
     tree = body.tree
     decorators = [decorator for decorator in tree.decorator_list if not watches(decorator)]
     kind = type(tree).__name__
@@ -61,7 +61,7 @@ def accepted_lines(bodies: Iterable[Body]) -> list[str]:
 
 @cache
 def accepted() -> Mapping[str, tuple[str, ...]]:
-    """Return hash of a body → the hashes of its statements, for all bodies in `accepted.txt`."""
+    """Return the contents of `accepted.txt`: hash of a body → the hashes of its statements."""
     return {
         name: tuple(hashes[i : i + _DIGITS] for i in range(0, len(hashes), _DIGITS))
         for name, _, hashes in (line.partition(" ") for line in generated(ACCEPTED))
@@ -69,25 +69,25 @@ def accepted() -> Mapping[str, tuple[str, ...]]:
 
 
 class Change(NamedTuple):
-    """Holds the difference between a body and the nearest of those that were read."""
+    """Holds the difference between a body and the most similar reviewed body."""
 
     label: str
-    """The releases of the nearest body."""
+    """The releases of the most similar body."""
     lines: tuple[str, ...]
-    """The lines of a diff: `+` and a new statement, `-` and how many statements are gone, and
-    statements that stayed; `@@` between parts."""
+    """The lines of a diff: `+` and a new statement, `-` and the number of removed statements, and
+    unchanged statements; `@@` between parts."""
     new: int
     """The number of new statements."""
     gone: int
-    """The number of statements that are gone."""
+    """The number of removed statements."""
 
 
 def change(body: Body, reviewed: Mapping[str, str]) -> Change | None:
-    """Compare a body with the nearest one that was read.
+    """Compare a body with the most similar reviewed one.
 
     Args:
-        body: the body that nobody has read.
-        reviewed: hash of a body → its releases, of one target.
+        body: the unreviewed body.
+        reviewed: hash of a reviewed body → its releases, for one target.
 
     Returns:
         The difference; None if none of the reviewed bodies is in `accepted.txt`.
@@ -100,7 +100,7 @@ def change(body: Body, reviewed: Mapping[str, str]) -> Change | None:
         if accepted_hashes is None:
             continue
         matcher = SequenceMatcher(None, accepted_hashes, hashes, autojunk=False)
-        # Of equally near ones the last, which is the newest.
+        # Of equally similar bodies the last, which is the newest.
         if nearest is None or matcher.ratio() >= nearest[0]:
             nearest = matcher.ratio(), label, matcher
     if nearest is None:
@@ -155,7 +155,7 @@ def _statement(code: str, text: str, depth: int) -> Statement:
 
 
 def _bare(node: ast.stmt) -> ast.stmt:
-    """Return the statement without the blocks that it holds."""
+    """Return a copy of a compound statement without its blocks."""
     bare = copy.copy(node)
     for name in ("body", "orelse", "finalbody", "handlers"):
         if hasattr(bare, name):
@@ -164,7 +164,7 @@ def _bare(node: ast.stmt) -> ast.stmt:
 
 
 def _header(node: ast.stmt) -> str:
-    """Return the statement in one line; of a compound one, its first."""
+    """Return the statement on one line; for a compound statement, its header."""
     if not hasattr(node, "body"):
         return " ".join(line.strip() for line in ast.unparse(node).splitlines())
     bare = _bare(node)

@@ -1,4 +1,4 @@
-"""Opens the sources that `drift` compares: what is installed, wheels, checkouts and clones."""
+"""Opens the sources that `drift` compares: installed packages, wheels, checkouts and clones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHA = 40
 
 
 class Clone:
-    """Reads Megatron as it is at a commit out of a clone, bare or with a work tree.
+    """Reads Megatron at a commit from a git clone, bare or with a work tree.
 
     Args:
         path: the clone.
@@ -35,10 +35,10 @@ class Clone:
         self._content = lru_cache(maxsize=4096)(partial(self.git, "cat-file", "blob"))
 
     def git(self, *arguments: str) -> str:
-        """Return what a git command prints.
+        """Return the output of a git command.
 
         Raises:
-            ValueError: it failed.
+            ValueError: the command failed.
         """
         command = ["git", "-C", str(self._path), *arguments]
         try:
@@ -48,7 +48,7 @@ class Clone:
             raise ValueError(f"{' '.join(command)} failed: {reason}") from None
 
     def tree(self, commit: str) -> SourceTree:
-        """Return a commit's Megatron.
+        """Return the source tree of Megatron at a commit.
 
         Raises:
             ValueError: the clone lacks the commit, or the commit has no Megatron.
@@ -56,14 +56,14 @@ class Clone:
         return self.tree_of(commit, self.blobs(commit))
 
     def blobs(self, commit: str) -> dict[str, str]:
-        """Return the ids of the contents of a commit's files, by path."""
+        """Return the blob ids of a commit's files, by path."""
         lines = self.git("ls-tree", "-r", f"{commit}^{{commit}}", "--", PACKAGE).splitlines()
         return {
             path: words.split()[-1] for words, _, path in (line.partition("\t") for line in lines)
         }
 
     def tree_of(self, commit: str, blobs: Mapping[str, str]) -> SourceTree:
-        """Return the Megatron whose files have these contents, named after a commit."""
+        """Return the source tree of Megatron with these blobs, named after a commit."""
         files = Listed(blobs, lambda path: self._content(blobs[path]))
         name = commit[:12] if len(commit) == _SHA else commit
         return SourceTree(Path(f"{self._path}@{name}"), patches(), files)
@@ -72,10 +72,10 @@ class Clone:
 def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
     """Open the source trees at these paths; return them with the oldest release first.
 
-    A folder of wheels gives a tree for each wheel, and `CLONE@COMMIT` that of the commit.
+    A folder of wheels gives a tree per wheel; `CLONE@COMMIT` gives the tree of a commit.
 
     Raises:
-        ValueError: a path has none of the distributions that patches are for.
+        ValueError: a path has no distribution that a patch is for.
     """
     trees = []
     for path in paths:
@@ -89,15 +89,15 @@ def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
 
 
 def installed_trees() -> list[SourceTree]:
-    """Return the Megatron on the path, or an empty list."""
+    """Return [the Megatron on the path], or an empty list without one."""
     info = locate(INFO)
     return [] if info is None else [SourceTree(info.parents[INFO.count(".")], patches())]
 
 
 def release_of(tree: SourceTree, distribution: str = MEGATRON) -> Installed | None:
-    """Return the release that a tree is, by its path or by its files; None for a commit.
+    """Return the release of a tree, by its path or by its files; None for a commit.
 
-    A wheel is the release that its name says, and so is a clone of Megatron at that release's tag.
+    The path of a wheel names its release, and so does the tag of a clone at a release.
     """
     version = tree.versions[distribution]
     if distribution != MEGATRON:

@@ -42,7 +42,7 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 def forget_first_window(group: Any) -> None:
-    """Drop a bucket group's counts of its first window, so that the next one counts as the first."""
+    """Drop a bucket group's counts of its first window, so that the next one counts as first."""
     if group.is_first_batch:
         group.per_param_grad_ready_counts = {}
 
@@ -63,8 +63,8 @@ def drain(group: Any) -> None:
         torch.cuda.current_stream().wait_stream(group.communication_stream)
 
 
-#: Attribute of a chunk: a list with the number of `no_sync` contexts that were opened since its
-#: gradients were zeroed; zeroing sets it to None.
+#: Attribute of a chunk: a list with the number of open `no_sync` contexts that were entered since
+#: its gradients were zeroed; zeroing sets it to None.
 _ENTRIES = "_megatron_idempotent_no_sync"
 
 

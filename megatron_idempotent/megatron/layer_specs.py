@@ -5,7 +5,8 @@ because it leaves its weights unmarked: Megatron sums the gradients of parameter
 `sequence_parallel = True` over the tensor-parallel group. `MarkedNorm` marks them, as Apex's and
 Transformer Engine's norms do. It goes into a layer spec, so upstream stays as it is.
 
-Signatures tell the releases apart, so that a release in between, or a patched one, needs no entry.
+Releases are told apart by their functions' signatures, so that commits between two releases, and
+patched releases, work as well.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def gpt_stage(
 ) -> Any:
     """Return a `GPTModel` with upstream's local layers; `model` holds its other arguments.
 
-    `change_spec` takes upstream's layer spec, and returns the one to use. A config with
-    `mtp_num_layers` gets layers for multi-token prediction of the same spec, unless `model` has
-    an `mtp_block_spec`. With `fused` the layers are Transformer Engine's, without changes.
+    `change_spec` takes upstream's layer spec, and returns the one to use. If the config has
+    `mtp_num_layers`, layers for multi-token prediction are built from the same spec, unless `model`
+    has an `mtp_block_spec`. With `fused` the layers are Transformer Engine's, without changes.
     """
     from megatron.core.models.gpt import gpt_layer_specs as specs
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -110,7 +111,7 @@ def with_marked_norm(layer_spec: Any, config: Any, vp_stage: int | None = None) 
     from megatron.core.transformer import transformer_block
 
     layer_spec = _marked(layer_spec, config)
-    # Releases before 0.13 count the layers without a parameter for the virtual stage.
+    # Before 0.13 the function that counts layers has no parameter for the virtual stage.
     count = transformer_block.get_num_layers_to_build
     asks = "vp_stage" in count.__code__.co_varnames
     num_layers = count(config, vp_stage=vp_stage) if asks else count(config)

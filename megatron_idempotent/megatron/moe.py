@@ -1,4 +1,4 @@
-"""Resets what a window leaves in mixture-of-experts layers, and lists their auxiliary losses."""
+"""Resets the state of mixture-of-experts layers in a window; lists their auxiliary losses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reset_shared_experts(shared: Any) -> None:
 
 
 def forget_tokens(chunk: Any) -> None:
-    """Reset the tokens that a chunk's routers have counted since the last complete window."""
+    """Reset the token counts of a chunk's routers since the last complete window."""
     for module in chunk.modules():
         counted = getattr(module, "local_tokens_per_expert", None)
         if counted is not None:
@@ -44,9 +44,9 @@ def ranks_of_a_sequence() -> int:
 
 @functools.cache
 def losses_count_all_ranks() -> bool:
-    """Return whether routers multiply losses per token by the tokens of all ranks of a sequence.
+    """Return whether routers multiply losses by the tokens of all ranks that share a sequence.
 
-    They do from 0.19 on; earlier releases multiply by the number of a rank's own tokens.
+    They do so from 0.19 on; earlier releases multiply by the tokens of one rank.
     """
     import inspect
 
@@ -74,13 +74,16 @@ def multiplied(config: Any, name: str, factor: int) -> Iterator[None]:
 
 
 def agreed_metrics(sizes: dict[str, int], *, pg_collection: Any = None) -> dict[str, int]:
-    """Return the metrics of all pipeline stages, in one order, each with its largest size.
+    """Return the metrics of all pipeline stages, in the same order on all ranks.
 
-    A collective: all ranks of the pipeline gather their sizes, if it has several stages.
+    If the pipeline has several stages this is a collective: all its ranks gather their sizes.
 
     Args:
         sizes: metric → the number of its elements on this stage.
-        pg_collection: has the pipeline's group as `pp`; by default Megatron's global one.
+        pg_collection: has the pipeline's group as `pp`; by default Megatron's global group.
+
+    Returns:
+        Metric → the largest size on any stage.
     """
     import torch
     from megatron.core import parallel_state
@@ -97,7 +100,7 @@ def agreed_metrics(sizes: dict[str, int], *, pg_collection: Any = None) -> dict[
 
 
 def legacy_metrics() -> dict[str, Any]:
-    """Return the metrics that routers have recorded before 0.18, by name."""
+    """Return the metrics that routers record in Megatron before 0.18, by name."""
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
@@ -116,7 +119,7 @@ _COEFFICIENTS = (
 
 
 def auxiliary_losses(config: Any) -> list[str]:
-    """Return the names of nonzero coefficients of losses that layers add to the gradient."""
+    """Return the names of the config's nonzero coefficients of auxiliary losses."""
     names = []
     for part, name in _COEFFICIENTS:
         value = getattr(config, name, None)
@@ -127,7 +130,7 @@ def auxiliary_losses(config: Any) -> list[str]:
 
 
 def has_layers_with_losses(config: Any) -> bool:
-    """Return whether layers of a model can add losses of their own, even with coefficient 0."""
+    """Return whether layers of a model can add auxiliary losses, even with coefficient 0."""
     return any(getattr(config, part, None) for part, _ in _COEFFICIENTS)
 
 
@@ -166,7 +169,7 @@ def scalers() -> Iterator[Any]:
 
 
 def layer_logs() -> Iterator[Any]:
-    """Yield the tensors that MTP and DSA layers log their losses into, without those of MoE."""
+    """Yield the tensors in which MTP and DSA layers log their losses; MoE layers have others."""
     import torch
 
     for module, name in _LOGS:

@@ -1,4 +1,4 @@
-"""Applies the loss scale of Megatron's optimizers, and lists the parameters that they train."""
+"""Describes Megatron's optimizers: their parameters, main parameters and loss scale."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def is_torch_adam(optimizer: Any) -> bool:
-    """Return whether an optimizer counts steps per parameter, as only torch's Adam does."""
+    """Return whether an optimizer is torch's Adam, which alone counts steps per parameter."""
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
@@ -23,14 +23,14 @@ def is_torch_adam(optimizer: Any) -> bool:
 
 
 def is_hybrid(inner: Any) -> bool:
-    """Return whether a torch optimizer is Megatron's hybrid one, which may step on the host."""
+    """Return whether a torch optimizer is Megatron's hybrid one, which can step on the host."""
     return hasattr(inner, "param_to_inner_param")
 
 
 def mark_part(parameter: Any, dimension: int) -> None:
-    """Mark a parameter as this rank's part along a dimension, as Megatron's own layers do.
+    """Mark a parameter as a shard along a dimension, as Megatron's own layers do.
 
-    The gradient norm counts a parameter without the mark on the first rank alone.
+    Without the mark the gradient norm counts the parameter on the first rank only.
     """
     parameter.tensor_model_parallel = True
     parameter.partition_dim = dimension
@@ -38,14 +38,14 @@ def mark_part(parameter: Any, dimension: int) -> None:
 
 
 def stepping(inner: Any) -> list[Any]:
-    """Return the torch optimizers that step: those in a hybrid one, or the optimizer itself."""
+    """Return the torch optimizers in a hybrid optimizer, or the optimizer itself."""
     return list(inner.sub_optimizers) if is_hybrid(inner) else [inner]
 
 
 def renew_copies(hybrid: Any, *, widened: bool = True) -> None:
-    """Copy parameters to the copies that a hybrid optimizer steps, on the host or in float32.
+    """Update the copies, on the host or in float32, that a hybrid optimizer steps.
 
-    Without `widened` skip float32 copies of 16-bit parameters, which have more bits than these.
+    Without `widened` float32 copies of 16-bit parameters are skipped, to keep their extra bits.
     """
     for parameter, inner in hybrid.param_to_inner_param.items():
         if inner is not parameter and (widened or inner.dtype == parameter.dtype):
@@ -53,9 +53,9 @@ def renew_copies(hybrid: Any, *, widened: bool = True) -> None:
 
 
 def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's shard of each 16-bit parameter [N], and the float32 one that is stepped.
+    """Yield (this rank's shard of a 16-bit parameter [N], its float32 main parameter) pairs.
 
-    It skips quantized parameters, and Megatron-FSDP, which has main parameters of its own.
+    Quantized parameters are skipped, and so is Megatron-FSDP, which has its own main parameters.
     """
     import torch
 
@@ -74,7 +74,7 @@ def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
                 if main is None:  # the inner optimizer's own: precision-aware
                     main = widened.get(shard, inner.state.get(shard, {}).get("master_param"))
                     if main is None or main.dtype != torch.float32:
-                        continue  # the first step makes it, or it has only the low bits
+                        continue  # the first step creates it, or it has only the low bits
                 span = part._get_model_param_range_map(model)["param"]
                 yield model.detach().view(-1)[span.start : span.end], main.detach().view(-1)
         elif hasattr(part, "fp32_from_float16_groups"):
@@ -86,8 +86,8 @@ def main_parameters(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
                 yield model.detach().view(-1), main.detach().view(-1)
 
 
-#: Names of an optimizer's lists: the model's parameters, the tensors that it steps for them, and
-#: the tensors that it steps where those are None.
+#: Names of an optimizer's lists: the model's parameters, the tensors that are stepped for them,
+#: and the tensors that are stepped where the second list has None.
 _STEPPED = (
     ("model_float16_groups", "shard_fp32_from_float16_groups", "shard_float16_groups"),
     ("model_fp32_groups", "shard_fp32_groups"),
@@ -97,9 +97,9 @@ _STEPPED = (
 
 
 def stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (model parameter, stepped tensor) for each parameter that one optimizer updates here.
+    """Yield (model parameter, stepped tensor) for each parameter that an optimizer updates here.
 
-    It yields nothing for Megatron-FSDP, or an optimizer that is not Megatron's.
+    There are none for Megatron-FSDP, or an optimizer that is not Megatron's.
     """
     for names in _STEPPED:
         lists = (chain.from_iterable(getattr(optimizer, name, ())) for name in names)
@@ -127,12 +127,12 @@ def in_fsdp(optimizer: Any) -> bool:
 
 
 def frozen(optimizer: Any) -> list[Tensor]:
-    """Return the tensors that one optimizer steps for parameters that are frozen now."""
+    """Return the tensors that an optimizer steps and whose parameters are frozen now."""
     mains = [main for model, main in stepped(optimizer) if not model.requires_grad]
     if in_fsdp(optimizer) and optimizer.optimizer is not None:
         for group in optimizer.optimizer.param_groups:
             for shard in group["params"]:
-                # The module holds the shard or the complete parameter, at different times.
+                # The module has the shard at some times, and the complete parameter at others.
                 parameter = getattr(shard, "orig_param", shard)
                 if not (shard.requires_grad and parameter.requires_grad):
                     mains.append(shard)
@@ -140,21 +140,22 @@ def frozen(optimizer: Any) -> list[Tensor]:
 
 
 def leave_out(inner: Any, mains: Iterable[Any]) -> None:
-    """Drop the gradients of tensors, so that a torch optimizer does not step them."""
+    """Drop the gradients of main parameters, so that a torch optimizer does not step them."""
     for main in mains:
         main.grad = None
         if hasattr(main, "decoupled_grad"):
             main.decoupled_grad = None
-        if is_hybrid(inner):  # its copy keeps the gradient of an earlier step
+        if is_hybrid(inner):  # the copy has the gradient of an earlier step
             copy = inner.param_to_inner_param[main]
             copy.grad = None
             inner.cpu_copy_map_grad.pop(copy, None)
 
 
 def count_step(inner: Any, mains: Iterable[Any]) -> None:
-    """Count a step for tensors that it left out, because Megatron saves one count for all.
+    """Set the step counts of main parameters that `leave_out` skipped to that of the others.
 
-    A tensor that was never stepped gets the state of a stepped one, with moments of zero.
+    Megatron saves one count for all. A tensor that was never stepped gets an optimizer state like
+    that of a stepped one, with moments of zero.
     """
     import torch
 
@@ -179,17 +180,17 @@ def count_step(inner: Any, mains: Iterable[Any]) -> None:
 
 
 def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask of elements whose main value does not round to the model's, and the model's.
+    """Return a mask of elements that were written into the model after the last step.
 
-    After a step all elements round to the model's: others were written into the model later. The
-    returned model's values are on the main parameter's device.
+    Their main parameter does not round to the model's value, as it does after a step. The second
+    result has the model's values, on the main parameter's device.
     """
     moved = model if main.is_cuda else model.cpu()
     return main.to(moved.dtype).ne(moved).logical_and_(~moved.isnan()), moved
 
 
 def count_outdated(optimizer: Any, device: Any) -> Tensor:
-    """Return the number of `outdated` elements of this rank, a float64 scalar, without a sync."""
+    """Return this rank's number of `outdated` elements, a float64 scalar, without a sync."""
     import torch
 
     count = torch.zeros((), dtype=torch.float64, device=device)
@@ -205,7 +206,7 @@ OURS = "_megatron_idempotent_scaling"
 
 
 class LossScale:
-    """Calls `optimizer.scale_loss`; copies and pickles of this do not include the optimizer."""
+    """Calls `optimizer.scale_loss`; copies and pickles of this object leave the optimizer out."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -218,7 +219,7 @@ class LossScale:
     def __call__(self, loss: Tensor) -> Tensor:
         """Return `loss`, of any shape, times the optimizer's current loss scale.
 
-        Return it unchanged if the optimizer no longer exists, or if the caller scales it by hand.
+        It is unchanged if the optimizer no longer exists, or if the caller scales the loss itself.
         """
         optimizer = self._optimizer()
         if optimizer is None or any(SCALED in vars(part) for part in parts(optimizer)):
@@ -234,7 +235,7 @@ class LossScale:
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # Another process has no such optimizer; upstream's config starts with None.
+        # In another process the optimizer does not exist; upstream's config has None by default.
         return type(None), ()
 
 
@@ -244,7 +245,7 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 def unchained(optimizer: Any) -> list[Any]:
-    """Return the optimizers in a chain, and in chains inside of it, or the optimizer itself.
+    """Return the optimizers in a chain and in nested chains, or [optimizer] without a chain.
 
     The list is empty for None.
     """
@@ -260,5 +261,5 @@ def grad_scalers(optimizer: Any) -> list[Any]:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Return the optimizer and, if it is a chain, the optimizers in it."""
+    """Return the optimizer, followed by the optimizers in it if it is a chain."""
     return [optimizer, *getattr(optimizer, "chained_optimizers", ())]

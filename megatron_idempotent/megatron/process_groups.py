@@ -1,4 +1,4 @@
-"""Lists Megatron's process groups, and tells whether an object still refers to one."""
+"""Lists Megatron's process groups, and tells whether other objects refer to one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def live_groups() -> list[Any]:
 
 
 def alive() -> Any:
-    """Return torch's table of the process groups that are not destroyed."""
+    """Return torch's table of existing process groups."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map
 
 
 def held(groups: list[Any]) -> list[bool]:
-    """Return for each group whether anything but torch.distributed and `groups` refers to it."""
-    # The reference count of an object without other holders depends on the interpreter.
+    """Return, for each group, whether an object other than torch and `groups` refers to it."""
+    # The reference count of an object without other references depends on the interpreter.
     unheld = object()
     (free,) = _references([unheld])
     free -= 1  # its name
@@ -45,7 +45,7 @@ def _references(objects: list[Any]) -> list[int]:
 
 
 def _by_torch(group: Any) -> int:
-    """Count the references of torch's own tables to the group."""
+    """Count the references of torch's own tables to a group."""
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world

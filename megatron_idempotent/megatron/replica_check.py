@@ -1,4 +1,4 @@
-"""Compares gradients and parameters between ranks that share them before a step, in debug mode.
+"""Compares, before a step, gradients and parameters that ranks replicate; a debug mode.
 
 `MEGATRON_IDEMPOTENT_CHECK=1` switches it on; see the case file `replicas-differ-unnoticed`.
 """
@@ -20,18 +20,18 @@ _PRIME = 1_000_003
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Says that ranks would step on gradients or parameters that differ and should not."""
+    """Gradients or parameters that ranks replicate differ before a step."""
 
 
 class _Numbers(NamedTuple):
-    """Holds one rank's numbers of one bucket group, as 64-bit integers."""
+    """Holds the 64-bit integers that ranks compare for one bucket group."""
 
     reductions: int
     """The number of reductions that finished since `zero_grad_buffer`."""
     gradients: int
     """The checksum of the gradients; 0 if all are zero."""
     parameters: int
-    """The checksum of the parameters; 0 if they are not comparable now."""
+    """The checksum of the parameters; 0 while they wait for a gather, so are not comparable."""
 
 
 def check_replicas(model_chunks: Sequence[Any]) -> None:
@@ -53,7 +53,7 @@ def check_replicas(model_chunks: Sequence[Any]) -> None:
             continue
         rows = [_Numbers(*map(int, _row(chunk, group))) for chunk, _, group in entries]
         gathered = _all_gather(rows, process_group)
-        # `gathered` is by rank; `ranks` are all ranks' rows of one bucket group.
+        # `gathered` has a list per rank; `ranks` has all ranks' numbers of one bucket group.
         for (chunk, index, group), ranks in zip(entries, zip(*gathered, strict=True), strict=True):
             problem = _problem(group, ranks)
             if problem is not None:
@@ -64,7 +64,7 @@ def check_replicas(model_chunks: Sequence[Any]) -> None:
 
 
 def _replicated(model_chunks: Sequence[Any]) -> dict[Any, list[tuple[Any, Tensor]]]:
-    """Return trained parameters that tensor-parallel ranks replicate, by their process group."""
+    """Return trained parameters that tensor-parallel ranks replicate, by process group."""
     from megatron.core import parallel_state
 
     dense = parallel_state.get_tensor_model_parallel_group()
@@ -163,7 +163,7 @@ def _row(chunk: Any, group: Any) -> tuple[Any, ...]:
 
 
 def _comparable(chunk: Any, group: Any) -> bool:
-    # With overlap a rank has other ranks' shards only once they are gathered, for its next forward.
+    # With overlap a rank gets other ranks' shards by the gather for its next forward.
     if not chunk.ddp_config.overlap_param_gather or not chunk.remove_forward_pre_hook_handles:
         return True
     return getattr(group, GATHERED, False) and group.param_gather_handle is None

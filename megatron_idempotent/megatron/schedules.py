@@ -47,20 +47,20 @@ class Window(Protocol):
 
 
 open_windows: list[Window] = PerProcessList(__name__, "open_windows")
-# Windows that run a schedule call now: they get this call already.
+# Windows that are running a schedule call, which they get only once.
 _running: list[Window] = PerProcessList(__name__, "_running")
 
 
 def are_held(chunks: list[Any]) -> bool:
-    """Return whether an open window holds one of the chunks."""
+    """Return whether one of the chunks belongs to an open window."""
     return any(window.holds(chunk) for window in open_windows for chunk in chunks)
 
 
 def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Return the function to call: the window's `run` if one is open for `model`, or `schedule`.
+    """Return `run` of the window that is open for `model`; without a window return `schedule`.
 
-    Several patches call this, so that windows still work if one of these patches is deleted. A
-    call that a window already runs goes on to `schedule`.
+    Several patches call this, so that windows still work if one of these patches is deleted. For
+    a call that a window is already running it returns `schedule`.
 
     Args:
         schedule: the wrapper's `original`.
@@ -84,10 +84,10 @@ def _run(window: Window, schedule: Callable[..., Any], **call: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def sums_tokens_of_context_ranks() -> bool:
-    """Return whether upstream sums the tokens that loss functions return over context ranks too.
+    """Return whether upstream sums loss functions' token counts over context-parallel ranks, too.
 
-    0.12 sums them over the data-parallel ranks of one context rank: there a loss function returns
-    the tokens of all parts of its microbatch.
+    0.12 sums them over the data-parallel ranks alone: there a loss function returns the tokens of
+    all context-parallel parts of its microbatch.
     """
     module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     alone = "all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())"
@@ -95,7 +95,7 @@ def sums_tokens_of_context_ranks() -> bool:
 
 
 def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
-    """Return the activations and output gradients that the last stage keeps; None if none."""
+    """Return the last stage's lists of activations and output gradients; None if it has none."""
     holder = _holder(model[-1] if isinstance(model, list) else model)
     return (
         None if holder is None else (holder.embedding_activation_buffer, holder.grad_output_buffer)
@@ -112,9 +112,9 @@ def weight(chunk: Any) -> Any:
 
 
 def output_weight(holder: Any) -> Any:
-    """Return the weight that the output layer of a GPTModel multiplies by.
+    """Return the weight of a GPTModel's output layer: its own, or the embedding's.
 
-    In a stage with MTP layers, which has both weights, upstream's schedules take the wrong one.
+    In a stage with MTP layers, which has both, upstream's schedules take the wrong one.
     """
     if holder.share_embeddings_and_output_weights:
         return holder.shared_embedding_or_output_weight()

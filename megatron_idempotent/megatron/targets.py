@@ -13,8 +13,8 @@ _FSDP = f"{_DISTRIBUTED}.fsdp.src.megatron_fsdp.megatron_fsdp"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 TRAINING = "megatron.training.training"
 _PREFIXES = {
-    # A wrapped chunk, its bucket groups (what one collective reduces or gathers) and its buffers,
-    # which are zeroed by `reset` from 0.16 on.
+    # A wrapped chunk, its bucket groups (each is reduced or gathered by one collective) and its
+    # buffers, which are zeroed by `reset` from 0.16 on.
     "ddp": f"{_DISTRIBUTED}.distributed_data_parallel:DistributedDataParallel.",
     "group": f"{_BUFFER}:_ParamAndGradBucketGroup.",
     "buffer": f"{_BUFFER}:_ParamAndGradBuffer.",
@@ -47,16 +47,17 @@ _PREFIXES = {
 
 
 def address(name: str) -> str:
-    """Return `module:qualname` of a function, given that or a short form, such as `ddp.no_sync`.
+    """Return a function's `module:qualname`, from that or from a short form like `ddp.no_sync`.
 
-    `moe.router:TopKRouter.forward` and `core.parallel_state:destroy_model_parallel` are short, too.
+    `moe.router:TopKRouter.forward` and `core.parallel_state:destroy_model_parallel` are short
+    forms, too.
     """
     first, _, function = name.partition(".")
     return f"{_PREFIXES[first]}{function}" if first in _PREFIXES else name
 
 
 def target(name: str, wrapper: Callable[..., Any], *relies_on: str, **more: Any) -> Target:
-    """Return the `Target` for the function that `address` finds by `name`."""
+    """Return the `Target` for a function, by its address or a short form of that."""
     return Target(address(name), wrapper, *relies_on, **more)
 
 

@@ -1,7 +1,7 @@
 """Cleans up after calls of `megatron.training.training` that raise.
 
-They leave timers running, settings that `evaluate` changed, and the rerun state machine inside of a
-step.
+Such a call leaves timers running, settings as `evaluate` changed them, and the rerun state machine
+inside of a step.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 from .targets import TRAINING
 
-#: Upstream adds this, times the pipeline rank, to the seed.
+#: Upstream adds this number times the pipeline rank to the seed.
 STAGE_OFFSET = 100
 
 
 def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
-    """Return upstream's local variables when `error` left `function`; None if it was not inside.
+    """Return the local variables of upstream's `function` from the traceback of `error`.
 
-    `train` keeps its counters in local variables and hands them out only when it returns.
+    None if the traceback does not have the function. `train` keeps its counters in local variables,
+    and returns them only if it does not raise.
     """
     link = error.__traceback__
     while link is not None:
         frame = link.tb_frame
         if frame.f_code.co_name == function and frame.f_globals.get("__name__") == TRAINING:
-            # A copy: from Python 3.13 on it is a proxy, whose keys() is a list and not a set.
+            # A copy: from Python 3.13 on f_locals is a proxy, whose keys() is a list and not a set.
             return dict(frame.f_locals)
         link = link.tb_next
     return None
@@ -39,7 +40,7 @@ def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
 def stopping(timers: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `original`; if it raises, stop the timers that it started and did not stop.
 
-    Their earlier times stay: several iterations may add up to one line of the log.
+    Their earlier times stay, because a line of the log may sum up several iterations.
     """
     by_name = getattr(timers, "_timers", None)
     if by_name is None:  # no timers, or a framework's own
@@ -66,9 +67,9 @@ def undone(
     config: Any,
     timers: Any,
 ) -> Any:
-    """Call an `evaluate`, upstream's or a copy, and undo its changes, even if it raises.
+    """Call an `evaluate` function, and restore the settings that it changes, even if it raises.
 
-    It changes training modes, the rerun mode, the config's timers and its own timer.
+    These are training modes, the rerun mode, the config's timers and the function's own timer.
     """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
@@ -99,7 +100,7 @@ def _put_back(chunks: Sequence[Any], modes: Sequence[tuple[Any, bool]]) -> None:
             module.training = was_training
 
 
-# State of the machine inside of a step → the state in which the next step must find it.
+# State of the machine inside of a step → the state in which the next step must begin.
 _INTERRUPTED = {
     "INITIAL_RUN": "NOT_RUNNING_YET",
     "RERUNNING_IN_PLACE": "NOT_RUNNING_YET",
@@ -110,20 +111,20 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 #: Modules whose frames are between the calling function and our wrapper.
 _BETWEEN = ("megatron_idempotent.patching", "wrapt")
 
-#: Machine → the frame of the function that began its step. Only the frame shows that an exception
-#: has left that function. Kept from the start of a step to its end, or to the next start.
+#: Machine → the frame of the function that began its step. Only the frame shows if that function
+#: has raised. Kept from the beginning of a step to its end, or to the next beginning.
 _began: PerProcessWeakKeys[Any, FrameType] = PerProcessWeakKeys(__name__, "_began")
 
 
 def live_machine() -> Any:
-    """Return the process's rerun state machine, or None: upstream's getter would make one."""
+    """Return the process's rerun state machine, or None; upstream's getter would create one."""
     from megatron.core import rerun_state_machine
 
     return rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
 
 
 def abandon(machine: Any) -> None:
-    """Take the machine out of the step it is in, if it is in one."""
+    """Reset the machine to the state before its step, if it is inside of one."""
     _began.pop(machine, None)
     waiting = _INTERRUPTED.get(machine.state.name)
     if waiting is None:
@@ -131,7 +132,7 @@ def abandon(machine: Any) -> None:
     machine.state = type(machine.state)[waiting]
     machine.restart_again_requested = False
     machine.continue_requested = False
-    if waiting == "NOT_RUNNING_YET":  # a state loaded from a checkpoint still has to be rerun
+    if waiting == "NOT_RUNNING_YET":  # else a checkpoint's state still has to be rerun
         machine.current_iteration -= 1
         machine.rerun_requested = False
         machine.checkpoint_requested = False
@@ -142,7 +143,7 @@ def abandon(machine: Any) -> None:
 
 
 def began(machine: Any) -> None:
-    """Remember which function runs this step of the rerun state machine, by the call stack."""
+    """Record the frame of the function that runs this step of the rerun state machine."""
     _began[machine] = next(
         frame
         for frame in _outwards(sys._getframe(2))
@@ -151,15 +152,15 @@ def began(machine: Any) -> None:
 
 
 def ended(machine: Any) -> None:
-    """Forget the function that ran the step, because its loop has ended normally."""
+    """Drop the record of the function that ran the step, whose loop has ended normally."""
     _began.pop(machine, None)
 
 
 def abandon_if_left(machine: Any) -> None:
-    """End the machine's step if an exception has left the call that ran it.
+    """Reset the machine if the function that ran its step has raised.
 
-    A function that returned, or catches the exception itself, may still end the step: its step is
-    left alone.
+    If the function returned, or caught the exception itself, the step may still end, and is not
+    changed.
     """
     frame = _began.get(machine)
     if frame is not None and _left_by_exception(frame):
@@ -168,7 +169,7 @@ def abandon_if_left(machine: Any) -> None:
 
 def _left_by_exception(frame: FrameType) -> bool:
     code = frame.f_code
-    if code.co_flags & _SUSPENDABLE:  # may be waiting to go on
+    if code.co_flags & _SUSPENDABLE:  # it may be suspended
         return False
     if code.co_code[frame.f_lasti] in _RETURNS:
         return False
