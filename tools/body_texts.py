@@ -1,6 +1,6 @@
-"""Renews `texts.txt`: texts of functions that `apply()` recognizes without parsing them.
+"""Updates `texts.txt`: digests of functions' texts, by which `apply()` avoids parsing them.
 
-A text is in it if some tree has it, and it parses to a body in `reviewed.txt`.
+It has the text of a function in a source tree if that parses to a body in `reviewed.txt`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_idempotent.patching.trees import SourceTree
 
 
 def renewed_texts(lines: Sequence[str], trees: Iterable[SourceTree]) -> list[str]:
-    """Return the lines of `texts.txt`, renewed by these trees, without bodies that nobody needs."""
+    """Add texts from source trees to the lines of `texts.txt`; drop bodies not in `reviewed.txt`."""
     bodies = {name for names in reviewed().bodies.values() for name in names}
     texts = dict(line.split() for line in lines)
     texts = {digest: name for digest, name in texts.items() if name in bodies}

@@ -1,23 +1,24 @@
-"""Writes what case files, releases and findings say into the files that are generated.
+"""Writes the files that are generated from case files, releases and verdicts.
 
 `python tools/casebook.py` rewrites HAZARDS.md, docs/compatibility.md, and in
-`patches/_generated/` the index that `apply()` reads and what wrappers read of upstream, in the
-repository in which it lies. Releases, commits and frameworks are tables in pyproject.toml;
-what else names releases gets them from there. CITATION.cff gets the version of the package, and
-docs/use.md the first line of `doctor`, if the newest release is installed. A file is touched only
+`patches/_generated/` the index that `apply()` reads and the names of upstream that wrappers use, in
+the repository of this file. Releases, commits and frameworks are tables in pyproject.toml, from
+which other files that list releases are updated. CITATION.cff gets the version of the package, and
+docs/use.md the first line of `doctor`, if the newest release is installed. A file is written only
 if its content changes.
 
-With paths of wheels, or of clones at a release's tag, it renews the table of releases, by which
-`apply()` and `doctor` tell a release from a commit; an installed release is always renewed. With
-these and with other commits it renews the texts of functions that `apply()` need not parse.
+With paths of wheels, or of clones at a release's tag, it updates the table of releases, by which
+`apply()` and `doctor` tell a release from a commit; the entry of an installed release is always
+updated. With these and with other commits it updates the texts of functions that `apply()` need
+not parse.
 
-With `--accept ID` it also writes down, as `drift --accept` does, that a person has read the bodies
+With `--accept ID` it also records, as `drift --accept` does, that a person has reviewed the bodies
 that these patches wrap, in the wheels and source trees at the paths, or in the installed Megatron.
-That is all that a new patch needs besides its case file.
+A new patch needs only this and its case file.
 
-With `--proven FOLDER` it first merges the findings in that folder into
-`patches/_generated/proven.json`: `make matrix` leaves there the output of `prove --json` on each
-release, and `make pins` on each commit that frameworks pin.
+With `--proven FOLDER` it first merges the verdicts in that folder into
+`patches/_generated/proven.json`: `make matrix` writes the output of `prove --json` on each release
+to such a folder, and `make pins` that on each commit that frameworks pin.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ GENERATED = Path("patches", "_generated")
 MAKEFILE, README, PROJECT = Path("Makefile"), Path("README.md"), Path("pyproject.toml")
 CITATION = Path("CITATION.cff")
 USE = Path("docs", "use.md")
-#: Files that name the releases of pyproject.toml's table, or the package's version.
+#: Files with the releases of pyproject.toml's table, or with the package's version.
 NAMING = (MAKEFILE, README, PROJECT, CITATION)
 _LINE = 104
-#: Words of HAZARDS.md, which is read from top to bottom. Its texts stand in the case files.
+#: Fixed texts of HAZARDS.md. Other texts come from the case files.
 MOST_WORDS = 5000
 
 #: Verdicts that no release may have.
@@ -73,7 +74,7 @@ FAILURES = frozenset(
     }
 )
 
-#: Titles of groups of hazards, by a patch's first promise, and of what belongs to none.
+#: Titles of groups of hazards, by a patch's first promise; then titles for other hazards.
 _KINDS = {
     "train-again": "train() again",
     "overlap": "Overlap",
@@ -120,9 +121,9 @@ def hazards_markdown() -> str:
 
 
 def hazard_tables(link: Callable[[str], str]) -> Iterator[str]:
-    """Yield a table of the hazards of each kind, below its title.
+    """Yield a table of the hazards of each kind, below the kind's title.
 
-    A row has an anchor by the hazard's id.
+    A row has the hazard's id as its anchor.
 
     Args:
         link: returns the target of the link in a hazard's row, for its id.
@@ -138,7 +139,7 @@ def hazard_tables(link: Callable[[str], str]) -> Iterator[str]:
 
 
 def by_kind() -> dict[str, list[Hazard]]:
-    """Return the hazards below the title of their kind, each kind in order of id."""
+    """Return the hazards by the title of their kind, each kind in order of id."""
     kinds: dict[str, list[Hazard]] = {title: [] for title in (*_KINDS.values(), *_OTHER_KINDS)}
     for hazard in hazards().values():
         kinds[_kind(hazard)].append(hazard)
@@ -156,7 +157,7 @@ def _kind(hazard: Hazard) -> str:
 
 
 def _seen_by_users(hazard: Hazard) -> str:
-    """Return the first message that a user sees, if there is one, and the summary."""
+    """Return the first error message that a user sees, if there is one, and the summary."""
     quoted = messages(hazard.case_file["Symptom"])
     errors = [message for message in quoted if re.match(r"\w*(Error|Exception): ", message)]
     for message in errors or quoted:
@@ -168,16 +169,16 @@ def _seen_by_users(hazard: Hazard) -> str:
 
 
 def messages(symptom: str) -> list[str]:
-    """Return the messages that a symptom quotes, each on one line, as a terminal shows them.
+    """Return the error messages that a symptom quotes, each on one line, as a terminal shows them.
 
-    A code span of three words or more is a message, and not a name.
+    A code span of three words or more counts as a message; a shorter one is a name.
     """
     spans = re.findall(r"`([^`]+)`", " ".join(symptom.split()))
     return [span for span in dict.fromkeys(spans) if len(span.split()) > 2]
 
 
 def _cells(hazard: Hazard) -> tuple[str, str, str]:
-    """Return the releases, the loudness, and the switch of the patch or what is there instead."""
+    """Return a hazard's releases, its loudness, and the patch's switch, or else the answer."""
     versions = hazard.versions
     if hazard.distribution != MEGATRON:
         versions = f"{hazard.distribution} {versions}"
@@ -188,12 +189,12 @@ def _cells(hazard: Hazard) -> tuple[str, str, str]:
 
 
 def read_findings(folder: Path) -> Proven:
-    """Return the verdicts in a folder's files `NAME.json`, which `prove --json` wrote, by NAME.
+    """Read the verdicts in a folder's files `NAME.json`, the output of `prove --json`, by NAME.
 
     NAME is a release, or the name of a commit.
 
     Raises:
-        ValueError: a file is not such an output, or the folder has none.
+        ValueError: a file is not an output of `prove --json`, or the folder has no file.
     """
     proven: dict[str, dict[str, str]] = {}
     for file in sorted(folder.glob("*.json")):
@@ -210,9 +211,9 @@ def read_findings(folder: Path) -> Proven:
 
 
 def merged(older: Proven, newer: Proven) -> Proven:
-    """Return older findings, replaced by newer ones hazard by hazard.
+    """Return older verdicts, updated by newer ones, hazard by hazard.
 
-    Hazards that have no case file any more are left out.
+    Hazards without a case file are left out.
     """
     rows = {name: {**older.get(name, {}), **newer.get(name, {})} for name in {**older, **newer}}
     findings = {
@@ -229,7 +230,7 @@ def _word(row: Mapping[str, str]) -> str:
 
 
 def first_untried(releases: Sequence[Mapping[str, Any]]) -> str:
-    """Return the first release after those of the table: `0.20` if the last one is 0.19.2."""
+    """Return the release after the last one of the table: `0.20` if that is 0.19.2."""
     major, minor = releases[-1]["megatron"].split(".")[:2]
     return f"{major}.{int(minor) + 1}"
 
@@ -237,10 +238,10 @@ def first_untried(releases: Sequence[Mapping[str, Any]]) -> str:
 def naming_releases(
     texts: Mapping[Path, str], releases: Sequence[Mapping[str, Any]]
 ) -> dict[Path, str]:
-    """Return the texts of `NAMING` with the table's releases and the package's version.
+    """Update the table's releases, and the package's version, in the texts of `NAMING`.
 
     Raises:
-        ValueError: a text no longer has the line that names them.
+        ValueError: a text lacks the line that names them.
     """
     names = [release["megatron"] for release in releases]
     newest = names[-1]
@@ -296,7 +297,7 @@ def main(argv: Sequence[str], root: Path) -> int:
     project = table["tool"]["megatron-idempotent"]
     naming = {path: (root / path).read_text(encoding="utf-8") for path in NAMING}
     renewed_naming = naming_releases(naming, project["releases"])
-    # First, because all other files ask the index for the first release that nobody has run.
+    # First, because the other files take the first untested release from the index.
     write(root / GENERATED, INDEX, index_of(hazards().values(), first_untried(project["releases"])))
     write(root / GENERATED, CONTRACTS, contract_lines(patches().values()))
     rewrite(root / "HAZARDS.md", hazards_markdown())
@@ -307,14 +308,14 @@ def main(argv: Sequence[str], root: Path) -> int:
     write(root / GENERATED, READS, lines_of(needs))
     if options.accept:
         drift(options.paths, as_json=False, with_diff=False, accepted=options.accept)
-        # A new wrapper reads names for which no need stands in the file yet.
+        # A new wrapper uses names that the file does not have yet.
         read = open_trees(map(Path, options.paths)) or installed_trees()
         needs = renewed(parsed(content(root / GENERATED, READS)), read, options.accept)
         write(root / GENERATED, READS, lines_of(needs))
-        # The rest in another process: the patches of this one have their old reviews.
+        # The rest runs in another process: this one's patches have been loaded with old reviews.
         command = [sys.executable, __file__, *options.paths]
         return subprocess.run(command, cwd=root, check=False).returncode
-    # With the installed release, or `apply()` would read the bodies of a new patch each time.
+    # With the installed release; else `apply()` would read the bodies of a new patch each time.
     installed = [t for t in installed_trees() if MEGATRON in t.versions and release_of(t)]
     trees = [*open_trees(map(Path, options.paths)), *installed]
     releases, texts = (content(root / GENERATED, name) for name in (TABLE, TEXTS))
@@ -327,8 +328,8 @@ def main(argv: Sequence[str], root: Path) -> int:
 
 
 def doctors_first_line(root: Path) -> str:
-    """Return the first line of `doctor` on the installed Megatron, by the repository at `root`."""
-    # In another process: this one read the index before it was written.
+    """Return the first line that `doctor` of the repository at `root` prints here."""
+    # In another process: this one has read the index before the update.
     command = [sys.executable, "-W", "ignore", "-m", "megatron_idempotent", "doctor"]
     env = {name: value for name, value in os.environ.items() if not name.startswith(SWITCH)}
     doctor = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
@@ -336,15 +337,15 @@ def doctors_first_line(root: Path) -> str:
 
 
 def with_first_line(text: str, line: str, newest: str) -> str:
-    """Return the text of docs/use.md with the first line of `doctor`.
+    """Replace the first line of `doctor` in the text of docs/use.md.
 
     Args:
         text: the page.
-        line: the line. If it is about another release, the page stays as it is.
+        line: the new line. If it is not about the newest release, the page is unchanged.
         newest: the newest release.
 
     Raises:
-        ValueError: the page no longer shows the line.
+        ValueError: the page lacks the line.
     """
     pattern = re.compile(r"(?m)^(    \$ megatron-idempotent doctor \| head -1\n    ).+$")
     if pattern.search(text) is None:
@@ -367,10 +368,10 @@ the same of what is installed.
 
 
 def coverage(verdicts: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Return how many patches a Megatron gets, and the ids of those that `apply()` refuses.
+    """Return the number of patches that a Megatron gets, and the ids of refused ones.
 
     Args:
-        verdicts: the Megatron's verdicts by hazard, as proven.json has them.
+        verdicts: the Megatron's verdicts by hazard, from proven.json.
     """
     patches = [h for h in hazards().values() if isinstance(h, Patch) and h.distribution == MEGATRON]
     words = {patch.id: verdicts.get(patch.id) for patch in patches if patch.default}
@@ -387,12 +388,12 @@ def page(
 
     Args:
         project: the table `tool.megatron-idempotent` of pyproject.toml.
-        proven: the findings, by release or name of a commit.
-        walked: runs of commits by branch, as `history.runs` returns them.
+        proven: the verdicts, by release or name of a commit.
+        walked: runs of commits by branch, from `history.runs`.
 
     Raises:
-        ValueError: a framework uses a Megatron on which nothing was proven, or names a hazard that
-            does not exist.
+        ValueError: a framework uses a Megatron without verdicts, or names a hazard that does not
+            exist.
     """
     commits = {commit["name"]: commit for commit in project["commits"]}
     rows = []
@@ -425,7 +426,7 @@ def page(
 
 
 def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
-    """List, as Markdown, the hazards that refused patches would have repaired."""
+    """Return a Markdown list of the hazards whose patches `apply()` refuses on pinned commits."""
     names = dict.fromkeys(name for entry in project["frameworks"] for name in entry["megatron"])
     refused = dict.fromkeys(id for name in names for id in coverage(proven[name])[1])
     if not refused:
@@ -435,7 +436,7 @@ def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -
 
 
 def _commits(walked: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
-    """Yield the part of the page about all commits of branches."""
+    """Yield the page's lines about the patches that land on each commit of a branch."""
     yield from _ALL_COMMITS
     for branch, runs in walked.items():
         number = sum(run["commits"] for run in runs)

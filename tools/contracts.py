@@ -1,6 +1,6 @@
-"""Derives from a wrapper's code what it takes for granted about the function that it wraps.
+"""Derives from a wrapper's code its contract: the assumptions about the wrapped function.
 
-`python tools/casebook.py` writes that into `contracts.txt`, so that `apply()` parses no wrapper.
+`python tools/casebook.py` writes contracts into `contracts.txt`, so `apply()` parses no wrapper.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def contract_lines(patches: Iterable[Patch]) -> list[str]:
 
 
 def derived(wrapper: Callable[..., Any]) -> Contract:
-    """Return what the wrapper needs, or why that cannot be followed."""
+    """Return the wrapper's contract, or one with the reason why it cannot be derived."""
     try:
         return _derived(wrapper)
     except ValueError as error:
@@ -69,7 +69,7 @@ def _reads(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> Iterator[s
 
 
 def _items(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> tuple[tuple[str, ...], bool]:
-    """Return the names that the result is unpacked into, and whether it may have more items."""
+    """Return the names that the wrapper unpacks the result into, and if there may be more items."""
     results = set()
     for node in ast.walk(tree):
         above = parents.get(node)
@@ -100,7 +100,7 @@ def _calls_original(node: ast.Call) -> bool:
 
 
 def _keywords(tree: ast.FunctionDef) -> Iterator[str]:
-    """Yield the keywords of calls of the function that the wrapper stands around."""
+    """Yield the keywords that the wrapper passes to the function that it wraps."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and called(node) == "original":
             yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)

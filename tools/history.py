@@ -1,10 +1,10 @@
-"""Says which patches land on each commit of Megatron's branches, and which bodies nobody has read.
+"""Lists the patches that land on each commit of Megatron's branches, and unreviewed bodies.
 
     python tools/history.py CLONE [--branch NAME] [--since DAY] [--json]
 
-Frameworks pin commits between two releases. `megatron-idempotent drift CLONE@COMMIT` shows what is
-new on one of them. A verdict holds until a file changes that was read for it, so that thousands of
-commits take minutes. Exit code 1 if a branch has commits on which patches are refused.
+Frameworks pin commits between two releases. `megatron-idempotent drift CLONE@COMMIT` shows the new
+code of one of them. A verdict is reused until one of the files that were read for it changes, so
+that thousands of commits take minutes. The exit code is 1 if patches are refused on a commit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_idempotent.patching.source import parse_body
 from megatron_idempotent.patching.table import render
 from megatron_idempotent.patching.trees import SourceTree
 
-#: A commit counts as covered if at least this share of the patches that concern it lands.
+#: A commit counts as covered if at least this fraction of the patches that it needs land.
 COVERED = 0.99
 
 
@@ -41,7 +41,7 @@ class Branches(Clone):
         return [(commit, day) for commit, day in map(str.split, lines)]
 
     def trees(self, commits: Sequence[str]) -> Iterator[tuple[SourceTree, Mapping[str, str]]]:
-        """Yield each commit's Megatron with the ids of its files' contents, by path."""
+        """Yield the source tree of each commit, and the blob ids of its files by path."""
         blobs: dict[str, str] = {}
         for number, commit in enumerate(commits):
             if number == 0:
@@ -51,7 +51,7 @@ class Branches(Clone):
             yield self.tree_of(commit, blobs), blobs
 
     def _changed(self, blobs: Mapping[str, str], parent: str, commit: str) -> dict[str, str]:
-        """Return the blobs of a commit by those of another one."""
+        """Return a commit's blob ids by path, from those of its parent and the difference."""
         changed = dict(blobs)
         command = ("diff-tree", "-r", "--no-renames", parent, commit, "--", PACKAGE)
         for line in self.git(*command).splitlines():
@@ -65,11 +65,11 @@ class Branches(Clone):
 
 
 _Source = tuple[str, str]
-"""A part of a tree that was read: `text` or `beside`, and the module."""
+"""A read of a tree: `text` (a module's source) or `beside` (a folder's list), and the module."""
 
 
 class _Recorder:
-    """Reads a tree's modules, and records what was read, so that a verdict can be cached."""
+    """Reads a tree's modules, and records each read, so that a verdict can be cached."""
 
     def __init__(self, tree: SourceTree, blobs: Mapping[str, str]) -> None:
         self.tree, self._blobs = tree, blobs
@@ -95,7 +95,7 @@ class _Recorder:
         self.recorded[kind, module] = self.state(kind, module)
 
     def state(self, kind: str, module: str) -> Any:
-        """Return what an answer depends on: a file's content, by its id, or a folder's names."""
+        """Return the state of a source: the blob id of a file, or the modules in a folder."""
         if kind == "beside":
             return self.tree.beside(module)
         path = self.tree.file_of(module)
@@ -103,7 +103,7 @@ class _Recorder:
 
 
 class _CachedVerdict(NamedTuple):
-    """A verdict, and what it depends on."""
+    """Holds a verdict, and the states of all sources that were read for it."""
 
     version: str
     recorded: dict[_Source, Any]
@@ -111,24 +111,24 @@ class _CachedVerdict(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Says how patches stand with one commit."""
+    """Holds the outcome of all patches on one commit."""
 
     commit: str
     day: str
     """The commit's day, such as `2026-05-01`."""
     landed: int
-    """The number of patches that `apply()` installs."""
+    """The number of patches that `apply()` would install."""
     refused: Mapping[str, str]
-    """Why patches are refused, by patch: nobody has read the commit's code."""
+    """The reasons for refusing patches with unreviewed code, by patch."""
 
     @property
     def share(self) -> float:
-        """The share of the commit's patches that land."""
+        """The fraction of the commit's patches that land."""
         return self.landed / max(1, self.landed + len(self.refused))
 
 
 def walk(clone: Branches, branch: str, since: str) -> Iterator[Standing]:
-    """Yield how patches of Megatron stand with each commit of a branch, oldest first."""
+    """Yield the `Standing` of each commit of a branch since a date, oldest first."""
     days = dict(clone.commits(branch, since))
     wrapping = [patch for patch in patches().values() if patch.distribution == MEGATRON]
     cache: dict[str, list[_CachedVerdict]] = {patch.id: [] for patch in wrapping}
@@ -145,9 +145,9 @@ def walk(clone: Branches, branch: str, since: str) -> Iterator[Standing]:
 def _verdict(
     patch: Patch, tree: SourceTree, blobs: Mapping[str, str], cache: list[_CachedVerdict]
 ) -> Verdict:
-    """Return a cached verdict that still holds on this tree, or judge the patch and cache that.
+    """Return a cached verdict whose sources are unchanged, or judge the patch and cache the result.
 
-    The verdict of the last commit stands first: the next commit mostly has it, too.
+    The last commit's verdict is first in the cache, because it is mostly that of the next one.
     """
     recorder = _Recorder(tree, blobs)
     release = tree.release(MEGATRON)
@@ -164,7 +164,7 @@ def _verdict(
 
 
 def _judge(patch: Patch, recorder: _Recorder) -> Verdict:
-    """Judge a patch as `apply()` does."""
+    """Judge a patch on the recorder's tree, as `apply()` does."""
     bodies = {}
     for target in patch.targets:
         text = recorder.text(target.module)
@@ -173,11 +173,11 @@ def _judge(patch: Patch, recorder: _Recorder) -> Verdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print for each branch which patches land on its commits, and which bodies are new.
+    """Print, for each branch, the patches that land on its commits, and the new bodies.
 
     Returns:
-        The exit code: 1 if a branch has commits on which patches are refused, 2 if there is no
-        clone or it lacks a branch, else 0.
+        The exit code: 1 if patches are refused on a commit, 2 if there is no clone or it lacks a
+        branch, else 0.
     """
     parser = argparse.ArgumentParser(prog="python tools/history.py")
     parser.add_argument("clone", metavar="CLONE", help="a clone of Megatron-LM")
@@ -204,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def runs(walked: Iterable[Standing]) -> list[dict[str, Any]]:
-    """Return commits in runs on which the same patches land, as docs/history.json has them."""
+    """Group successive commits on which the same patches land, in the form of docs/history.json."""
     rows: list[dict[str, Any]] = []
     for standing in walked:
         same = {"landed": standing.landed, "refused": [*standing.refused]}
@@ -218,7 +218,7 @@ def runs(walked: Iterable[Standing]) -> list[dict[str, Any]]:
 
 
 def _summary(branch: str, walked: Sequence[Standing]) -> str:
-    """Return a sentence about a branch, and a table of the patches that are refused somewhere."""
+    """Return a sentence about a branch, and a table of the patches that some commit refuses."""
     if not walked:
         return f"{branch}: no commits in that time"
     landed = sum(standing.landed for standing in walked)

@@ -1,9 +1,10 @@
-"""Derives what upstream has to bind for the wrappers of patches, for `reads.txt`.
+"""Derives the names that upstream has to bind for the wrappers of patches, for `reads.txt`.
 
-`wrapper_reads` collects the names that wrappers read, call or set. The trees that a patch fits
-decide which names upstream has to bind, and from which release on. A name that no tree has is ours,
-Python's or torch's. A name that all trees have is needed, also where the wrapper checks for it. A
-name that came or went with a release is needed since, or until, that release.
+`wrapper_reads` collects the names that wrappers read, call or set. The source trees on which a
+patch lands decide which of them upstream has to bind, and from which release on. A name that no
+tree has belongs to this package, Python or torch. A name that all trees have is needed, even if the
+wrapper checks for it. A name that a release added or removed is needed since, or until, that
+release.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron_idempotent.patching.surroundings import (
 from megatron_idempotent.patching.trees import SourceTree
 
 _UPSTREAM = ("megatron.core.", "megatron.training.")
-#: If more modules than `_MANY` define a name, `_FEW` of them are needed.
+#: If more modules than `_MANY` define a name, only `_FEW` of them are listed.
 _MANY, _FEW = 6, 3
 
 
@@ -41,8 +42,8 @@ def derived(patch: Patch) -> tuple[frozenset[tuple[Read, str]], bool]:
     """Return the reads of a patch's wrappers.
 
     Returns:
-        Each read with the class, as `module:Class`, of which it is an attribute, or "" if nobody
-        knows it; and True if the wrappers keep state of ours on upstream's objects.
+        (Read, `module:Class` of which it is an attribute, or "" if unknown) pairs; and True if the
+        wrappers set attributes of our own on upstream's objects.
     """
     pairs: set[tuple[Read, str]] = set()
     keeps = False
@@ -59,14 +60,14 @@ def derived(patch: Patch) -> tuple[frozenset[tuple[Read, str]], bool]:
 def renewed(
     present: Mapping[str, Needs], trees: Iterable[SourceTree], ids: Collection[str] | None = None
 ) -> dict[str, Needs]:
-    """Return what `reads.txt` has to say, by patch.
+    """Return the new contents of `reads.txt`, by patch.
 
     Args:
-        present: what it says. Names that wrappers no longer read are left out; what it says of
-            releases that are not among the trees stays.
-        trees: sources of Megatron, which decide where a new name is bound.
-        ids: the patches to renew, whose bodies in these trees a person has read; None for all
-            patches, in the trees on which they land.
+        present: the present contents. Names that wrappers no longer use are removed; entries about
+            releases that are not among the trees are kept.
+        trees: sources of Megatron, in which new names are looked up.
+        ids: the patches to update, whose bodies in these trees a person has reviewed; None for all
+            patches, each in the trees on which it lands.
     """
     megatrons = by_version(trees)
     needs = {name: old for name, old in present.items() if ids is not None and name in patches()}
@@ -81,21 +82,21 @@ def renewed(
 def needs_of(
     patch: Patch, trees: Sequence[SourceTree], old: Needs | None, *, accepts: bool = False
 ) -> Needs:
-    """Return what a patch needs of upstream.
+    """Return the names that a patch needs from upstream.
 
     Args:
         patch: the patch.
-        trees: those on which it lands, the oldest first.
-        old: its needs so far, or None if it is new.
-        accepts: True if a person has read these trees for the patch, and so accepts how they allow
-            a name to be used.
+        trees: the trees on which the patch lands, the oldest first.
+        old: the patch's present needs, or None if it is new.
+        accepts: True if a person has reviewed these trees for the patch, so that their
+            definitions of the names are accepted.
     """
     reads, keeps = derived(patch)
     old_needs: dict[tuple[str, str], list[Need]] = {}
     for need in old.names if old is not None else ():
         bare = need.name.lstrip(".") or need.modules[0].rpartition(".")[2]
         old_needs.setdefault((bare, _kind(need.use)), []).append(need)
-    # First: a name of Python's or torch's may be among the old needs, from before we knew that.
+    # First, because old needs may have names that `elsewhere` did not have at the time.
     reads = frozenset(
         (read, owner)
         for read, owner in reads
@@ -115,14 +116,14 @@ def needs_of(
 
 
 def _kind(use: str) -> str:
-    """Return a use without its hashes, which may differ between `reads.txt` and a wrapper."""
+    """Return a use without its hashes, which `reads.txt` has and a wrapper's read has not."""
     return "[]" if use.startswith("[") else use
 
 
 def _needs(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree], only_new: bool
 ) -> Iterator[Need | None]:
-    """Yield the needs of a new read, with the releases that have them."""
+    """Yield the needs for a new read, limited to the releases that have the name."""
     if not read.use:
         for binding in _bindings_of(read, of_class, patch, trees):
             yield _bounded(binding, trees, only_new)
@@ -136,8 +137,8 @@ def _needs(
                 continue
             use = f"[{'|'.join(hashes)}]"
         need = Need(modules=(module,), owner=owner, name=read.name, use=use)
-        # The patch is right on all these trees: where one does not allow the use, the wrapper does
-        # without it.
+        # The patch fits all these trees: if a definition in one does not allow the use, the wrapper
+        # does not use it there.
         answers = {need.is_allowed(tree) for tree in trees}
         if False not in answers:
             yield need if True in answers else None
@@ -152,10 +153,10 @@ def _needs(
 def _definitions(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree]
 ) -> list[tuple[str, str]]:
-    """Return the modules and classes that define what a read sets or calls: the nearest ones.
+    """Return (module, class) pairs that define the name which a wrapper sets or calls.
 
-    The wrapped classes and their bases come first, then all classes in their modules, then all
-    others. If many define the name, nobody knows which of them is meant, and none is returned.
+    The wrapped classes and their bases are searched first, then all classes in their modules, then
+    all others. If many define the name, it is not clear which is meant, and none is returned.
     """
     if read.module:
         modules, owner, _ = _imported(read, trees)
@@ -173,7 +174,7 @@ def _definitions(
             (m, c) for m, c in candidates if any(_defines(t.text(m), c, read) for t in trees)
         ]
         if defining:
-            # Fewer for a name in a table, which may only be read.
+            # The limit is lower for a guarded read, such as a name in a table.
             return defining if len(defining) <= (_FEW if read.guarded else 2 * _MANY) else []
     return []
 
@@ -192,7 +193,7 @@ def _defines(text: str | None, owner: str, read: Read) -> bool:
 def _bindings_of(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree]
 ) -> list[_Binding]:
-    """Return where a read's name is bound."""
+    """Return the bindings of a read's name in upstream."""
     if read.module:
         return [_imported(read, trees)]
     module, _, owner = of_class.partition(":")
@@ -212,7 +213,7 @@ def _bindings_of(
 
 
 def _bases(module: str, owner: str, trees: Sequence[SourceTree]) -> list[tuple[str, str]]:
-    """Return the base classes of a class that lie in its folder, by module and name."""
+    """Return (module, name) of a class's direct and indirect bases in the same folder."""
     bases: dict[tuple[str, str], None] = {}
     for tree in trees[-1:] if owner else ():
         for name in bases_of(tree.text(module) or "", owner):
@@ -233,7 +234,7 @@ def _binds(binding: _Binding, tree: SourceTree) -> bool:
 
 
 def _imported(read: Read, trees: Sequence[SourceTree]) -> _Binding:
-    """Return where a name of a module is bound; it may be a module, and the module a class."""
+    """Return the binding of a name in a module; the name may be a module, or the module a class."""
     if any(tree.text(f"{read.module}.{read.name}") is not None for tree in trees):
         return (f"{read.module}.{read.name}",), "", ""
     if any(tree.text(read.module) is not None for tree in trees):
@@ -245,11 +246,11 @@ def _imported(read: Read, trees: Sequence[SourceTree]) -> _Binding:
 def _bindings(
     name: str, near: Sequence[str], owners: Iterable[tuple[str, str]], trees: Sequence[SourceTree]
 ) -> list[_Binding]:
-    """Return where an attribute of any object is bound.
+    """Return the bindings of an attribute whose object is unknown.
 
-    The wrapped classes come first, then their modules, then all others. In each a definition comes
-    before code that sets the attribute on another object. If only such code is near, classes that
-    define the attribute in all trees are returned, too.
+    The wrapped classes are searched first, then their modules (`near`), then all others, for
+    definitions and then for code that sets the attribute on another object. If `near` has only such
+    code, classes that define the attribute in all trees are returned, too.
     """
     bindings: list[_Binding] = [
         ((module,), owner, name)
@@ -268,15 +269,15 @@ def _bindings(
 
 
 def _in_modules(name: str, near: Sequence[str], trees: Sequence[SourceTree]) -> list[_Binding]:
-    """Return where these modules bind a name in the newest tree that has it; () is all modules.
+    """Return the bindings of a name in modules, () for all, of the newest tree that has any.
 
-    If many do, a few are returned, which bind it in all trees.
+    If there are many, a few that are in all trees are returned.
     """
     for tree in reversed(trees):
         modules = near or [m for m in tree.modules if m.startswith(_UPSTREAM)]
         binding = [m for m in modules if binds(tree.text(m) or "", "", name)]
         if len(binding) > _MANY:
-            # Modules of settings first.
+            # Modules of configs come first.
             always = [m for m in binding if all(_binds(((m,), "", name), t) for t in trees)]
             always.sort(key=lambda module: not module.endswith("_config"))
             return [(tuple(sorted(always[:_FEW])), "", name)] if always else []
@@ -294,12 +295,12 @@ def _classes_that_bind(text: str, name: str) -> list[str]:
 
 
 def _bounded(binding: _Binding, trees: Sequence[SourceTree], only_new: bool) -> Need | None:
-    """Return the need of a name with the releases that have it; None if they are no range.
+    """Return the need for a name, with the range of releases that have it; None without a range.
 
     Args:
-        binding: where it is bound.
-        trees: those on which the patch lands.
-        only_new: True if nothing may be asked of releases before these.
+        binding: the binding of the name.
+        trees: the trees on which the patch lands.
+        only_new: True if releases before these trees need not have the name.
     """
     modules, owner, name = binding
     has, lacks = versions_with(Need(modules=modules, owner=owner, name=name), trees)
@@ -321,7 +322,7 @@ def _bounded(binding: _Binding, trees: Sequence[SourceTree], only_new: bool) -> 
 
 @lru_cache(maxsize=1)
 def elsewhere() -> frozenset[str]:
-    """Return names of attributes of Python's and torch's objects, which need not be upstream's."""
+    """Return the attribute names of Python's and torch's objects, which are not looked up."""
     import enum
     import functools
     import hashlib

@@ -1,9 +1,9 @@
-"""Writes into each recipe's page when its framework's own code last passed our tests, and where.
+"""Writes into each recipe's page the day and commit at which its framework last passed our tests.
 
     python tools/recipe_dates.py REPORT
 
-REPORT is what `pytest --junitxml` has written of tests/downstream; `nox -s downstream` calls this.
-A page changes if tests that name its framework ran, and none of them failed.
+REPORT is the output of `pytest --junitxml` for tests/downstream; `nox -s downstream` calls this.
+A page changes if tests with its framework's name ran, and none of them failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from _checkout import ROOT
 
 RECIPES = ROOT / "docs" / "recipes"
-#: The first paragraph of a page, and what this tool wrote after it.
+#: The first paragraph of a page, and the line of this tool after it.
 _HEAD = re.compile(
     r"(?P<paragraph>Written for \[.*\]\(\S+/tree/(?P<commit>\w{40})\).*\n)(\nLast passed .*\n)?"
 )
@@ -25,7 +25,7 @@ _FAILED = ("failure", "error")
 
 
 def outcomes(report: Path, framework: str) -> Iterator[bool]:
-    """Yield for each test that names the framework and was not skipped if it passed."""
+    """Yield True or False for each test of a framework that was not skipped: whether it passed."""
     words = re.compile(rf"(?<![a-z]){framework.replace('-', '[-_]')}(?![a-z])")
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname')} {case.get('name')}".lower()
@@ -34,10 +34,10 @@ def outcomes(report: Path, framework: str) -> Iterator[bool]:
 
 
 def with_date(page: str, day: str) -> str:
-    """Return a page that says on which day and at which commit its tests last passed.
+    """Set the day, and the page's commit, of the last pass in a recipe's page.
 
     Raises:
-        ValueError: the page does not say for which commit it was written.
+        ValueError: the page lacks the line with its commit.
     """
     head = _HEAD.search(page)
     if head is None:
@@ -47,7 +47,7 @@ def with_date(page: str, day: str) -> str:
 
 
 def main(report: Path) -> None:
-    """Write the dates of those that passed, and say so."""
+    """Update the pages of recipes whose tests all passed; print a line for each recipe."""
     day = ElementTree.parse(report).find("testsuite").get("timestamp", "")[:10]  # type: ignore[union-attr]
     for page in sorted(RECIPES.glob("*.md")):
         passed = list(outcomes(report, page.stem))

@@ -1,4 +1,4 @@
-"""Renews `releases.txt`: digests of the files that patches read, and which patches land where.
+"""Updates `releases.txt`: digests of the files that patches read, and the patches that land.
 
 The releases come from wheels, and from a clone at a release's tag (`CLONE@core_v0.16.1`), which has
 the `megatron.training` that wheels before 0.17 lack.
@@ -35,12 +35,12 @@ _HOW = "`python tools/casebook.py .nox/wheels` reads the wheels that `make drift
 def renewed_table(
     lines: Sequence[str], trees: Iterable[SourceTree], needs: dict[str, Needs]
 ) -> list[str]:
-    """Return the lines of `releases.txt`, renewed by these trees.
+    """Return the lines of `releases.txt`, updated by source trees.
 
     Args:
-        lines: its present lines. Releases that are not among the trees stay.
-        trees: sources of Megatron; commits are left out.
-        needs: what wrappers read, by patch.
+        lines: the present lines. Releases that are not among the trees are kept.
+        trees: sources of Megatron; commits are ignored.
+        needs: the names that wrappers use, by patch.
 
     Raises:
         ValueError: patches read a module that the table lacks for a release, and no tree has that
@@ -73,7 +73,7 @@ def _modules(
     trees: Sequence[SourceTree],
     entries: Sequence[Release],
 ) -> list[str]:
-    """Return the modules that patches read in any release."""
+    """Return the modules whose files `apply()` reads for patches, in any release."""
     modules: set[str] = set()
     for patch in wrapping:
         modules |= {target.module for target in patch.targets}
@@ -99,12 +99,12 @@ def _release(
     folders: Sequence[str],
     wrapping: Sequence[Patch],
 ) -> Release:
-    """Return a release's entry in the table, renewed by trees; `present` is the entry so far."""
+    """Return a release's entry in the table, updated by trees; `present` is the old entry."""
     digests: dict[str, str | None] = {}
     for module in modules:
         digests[module] = next(filter(None, (tree.digest(module) for tree in trees)), None)
         if digests[module] is None and present is not None and module in present.digests:
-            # A wheel may lack what a clone at the tag had.
+            # A wheel may lack a module that a clone at the tag has.
             digests[module] = present.digests[module]
         elif not trees and (present is None or module not in present.digests):
             raise ValueError(f"releases.txt lacks {module} of {name}, which patches read: {_HOW}")

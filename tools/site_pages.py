@@ -1,8 +1,8 @@
-"""Writes the pages of the documentation site that are not files of `docs/`, and changes links.
+"""Writes the pages of the documentation site that are not files of `docs/`, and adapts links.
 
 `make docs` builds the site with MkDocs, which calls these functions through `.ci/mkdocs_hooks.py`:
 a page for each hazard, their list and the matrix come from the case files, and CHANGELOG.md and
-CONTRIBUTING.md are pages too. Links in the sources are right on GitHub; `relinked` makes them right
+CONTRIBUTING.md are pages too. Links in the sources work on GitHub; `relinked` changes them to work
 on the site.
 """
 
@@ -32,7 +32,7 @@ from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.record import LOUDNESS, SECTIONS, Hazard, Patch
 
-#: Files of the root that are pages, and the pages.
+#: Files of the root → the paths of their pages.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 _HAZARDS, _MATRIX = "hazards/index.md", "matrix.md"
 _APPLY = """\
@@ -44,7 +44,7 @@ megatron_idempotent.apply()
 """
 _TITLES = {"Affects": "Releases, and what the patch does"}
 _INSTALL = "docs/use.md"
-#: Facts that a hazard's page has directly below the symptom.
+#: Titles of the facts that a hazard's page has directly below the symptom.
 _SHORT = ("Versions", "Silent or loud", "Answer")
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
@@ -75,13 +75,13 @@ def pages(root: Path) -> dict[str, str]:
 def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str, Any]) -> str:
     """Return the page of one hazard.
 
-    Messages that users paste stand above the first heading, where the search weighs them most.
+    Error messages that users paste are above the first heading, where the search weighs them most.
     """
     sections = hazard.case_file
     told = facts(hazard)
     parts = ["---", f"title: {hazard.id}", "search: {boost: 2}", "---", "", f"# {hazard.id}", ""]
     parts += [f"**{sections['']}**", "", _linked(sections["Symptom"]), ""]
-    # Every page has such words: in the search they would hide the ones that only one message has.
+    # Every page has such words: in the search they would outweigh those of one message.
     parts += ['<div markdown="1" data-search-exclude>', ""]
     parts += [*(f"- {told.pop(name)[0]}" for name in _SHORT), "", "</div>", ""]
     if isinstance(hazard, Patch):
@@ -134,7 +134,7 @@ def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str
 def _recipes(
     hazard: Hazard, root: Path, proven: Proven, project: Mapping[str, Any]
 ) -> dict[str, None]:
-    """Return links to the recipes of frameworks whose Megatron, or own code, has the hazard."""
+    """Return links to the recipes of frameworks that have the hazard, in Megatron or their own code."""
     links: dict[str, None] = {}
     for framework in project["frameworks"]:
         words = {proven.get(name, {}).get(hazard.id, NOT_RUN) for name in framework["megatron"]}
@@ -163,7 +163,7 @@ def _marks(hazard: Hazard) -> set[str]:
 
 
 def hazard_nav() -> list[dict[str, list[str]]]:
-    """Return the hazards' part of the navigation: titles, each with its pages in order of id."""
+    """Return the site's navigation of hazards: titles of kinds, with their pages in order of id."""
     return [
         {title: [f"hazards/{hazard.id}.md" for hazard in listed]}
         for title, listed in by_kind().items()
@@ -175,7 +175,7 @@ def _hazard_link(text: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """Make links of bare addresses."""
+    """Turn bare URLs into links."""
     text = " ".join(text.split())
     return re.sub(r"(?<![<(])https://[^\s,]*[^\s,.;:)]", lambda link: f"<{link[0]}>", text)
 
@@ -206,7 +206,7 @@ def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
 
 
 def _filters(proven: Proven, project: Mapping[str, Any]) -> str:
-    """Return the menus of frameworks and Megatrons, and a hidden note about each framework.
+    """Return, in HTML, menus of frameworks and Megatrons, and a hidden note about each framework.
 
     `docs/assets/matrix.js` reads the Megatrons of a framework from `data-megatrons`.
     """
@@ -240,7 +240,7 @@ def _filters(proven: Proven, project: Mapping[str, Any]) -> str:
 
 
 def _table(names: list[str], listed: Mapping[str, Hazard], proven: Proven) -> str:
-    """Return a table in HTML: CSS colours its cells, and the matrix can hide rows."""
+    """Return the matrix as an HTML table, with classes and data for CSS and `matrix.js`."""
     alone = len(listed) == 1
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     rows = []
@@ -261,7 +261,7 @@ def _table(names: list[str], listed: Mapping[str, Hazard], proven: Proven) -> st
 
 
 def relinked(markdown: str, source: str, exists: Callable[[str], bool], repository: str) -> str:
-    """Return a page with links that are right on the site.
+    """Return a page with links that work on the site.
 
     A link to a hazard in HAZARDS.md becomes one to the hazard's page; a link to HAZARDS.md's grids
     becomes one to the matrix; a link to a file outside of the site becomes one to the repository.
@@ -269,8 +269,8 @@ def relinked(markdown: str, source: str, exists: Callable[[str], bool], reposito
     Args:
         markdown: the page.
         source: the page's path in the site's sources.
-        exists: tells if the site's sources have a page or file at a path.
-        repository: the address of the repository.
+        exists: returns whether the site's sources have a page or file at a path.
+        repository: the URL of the repository.
     """
     of_root = source in ROOT_PAGES.values()
     folder = "" if of_root else posixpath.dirname(f"docs/{source}")
@@ -293,5 +293,5 @@ def relinked(markdown: str, source: str, exists: Callable[[str], bool], reposito
         relative = posixpath.relpath(page, posixpath.dirname(source) or ".")
         return f"{link[1]}{relative}{'#' if anchor else ''}{anchor}{link[3]}"
 
-    # Generated pages have links that are right on the site already.
+    # The links in generated pages already work on the site.
     return markdown if source.startswith("hazards/") else _LINK.sub(moved, markdown)

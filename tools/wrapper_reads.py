@@ -1,9 +1,9 @@
-"""Follows the code of wrappers, and collects which names of upstream's they read, call or set.
+"""Collects the names of upstream that the code of wrappers reads, calls or sets.
 
-A wrapper is followed into every function of this package that it uses. A name is collected wherever
-it stands: as an attribute, in `getattr(object, "name")`, in `from megatron… import name`, or in a
-table of names that a loop goes through. So is its use: an attribute that is set, the keywords of a
-call, a result that is taken apart.
+The functions of this package that a wrapper uses are searched, too. A name is collected from an
+attribute, `getattr(object, "name")`, `from megatron… import name`, or a table of names that a loop
+iterates over. Its use is collected as well: whether an attribute is set, the keywords of a call,
+whether a result is unpacked or indexed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import _checkout  # noqa: F401  # before what it finds
 from megatron_idempotent.patching.base import Record
 
 _PACKAGE = "megatron_idempotent"
-#: The code that is followed. Nothing else of this package touches upstream for wrappers.
+#: The packages whose code is searched. Others of this package do not use upstream for wrappers.
 _FOLLOWED = ("megatron_idempotent.patches.", "megatron_idempotent.megatron.")
-#: Records in case files; wrappers read their ids.
+#: Names of records in case files, whose ids wrappers read.
 _DECLARED = frozenset({"PATCH", "HELPER", "LIMIT"})
 #: Calls whose second argument is the name of an attribute.
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 #: Methods of `vars(object)` whose first argument is the name of an attribute.
 _OF_VARS = frozenset({"get", "pop", "setdefault"})
-#: Names in wrappers that keep state of ours about an object of upstream's.
+#: Names that show that a wrapper keeps state about one of upstream's objects.
 _KEEPING = frozenset({"PerProcessWeakKeys", "WeakKeyDictionary", "ref", "vars"})
 
 
 class Read(Record):
-    """A name of upstream's that a wrapper reads, calls or sets.
+    """Describes a name of upstream that a wrapper reads, calls or sets.
 
     Example:
         Read(module="megatron.core.parallel_state", name="model_parallel_is_initialized")
@@ -41,14 +41,14 @@ class Read(Record):
 
     name: str
     module: str = ""
-    """The module that has to bind it; empty for an attribute of an object."""
+    """The module that has to bind the name; empty for an attribute of an object."""
     of_self: bool = False
     """True for an attribute of the object whose method is wrapped."""
     guarded: bool = False
-    """True if the code around it allows that the name is absent: `try`, a default of `getattr`."""
+    """True if the code works without the name: in a `try`, with a default of `getattr`."""
     use: str = ""
-    """The use, if it is not only read: `!` if it is set, `(keyword)` if it is called with that
-    keyword, `[]` if its result is taken apart."""
+    """The use, if the name is not only read: `!` if it is set, `(keyword)` if it is called with that
+    keyword, `[]` if the result is unpacked, indexed or iterated over."""
 
 
 class _Module:
@@ -63,7 +63,7 @@ class _Module:
         self.definitions: dict[str, ast.AST] = {}
         self.imported: dict[str, tuple[str, str]] = {}
         self.protocols: set[str] = set()
-        """Methods of our own protocols, which are no names of upstream's."""
+        """Methods of our own protocols, which are not upstream's."""
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and any(
                 isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases
@@ -83,7 +83,7 @@ class _Module:
 def imports(
     node: ast.Import | ast.ImportFrom, module: str
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield each name that an import in `module` binds, with the module and name it stands for."""
+    """Yield (bound name, (module, name)) for each name that an import in `module` binds."""
     for alias in node.names:
         bound = alias.asname or alias.name.partition(".")[0]
         if isinstance(node, ast.Import):
@@ -107,14 +107,14 @@ def _is_module(name: str) -> bool:
 
 
 def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[Read], bool]:
-    """Return the reads of a wrapper and of all functions of this package that it uses.
+    """Return the reads of a wrapper, and of all functions of this package that it uses.
 
     Args:
         wrapper: a plain function of a module.
         of_class: True if it wraps a method, so that its `self` is upstream's object.
 
-    Returns:
-        The reads, and True if the code keeps state of ours on upstream's objects.
+        Returns:
+            The reads, and True if the code sets attributes of our own on upstream's objects.
     """
     reads: set[Read] = set()
     waiting = [(wrapper.__module__, wrapper.__name__, of_class, "")]
@@ -147,11 +147,11 @@ class _Definition:
     """Collects the reads of one function, class or constant.
 
     Args:
-        source: the module that has it.
-        root: its code.
+        source: the module of the definition.
+        root: the syntax tree of the definition.
         of_class: True if `self` is upstream's object.
-        table_use: of a table, what is done with the attributes that it names: `get` or `set`; ""
-            if its texts are not names.
+        table_use: for a table, `get` or `set`, the use of the attributes that it names; "" if its
+            texts are not names.
     """
 
     def __init__(self, source: _Module, root: ast.AST, of_class: bool, table_use: str = "") -> None:
@@ -177,13 +177,13 @@ class _Definition:
         self._local |= {
             n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
         }
-        # If a call reads or sets an attribute by a variable, texts are names of attributes: those
-        # of this code, or of a table of the module.
+        # If a call reads or sets an attribute by a variable, the texts in this code, or in a
+        # table of the module, are names of attributes.
         by_variable = [node for node in nodes if self._named_attribute(node) == ""]
         sets = any(ast.unparse(node.func) == "setattr" for node in by_variable)  # type: ignore[attr-defined]
         self._table_use = table_use or ("set" if sets else "get" if by_variable else "")
         parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
-        # `a.b.c` is read as one chain; annotations and defaults of a function read nothing.
+        # `a.b.c` is one chain; a function's annotations and defaults are skipped.
         chains = (n.value for n in nodes if isinstance(n, ast.Attribute))
         skipped = {id(inner) for inner in chains if isinstance(inner, ast.Attribute)}
         types = [getattr(n, kind, None) for n in nodes for kind in ("annotation", "returns")]
@@ -210,7 +210,7 @@ class _Definition:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self._name(node.id)
             elif isinstance(node, ast.Call) and (attribute := self._named_attribute(node)):
-                # A `getattr` with a default, `hasattr` and `vars` allow that it is absent.
+                # A `getattr` with a default, `hasattr` and `vars` work without the attribute.
                 called = node.func.id if isinstance(node.func, ast.Name) else ""
                 strict = called in ("setattr", "delattr") or (
                     called == "getattr" and len(node.args) == 2
@@ -227,13 +227,13 @@ class _Definition:
                     self._add(text, True, None, "!")
 
     def table_use_of(self, module: str, name: str) -> str:
-        """Return what this code does with names in a table of its module; "" if it is no table."""
+        """Return `get` or `set`, the use of a table's names in this code; "" if it is no table."""
         table = self._source.definitions.get(name) if module == self._source.module else None
         is_table = isinstance(table, (ast.Tuple, ast.List, ast.Set, ast.Dict))
         return self._table_use if is_table else ""
 
     def _call(self, node: ast.Call, guarded: bool, is_taken_apart: bool) -> None:
-        """Collect how upstream is called: with which keywords, and if the result is taken apart."""
+        """Collect the keywords of a call of upstream, and whether its result is unpacked."""
         keywords = sorted(keyword.arg for keyword in node.keywords if keyword.arg is not None)
         uses = [*([f"({','.join(keywords)})"] if keywords else ()), *["[]"][:is_taken_apart]]
         for use in uses:
@@ -245,7 +245,7 @@ class _Definition:
                     self.reads.add(Read(name=name, module=module, guarded=guarded, use=use))
 
     def _named_attribute(self, node: ast.AST) -> str | None:
-        """Return the attribute that a call reads or sets by a text; "" if it is a variable."""
+        """Return the attribute name that a call has as a text; "" for a variable, None for others."""
         if not isinstance(node, ast.Call):
             return None
         called = node.func
@@ -272,14 +272,14 @@ class _Definition:
         return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
     def _pair(self, node: ast.Tuple) -> tuple[str, str] | None:
-        """Return a module of upstream's and a name in it, if a tuple begins with these."""
+        """Return the module of upstream, and the name in it, that a tuple begins with; else None."""
         texts = [self._constant(item) for item in node.elts[:2]]
         if len(texts) == 2 and texts[0].startswith("megatron.") and texts[1].isidentifier():
             return texts[0], texts[1]
         return None
 
     def _attribute(self, node: ast.Attribute, guarded: bool, use: str = "") -> None:
-        """Collect the attributes of a chain; a use is that of the last one."""
+        """Collect the attributes of a chain; `use` belongs to the last one."""
         use = use or ("" if isinstance(node.ctx, ast.Load) else "!")
         names = [node.attr]
         root: ast.expr = node.value
@@ -299,7 +299,7 @@ class _Definition:
             elif module.startswith("megatron."):
                 name = names.pop(0)
                 self.reads.add(Read(name=name, module=full_name, guarded=guarded))
-                # A name of a module can be set in any case.
+                # A name in a module can always be set.
                 if not names and use not in ("", "!"):
                     self.reads.add(Read(name=name, module=full_name, guarded=guarded, use=use))
             elif not module.startswith(_PACKAGE):
@@ -324,7 +324,7 @@ class _Definition:
                 self.uses.add((module, inner))
 
     def _add(self, name: str, guarded: bool, holder: ast.expr | None, use: str = "") -> None:
-        """Collect an attribute of the object that `holder` names, None for any object."""
+        """Collect an attribute of the object in the expression `holder`; None for an unknown one."""
         is_self = isinstance(holder, ast.Name) and holder.id == "self"
         self.keeps = self.keeps or _PACKAGE in name
         if _PACKAGE in name or name.startswith("__") or (is_self and name in self.our_names):

@@ -109,8 +109,8 @@ def as_id(text: str) -> str:
 def nearest(text: str) -> list[str]:
     """Return the ids of hazards that may cause a message or symptom, the most likely first.
 
-    First come hazards whose reproduction raises an error like it, or whose title or symptom contains
-    the text. Others share words with it that occur in few case files.
+    First come hazards whose reproduction raises an error like the text, or whose title or symptom
+    contains it. Others share words with it that occur in few case files.
     """
     texts = {name: _spoken(hazard) for name, hazard in hazards().items()}
     words_of = {name: set(_WORD.findall(spoken)) for name, spoken in texts.items()}

@@ -88,7 +88,7 @@ def _reader_left() -> bool:
 
 def _run(argv: list[str]) -> int:
     if argv[:1] and argv[0] in _OWN_PARSERS:
-        # These commands' modules need packages that others do not, so they are imported at the call.
+        # Imported at the call, because each module needs packages that other commands do not.
         module, function, _ = _OWN_PARSERS[argv[0]]
         with naming_the_remedy(f"`{PROGRAM} {argv[0]}`"):
             code: int = getattr(importlib.import_module(module), function)(argv[1:])
