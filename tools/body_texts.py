@@ -16,7 +16,7 @@ from megatron_idempotent.patching.trees import SourceTree
 
 
 def renewed_texts(lines: Sequence[str], trees: Iterable[SourceTree]) -> list[str]:
-    """Add texts from source trees to the lines of `texts.txt`; drop bodies not in `reviewed.txt`."""
+    """Add texts from source trees to the lines of `texts.txt`; drop unreviewed bodies."""
     bodies = {name for names in reviewed().bodies.values() for name in names}
     texts = dict(line.split() for line in lines)
     texts = {digest: name for digest, name in texts.items() if name in bodies}

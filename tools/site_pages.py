@@ -134,7 +134,7 @@ def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str
 def _recipes(
     hazard: Hazard, root: Path, proven: Proven, project: Mapping[str, Any]
 ) -> dict[str, None]:
-    """Return links to the recipes of frameworks that have the hazard, in Megatron or their own code."""
+    """Return links to the recipes of frameworks whose Megatron, or own code, has the hazard."""
     links: dict[str, None] = {}
     for framework in project["frameworks"]:
         words = {proven.get(name, {}).get(hazard.id, NOT_RUN) for name in framework["megatron"]}

@@ -47,8 +47,8 @@ class Read(Record):
     guarded: bool = False
     """True if the code works without the name: in a `try`, with a default of `getattr`."""
     use: str = ""
-    """The use, if the name is not only read: `!` if it is set, `(keyword)` if it is called with that
-    keyword, `[]` if the result is unpacked, indexed or iterated over."""
+    """The use, if the name is not only read: `!` if it is set, `(keyword)` if it is called with
+    that keyword, `[]` if the result is unpacked, indexed or iterated over."""
 
 
 class _Module:
@@ -113,8 +113,8 @@ def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[
         wrapper: a plain function of a module.
         of_class: True if it wraps a method, so that its `self` is upstream's object.
 
-        Returns:
-            The reads, and True if the code sets attributes of our own on upstream's objects.
+    Returns:
+        The reads, and True if the code sets attributes of our own on upstream's objects.
     """
     reads: set[Read] = set()
     waiting = [(wrapper.__module__, wrapper.__name__, of_class, "")]
@@ -245,7 +245,7 @@ class _Definition:
                     self.reads.add(Read(name=name, module=module, guarded=guarded, use=use))
 
     def _named_attribute(self, node: ast.AST) -> str | None:
-        """Return the attribute name that a call has as a text; "" for a variable, None for others."""
+        """Return the attribute that a call reads or sets by name; "" by a variable; else None."""
         if not isinstance(node, ast.Call):
             return None
         called = node.func
@@ -272,7 +272,7 @@ class _Definition:
         return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
     def _pair(self, node: ast.Tuple) -> tuple[str, str] | None:
-        """Return the module of upstream, and the name in it, that a tuple begins with; else None."""
+        """Return upstream's module and the name in it that a tuple begins with; else None."""
         texts = [self._constant(item) for item in node.elts[:2]]
         if len(texts) == 2 and texts[0].startswith("megatron.") and texts[1].isidentifier():
             return texts[0], texts[1]
@@ -324,7 +324,7 @@ class _Definition:
                 self.uses.add((module, inner))
 
     def _add(self, name: str, guarded: bool, holder: ast.expr | None, use: str = "") -> None:
-        """Collect an attribute of the object in the expression `holder`; None for an unknown one."""
+        """Collect an attribute of the object that `holder` is; None for an unknown object."""
         is_self = isinstance(holder, ast.Name) and holder.id == "self"
         self.keeps = self.keeps or _PACKAGE in name
         if _PACKAGE in name or name.startswith("__") or (is_self and name in self.our_names):

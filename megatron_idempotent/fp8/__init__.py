@@ -1,4 +1,4 @@
-"""Packs batches as FP8 kernels take them, and quantizes weights for engines. See docs/fp8.md."""
+"""Packs batches for FP8 kernels, and quantizes weights for engines. See docs/fp8.md."""
 
 from megatron_idempotent.lazy import attributes
 

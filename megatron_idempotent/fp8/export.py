@@ -1,4 +1,4 @@
-"""Quantizes weights on their way to an engine that computes in FP8."""
+"""Quantizes weights that are sent to an engine which computes in FP8."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ NOT_CONVERTED = (
     "shared_expert_gate",
 )
 _SCALE = "_scale_inv"
-#: Megatron's own names, whose layout is fused and not that of an engine.
+#: Parts of Megatron's names, whose weights are fused differently than an engine's.
 _MEGATRON = re.compile(r"(^|\.)decoder\.layers\.\d+\..*linear_|(^|\.)linear_qkv(\.|$)")
-#: Weights with more than one projection in them, and in how many equal pieces engines cut them.
+#: Weights of several projections → the number of equal pieces that engines cut them into.
 _FUSED = {"gate_up_proj": 2, "qkv_proj": None, "query_key_value": None, "qkv": None, "c_attn": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Export:
-    """Quantizes a model's matrices, and says in config.json which.
+    """Quantizes a model's matrices, and lists the others in config.json.
 
     Example:
         export = Fp8Export(scales="ue8m0", modules_to_not_convert=("visual",))
@@ -45,13 +45,13 @@ class Fp8Export:
     """The kind of scales: "float32", or "ue8m0" for powers of two, which DeepGEMM needs on
     Blackwell; both are stored in float32."""
     dtype: torch.dtype = torch.bfloat16
-    """The type that the engine would get without FP8; other types are rounded to it first."""
+    """The weights' type in the engine without FP8; other types are rounded to it first."""
     modules_to_not_convert: tuple[str, ...] = ()
     """Modules that stay unquantized besides embeddings, output layers and routers: whole parts of
     their dotted names, as in "visual" or "layers.0.mlp.down_proj"."""
     pieces: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """The rows of each piece of a fused weight, by the last part of its module's name, as in
-    {"qkv_proj": (4096, 1024, 1024)}; the halves of gate_up_proj are known."""
+    {"qkv_proj": (4096, 1024, 1024)}; gate_up_proj, with two halves, needs no entry."""
 
     def __post_init__(self) -> None:
         if self.scales not in ("float32", "ue8m0"):
@@ -63,9 +63,7 @@ class Fp8Export:
             )
 
     def converts(self, name: str, weight: Tensor) -> bool:
-        """Return whether the weight is quantized: a matrix of a linear layer, or of all
-        experts, that is not left out.
-        """
+        """Return whether a weight is quantized: a linear layer's or all experts', not excluded."""
         module, _, last = name.rpartition(".")
         if weight.dim() == 2:
             return last == "weight" and not self._left_out(module)
@@ -74,9 +72,9 @@ class Fp8Export:
     def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same weights, quantized, each followed by its scales as `name` + `_scale_inv`.
 
-        It takes one weight at a time, and holds no other. Call it after the mapping to the engine's
-        names and layout, and after shards have been put together: blocks are those of the engine's
-        weights. Weights that are quantized already, and their scales, pass through as they are.
+        It keeps one weight at a time in memory. Call it after weights have the engine's names and
+        layout, and after shards are concatenated: blocks are those of the engine's weights. Weights
+        that are quantized already, and their scales, are yielded unchanged.
 
         Args:
             weights: names and tensors as the engine reads them, such as
@@ -102,7 +100,7 @@ class Fp8Export:
         for name, tensor in weights:
             note(name)
             if tensor.dtype == E4M3 or name.endswith(_SCALE):
-                # Shapes are kept until both are there, and no tensor's memory.
+                # Only shapes are kept until codes and scales have both come, not tensors.
                 is_codes = tensor.dtype == E4M3
                 key = name if is_codes else name.removesuffix(_SCALE)
                 (codes if is_codes else scales)[key] = tensor.to("meta")
@@ -129,8 +127,8 @@ class Fp8Export:
     def quantization_config(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
         """Return the `quantization_config` for the engine's config.json.
 
-        Modules that are left out are named in full: vLLM compares whole names. Reads shapes and
-        types only, so tensors may be on the meta device.
+        It has the full names of excluded modules, because vLLM compares whole names. Only shapes
+        and types are read, so tensors may be on the meta device.
         """
         left_out = {
             name.removesuffix(".weight")

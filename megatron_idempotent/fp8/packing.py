@@ -1,9 +1,9 @@
-"""Packs sequences into one row, padded to what FP8 and MXFP8 kernels and ranks need.
+"""Packs sequences into one row, padded for FP8 and MXFP8 kernels, and for parallel ranks.
 
 Legend: n sequences, N their tokens, T tokens of the pack.
 
-All code that packs, collates and computes takes its layout from here. If two parts had layouts of
-their own, positions could belong to other sequences than the loss assumes, and nothing would raise.
+All code that packs, collates and computes uses this module's layout. With two layouts a position
+could belong to another sequence than the loss assumes, without an error.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Tokens of a tile along which Transformer Engine scales a block, and those that a GEMM over tokens
-#: (the weight's gradient) wants to find: cuBLAS takes leading dimensions of 16 bytes.
+#: The tokens of a block that Transformer Engine scales; and the multiple of tokens that a GEMM over
+#: tokens (the weight's gradient) needs, because cuBLAS takes leading dimensions of 16 bytes.
 _MXFP8, _BLOCK, _GEMM = 32, 128, 16
-#: Transformer Engine refuses an input of other than multiples of 8 tokens, before it is gathered.
+#: Transformer Engine needs a multiple of this many tokens in an input, before it is gathered.
 _INPUT = 8
 RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
 
@@ -46,11 +46,11 @@ class TokenAlignment:
             )
 
     def of_sequence(self, tokens: int) -> int:
-        """Return the tokens that a sequence of this length takes in a pack, padding included."""
+        """Return the tokens of a sequence in a pack, padding included."""
         return -(-tokens // self.sequence) * self.sequence
 
     def of_pack(self, lengths: Iterable[int]) -> int:
-        """Return the tokens of a pack of these sequences; for one row, the width of its batch."""
+        """Return the tokens of a pack of sequences, padding included; of one: its row's width."""
         return -(-sum(map(self.of_sequence, lengths)) // self.pack) * self.pack
 
     @classmethod
@@ -61,7 +61,7 @@ class TokenAlignment:
         `sequence_parallel`.
 
         Raises:
-            ValueError: one of them is missing or not resolved, or they do not go together.
+            ValueError: one of them is missing or not resolved, or they contradict each other.
         """
         recipe = None
         if _field(config, "fp8"):
@@ -164,10 +164,10 @@ def _field(config: Any, name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pack:
-    """Maps the tokens of sequences to their places in a pack. `Pack.of` makes one.
+    """Maps the tokens of sequences to positions in a pack; `Pack.of` creates one.
 
-    Each sequence is padded to a multiple of `alignment.sequence`. What the pack needs beyond that
-    is one more segment, of padding alone: no sequence attends to it, and it attends to none.
+    Each sequence is padded to a multiple of `alignment.sequence`. Further padding that the pack
+    needs is a segment of its own: no sequence attends to it, and it attends to none.
 
     Example:
         pack = Pack.of([5, 3], token_alignment("mxfp8", tp=1, cp=1, sequence_parallel=False))
@@ -179,22 +179,22 @@ class Pack:
     """
 
     lengths: tuple[int, ...]
-    """Tokens of each sequence, without padding."""
+    """The number of tokens of each sequence, without padding."""
     tokens: int
-    """T, padding included: a multiple of `alignment.pack`."""
+    """T, the number of tokens with padding: a multiple of `alignment.pack`."""
     segments: tuple[int, ...]
-    """Tokens of each segment, padding included; one more than `lengths` where one is padding."""
+    """The number of tokens of each segment, padding included; a last one may be padding alone."""
     max_seqlen: int
-    """Tokens of the longest segment, padding included."""
+    """The number of tokens of the longest segment, padding included."""
     cu_seqlens: Tensor
     """[n + 1] or, with a segment of padding at the end, [n + 2], int32: where segments begin, and
     T. The same for queries and keys."""
     position_ids: Tensor
     """[T], int64: counted from 0 in each segment."""
     mask: Tensor
-    """[T], bool: false for padding."""
+    """[T], bool: False for padding."""
     place_N: Tensor
-    """[N], int64: where each token of the sequences is in the pack."""
+    """[N], int64: the position in the pack of each token of the sequences."""
 
     @classmethod
     def of(
@@ -205,17 +205,17 @@ class Pack:
         tokens: int | None = None,
         device: torch.device | str | None = None,
     ) -> Pack:
-        """Lay out sequences of these lengths, which may be 0.
+        """Return the layout of sequences of these lengths, which may be 0.
 
         Args:
             lengths: [n]; a tensor is read by the host once.
             alignment: the multiples that `token_alignment` returns.
-            tokens: T, if all packs are to have the same, as pipelines need, or a rank has no
-                sequences; None for the least.
+            tokens: T, if all packs have to be equally long, as for pipelines, or a rank has no
+                sequences; None for the smallest possible.
             device: the device of the tensors; None for that of `lengths`, or the CPU.
 
         Raises:
-            ValueError: lengths below 0, or `tokens` that do not suffice or are not aligned.
+            ValueError: a length is below 0, or `tokens` is too small or not aligned.
         """
         if isinstance(lengths, Tensor):
             device = lengths.device if device is None else device
@@ -243,7 +243,7 @@ class Pack:
         *,
         device: torch.device | str | None = None,
     ) -> Pack:
-        """Lay out sequences of these lengths in segments of these sizes.
+        """Return the layout of sequences of these lengths in segments of these sizes.
 
         Example: `Pack.laid_out(pack.lengths, pack.segments)` is that pack again.
         """
@@ -251,7 +251,7 @@ class Pack:
         def on_device(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        # What is known on the host gives every size, so nothing below waits for the device.
+        # All sizes are computed on the host, so nothing below waits for the device.
         n, size, total = len(lengths), sum(lengths), sum(segments)
         lengths_n, segments_m = on_device(lengths), on_device(segments)
         ends_m = segments_m.cumsum(0)
@@ -275,7 +275,7 @@ class Pack:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The place of each sequence's first token, and its tokens without padding."""
+        """The position of each sequence's first token, and its number of tokens without padding."""
         starts = itertools.accumulate(self.segments, initial=0)
         return tuple(zip(starts, self.lengths, strict=False))
 
@@ -288,7 +288,7 @@ class Pack:
             fill: the value of padding: the padding token, `ignore_index`, False.
 
         Raises:
-            ValueError: lengths that are not those of the pack.
+            ValueError: the lengths are not those of the pack.
         """
         if not isinstance(sequences, Tensor):
             lengths = tuple(len(sequence) for sequence in sequences)
@@ -322,7 +322,7 @@ class Pack:
         return torch.split(values.index_select(0, self.place_N), [*self.lengths])
 
     def sums(self, values: Tensor) -> Tensor:
-        """Add up each sequence's values; differentiable, and padding takes no part.
+        """Add up each sequence's values, without padding; differentiable.
 
         It adds in float64, from each sequence's first token to its last, so that a sequence has the
         same sum in every pack. Nothing loops over sequences or waits for the device.
@@ -343,7 +343,7 @@ class Pack:
         """
         values = self._flat("sums", values)
         exact = values.dtype in (torch.float32, torch.float64)
-        # Not a product: what padding holds may be no number.
+        # Not a product with the mask: padding may hold NaN.
         real = self.mask.view(-1, *[1] * (values.dim() - 1))
         summed: Tensor = _SegmentSums.apply(
             torch.where(real, values, 0).double(), self.cu_seqlens.long()
@@ -351,7 +351,7 @@ class Pack:
         return summed[: len(self.lengths)].to(values.dtype if exact else torch.float32)
 
     def expand(self, values: Tensor, *, fill: float = 0) -> Tensor:
-        """Give each token the value of its sequence, such as an advantage; differentiable.
+        """Repeat each sequence's value, such as an advantage, for its tokens; differentiable.
 
         Args:
             values: [n, ...]
@@ -376,7 +376,7 @@ class Pack:
         return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), spread, fill)
 
     def _flat(self, caller: str, values: Tensor) -> Tensor:
-        """Return values [T, ...], without the dimension of rows of a model's output."""
+        """Return values as [T, ...]: a model's output [1, T, ...] loses its first dimension."""
         if values.dim() > 1 and tuple(values.shape[:2]) == (1, self.tokens):
             values = values[0]
         if values.dim() < 1 or len(values) != self.tokens:
@@ -388,7 +388,7 @@ class Pack:
 
 
 class _SegmentSums(torch.autograd.Function):
-    """Adds up [T, ...] between borders [m + 1] to [m, ...]; `_Spread` is its transpose."""
+    """Adds up [T, ...] between borders [m + 1], to [m, ...]; `_Spread` is its transpose."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, borders: Tensor) -> Tensor:
@@ -403,7 +403,7 @@ class _SegmentSums(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Repeats [m, ...] between borders to [T, ...], with sums in order as its gradient."""
+    """Repeats [m, ...] between borders, to [T, ...]; its gradient is a sum in token order."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, borders: Tensor, tokens: int) -> Tensor:
@@ -417,7 +417,8 @@ class _Spread(torch.autograd.Function):
 
 
 def _segment_sums(values: Tensor, borders: Tensor) -> Tensor:
-    # In a fixed order on every device; `index_add` has none on a GPU. Checks would read lengths.
+    # It adds in a fixed order on every device; `index_add` on a GPU does not. Its checks, which
+    # would read the lengths on the host, are off.
     sums: Tensor = torch.segment_reduce(
         values.contiguous(), "sum", offsets=borders, axis=0, unsafe=True
     )

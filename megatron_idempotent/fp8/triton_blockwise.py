@@ -1,9 +1,9 @@
 """Quantizes a weight by blocks of 128 × 128 with a Triton kernel that reads and writes it once.
 
-A program has one block. It compares the values' bits without the sign, as whole numbers: they are
-in the order of the magnitudes, with infinity and NaN above all others, so that these reach the host
-as the largest. It divides by the scale, because multiplying by an inverse would round some
-quotients to the other side.
+A program quantizes one block. It compares the values' bits without the sign, as integers: these
+have the order of the magnitudes, with infinity and NaN above all others, so that the host sees
+infinity or NaN as the largest. The program divides by the scale, because multiplying by an inverse
+would round some quotients differently.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-call,misc"
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Warps of a program, whose threads hold 64, 128 or 32 numbers; the first is used until a benchmark
-#: has said otherwise.
+#: Warps of a program, whose threads hold 64, 128 or 32 numbers; the first is the default, and
+#: benchmarks can compare them.
 WARPS = (8, 4, 16)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -65,7 +65,7 @@ def quantize_kernel(
         power = tl.minimum(tl.maximum(power, 1), 254)
         scale = (power << 23).to(tl.float32, bitcast=True)
     else:
-        # No scale is below the least normal number.
+        # No scale is below the smallest normal number.
         scale = tl.maximum(tl.div_rn(largest, 448.0), 1.1754943508222875e-38)
     scale = tl.where(bits > 0, scale, 1.0)
     code_KK = tl.div_rn(x_KK, tl.broadcast_to(scale, [BLOCK, BLOCK])).to(tl.float8e4nv)

@@ -1,6 +1,6 @@
-"""Computes log-probs, entropies and divergences of tokens over a vocabulary that ranks share.
+"""Computes log-probs, entropies and divergences of tokens over a vocabulary split over ranks.
 
-Legend: N tokens, V columns of the vocabulary on this rank, R ranks that share it.
+Legend: N tokens, V columns of the vocabulary on this rank, R ranks that it is split over.
 """
 
 from megatron_idempotent.lazy import attributes

@@ -1,8 +1,8 @@
 """`token_logprobs` computes log-probs of targets, and entropies, from logits or hidden states.
 
-Its autograd functions from hidden states make the logits a part at a time, and again in the
-backward: some columns of all tokens, or for Triton's kernels all columns of some tokens. Those with
-a sampler compute only the few columns of each token that it kept, and only these have a gradient.
+From hidden states its autograd functions compute the logits one part at a time, and again in the
+backward: some columns of all tokens, or for Triton's kernels all columns of some tokens. With a
+sampler they compute only the few columns that it kept for each token, which alone have a gradient.
 
 Triton's kernels need whole rows, and a product needs many rows of hidden states for each reading of
 the weight. So one product makes a block of logits, which the kernels read in place. The backward
@@ -69,12 +69,13 @@ class TokenStats(NamedTuple):
     logprob: Tensor
     """Natural logarithm of softmax(logits / temperature) at the target; in the targets' shape."""
     entropy: Tensor | None
-    """The entropy of that softmax, in nats; None unless asked for."""
+    """The entropy of that softmax, in nats; None if it was not computed."""
     lse: Tensor
     """log Σ exp(logits / temperature); not differentiable."""
     rest: Tensor | None = None
-    """The log-prob of all tokens but the K targets together; -inf if there is no other token. It is
-    exact even if the targets have nearly all of the probability. None for one target per token."""
+    """The log-prob of all tokens other than the K targets together; -inf if there is no other. It
+    is exact even if the targets have nearly all of the probability. None for one target per
+    token."""
 
 
 def token_logprobs(
@@ -104,7 +105,7 @@ def token_logprobs(
     tokens that are computed.
 
     With a `tp_group` of several ranks all of them take part, with the same targets, mask and
-    temperature, and find the same bits. The forward makes one all-gather of 16 bytes per token and
+    temperature, and get the same bits. The forward makes one all-gather of 16 bytes per token and
     rank, or 12 + 4 · K for K targets. The backward makes no collective if logits were given. If
     hidden states were, it adds their gradients up over the ranks: with an all-reduce in float32, or
     under sequence parallelism with a reduce-scatter, where the forward all-gathers hidden states.
@@ -200,24 +201,24 @@ def token_logprobs(
     stats = TokenStats(*map(call.shaped, function.apply(batch, *inputs, sampler)))
     if call.valid is None:
         return stats
-    # The last log-prob is that of all other tokens. A repeated id gets that of its first mention.
+    # The last log-prob is that of all other tokens. A repeated id gets its first occurrence's.
     logprob_K, logprob_rest = stats.logprob[..., :-1], stats.logprob[..., -1]
     if call.first is not None:
         logprob_K = logprob_K.gather(-1, call.first)
     return stats._replace(logprob=torch.where(call.valid, logprob_K, 0.0), rest=logprob_rest)
 
 
-#: With bfloat16, and maxima that keep NaN.
+#: The first capability with bfloat16, and with maxima that propagate NaN.
 _CAPABILITY = (8, 0)
 #: Kernels compute in float32; torch computes float64, for callers who want more.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def backend_of(device: torch.device, dtype: torch.dtype, triton: bool | None) -> Backend:
-    """Choose what computes logits of this type on this device.
+    """Choose the backend, Triton or torch, for logits of a type on a device.
 
     Raises:
-        ValueError: kernels were asked for where they cannot run.
+        ValueError: `triton` is True and Triton's kernels cannot run.
     """
     on_triton = uses_triton("token_logprobs()", device, triton=triton, capability=_CAPABILITY)
     return "triton" if on_triton and dtype in DTYPES else "eager"
@@ -248,7 +249,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 
 
 Sampler = Callable[[Source, TokenBatch], tuple[KeptColumns, VocabStatistics]]
-"""Returns this rank's columns among those that are kept, and statistics over all of those."""
+"""Returns the kept columns of this rank, and statistics over the kept columns of all ranks."""
 
 
 class LogprobsFromLogits(torch.autograd.Function):
@@ -317,7 +318,7 @@ def _gradient_of_kept_logits(
     return gradient
 
 
-#: If more than this share of the tokens has a gradient, picking them costs more than it saves.
+#: If more than this fraction of tokens has a gradient, selecting them costs more than it saves.
 _FEW = 0.9
 
 
@@ -327,10 +328,10 @@ def _differentiated(
     d_logprob_N: Tensor | None,
     d_entropy_N: Tensor | None,
 ) -> tuple[GradCoefficients, TokenBatch, Tensor | None]:
-    """Return coefficients and inputs of the tokens that have a gradient, and a mask of these.
+    """Return coefficients and inputs of the tokens that have a gradient, and a mask [N] of these.
 
-    Clipped tokens have none, nor have tokens of groups whose rewards are all alike. The mask is
-    [N], or None if nearly all tokens have one: then these are of all. The host counts them.
+    Clipped tokens have no gradient, and neither have those of a group with equal rewards. If nearly
+    all tokens have one, all are returned, and None as the mask. The host waits for their number.
     """
     slopes = GradCoefficients.from_outputs(batch, total, d_logprob_N, d_entropy_N)
     live = [gradient != 0 for gradient in (d_logprob_N, d_entropy_N) if gradient is not None]
@@ -385,7 +386,7 @@ class LogprobsFromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
-        """Make the same parts of the logits again, and from them both gradients.
+        """Compute the same parts of the logits again, and both gradients from them.
 
         With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """
@@ -404,7 +405,7 @@ def _gradients_by_columns(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return this rank's share of the hidden states' gradient, and the weight's gradient.
 
-    It makes the logits again, some columns of all tokens at a time, and adds the hidden states'
+    It computes the logits again, some columns of all tokens at a time, and adds the hidden states'
     gradient up in the type of the statistics.
     """
     total, hidden_NH, weight_VH = _saved(ctx)
@@ -432,9 +433,9 @@ def _gradients_by_columns(
 def _gradients_by_tokens(
     ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the same with all columns of some tokens at a time, as Triton's kernels take them.
+    """Return the same gradients, by all columns of some tokens at a time, for Triton's kernels.
 
-    The hidden states' gradient is in float32 if shares of several ranks are added up.
+    The hidden states' gradient is in float32 if it is summed over several ranks.
     """
     from . import on_gpu
 
@@ -471,7 +472,7 @@ def _kept_gradient(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | N
     """Return the kept columns' tokens, numbers and gradients, each [E], and the saved inputs."""
     total, *saved = _saved(ctx)
     columns, inputs = KeptColumns(*saved[:3]), saved[3:]
-    if d_logprob_N is not None:  # one of -inf does not move
+    if d_logprob_N is not None:  # a log-prob of -inf has no gradient
         d_logprob_N = torch.where(total.logprob > -torch.inf, d_logprob_N, 0.0)
     slopes = GradCoefficients.from_outputs(ctx.batch, total, d_logprob_N, d_entropy_N)
     gradient_E = columns.gradient(slopes, ctx.batch)
@@ -481,7 +482,7 @@ def _kept_gradient(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | N
 def _gradients_of_kept(
     ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the same with the columns that some token kept, and make no logits."""
+    """Return the same gradients from the kept columns alone, without computing logits."""
     row_E, column_E, gradient_E, hidden_NH, weight_VH = _kept_gradient(
         ctx, d_logprob_N, d_entropy_N
     )

@@ -1,4 +1,4 @@
-"""Checks a call's arguments before anything is computed or sent, and puts them in order.
+"""Checks a call's arguments before it computes or communicates, and orders them as in memory.
 
 Legend: N tokens that are computed, K targets of a token, V columns of the vocabulary on this rank,
 H features.
@@ -19,13 +19,13 @@ from .sources import Logits, Order, ProductParts, Products, SequenceParallel, So
 from .statistics import ID_DTYPES, Backend, Columns
 from .truncated_vocab import Sampling
 
-#: Blocks that stay in a core's cache; on a GPU, blocks that fill it.
+#: Sizes of blocks that stay in a core's cache; on a GPU, that use the whole device.
 _WORKSPACE_BYTES = {"cpu": 1 << 20}
 _WORKSPACE_BYTES_ELSEWHERE = 64 << 20
-#: Logits are made from hidden states in parts of this size, whose products run at full speed.
+#: The size of the parts of logits that are computed from hidden states at full speed.
 _LOGITS_BYTES = {"cpu": 8 << 20}
 _LOGITS_BYTES_ELSEWHERE = 256 << 20
-#: Parts of rows are larger: each reads and writes the weight's whole gradient in float32.
+#: The size of parts of rows, larger because each reads and writes the weight's whole gradient.
 _LOGITS_BYTES_OF_ROWS = 512 << 20
 
 
@@ -34,17 +34,17 @@ class Call:
     """Holds the checked arguments of a call, and orders values as the rows lie in memory.
 
     `ordered` puts values of each token into that order, and leaves out tokens that are not
-    computed; `shaped` puts results back. Both need `gather` before them. Arguments are those of
-    `token_logprobs`; without `targets` all tokens are computed that are not masked.
+    computed; `shaped` puts results back. Call `gather` before both. Arguments are those of
+    `token_logprobs`; without `targets` all tokens that are not masked are computed.
 
     Raises:
-        ValueError: arguments that do not fit each other.
+        ValueError: arguments do not fit each other.
 
     Example: `Call(caller="vocab_topk", **arguments)`.
     """
 
     caller: str
-    """The function that was called, as errors name it."""
+    """The name of the called function, for errors."""
     logits: Tensor | None
     hidden: Tensor | None
     weight: Tensor | None
@@ -59,7 +59,7 @@ class Call:
     sampling: Sampling | None = None
     ownership: str = "borrow"
     fused: bool = False
-    """True if the weight's gradient is to be added to its `main_grad`."""
+    """True if the weight's gradient is added to its `main_grad`."""
     computed: Tensor | None = dataclasses.field(init=False, default=None)
     """A bool mask of the tokens that are computed, [...]; None for all."""
     count: int = dataclasses.field(init=False)
@@ -69,9 +69,9 @@ class Call:
     valid: Tensor | None = dataclasses.field(init=False, default=None)
     """[..., K] of bool, False for targets that are ignored or masked; None for one per token."""
     first: Tensor | None = dataclasses.field(init=False, default=None)
-    """[..., K], the place in `ids` where each target is named first; None if none is repeated."""
+    """[..., K], the index of each target's first occurrence; None if none is repeated."""
     keep: Tensor | None = dataclasses.field(init=False, default=None)
-    """The ids that a sampler kept for each token, [..., K]; None if it names none."""
+    """The ids that a sampler kept for each token, [..., K]; None if `keep` was not passed."""
 
     def __post_init__(self) -> None:
         caller, token_mask, sampling = self.caller, self.token_mask, self.sampling
@@ -105,7 +105,7 @@ class Call:
             self._accept_keep(sampling)
 
     def _accept_form(self) -> None:
-        """Take logits, or hidden states and a weight that fit; the layout must go with them."""
+        """Check and store the logits, or hidden states, weight and their layout."""
         weight = self.weight
         forms: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden, "weight": weight}
         names = [name for name, value in forms.items() if value is not None]
@@ -160,10 +160,10 @@ class Call:
         return columns._replace(real=columns.real_of(rank))
 
     def _accept_targets(self, targets: Tensor) -> None:
-        """Take the targets, and the tokens that are neither masked nor ignored.
+        """Check and store the targets; find the tokens that are neither masked nor ignored.
 
-        The host reads from the device once for the whole call, because each reading waits for all
-        that is queued there.
+        The host reads from the device once for the whole call, because each read waits for all
+        queued work.
         """
         caller, shape, vocabulary = self.caller, self.shape, self.columns.vocabulary
         dense(caller, "targets", targets)
@@ -238,11 +238,11 @@ class Call:
             raise misfit(caller, argument, remedy)
 
     def _leave_repeats_out(self, order_K: Tensor, repeated_K: Tensor) -> None:
-        """Replace repeated ids by -1, and note the place where each id is named first."""
+        """Replace repeated ids by -1, and store the index of each id's first occurrence."""
         position_K = torch.arange(order_K.shape[-1], device=order_K.device)
         start_K = position_K.expand_as(order_K).clone()
         start_K[..., 1:] = torch.where(repeated_K, 0, start_K[..., 1:])
-        # Of a run of equal ids the first one's place, since places ascend.
+        # In a run of equal ids the first has the lowest index.
         start_K = order_K.gather(-1, start_K.cummax(-1).values)
         self.first = torch.empty_like(order_K).scatter_(-1, order_K, start_K)
         self.ids = torch.where(self.first == position_K, self.ids, -1)
@@ -273,7 +273,7 @@ class Call:
         return value if self._position_K is None else value.index_select(0, self._position_K)
 
     def shaped(self, values_N: Tensor | None, fill: float = 0.0) -> Any:
-        """Return [N] as [...], or [N, K] as [..., K]; `fill` stands for tokens not computed."""
+        """Return [N] as [...], or [N, K] as [..., K], with `fill` for tokens not computed."""
         if values_N is None:
             return None
         if self.kept_N is not None:
@@ -286,7 +286,7 @@ class Call:
     def workspace(self) -> int:
         """Return the bytes of scratch memory for blocks of logits.
 
-        For logits that are made from hidden states it is no more than what suits the device.
+        For logits from hidden states it is at most the device's default.
         """
         in_cache = _WORKSPACE_BYTES.get(self.input.device.type, _WORKSPACE_BYTES_ELSEWHERE)
         if self.workspace_bytes is None:
@@ -295,7 +295,7 @@ class Call:
         return min(self.workspace_bytes, limit)
 
     def parts(self, backend: Backend = "eager") -> ProductParts:
-        """Return how large the parts are in which logits are made from hidden states."""
+        """Return the sizes of the parts in which logits are computed from hidden states."""
         device = self.input.device.type
         usual = _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE)
         if backend == "triton" and device != "cpu":
@@ -310,15 +310,15 @@ class Call:
         """Return the logits that `gather` returned, or those of its hidden states."""
         if self.weight is not None:
             return Products(self.ordered(rows), self.weight, self.columns, self.parts())
-        # Larger than what stays in a cache: a few small operations are made of each block.
+        # Larger than the cache, because each block takes a few small operations.
         memory = self.parts().logits_bytes
         return Logits(self._order.rows(rows), self.kept_N, self.columns, memory)
 
     def consumes(self) -> bool:
-        """Return whether the gradient takes the logits' memory; warn if it could but for gaps.
+        """Return whether the gradient overwrites the logits; warn if gaps in memory prevent that.
 
         Raises:
-            ValueError: the logits are a leaf, which its owner would find overwritten.
+            ValueError: the logits are a leaf tensor, which would be overwritten for the caller.
         """
         logits = self.input
         trained = logits.requires_grad and torch.is_grad_enabled()

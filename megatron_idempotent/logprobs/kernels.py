@@ -34,22 +34,22 @@ from .statistics import (
     place_of,
 )
 
-#: Between these, sums of exponentials of float32 have lost nothing that counts, and those of
-#: thousands of ranks and parts are still numbers.
+#: Between these bounds float32 sums of exponentials are exact enough, and sums over thousands of
+#: ranks and parts are finite.
 _LEAST, _MOST = 1e-20, 1e35
 #: The largest logit of a target whose exponential can be added to such sums.
 _MOST_OF_ONE = 80.0
 
 
 class Scratch:
-    """Holds memory for blocks of rows, at most two buffers, which each block uses again."""
+    """Holds memory for blocks of rows: at most two buffers, which all blocks share."""
 
     def __init__(self, panels: list[Tensor], workspace_bytes: int, *, moments: bool) -> None:
         like, sizes = panels[0], [len(panel) for panel in panels]
         self._dtype = accumulated(like.dtype)
         self.moments = moments
         self._columns, self._device = like.shape[1], like.device
-        # Where one buffer is enough, the logits' own rows take the other's place in the cache.
+        # If one buffer is enough, the logits' own rows use the cache instead of the second buffer.
         fitting = rows_of_a_block(self._columns, workspace_bytes, 2, self._dtype)
         self.rows = min(fitting, max(sizes) or 1)
         self._buffers: dict[int, Tensor] = {}
@@ -59,7 +59,7 @@ class Scratch:
     def __call__(self, number: int, rows: int) -> tuple[Tensor, Tensor]:
         """Return buffer `number` as [rows, columns], and as [rows, columns + 1].
 
-        The column more takes what is written for targets that are another rank's.
+        The extra column receives the values for targets of other ranks.
         """
         if (number, rows) not in self._views:
             if number not in self._buffers:
@@ -70,13 +70,13 @@ class Scratch:
         return self._views[number, rows]
 
     def read(self, logits_nV: Tensor) -> Tensor:
-        """Return the logits in the type of the computation; a copy in the buffer if it differs."""
+        """Return the logits in the type of the computation: unchanged, or a copy in the buffer."""
         if logits_nV.dtype == self._dtype:
             return logits_nV
         return self(0, len(logits_nV))[0].copy_(logits_nV)
 
     def without(self, logits_nV: Tensor, apart_nK: Tensor) -> Tensor:
-        """Return logits that `read` gave with -inf at some columns, in the first buffer."""
+        """Return a copy, in the first buffer, of logits from `read` with -inf at some columns."""
         copy_nV, with_room_nV = self(0, len(logits_nV))
         if copy_nV.data_ptr() != logits_nV.data_ptr():
             copy_nV.copy_(logits_nV)
@@ -102,7 +102,7 @@ def local_statistics(logits: Tensor, kept_N: Tensor | None, batch: TokenBatch) -
     panels = [panel[:, : columns.real] for panel in as_matrices(logits)[0]]
     scratch = Scratch(panels, options.workspace_bytes, moments=options.entropy)
     place_NK, is_local_NK = place_of(local_N, columns.real)
-    # The targets are no part of the sums; another rank's go where no column is.
+    # The sums leave the targets out; targets of other ranks go into the extra column.
     apart_NK = torch.where(is_local_NK, place_NK, columns.real)
     token_N = torch.arange(len(local_N), device=local_N.device)
     target_NK = partial.target.view(place_NK.shape)
@@ -111,13 +111,13 @@ def local_statistics(logits: Tensor, kept_N: Tensor | None, batch: TokenBatch) -
     if options.entropy or not is_unit_temperature(temperature):
         _sums(panels, apart_NK, kept_N, temperature, partial, scratch, subtract_max=True)
     else:
-        # Wherever exp(logit) is a normal number it has all of its bits, none lost to a subtraction.
+        # If exp(logit) is a normal number it is exact: no subtraction has rounded the logit.
         partial.origin.zero_()
         _sums(panels, apart_NK, kept_N, temperature, partial, scratch, subtract_max=False)
         within_N = (partial.exponentials > _LEAST) & (partial.exponentials < _MOST)
         beyond_N = ~(within_N & (target_NK < _MOST_OF_ONE).all(-1))
         if bool(beyond_N.any()):
-            # These alone, so that a token's statistics do not depend on its neighbours.
+            # Only these tokens, so that a token's statistics do not depend on other tokens.
             beyond_n = Partial(*(field[beyond_N] for field in partial))
             mask_N, apart_nK = submask(kept_N, beyond_N), apart_NK[beyond_N]
             _sums(panels, apart_nK, mask_N, temperature, beyond_n, scratch, subtract_max=True)
@@ -196,7 +196,7 @@ def write_gradient(
         panels, kept_N, scratch.rows, batch.temperature, *per_token
     ):
         logits_nV = block.read(panels)
-        # Where there is nothing to convert or to spread, it is computed where it belongs.
+        # Without a conversion or a scatter the gradient is computed in place.
         out_nV = block.view(into)
         in_place = out_nV is not None and out_nV.dtype == slopes.factor.dtype
         if out_nV is None or not in_place:
@@ -211,7 +211,7 @@ def write_gradient(
             gradient_nV.add_(factor_n1).mul_(exponentials_nV)
         if not in_place:
             block.write(into, gradient_nV)
-    # A target's place among the tokens, and of K targets that among them.
+    # The index of a target's token, and with K targets the index among these.
     place_E = is_local(local_N, real).nonzero().unbind(1)
     for panel, entry_e, row_e in flat_indices(into, kept_N, place_E[0]):
         place_e = tuple(index_E[entry_e] for index_E in place_E)
@@ -227,7 +227,7 @@ def _blocks_with(
 ) -> Iterator[tuple[Any, ...]]:
     """Yield blocks of the panels' kept rows, with their temperature and their values.
 
-    A tensor of temperatures comes as [n, 1]; None stays None.
+    A tensor of temperatures is yielded as [n, 1], None as None.
     """
     blocks = list(blocks_of(panels, kept_N, rows))
     sizes = [block.tokens.stop - block.tokens.start for block in blocks]
@@ -242,7 +242,7 @@ def _blocks_with(
 def _scaled(
     logits_nV: Tensor, origin_n1: Tensor | None, temperature: Tensor | float, out_nV: Tensor
 ) -> Tensor:
-    """Return z = (logits - origin) / temperature in `out_nV`; the logits if they are z already.
+    """Return z = (logits - origin) / temperature in `out_nV`; the logits if these are equal to z.
 
     A tensor of temperatures is [n, 1].
     """

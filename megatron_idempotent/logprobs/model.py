@@ -1,6 +1,6 @@
-"""`model_logprobs` computes log-probs with a GPTModel that never makes its logits.
+"""`model_logprobs` computes log-probs with a GPTModel, without its logits in memory.
 
-Megatron's output layer is called with the hidden states as ever, and returns log-probs.
+Megatron's output layer is called with the hidden states as usual, and returns log-probs.
 
 Legend: B batch, S positions, H features, V vocabulary.
 """
@@ -35,8 +35,8 @@ def _stats_of(
 ) -> TokenStats:
     """Call the output layer with `token_logprobs` as its forward; stats are [B, S] as the targets.
 
-    The module's hooks run as ever: DDP's, which waits for parameters that are still being gathered
-    and starts the next gather, and FSDP2's, which unshards them.
+    The module's hooks run as usual: DDP's, which waits for parameters that are still being gathered
+    and starts the next gather, and FSDP2's, which unshards parameters.
 
     Raises:
         ValueError: a layer that does more than a product with its weight, or arguments that do not
@@ -71,7 +71,7 @@ def _stats_of(
         stats_BS: Any = (x if x is None else x.transpose(0, 1).contiguous() for x in stats_SB)
         return TokenStats(*stats_BS), None
 
-    # An attribute of the instance, which the module's __call__ prefers to the class's method.
+    # Set on the instance: the module's __call__ uses it instead of the class's method.
     layer.forward = forward
     try:
         stats, _ = layer(hidden_SBH, weight=output_weight)
@@ -89,7 +89,7 @@ def _scale_of(scale_logits: Callable[[Tensor], Tensor] | None) -> float:
     """Return the factor by which the model multiplies its logits after the output layer (muP).
 
     Raises:
-        ValueError: it does anything else to them than to multiply by one positive number.
+        ValueError: the model does more than to multiply its logits by one positive number.
     """
     if scale_logits is None:
         return 1.0
@@ -126,7 +126,7 @@ def _accept(layer: Any) -> None:
 
 
 def _transposed(name: str, value: Any, shape_BS: tuple[int, int]) -> Any:
-    """Return values [B, S, ...] of each token as [S, B, ...], the order of the hidden states."""
+    """Transpose values [B, S, ...] per token to [S, B, ...], the order of the hidden states."""
     if isinstance(value, Sampling) and value.keep is not None:
         keep = _transposed("sampling.keep", value.keep, shape_BS)
         return dataclasses.replace(value, keep=keep)
@@ -160,7 +160,7 @@ def model_logprobs(
     routed_experts: Tensor | None = None,
     **forward: Any,
 ) -> TokenStats | Tensor:
-    """Run one forward of a GPTModel, and make log-probs of its hidden states, part by part.
+    """Run one forward of a GPTModel, and compute log-probs from its hidden states, part by part.
 
     The result, and the gradients, are those of `token_logprobs` with the model's logits, which are
     never made. The model is called with an `output_processor`, and its output layer with all of its
@@ -237,7 +237,7 @@ def model_logprobs(
             f"times and returned a {type(output).__name__}: it has to hand it on to GPTModel's "
             "and return what that returns"
         )
-    return TokenStats(*output)  # Float16Module makes a tuple of it
+    return TokenStats(*output)  # Float16Module turns it into a tuple
 
 
 def logprobs_processor(

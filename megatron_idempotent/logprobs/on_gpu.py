@@ -1,4 +1,4 @@
-"""Does with Triton's kernels what `kernels` does with torch; reads rows once, writes them once.
+"""Does the work of `kernels` with Triton: rows are read once and written once.
 
 Only this file launches them, and it is imported only where they are used. Its own kernels compute
 a few numbers per token in float64, in one launch where torch would take dozens: they are small
@@ -58,7 +58,7 @@ def local_statistics(logits: Tensor, kept_N: Tensor | None, batch: TokenBatch) -
 
 
 def global_statistics(partial: Partial, batch: TokenBatch) -> VocabStatistics:
-    """Do the same as `statistics.combine`: the group's ranks take part in one all-gather."""
+    """Combine the ranks' statistics like `statistics.combine`, with one all-gather of the group."""
     parts_RN4 = all_gathered(torch.stack(partial, dim=-1), batch.columns.group)
     width = batch.columns.per_rank
     batch = _computed(batch)
@@ -72,9 +72,9 @@ def grad_coefficients(
     d_logprob_N: Tensor | None,
     d_entropy_N: Tensor | None,
 ) -> tuple[GradCoefficients, Tensor]:
-    """Return what `GradCoefficients.from_outputs` does, and each token's index, [N].
+    """Return the result of `GradCoefficients.from_outputs`, and each token's index, [N].
 
-    The index is -1 if the token's outputs have no gradient. The host reads nothing.
+    The index is -1 if the token's outputs have no gradient. The host does not wait.
     """
     tokens = len(total.origin)
     into_3N = total.origin.new_empty(3, tokens)
@@ -132,7 +132,7 @@ def write_gradient(
 
 
 def _computed(batch: TokenBatch) -> TokenBatch:
-    """Return a batch with temperatures as kernels take them: a number, or contiguous float32."""
+    """Return a batch with temperatures for kernels: a number, or a contiguous float32 tensor."""
     if not isinstance(batch.temperature, Tensor):
         return batch
     return batch._replace(temperature=batch.temperature.to(torch.float32).contiguous())

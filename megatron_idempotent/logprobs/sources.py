@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .statistics import Columns, accumulated
 
-#: How many times as many blocks there may be for the sake of rows that follow each other.
+#: The most times as many blocks that are accepted so that the rows of a block are contiguous.
 _SHORTER = 4
 
 
@@ -55,14 +55,14 @@ class Order:
 
 
 def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
-    """View each tensor as a list of matrices that together are all of it.
+    """View each tensor as a list of matrices with all of its rows.
 
-    There is one matrix, unless some tensor is a slice whose rows no one stride leads through. The
-    tensors have one shape and are cut at the same places.
+    It is one matrix, unless a tensor is a slice whose rows do not have one stride. The tensors have
+    one shape, and are cut at the same rows.
     """
     try:
         return tuple([tensor.view(-1, tensor.shape[-1])] for tensor in tensors)
-    except RuntimeError:  # no one stride leads from row to row
+    except RuntimeError:  # the rows do not have one stride
         panels: tuple[list[Tensor], ...] = tuple([] for _ in tensors)
         for parts in zip(*(tensor.unbind(0) for tensor in tensors), strict=True):
             for of_tensor, of_part in zip(panels, as_matrices(*parts), strict=True):
@@ -71,21 +71,21 @@ def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
 
 
 class RowBlock(NamedTuple):
-    """Names some rows of one panel, and their places among the kept tokens."""
+    """Describes some rows of one panel, and their indices among the kept tokens."""
 
     panel: int
     rows: slice | Tensor
     tokens: slice
 
     def read(self, panels: list[Tensor]) -> Tensor:
-        """Return the block's rows of these panels; a view if the rows follow each other."""
+        """Return the block's rows of panels: a view if the rows are contiguous, else a copy."""
         rows, matrix = self.rows, panels[self.panel]
         if isinstance(rows, Tensor):
             return matrix.index_select(0, rows)
         return matrix.narrow(0, rows.start, rows.stop - rows.start)
 
     def view(self, panels: list[Tensor]) -> Tensor | None:
-        """Return a view of the block's rows; None if they do not follow each other."""
+        """Return a view of the block's rows; None if they are not contiguous."""
         return self.read(panels) if isinstance(self.rows, slice) else None
 
     def write(self, panels: list[Tensor], values: Tensor) -> None:
@@ -113,7 +113,7 @@ def blocks_of(panels: list[Tensor], kept_N: Tensor | None, rows: int) -> Iterato
 
 
 def masked(panels: list[Tensor], mask_N: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield each panel with its rows of the mask; with None if the mask is None."""
+    """Yield each panel with its part of the mask; with None if the mask is None."""
     if mask_N is None:
         return ((panel, None) for panel in panels)
     return zip(panels, torch.split(mask_N, [len(panel) for panel in panels]), strict=True)
@@ -139,9 +139,9 @@ def _parts(size: int, row_n: Tensor | None, rows: int) -> Iterator[slice | Tenso
 
 
 def kept_places(kept_N: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` tokens in a bool mask, in order; int64 [count].
+    """Return the indices of the `count` True elements of a bool mask, in order; int64 [count].
 
-    `nonzero()` returns the same, but has the host wait for the device to learn their number.
+    `nonzero()` returns the same, but the host waits for the device to get their number.
     """
     place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, count)
     row_n = place_N.new_empty(count + 1)
@@ -158,7 +158,7 @@ def zero_others(panels: list[Tensor], kept_N: Tensor | None, columns: int) -> No
 
 
 def submask(kept_N: Tensor | None, picked_K: Tensor) -> Tensor:
-    """Return a bool mask, over all tokens, of those of the K kept ones that are picked."""
+    """Return a bool mask over all tokens of the picked ones among the K kept tokens."""
     return picked_K if kept_N is None else kept_N.masked_scatter(kept_N, picked_K)
 
 
@@ -170,9 +170,9 @@ def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: tor
 def flat_indices(
     panels: list[Tensor], kept_N: Tensor | None, token_E: Tensor
 ) -> Iterator[tuple[Tensor, slice | Tensor, Tensor]]:
-    """Yield each panel, which of `token_E` are in it, and their rows there.
+    """Yield each panel, a mask of the entries of `token_E` in it, and their rows in the panel.
 
-    `token_E` are places among the kept tokens.
+    `token_E` has indices among the kept tokens.
     """
     row_E = token_E if kept_N is None else kept_N.nonzero().squeeze(1)[token_E]
     if len(panels) == 1:
@@ -195,10 +195,10 @@ class ProductParts(NamedTuple):
     """Describes the parts in which logits are computed, and where their gradients go."""
 
     logits_bytes: int
-    """The bytes of logits that are made at a time."""
+    """The bytes of logits that are computed at a time."""
     reduce: bool
-    """True if the backward adds the hidden states' gradients up over the ranks that share the
-    columns; False if it returns the share of this rank's columns."""
+    """True if the backward sums the hidden states' gradients over the ranks of the vocabulary;
+    False if it returns the gradient from this rank's columns alone."""
     fused: bool
     """True if the weight's gradient is added to its `main_grad`."""
 
@@ -275,7 +275,7 @@ class Logits:
 
 
 class Products:
-    """Makes logits from hidden states [N, H] and a weight [V, H], as `Logits` gives them."""
+    """Computes logits from hidden states [N, H] and a weight [V, H]; otherwise like `Logits`."""
 
     def __init__(
         self, hidden_NH: Tensor, weight_VH: Tensor, columns: Columns, parts: ProductParts
@@ -295,7 +295,7 @@ class Products:
         return self._hidden_NH[token_b] @ self._weight_VH.t()
 
     def values_at(self, column_NK: Tensor) -> Tensor:
-        """Return the logits [N, K]; multiply only columns that some token asks for."""
+        """Return the logits at some columns of each token, [N, K]; compute no other column."""
         used_U, place_NK = torch.unique(column_NK, return_inverse=True)
         logits_NK = self._hidden_NH.new_empty(column_NK.shape)
         if not len(self._weight_VH):
@@ -325,7 +325,7 @@ class WeightGradient:
     ) -> None:
         self._parameter, self._fused = weight_VH, needed and fused
         self._sum: Tensor | None = None
-        # One product is rounded once, straight to what it is for; several add up in float32.
+        # One product is rounded once, to the type of the result; several are summed in float32.
         self._adds = fused or parts > 1
         exact = accumulated(weight_VH.dtype)
         if self._fused and (parts <= 1 or weight_VH.main_grad.dtype == exact):
@@ -337,7 +337,7 @@ class WeightGradient:
             self._sum[written if parts else 0 :].zero_()
 
     def add(self, rows: slice | Tensor, d_logits_nv: Tensor, hidden_nH: Tensor) -> None:
-        """Add the product of these columns' gradients, of some tokens, and the hidden states."""
+        """Add the product of the gradients of some columns and tokens with the hidden states."""
         if self._sum is None:
             return
         if isinstance(rows, slice):
@@ -360,8 +360,8 @@ class WeightGradient:
             parameter.main_grad.add_(self._sum)
         if hasattr(parameter, "grad_added_to_main_grad"):
             parameter.grad_added_to_main_grad = True
-        # Zeros, because weights that are tied to another layer's have theirs added to it, and DDP's
-        # hook waits for a gradient.
+        # Zeros, because autograd adds a tied weight's other gradient to this one, and DDP's hook
+        # needs a gradient.
         return torch.zeros_like(parameter)
 
 
@@ -376,10 +376,10 @@ def product_into(
     if into.dtype == left_factor.dtype:
         return torch.addmm(into, left_factor, right_factor, beta=beta, out=into)
     if into.device.type == "cuda":
-        # cloudpickle takes `torch.ops` for a module that a function needs, and cannot pickle it.
+        # cloudpickle would pickle `torch.ops` as a module that the function uses, and fail.
         from torch._ops import ops
 
-        # Its own sums are of float32, and are not rounded to half of it in between. From 2.8 on.
+        # From 2.8 on: it sums in float32, without rounding to 16 bits in between.
         widened = getattr(ops.aten.addmm, "dtype_out", None)
         if widened is not None:
             widened(into, left_factor, right_factor, into.dtype, beta=beta, out=into)
@@ -391,7 +391,7 @@ def product_into(
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Apply torch's decorator at each call, because its wrapper cannot be pickled by value.
 
-    Without any gradient of an output there is none of an input, and `backward` is not called.
+    If no output has a gradient, no input has one, and `backward` is not called.
     """
 
     @functools.wraps(backward)
@@ -406,8 +406,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 class SequenceParallel(torch.autograd.Function):
     """Gathers hidden states of which each rank has a piece, cut along the first dimension.
 
-    Each rank's gradient is the share of its columns of the logits. The gradient of a piece is the
-    sum of all ranks' shares.
+    Each rank's gradient comes from its columns of the logits. The gradient of a piece is the sum
+    over all ranks.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Holds a call's records, and combines statistics of the ranks' columns with one collective.
+"""Defines a call's records, and combines statistics of the ranks' columns with one collective.
 
 All ranks get the same bits.
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: Types of ids that callers may have; they are computed as int64.
+#: Types of ids that callers may pass; ids are converted to int64.
 ID_DTYPES = (torch.int64, torch.int32)
 #: Stands for -inf where it is multiplied by a probability of 0: the product is then 0, not NaN.
 FINITE = -1e30
@@ -38,7 +38,7 @@ class Columns(NamedTuple):
     """The number of ranks that share the vocabulary."""
 
     def real_of(self, rank: int) -> int:
-        """Return the number of columns of that rank that are tokens."""
+        """Return the number of a rank's columns that are tokens."""
         return min(self.per_rank, max(0, self.vocabulary - rank * self.per_rank))
 
 
@@ -121,8 +121,8 @@ def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 class Partial(NamedTuple):
     """Holds statistics of a rank's columns, with z = (logit - origin) / temperature; each [N].
 
-    Sums leave the targets out. If a target is all but certain, its summand of 1 would swallow the
-    rest, and with it 1 - p, which is the target's gradient.
+    Sums leave the targets out. If a target's probability is nearly 1, other summands would be lost
+    beside it by rounding, and so would 1 - p, which is the target's gradient.
     """
 
     origin: Tensor
@@ -143,7 +143,7 @@ class Partial(NamedTuple):
         return Partial(torch.full_like(like_N, FINITE), zeros_N, zeros_N.clone(), target)
 
     def packed(self) -> Tensor:
-        """Return what a rank sends, [N, 3 + K]."""
+        """Return the tensor that a rank sends, [N, 3 + K]."""
         if self.target.dim() == 1:
             return torch.stack(self, dim=-1)
         return torch.cat([torch.stack(self[:3], dim=-1), self.target], dim=-1)
@@ -186,7 +186,7 @@ def combine(
 
 
 def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
-    """Gather [N, X] of each of the group's ranks as [R, N, X]; one rank alone sends nothing."""
+    """Gather [N, X] from the group's ranks as [R, N, X]; without a collective for one rank."""
     if group is None or dist.get_world_size(group) == 1:
         return sent_NX[None]
     gathered_RNX = sent_NX.new_empty(dist.get_world_size(group), *sent_NX.shape)
@@ -269,7 +269,7 @@ def _with_targets(
     log_sum_N = sum_N.log()
     mean_N = moment_N / sum_N
     logprob_NK = torch.where(valid_NK, z_NK - log_sum_N[:, None], 0.0)
-    # Not the logarithm of a product: however unlikely all others are, this one is a number.
+    # Not the logarithm of a product, which could be 0 if all other tokens are very unlikely.
     rest_N = others_N.log() + below_N - log_sum_N
     logprob_NX = torch.cat([logprob_NK, rest_N[:, None]], -1)
     fields = (top_N, sum_N, mean_N, log_sum_N, logprob_NX, log_sum_N - mean_N)
@@ -349,7 +349,7 @@ class GradCoefficients(NamedTuple):
         top_N, _, _, log_sum_N, logprob_NX, entropy_N = (field.double() for field in total)
         logprob_NK, rest_N = logprob_NX[:, :-1], logprob_NX[:, -1]
         d_logprob_NX = d_logprob_NX.double() / per_row(temperature)
-        # A log-prob of -inf does not move.
+        # A log-prob of -inf has no gradient.
         d_logprob_NX = torch.where(logprob_NX > -torch.inf, d_logprob_NX, 0.0)
         d_target_NK, d_rest_N = d_logprob_NX[:, :-1], d_logprob_NX[:, -1]
         d_targets_N = d_target_NK.sum(-1)

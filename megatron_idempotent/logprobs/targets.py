@@ -62,7 +62,7 @@ def shift_targets(
         following = following & real[..., :-1] & real[..., 1:]
     if cu_seqlens is not None:
         _check_lengths("shift_targets", cu_seqlens)
-        # Which sequence each position is in; n after the last one.
+        # The index of each position's sequence; n after the last sequence.
         position_T = torch.arange(tokens.shape[-1], device=tokens.device)
         ends = cu_seqlens[1:].to(position_T)
         number_T = torch.searchsorted(ends, position_T, right=True)
@@ -92,8 +92,8 @@ def context_parallel_part(
         [..., T / size, ...]
 
     Raises:
-        ValueError: a rank that the group has not, positions that cannot be dealt out evenly, or
-            shapes and types that do not fit.
+        ValueError: the group does not have the rank, positions cannot be divided evenly, or shapes
+            or types do not fit.
     """
     caller = "context_parallel_part"
     if not 0 <= rank < size:
@@ -117,7 +117,7 @@ def context_parallel_whole(
     dim: int = -1,
     losses: Literal["same", "parts"] = "same",
 ) -> Tensor:
-    """Put the parts of context-parallel ranks together: undo `context_parallel_part`, exactly.
+    """Join the parts of context-parallel ranks: the exact inverse of `context_parallel_part`.
 
     It is differentiable. With a group all of its ranks take part in one all-gather in the forward,
     and with `losses="parts"` in one all-reduce in the backward too.
@@ -126,11 +126,11 @@ def context_parallel_whole(
         parts: [size, ..., T / size, ...] or one tensor per rank, of all ranks in order; with a
             group this rank's alone, [..., T / size, ...].
         group: the context-parallel group to gather over; None if `parts` are those of all ranks.
-        cu_seqlens: [n + 1] of integers, as `context_parallel_part` was given it.
+        cu_seqlens: [n + 1] of integers, the same as for `context_parallel_part`.
         dim: the dimension of positions in one rank's part.
-        losses: with a group, the use that ranks make of the whole. "same": each computes the same
-            loss, which counts once, so a rank keeps its own part of the gradient. "parts": each
-            computes another part of the loss, so the gradients of all are added up.
+        losses: with a group, the loss that ranks compute from the whole. "same": each computes the
+            same loss, which counts once, so a rank keeps its own part of the gradient. "parts":
+            each computes another part of the loss, so the gradients of all ranks are summed.
 
     Returns:
         [..., T, ...]
@@ -178,7 +178,7 @@ def _positions_of(
     if cu_seqlens is not None:
         _check_lengths(caller, cu_seqlens)
         starts = cu_seqlens.to(share_T)
-        # Of each sequence a rank has its share, so the shares begin where starts / size say.
+        # A rank has 1 / size of each sequence, so its parts begin at starts / size.
         number_T = torch.searchsorted(starts[1:] // size, share_T, right=True)
         number_T = number_T.clamp(max=len(starts) - 2)
         start = starts[number_T]
@@ -190,7 +190,7 @@ def _positions_of(
 
 
 class _GatheredParts(torch.autograd.Function):
-    """Gathers all ranks' parts as [size, ...]; the gradient is this rank's, or that of all."""
+    """Gathers all ranks' parts as [size, ...]; the gradient is this rank's part, or summed."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any, adds_up: bool) -> Tensor:
@@ -202,8 +202,8 @@ class _GatheredParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if ctx.adds_up:
-            # A copy, because autograd may have handed it to others. Not a reduce-scatter, which
-            # gloo has on newer releases of torch only.
+            # A copy, because autograd may have passed the tensor to other functions. Not a
+            # reduce-scatter, which gloo has in newer releases of torch only.
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(gradient, group=ctx.group)
         return gradient[dist.get_rank(ctx.group)], None, None

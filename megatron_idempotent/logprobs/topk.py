@@ -1,7 +1,7 @@
 """`vocab_topk` finds a teacher's likeliest tokens; `topk_kl` a student's divergence from them.
 
-Legend: N tokens, n some of them, V columns of the vocabulary on this rank, R ranks, K tokens that
-are asked for, C candidates of a rank, W those of all ranks.
+Legend: N tokens, n some of them, V columns of the vocabulary on this rank, R ranks, K requested
+tokens, C candidates of a rank, W candidates of all ranks.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def vocab_topk(
         ids_NC = torch.zeros(call.count, width, dtype=torch.int64, device=rows.device)
         batch = TokenBatch(ids_NC, call.ordered(temperature), columns, options)
         for part, logits_nV in source.parts() if count and call.count else ():
-            # These columns are no part of the sums, so the rest beside them is exact.
+            # The sums leave these columns out, so that the log-prob of all other tokens is exact.
             ids_nC = largest(logits_nV, count) + columns.first
             partial = local_statistics(logits_nV, None, batch.select(part)._replace(targets=ids_nC))
             for into_N, values_n in zip(sums[:3], partial[:3], strict=True):
@@ -127,7 +127,7 @@ def largest(logits_nV: Tensor, count: int) -> Tensor:
     values_nX, column_nX = logits_nV.topk(count_and_next, -1)
     column_nC = column_nX[:, :count]
     if count_and_next > count:
-        # Of those that equal the last one, what topk has taken is nobody's choice.
+        # Among logits equal to the last one, the choice of `topk` is arbitrary.
         tied_b = (values_nX[:, -1] == values_nX[:, -2]).nonzero().squeeze(1)
         if len(tied_b):
             lowest_bC = _lowest_of_equal(
@@ -157,7 +157,7 @@ def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
     The group's ranks take part in one all-gather.
     """
     dtype, ids_NC, temperature = sums.origin.dtype, batch.targets, batch.temperature
-    # As bits: not every id is a number of float32.
+    # As bits: float32 does not have every id.
     bits = torch.int32 if dtype == torch.float32 else torch.int64
     sent_NX = torch.cat([sums.packed(), ids_NC.to(bits).view(dtype)], -1)
     gathered_RNX = all_gathered(sent_NX, batch.columns.group)
@@ -172,7 +172,7 @@ def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
     top_N = torch.maximum(origin_RN.amax(0), ordered_NW[:, 0])
     z_NW = (ordered_NW - top_N[:, None]) / per_row(temperature)
     others_N = (mass_RN * ((origin_RN - top_N) / temperature).exp()).sum(0)
-    # What is left is added up apart: beside tokens that are all but certain it would be lost.
+    # Other columns are summed separately: beside a probability near 1 they would be rounded off.
     others_RN = (origin_RN - top_N) / temperature + mass_RN.log()
     others_NX = torch.cat([others_RN.t(), z_NW[:, k:]], -1)
     rest_N = others_NX.logsumexp(-1)
@@ -290,7 +290,7 @@ def topk_kl(
         kl = kl + forward * _kl(teacher_K, student_K)
     if forward < 1:
         kl = kl + (1.0 - forward) * _kl(student_K, teacher_K)
-    # In a mix the direction that is finite would move the token.
+    # In a mix the finite direction would have a gradient.
     kl = kl.masked_fill(kl == torch.inf, torch.inf)
     dtype = stats.logprob.dtype
     return TokenKL(kl.to(dtype), student_mass.to(dtype), teacher_mass.to(dtype))
@@ -299,9 +299,9 @@ def topk_kl(
 def _unnamed_logprob(
     teacher_K: Tensor, mass: Tensor, student_rest: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the log-prob that the teacher's K log-probs leave for all other tokens.
+    """Return the log-prob of all tokens other than the teacher's K, from that of the K.
 
-    It is at least the rounding of the K, because less cannot be told from nothing. It is -inf if no
+    It is at least the rounding error of the K, because less is not significant. It is -inf if no
     more is left and the student has no other token.
     """
     size_K = torch.where(teacher_K > -torch.inf, 1 - teacher_K, 0.0)

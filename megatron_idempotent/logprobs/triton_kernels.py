@@ -1,7 +1,7 @@
 """Holds Triton's kernels for statistics of logits and for their gradient; each reads logits once.
 
-A program has one segment of one row. Segments have a width that depends on nothing but the block's
-shape, so that a token's bits do not depend on the number of tokens.
+A program handles one segment of one row. The width of segments depends only on the block's shape,
+so that a token's bits do not depend on the number of tokens.
 
 In the kernel of statistics each lane keeps the largest logit of its columns, Σ exp(z) and
 Σ exp(z)·z relative to it. So nothing crosses lanes until the end, and one exponential in `UNROLL`
@@ -121,7 +121,7 @@ IN_USE: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.it
 
 @contextlib.contextmanager
 def using(**shapes: Shape) -> Iterator[None]:
-    """Use other shapes inside of a `with`, for benchmarks: `using(gradient=Shape(4, 2, 1))`."""
+    """Use other shapes during a block, for benchmarks: `using(gradient=Shape(4, 2, 1))`."""
     previous = dict(IN_USE)
     IN_USE.update(shapes)  # type: ignore[arg-type]
     try:
@@ -131,7 +131,7 @@ def using(**shapes: Shape) -> Iterator[None]:
 
 
 def temperature_arguments(batch: TokenBatch, like: Tensor) -> dict[str, Any]:
-    """Return a kernel's arguments for the temperature; `like` stands where there is no tensor."""
+    """Return a kernel's arguments for the temperature; `like` replaces a missing tensor."""
     if isinstance(batch.temperature, Tensor):
         return {"temperatures": batch.temperature, "temperature": 1.0, "PER_TOKEN": True}
     return {"temperatures": like, "temperature": float(batch.temperature), "PER_TOKEN": False}
@@ -218,7 +218,7 @@ def statistics_kernel(
         column_UL = start + offset_UL
         address_UL = column_UL if ADJACENT else column_UL.to(tl.int64) * column_stride
         x_UL = tl.load(base + address_UL, eviction_policy="evict_first").to(tl.float32)
-        # The target is no part of the sums; its tile alone pays for that.
+        # The sums leave the target out; only the target's tile does extra work for that.
         if (apart >= start) & (apart < start + TILE):
             x_UL = tl.where(column_UL == apart, float("-inf"), x_UL)
         largest_L, sum_L, moment_L = _absorb(

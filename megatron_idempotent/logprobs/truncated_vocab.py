@@ -1,7 +1,7 @@
 """Finds the tokens that a sampler kept, the same on all ranks that share the vocabulary.
 
-A rank's highest logits are its candidates. One all-gather shows all ranks all of them, so that they
-find the same boundary. If columns that were not sent may lie above it, more are sent.
+A rank's highest logits are its candidates. One all-gather gives all candidates to all ranks, which
+compute the same boundary. If columns that were not sent may be above it, more are sent.
 
 Legend: n, s some of N tokens, R ranks, C candidates of a rank, W those of all ranks, X numbers that
 a rank sends, E kept columns of this rank, K ids for a token.
@@ -36,7 +36,7 @@ from .statistics import (
     with_target,
 )
 
-#: Columns beside the k-th that may have its logit.
+#: The number of extra columns that are sent because they may have the same logit as the k-th.
 _TIES = 32
 _CANDIDATES = 128
 
@@ -101,7 +101,7 @@ class Sampling:
         return max(self.top_k or 0, 0)
 
     def cuts(self, vocabulary: int) -> bool:
-        """Return whether it leaves out any token of a vocabulary of that size."""
+        """Return whether the sampling leaves out any token of a vocabulary of that size."""
         return self.keep is not None or self.top_p < 1 or 0 < self.limit < vocabulary
 
     def width(self) -> int:
@@ -117,9 +117,9 @@ class Sampling:
         beyond_n: Tensor | None,
         temperature: Tensor | float,
     ) -> tuple[Tensor, Tensor]:
-        """Return the lowest logit that is kept, and whether that is known for sure; both [n].
+        """Return the lowest kept logit, and whether it is certain; both [n].
 
-        `logits_nW` are all ranks' candidates. `mass_n`, which counts without top-k only, is
+        `logits_nW` are all ranks' candidates. `mass_n`, which is used without top-k only, is
         Σ exp((logit - max) / temperature) over the whole vocabulary, in float64. No logit that is
         not a candidate is above `beyond_n`, which is None if all are candidates.
         """
@@ -142,7 +142,7 @@ class Sampling:
 
 
 def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
-    """Return whether no further column can have such a logit; -inf counts as no logit."""
+    """Return whether no column outside the candidates can have a logit as high as the lowest."""
     if beyond_n is None:
         return torch.ones_like(lowest_n, dtype=torch.bool)
     return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
@@ -191,7 +191,7 @@ def columns_of_ids(
     repeated_NK = torch.zeros_like(keep_NK, dtype=torch.bool)
     repeated_NK[:, 1:] = keep_NK[:, 1:] == keep_NK[:, :-1]
     kept_N = (keep_NK == target_N1).any(-1) | (sampling.target == "keep")
-    # The target has the last place, whether or not it is kept, and no other.
+    # The target is always the last entry, kept or not, and is removed from the others.
     local_NK = torch.cat([keep_NK - columns.first, local_N[:, None]], 1)
     kept_NK = (keep_NK >= 0) & ~repeated_NK & (keep_NK != target_N1)
     kept_NK = torch.cat([kept_NK, kept_N[:, None]], 1)
@@ -203,7 +203,7 @@ def columns_of_ids(
     logits_NK = torch.where(kept_NK, logits_NK, -torch.inf)
     maximum_N = logits_NK.amax(-1).clamp(min=FINITE)
     z_NK = (logits_NK - maximum_N[:, None]) / per_row(batch.temperature)
-    mass_NK = z_NK[:, :-1].exp()  # the target is no part of the sums
+    mass_NK = z_NK[:, :-1].exp()  # the sums leave the target out
     partial = Partial(
         origin=maximum_N,
         exponentials=mass_NK.sum(-1),

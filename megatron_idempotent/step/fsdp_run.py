@@ -107,7 +107,7 @@ class Shards:
             return [param.to_local() for param in sharded if param.requires_grad]
 
     def writes(self) -> Writes:
-        """Return what `Backend.writes` does."""
+        """Return the version counters of gradients and parameters; see `Backend.writes`."""
         params = [param for group in self._groups for param in group.fsdp_params]
         gradients = (
             gradient

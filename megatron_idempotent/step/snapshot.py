@@ -233,7 +233,7 @@ class MegatronSnapshot:
 
 
 def keep_tracker() -> Restore:
-    """Keep the random states of Megatron's tracker, which forwards draw dropout from."""
+    """Copy the states of Megatron's RNG tracker, which dropout uses; return their restore."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker as tracker
 
     def copied(states: dict[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def load_and_export(
 
 
 def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
-    """Return the magnitudes [rows] of all stages and experts, by Hugging Face's weight names."""
+    """Gather DoRA's magnitudes [rows] over stages and experts; key: Hugging Face's weight name."""
     import torch
     from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
     from megatron.core import parallel_state

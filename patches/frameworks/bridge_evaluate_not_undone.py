@@ -33,7 +33,7 @@ from megatron_idempotent.megatron.training import undone
 
 
 def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run Bridge's `evaluate`, and undo its changes, even if it raises."""
+    """Run Bridge's `evaluate`, and restore the settings that it changes, even if it raises."""
     call = arguments(original, args, kwargs)
     return undone(
         original,

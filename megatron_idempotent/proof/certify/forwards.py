@@ -241,7 +241,7 @@ def _sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _joined(shares: Sequence[SeenPart], missing: dict[tuple[int, ...], Tensor]) -> PackSeen | None:
-    """Join the ranks' parts of a pack; take its rows out of `missing`; None if it has none."""
+    """Join ranks' parts of a pack, and remove its rows from `missing`; None without such a row."""
     first = shares[0]
     size = first.starts[-1]
     fields = {name: torch.zeros(size, dtype=part.dtype) for name, part in first.fields.items()}

@@ -339,9 +339,7 @@ class UpdateAttempt:
         await self._settle_failed()
 
     async def _give_up(self, reason: str) -> None:
-        """Settle all engines without an outcome: resume those with the update, roll back the
-        others.
-        """
+        """Fail the update on all engines: resume those that have it, roll back the others."""
         self._keep_good([reason] * len(self._engines))
         await self._settle_failed()
 
