@@ -129,8 +129,7 @@ def token_logprobs(
             alone. It needs one target per token.
         ownership: "consume" lets the backward write the gradient into the logits' memory, so that
             it takes none of its own. Another operation that has saved the logits raises if its
-            backward runs later. Logits that lie in memory with gaps are borrowed all the same, with
-            a warning.
+            backward runs later. Logits with gaps in memory are not consumed, with a warning.
         hidden_layout: "sequence_parallel" if each rank of the group has a piece of `hidden`, cut
             along the first dimension; targets are those of all pieces.
         gradient_accumulation_fusion: adds the weight's gradient to its `main_grad`, and gives
@@ -210,7 +209,7 @@ def token_logprobs(
 
 #: The first capability with bfloat16, and with maxima that propagate NaN.
 _CAPABILITY = (8, 0)
-#: Kernels compute in float32; torch computes float64, for callers who want more.
+#: Triton's kernels compute in float32; torch computes float64 logits.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -403,7 +402,7 @@ class LogprobsFromHidden(torch.autograd.Function):
 def _gradients_by_columns(
     ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return this rank's share of the hidden states' gradient, and the weight's gradient.
+    """Return the hidden states' gradient from this rank's columns, and the weight's gradient.
 
     It computes the logits again, some columns of all tokens at a time, and adds the hidden states'
     gradient up in the type of the statistics.

@@ -2,8 +2,8 @@
 
 Only this file launches them, and it is imported only where they are used. Its own kernels compute
 a few numbers per token in float64, in one launch where torch would take dozens: they are small
-beside the logits, but a launch takes microseconds whatever it computes, and those of some thousand
-tokens would take as long as reading their logits does.
+compared to the logits, but each launch takes microseconds, and for some thousand tokens dozens of
+launches would take as long as reading the logits.
 
 Legend: N tokens, P parts (segments of this rank's columns, or ranks), B tokens of a program.
 """

@@ -15,7 +15,7 @@ from torch import Tensor
 
 #: Types of ids that callers may pass; ids are converted to int64.
 ID_DTYPES = (torch.int64, torch.int32)
-#: Stands for -inf where it is multiplied by a probability of 0: the product is then 0, not NaN.
+#: Replaces -inf in products with a probability of 0, which are then 0 and not NaN.
 FINITE = -1e30
 
 Backend = Literal["eager", "triton"]

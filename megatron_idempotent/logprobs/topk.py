@@ -37,7 +37,7 @@ class TopK(NamedTuple):
     ids: Tensor
     """[..., K] of int64, in the whole vocabulary."""
     rest: Tensor
-    """[...], the log-prob of all other tokens together; -inf where there is none."""
+    """[...], the log-prob of all other tokens together; -inf if there is no other token."""
     lse: Tensor
     """[...], log Σ exp(logits / temperature)."""
 
@@ -69,7 +69,7 @@ def vocab_topk(
         logits: [..., V / tp], or `hidden` and `weight`, as of `token_logprobs`; so are `tp_group`,
             `vocab_size`, `temperature`, `token_mask`, `hidden_layout` and `workspace_bytes`.
         k: the number of tokens, from 1 to the size of the vocabulary.
-        ignore_index: stands for the ids of masked tokens.
+        ignore_index: the value of `ids` for masked tokens.
 
     Returns:
         TopK, [..., K] and [...].

@@ -110,7 +110,7 @@ class Shape(NamedTuple):
 Kernel = Literal["statistics", "gradient"]
 
 #: A thread of 8 warps and 4 loads has 64 bytes in flight; 4 such programs fit a multiprocessor of
-#: 64 Ki registers, 64 KiB in flight, several times what its share of the memory's latency takes.
+#: 64 Ki registers, 64 KiB in flight, several times the amount that hides the memory's latency.
 SHAPES: dict[Kernel, tuple[Shape, ...]] = {
     "statistics": (Shape(8, 4, 1), Shape(8, 2, 1), Shape(4, 4, 1), Shape(8, 2, 3)),
     "gradient": (Shape(8, 2, 1), Shape(8, 4, 1), Shape(4, 4, 1), Shape(8, 2, 3)),

@@ -193,7 +193,7 @@ class ExpertReplay:
 
 
 class _Replay:
-    """Stands in for a router's `RouterReplay` with the experts of one microbatch."""
+    """Replaces a router's `RouterReplay`, with the experts of one microbatch."""
 
     #: Megatron's code that clears its own replay reads this list.
     replay_backward_list: ClassVar[list[Tensor]] = []

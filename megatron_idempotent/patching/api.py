@@ -32,7 +32,7 @@ def apply(
     children inherit the patches, spawned ones and Ray workers do not.
 
     Args:
-        only: ids to apply, and no others; naming a patch accepts a body that nobody reviewed.
+        only: ids of the only patches to apply, even if a body that they wrap was not reviewed.
         exclude: ids to leave out.
         strict: raise if a patch failed, drifted or is in conflict; None reads
             `MEGATRON_IDEMPOTENT_STRICT`.

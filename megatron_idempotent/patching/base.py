@@ -275,16 +275,16 @@ class PerProcessLock(PerProcess):
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        """Replace the lock by an open one."""
+        """Replace the lock by a new, open one."""
         self._lock = self._allocate()
 
     def acquire(self, *, timeout: float = -1) -> bool:
-        """Take the lock within `timeout` seconds, -1 for ever; return whether that was possible."""
+        """Acquire the lock; return False after `timeout` seconds without it (-1: no limit)."""
         acquired: bool = self._lock.acquire(timeout=timeout)
         return acquired
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()
 
     def __enter__(self) -> bool:

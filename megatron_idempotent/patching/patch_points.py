@@ -410,7 +410,7 @@ def _methods(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
-    """Return a site for the live function, with nothing installed yet.
+    """Return a patch point for the live function, without installing a wrapper.
 
     Args:
         target: any target that leads to the function.
@@ -418,7 +418,7 @@ def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
 
     Raises:
         Conflict: the live function was not compiled from that source.
-        AttributeError: nothing stands there.
+        AttributeError: the module lacks the function.
     """
     inside, innermost = check_patch_point(target, body)
     owner = find_owner(sys.modules[target.module], target.qualname)
@@ -443,18 +443,19 @@ def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
 
 
 def check_patch_point(target: Target, body: Body | None) -> tuple[list[Any], Any]:
-    """Compare the live function with the source, without making a site.
+    """Compare the live function with the source, without creating a patch point.
 
-    A site refers to itself, and one that is dropped would hold the function until the next garbage
-    collection.
+    A patch point refers to itself: one that is dropped would keep the function alive until the next
+    garbage collection.
 
     Returns:
-        Layers that others have put around upstream's function, outermost first, and the function
-        below them. Both are empty where there are none.
+        Other packages' wrappers around upstream's function, outermost first, and that function.
+        Without such wrappers the list is empty, and the function may be None.
 
     Raises:
-        Conflict: the live function was not compiled from that source, and calls none that was.
-        AttributeError: nothing stands there.
+        Conflict: the live function was not compiled from that source, and calls no function that
+            was.
+        AttributeError: the module lacks the function.
     """
     module = sys.modules[target.module]
     owner = find_owner(module, target.qualname)
@@ -500,7 +501,7 @@ def find_owner(module: types.ModuleType, qualname: str) -> Any:
     """Return the module, or the class in it, whose `__dict__` has the last part of `qualname`.
 
     Raises:
-        AttributeError: there is no such class.
+        AttributeError: the module lacks the class.
     """
     owner: Any = module
     for part in qualname.split(".")[:-1]:
@@ -511,7 +512,7 @@ def find_owner(module: types.ModuleType, qualname: str) -> Any:
 
 
 def unbound(raw: Any) -> Any:
-    """Return the function in a `staticmethod` or `classmethod`, and anything else as it is."""
+    """Return the function in a `staticmethod` or `classmethod`, or the value itself if neither."""
     return raw.__func__ if type(raw) in (staticmethod, classmethod) else raw
 
 
@@ -528,7 +529,7 @@ def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> s
 
 
 def _undecorated(function: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
-    """Say what the function is, as the end of a sentence, if it is not upstream's; else None."""
+    """Return a clause that describes the function if it is not upstream's; else None."""
     from .source import difference  # with the body's source, which apply() may do without
 
     if type(function) is not types.FunctionType:

@@ -358,7 +358,7 @@ def has_slots(text: str, owner: str) -> bool:
         declaration is not None and "__dict__" in declaration[1]
     ):
         return False
-    # A base class without slots gives its objects a __dict__ all the same.
+    # A base class without slots gives the class's objects a __dict__.
     bases = (base.rpartition(".")[2] for base in bases_of(text, owner))
     return all(
         base in ("object", "ABC", "Generic", "Protocol") or has_slots(text, base) for base in bases

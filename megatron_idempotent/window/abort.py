@@ -47,9 +47,9 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
     patches applied. Safe to repeat; on a model between two steps it changes no value.
 
     It works on this rank alone: it starts no collective, and only waits for those in flight. So use
-    it for failures that all ranks have at the same place. After a failure on some ranks only, the
-    other ranks wait in a collective for ever, or have sent messages that no rank receives: agree
-    between ranks first.
+    it for failures that all ranks have at the same point. After a failure on some ranks only, the
+    other ranks hang in a collective, or have sent messages that no rank receives: agree between
+    ranks first.
 
     When it returns, reductions and gathers in flight have ended, and gradients are zero in the
     buffers, in `param.grad` and in the optimizer. Collectives that were being coalesced are
