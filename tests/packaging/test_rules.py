@@ -15,9 +15,14 @@ ROOT = Path(__file__).parents[2]
 #: A rule → its faults: a file, a text of it, what stands there instead, a part of the message.
 FAULTS = {
     "docstrings_are_sentences": [
-        ("tools/history.py", '"""Says', '"""Of', "begins with 'Of': say it with a verb"),
-        ("tools/history.py", '"""Says', '"""Made anew', "tools/history.py:1 says 'anew'"),
-        ("tools/history.py", '    """Return', '    """`f`', "begins without a verb"),
+        ("tools/history.py", '"""', '"""Of ', "tools/history.py:1 begins with 'Of': say it with a"),
+        ("tools/history.py", '"""', '"""Makes anew ', "tools/history.py:1 says 'anew'"),
+        (
+            "tools/history.py",
+            "\ndef ",
+            '\ndef f():\n    """`f`."""\ndef ',
+            "f begins without a verb",
+        ),
     ],
     "the_map_shows_what_is_there": [
         ("CONTRIBUTING.md", "`patching/api.py`", "`patching/no.py`", "no.py, which is not there"),
