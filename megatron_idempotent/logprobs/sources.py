@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -376,11 +377,9 @@ def product_into(
     if into.dtype == left_factor.dtype:
         return torch.addmm(into, left_factor, right_factor, beta=beta, out=into)
     if into.device.type == "cuda":
-        # cloudpickle would pickle `torch.ops` as a module that the function uses, and fail.
-        from torch._ops import ops
-
-        # From 2.8 on: it sums in float32, without rounding to 16 bits in between.
-        widened = getattr(ops.aten.addmm, "dtype_out", None)
+        # By a text: cloudpickle pickles `torch.ops` as a module, and fails, where a function has
+        # `ops` among its names. From 2.8 on it sums in float32, and rounds to 16 bits once.
+        widened = getattr(operator.attrgetter("ops.aten.addmm")(torch), "dtype_out", None)
         if widened is not None:
             widened(into, left_factor, right_factor, into.dtype, beta=beta, out=into)
             return into

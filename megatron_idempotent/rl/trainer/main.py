@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import CheckpointError, ConfigError, TrainerError, torchrun
 
@@ -277,7 +277,7 @@ def parser() -> argparse.ArgumentParser:
 
     from .config import SECTIONS, declared, default
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megatron-idempotent train",
         description="Trains a decoder by GRPO on a verifiable task: real Megatron on CPU ranks, "
         "each optimizer step taken in chunks, and engines that are given the new weights. Exit "
@@ -319,6 +319,13 @@ def parser() -> argparse.ArgumentParser:
     for option, text in switches.items():
         parser.add_argument(option, action="store_true", help=text)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where the reader of `--help` has left, which argparse ignores from 8 KiB on."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        (file or sys.stderr).write(message)
 
 
 class _HelpFormatter(argparse.HelpFormatter):

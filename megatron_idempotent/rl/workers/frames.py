@@ -99,8 +99,9 @@ def _tensor(raw: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -
 # rank replies to each MAKE and CALL with RESULT or ERROR.
 READY, MAKE, CALL, GOODBYE, RESULT, ERROR = b"Y", b"M", b"C", b"G", b"R", b"E"
 #: The header: a frame's kind and number of parts, followed by the length of each part.
-HEAD = struct.Struct("!cI")
-LENGTH = struct.Struct("!Q")
+#: As texts, because cloudpickle cannot pickle a `Struct` by value.
+HEAD, LENGTH = "!cI", "!Q"
+HEAD_SIZE, LENGTH_SIZE = map(struct.calcsize, (HEAD, LENGTH))
 #: A frame of fewer bytes is copied into one buffer and sent in one call.
 _TOGETHER = 64 << 10
 #: Buffers from this size on are mapped, so that pages are allocated when they are written.
@@ -110,7 +111,7 @@ _MAPPED = 1 << 20
 def packed(kind: bytes, parts: Sequence[Bytes]) -> list[Bytes]:
     """Return the buffers to send for a frame; large parts are not copied."""
     lengths = [len(part) for part in parts]
-    head = HEAD.pack(kind, len(parts)) + b"".join(map(LENGTH.pack, lengths))
+    head = struct.pack(HEAD, kind, len(parts)) + struct.pack(f"!{len(parts)}Q", *lengths)
     return [b"".join((head, *parts))] if sum(lengths) < _TOGETHER else [head, *parts]
 
 
@@ -131,8 +132,8 @@ def receive_frame(connection: socket.socket) -> Frame:
         EOFError: the connection was closed.
         OSError: the connection broke.
     """
-    kind, count = HEAD.unpack(_receive(connection, HEAD.size))
-    lengths = LENGTH.iter_unpack(_receive(connection, count * LENGTH.size))
+    kind, count = struct.unpack(HEAD, _receive(connection, HEAD_SIZE))
+    lengths = struct.iter_unpack(LENGTH, _receive(connection, count * LENGTH_SIZE))
     return kind, [_receive(connection, length) for (length,) in lengths]
 
 

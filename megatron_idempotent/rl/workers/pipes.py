@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import mmap
 import socket
+import struct
 from collections.abc import Callable, Sequence
 
 from . import frames
@@ -76,10 +77,10 @@ class PipeLink:
     async def _read(self) -> None:
         try:
             while True:
-                kind, count = frames.HEAD.unpack(await self._receive(frames.HEAD.size))
-                lengths = await self._receive(count * frames.LENGTH.size)
+                kind, count = struct.unpack(frames.HEAD, await self._receive(frames.HEAD_SIZE))
+                lengths = await self._receive(count * frames.LENGTH_SIZE)
                 parts: list[frames.Bytes] = []
-                for (length,) in frames.LENGTH.iter_unpack(lengths):
+                for (length,) in struct.iter_unpack(frames.LENGTH, lengths):
                     parts.append(await self._receive(length))
                 self._answers.put_nowait((kind, parts))
                 del parts  # else a large reply stays in memory until the next one
