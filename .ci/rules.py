@@ -292,7 +292,14 @@ def workflows_run_all_tests(root: Path) -> Iterator[str]:
     jobs = yaml.safe_load(text_of(root, ".github/workflows/ci.yml"))["jobs"]
     shards = []
     for wing in jobs["wing"]["strategy"]["matrix"]["wing"]:
-        command = ["make", "--dry-run", "--always-make", "test-all", f"WING={wing}"]
+        command = [
+            "make",
+            "--no-print-directory",
+            "--dry-run",
+            "--always-make",
+            "test-all",
+            f"WING={wing}",
+        ]
         printed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
         shards.append(shlex.split(printed.stdout.splitlines()[-1].partition("--durations=40")[2]))
     weekly = yaml.safe_load(text_of(root, ".github/workflows/weekly.yml"))["jobs"]

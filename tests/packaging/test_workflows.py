@@ -43,7 +43,7 @@ def loaded(path: Path) -> ModuleType:
 
 def dry_run(*arguments: str) -> list[str]:
     """Return the commands that make would run."""
-    command = ["make", "--dry-run", "--always-make", *arguments]
+    command = ["make", "--no-print-directory", "--dry-run", "--always-make", *arguments]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return printed.replace("\\\n", "").splitlines()
 
