@@ -43,6 +43,7 @@ SUITES = (
     *("tests/parity", "tests/packaging/test_by_value.py"),
     "tests/patching/test_case_files.py",
     "--ignore=tests/parity/test_hazards.py",
+    "--ignore=tests/parity/test_right_programs.py",
     "--ignore-glob=tests/step/test_fsdp*",  # without Megatron; the session `fsdp` runs them
     *("--full", "-m", "not exhaustive"),
 )
@@ -51,7 +52,9 @@ SUITES_OF_COMMITS = (
     *("tests/patches/test_newer_megatron.py", "tests/patches/test_megatron_fsdp.py"),
     "tests/patches/test_train_interrupted.py::"
     "test_the_caller_s_finalize_function_is_called_in_every_train",
+    "--full",
     "--ignore=tests/parity/test_hazards.py",
+    "--ignore=tests/parity/test_right_programs.py",
 )
 #: The tests of FSDPTrainStep: its own, and the tests that it shares with TrainStep.
 FSDP = ("tests/step", "tests/rl/hf/test_hf_fsdp.py")
@@ -444,7 +447,7 @@ def _downstream(
         tree = _unpacked(session, source, folder)
         env |= {name: str(tree / inside) for name, inside in source["variables"].items()}
     cache = f"cache_dir={folder / 'pytest'}"
-    command = [str(python), "-m", "pytest", "-o", cache, *options]
+    command = [str(python), "-m", "pytest", "--full", "-o", cache, *options]
     session.run(*command, *(session.posargs or tests), env=env, external=True)
 
 

@@ -3,6 +3,8 @@
 import pytest
 from adapters import EXAMPLES
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("name", ["nemo_rl_step", "skyrl_step", "verl_step"])
 def test_an_adapter_is_short(name):

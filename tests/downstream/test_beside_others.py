@@ -23,6 +23,8 @@ import megatron_idempotent
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.proof.cpu import tiny
 
+pytestmark = pytest.mark.full
+
 
 def mindspeed() -> None:
     """Register what `MegatronBasicFeature` does for optimizers, and apply it as `repatch` does."""

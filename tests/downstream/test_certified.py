@@ -13,6 +13,8 @@ import pytest
 
 from megatron_idempotent.proof.certify import LAYOUTS, certify, layout
 
+pytestmark = pytest.mark.full
+
 #: Nobody tells the other ranks of a failure. A NaN is not seen, or only by the ranks that have it.
 THEIRS = {"failure-on-one-rank", "nan"}
 #: verl's offload takes parameters from buffers, which have them with the distributed optimizer.

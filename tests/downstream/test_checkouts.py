@@ -23,10 +23,13 @@ from megatron_idempotent.proof.prove import neighbour_outcome
 
 FRAMEWORKS = [p for p in patches().values() if p.distribution != MEGATRON]
 
-pytestmark = pytest.mark.skipif(
-    locate("megatron.training.training") is None,
-    reason="this release's wheel does not carry megatron.training, which set up the programs",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        locate("megatron.training.training") is None,
+        reason="this release's wheel does not carry megatron.training, which set up the programs",
+    ),
+]
 
 
 def source_of(distribution: str) -> str | None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 CLASSES = {
     "verl": "verl_engine:Verl",
     "ms_swift": "swift_engine:Swift",

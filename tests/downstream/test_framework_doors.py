@@ -7,6 +7,8 @@ import sys
 import pytest
 from starts import hooked_python, started
 
+pytestmark = pytest.mark.full
+
 TELLS = """
 import json, sys
 from megatron_idempotent import report

@@ -21,6 +21,8 @@ from starts import hooked_python, started
 
 from megatron_idempotent.patching.rows import PROBLEMS
 
+pytestmark = pytest.mark.full
+
 TRANSFORMER_ENGINE = """
 import sys
 from megatron_idempotent.patches.frameworks import _standins

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import uv
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.full, pytest.mark.exhaustive]
 
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "docs" / "doors.md").read_text("utf-8").partition("## From nothing")[2]

@@ -15,7 +15,10 @@ import pytest
 
 SOURCE = os.environ.get("NEMO_RL_SOURCE", "")
 ALL = (8,)
-pytestmark = pytest.mark.skipif(not SOURCE, reason="NEMO_RL_SOURCE names no checkout of NeMo-RL")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not SOURCE, reason="NEMO_RL_SOURCE names no checkout of NeMo-RL"),
+]
 
 
 def worker(adapted: bool, **layout: Any) -> Any:

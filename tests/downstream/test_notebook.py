@@ -10,6 +10,8 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
+pytestmark = pytest.mark.full
+
 CELLS = (
     """
 from dataclasses import dataclass

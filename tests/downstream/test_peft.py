@@ -17,6 +17,8 @@ import pytest
 import torch
 from ranks import tiered
 
+pytestmark = pytest.mark.full
+
 EXPERTS, MICROBATCHES = 4, 4
 # As many terms as words, and a few roundings more, of each layer's softmaxes in float32.
 TOLERANCE = 10 * (128 + 32) * 2.0**-24

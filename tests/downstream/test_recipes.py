@@ -21,6 +21,8 @@ from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError
 
+pytestmark = pytest.mark.full
+
 FOLDER = Path(__file__).parents[2] / "docs" / "recipes"
 
 

@@ -18,10 +18,13 @@ from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.certify import certify
 
-pytestmark = pytest.mark.skipif(
-    locate("megatron.training.training") is None,
-    reason="this release's wheel does not carry megatron.training, which slime imports",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        locate("megatron.training.training") is None,
+        reason="this release's wheel does not carry megatron.training, which slime imports",
+    ),
+]
 
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 CHOOSES = "megatron.core.dist_checkpointing.strategies.nvrx"

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 SOURCE = os.environ.get("SKYRL_SOURCE", "")
-pytestmark = pytest.mark.skipif(not SOURCE, reason="SKYRL_SOURCE names no checkout of SkyRL")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not SOURCE, reason="SKYRL_SOURCE names no checkout of SkyRL"),
+]
 
 
 def worker(adapted: bool, **layout: Any) -> Any:

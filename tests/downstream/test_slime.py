@@ -19,6 +19,7 @@ OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 STEPS = 6
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(not SOURCE, reason="SLIME_SOURCE names no checkout of slime"),
     pytest.mark.skipif(
         locate("megatron.training.training") is None,

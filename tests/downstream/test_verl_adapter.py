@@ -12,7 +12,10 @@ import pytest
 
 SOURCE = os.environ.get("VERL_SOURCE", "")
 LARGE = {"optimizer_overrides": {"clip_grad": 1e9}}
-pytestmark = pytest.mark.skipif(not SOURCE, reason="VERL_SOURCE names no checkout of verl")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not SOURCE, reason="VERL_SOURCE names no checkout of verl"),
+]
 
 
 def worker(adapted: bool, **layout: Any) -> Any:

@@ -16,6 +16,8 @@ from megatron_idempotent.fp8.blockwise import (
 )
 from megatron_idempotent.proof.cpu.probes import peak_bytes
 
+pytestmark = pytest.mark.full
+
 SCALES = ["float32", "ue8m0"]
 #: All finite numbers of E4M3.
 NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

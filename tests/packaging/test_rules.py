@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("tomllib", reason="Python 3.10 has none")
 pytest.importorskip("yaml", reason="PyYAML is for development, not for the matrix")
+
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 #: A rule → its faults: a file, a text of it, what stands there instead, a part of the message.
 FAULTS = {

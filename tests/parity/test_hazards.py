@@ -1,7 +1,4 @@
-"""Each hazard is seen on stock Megatron, is gone with the patches, and is back without its own.
-
-What is right beside it stays right.
-"""
+"""Each hazard is seen on stock Megatron, is gone with the patches, and is back without its own."""
 
 import re
 
@@ -9,11 +6,10 @@ import pytest
 
 from megatron_idempotent.patching.catalog import hazards, patches
 from megatron_idempotent.patching.record import Limit
-from megatron_idempotent.proof.prove import affected, neighbour_outcome, outcome
+from megatron_idempotent.proof.prove import affected, outcome
 
 AFFECTED = affected()
 PATCHED = [hazard_id for hazard_id in AFFECTED if hazard_id in patches()]
-BESIDE = [name for name in AFFECTED if hazards()[name].neighbour is not None]
 REPAIRED = [name for name in AFFECTED if not isinstance(hazards()[name], Limit)]
 
 
@@ -26,11 +22,6 @@ def test_the_hazard_is_on_stock(hazard_id, megatron_ranks):
 @pytest.mark.parametrize("hazard_id", REPAIRED)
 def test_the_hazard_is_gone_with_the_patches(hazard_id, megatron_ranks):
     assert outcome(megatron_ranks, hazard_id, applied=patches(), helped=True) == "ok"
-
-
-@pytest.mark.parametrize("hazard_id", BESIDE)
-def test_the_right_program_beside_the_hazard_keeps_its_bits(hazard_id, megatron_ranks):
-    assert neighbour_outcome(megatron_ranks, hazard_id) == "ok"
 
 
 @pytest.mark.exhaustive

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_idempotent import WindowAborted
 
+pytestmark = pytest.mark.full
+
 ENGINES = {
     "megatron": ("megatron", {}),
     "megatron, experts on two ranks": ("megatron", {"experts": 4, "ep": 2}),

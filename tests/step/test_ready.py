@@ -13,6 +13,8 @@ from scenario import Bench, SequenceLoss, TokenLoss, cut, data, forward, raised_
 
 from megatron_idempotent import WindowAborted
 
+pytestmark = pytest.mark.full
+
 #: Rows and positions of the microbatches of a step; the model has room for 32 positions.
 SHAPES = ((2, 32), (1, 20), (3, 8), (2, 24))
 

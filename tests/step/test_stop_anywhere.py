@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 OPTIONS = {
     "megatron": {"overlap_param_gather": True, "config_overrides": {"hidden_dropout": 0.1}},
     "fsdp": {},

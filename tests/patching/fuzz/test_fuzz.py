@@ -36,9 +36,12 @@ CHANGES_OF_KIND = ("another_kind", "decorated")
 #: A repair in other words that shows only when it runs: the wrapper looks at what it has done.
 SEEN_WHEN_RUN = {"grad-scale-func", "train-iteration-lost"}
 
-pytestmark = pytest.mark.skipif(
-    locate(MODULES["train"]) is None, reason="no megatron.training is installed"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        locate(MODULES["train"]) is None, reason="no megatron.training is installed"
+    ),
+]
 
 
 @functools.cache

@@ -18,6 +18,8 @@ from megatron_idempotent.rl.engines.transformers import TransformersEngine
 from megatron_idempotent.rl.weights import UpdateDamaged, UpdateRefused
 from megatron_idempotent.rl.weights.transports import DiskSender
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def actor(make_model):

@@ -15,6 +15,8 @@ from megatron_idempotent import StepResult
 from megatron_idempotent.rl.metrics.names import GRAD_NORM, LOSS, POSITIONS, RESPONSE_TOKENS
 from megatron_idempotent.rl.trainer.policy import training_metrics
 
+pytestmark = pytest.mark.full
+
 LENGTH, ROWS = 9, 32
 NO_SUCH_TOKEN = (
     r"the microbatch has \d+ in 'input_ids' at row \d+, position 3, and the model's table"
