@@ -1,4 +1,4 @@
-"""What is right beside a hazard keeps its bits with the patches."""
+"""Programs that are right beside a hazard keep their bits with the patches."""
 
 import pytest
 
