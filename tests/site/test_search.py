@@ -287,7 +287,9 @@ def test_words_in_the_pictures_of_benchmarks_can_be_read_on_a_phone(browser, add
     page = browser.new_page(viewport={"width": 390, "height": 900})
     page.goto(f"{address}/benchmarks/")
     pictures = page.locator("img[src*='assets/benchmarks/']")
+    pictures.first.wait_for(state="attached")
     assert pictures.count() > 10
+    page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
     for picture in pictures.all():
         # Labels have 13 of the picture's 720 pixels.
         assert picture.evaluate("each => 13 * each.clientWidth / 720") > 10
