@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -300,7 +301,10 @@ def workflows_run_all_tests(root: Path) -> Iterator[str]:
             "test-all",
             f"WING={wing}",
         ]
-        printed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        # A make above this one hands its own variables down.
+        env = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+        how = {"capture_output": True, "text": True, "check": True, "env": env}
+        printed = subprocess.run(command, cwd=root, **how)
         shards.append(shlex.split(printed.stdout.splitlines()[-1].partition("--durations=40")[2]))
     weekly = yaml.safe_load(text_of(root, ".github/workflows/weekly.yml"))["jobs"]
     hours = [row["tests"].split() for row in weekly["exhaustive"]["strategy"]["matrix"]["include"]]
