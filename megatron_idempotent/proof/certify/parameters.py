@@ -151,7 +151,7 @@ def joined(shards: Sequence[ParameterPart]) -> Tensor:
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Return torch's optimizers, in Megatron's or bare; a stub without parameters has none."""
     inner = (getattr(outer, "optimizer", outer) for outer in optimizers.unchained(optimizer))
-    return [one for one in inner if one]
+    return [optimizer_of_torch for optimizer_of_torch in inner if optimizer_of_torch is not None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from megatron_idempotent.proof.cpu import RankPool
-from megatron_idempotent.rl import controller as mc
+from megatron_idempotent.rl import controller as async_controller
 from megatron_idempotent.rl.controller.samplers import SamplerError, configured_sampler
 from megatron_idempotent.rl.controller.state import ControllerLimits
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
@@ -41,7 +41,7 @@ from .report import make_loggers
 from .rewards import Evaluation, GrpoRecipe, Scorer, make_requests
 
 
-def make_sampler(config: Config) -> mc.Sampler:
+def make_sampler(config: Config) -> async_controller.Sampler:
     """Make the configured sampler.
 
     Raises:
@@ -56,11 +56,11 @@ def make_sampler(config: Config) -> mc.Sampler:
             gated=controller.gated,
             abort_stale=controller.abort_stale,
         )
-    except mc.SettingsError as error:
+    except async_controller.SettingsError as error:
         raise ConfigError(f"controller.sampler: {error}") from error
 
 
-def make_settings(config: Config) -> mc.ControllerSettings:
+def make_settings(config: Config) -> async_controller.ControllerSettings:
     """Make the controller's settings from the configuration.
 
     Raises:
@@ -75,7 +75,7 @@ def make_settings(config: Config) -> mc.ControllerSettings:
         logprobs = "reference" if reference else "policy" if proximal else "none"
     limits = {field.name: getattr(controller, field.name) for field in fields(ControllerLimits)}
     try:
-        settings = mc.ControllerSettings(
+        settings = async_controller.ControllerSettings(
             **limits,
             target_groups=config.rollout.prompts,
             group_size=config.rollout.group_size,
@@ -84,7 +84,7 @@ def make_settings(config: Config) -> mc.ControllerSettings:
             checkpoint_every=config.run.checkpoint_every,
         )
         settings.checked_capacity(make_sampler(config))
-    except (mc.SettingsError, SamplerError) as error:
+    except (async_controller.SettingsError, SamplerError) as error:
         raise ConfigError(f"[controller]: {error}") from error
     return settings
 
@@ -182,7 +182,7 @@ async def _controller(
     timeline: Timeline | None,
     table: StatusTable | None,
     stack: AsyncExitStack,
-) -> mc.Controller:
+) -> async_controller.Controller:
     config = job.config
     tokenizer = make_tokenizer(config, prompts)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
@@ -194,7 +194,7 @@ async def _controller(
         timeout_s=config.controller.call_timeout_s,
         transport=_transport(config, job.out),
     )
-    fleet = mc.Fleet(
+    fleet = async_controller.Fleet(
         await make_async_engines(config, checkpoint, job.out, weights),
         source=weights,
         requests=lambda group_id, prompt: make_requests(
@@ -205,7 +205,7 @@ async def _controller(
         deltas=config.sync.deltas,
     )
     stack.push_async_callback(fleet.close)
-    plane: mc.DataPlane = mc.MemoryPlane()
+    plane: async_controller.DataPlane = async_controller.MemoryPlane()
     if config.controller.plane == "transfer_queue":
         from megatron_idempotent.rl.controller.data_plane import TransferQueuePlane
 
@@ -213,7 +213,7 @@ async def _controller(
     stack.push_async_callback(plane.close)
     loggers = make_loggers(job, *([table] if table is not None else []), threaded=True)
     stack.push_async_callback(asyncio.to_thread, loggers.close)
-    return mc.Controller(
+    return async_controller.Controller(
         settings=make_settings(config),
         sampler=make_sampler(config),
         prompts=PromptStream(prompts.train, seed=config.run.seed),
@@ -257,7 +257,7 @@ def _save_timeline(timeline: Timeline, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _drained_by_sigterm(controller: mc.Controller) -> Iterator[None]:
+def _drained_by_sigterm(controller: async_controller.Controller) -> Iterator[None]:
     """Make SIGTERM drain the controller within the block, so that the run ends with a
     checkpoint.
     """

@@ -55,13 +55,19 @@ class Engines:
         self._runner = asyncio.Runner()
         self._engines, self._source, self._shared = tuple(engines), source, shared
         self._request_timeout_s = config.rollout.request_timeout_s
-        self._settings, deltas = sync_settings(config), config.sync.deltas
-        # Used for single samples only: each rank makes groups itself.
-        groups: Any = None
-        of_groups = {"requests": groups, "score": groups, "deltas": deltas}
+        self._settings = sync_settings(config)
         self._fleet: Fleet | None = None
         if engines:
-            self._fleet = Fleet(engines, source=source, settings=self._settings, **of_groups)
+            # Used for single samples only: each rank makes groups itself.
+            groups: Any = None
+            self._fleet = Fleet(
+                engines,
+                source=source,
+                requests=groups,
+                score=groups,
+                settings=self._settings,
+                deltas=config.sync.deltas,
+            )
 
     def publish(self, version: int) -> Mapping[str, float]:
         """Send the current weights to all engines, as `version`; a collective if shared.
