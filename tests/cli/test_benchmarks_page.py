@@ -1,9 +1,11 @@
 """docs/benchmarks.md, its grid and pictures, and that of the history are what their data say."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -157,6 +159,27 @@ def test_a_result_without_a_ratio_is_refused(tmp_path, machine):
 def test_what_a_benchmark_prints_beside_its_json_is_refused():
     with pytest.raises(ValueError, match="rank_calls --json printed 'first call"):
         _record.captured("rank_calls", lambda: print("first call 3 s"))
+
+
+def test_a_part_is_said_on_standard_error_beside_the_json(capfd):
+    def main() -> None:
+        _record.progress("two stages")
+        print('{"ratio": 1.5}')
+
+    assert _record.captured("rank_calls", main) == {"ratio": 1.5}
+    out, err = capfd.readouterr()
+    assert (out, err[8:]) == ("", " two stages …\n")
+
+
+def test_a_result_that_goes_into_a_file_is_printed_too(tmp_path, monkeypatch, capsys):
+    quick = ModuleType("benchmarks.rank_calls")
+    quick.main = lambda: print('{"ratio": 1.5}')
+    monkeypatch.setitem(sys.modules, quick.__name__, quick)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "rank_calls", "--json", str(tmp_path)])
+    runpy.run_path(str(ROOT / "benchmarks" / "__main__.py"))
+    heading, result = capsys.readouterr().out.splitlines()
+    assert (heading, result.split()) == ("# rank_calls", ["ratio", "1.5"])
+    assert json.loads((tmp_path / "rank_calls.json").read_text())["found"] == {"ratio": 1.5}
 
 
 @pytest.mark.exhaustive
