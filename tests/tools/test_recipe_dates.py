@@ -13,7 +13,7 @@ REPORT = """<testsuites><testsuite timestamp="{day}T02:17:00+00:00">
 <testcase classname="tests.downstream.test_recipes" name="test_a_page[roll]">{outcome}</testcase>
 <testcase classname="tests.downstream.test_roll_adapter" name="test_steps"><skipped/></testcase>
 <testcase classname="tests.downstream.test_rollouts" name="test_it_rolled_out"><failure/></testcase>
-<testcase classname="tests.downstream.test_verl" name="test_controller"><error/></testcase>
+<testcase classname="tests.downstream.test_verl" name="test_scroll"><error/></testcase>
 </testsuite></testsuites>"""
 
 
