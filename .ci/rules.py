@@ -300,8 +300,9 @@ def workflows_run_all_tests(root: Path) -> Iterator[str]:
             "--always-make",
             "test-all",
             f"WING={wing}",
+            "ARGS=",
         ]
-        # A make above this one hands its own variables down.
+        # A make above this one hands its own variables down, in MAKEFLAGS and in the environment.
         env = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
         how = {"capture_output": True, "text": True, "check": True, "env": env}
         printed = subprocess.run(command, cwd=root, **how)

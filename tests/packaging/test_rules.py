@@ -89,3 +89,9 @@ def test_a_rule_sees_its_faults(name, copy):
             assert message in "\n".join(rule(copy)), fault
         finally:
             path.write_text(before, "utf-8")
+
+
+def test_the_rule_of_wings_is_not_told_by_a_make_above_it_what_to_run(monkeypatch):
+    monkeypatch.setenv("MAKEFLAGS", " -- ARGS=tests/step")
+    monkeypatch.setenv("ARGS", "tests/step")
+    assert list(loaded().workflows_run_all_tests(ROOT)) == []
