@@ -68,5 +68,11 @@ PATCH = Patch(
     ),
     groups=("train-again", "overlap"),
     fixed_when=no_body_has("config.no_sync_func"),
+    fixed_by=(
+        (
+            "megatron.training.training:train",
+            "config.no_sync_func in (None, model[0].no_sync, [chunk.no_sync for chunk in model])",
+        ),
+    ),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

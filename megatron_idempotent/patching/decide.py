@@ -264,7 +264,7 @@ def judge(
         if came is not None:
             return Verdict(status="unsupported_version", reason=came)
     mended = patch.fixed_when is not None and patch.fixed_when(bodies)
-    if mended or (sources is not None and _mended_beside(patch, sources)):
+    if mended or _mended_by(patch, bodies, sources):
         return Verdict(status="fixed_upstream", reason=_FIXED)
     reviews = [review(target, bodies[target.address]) for target in patch.targets]
     lacking = None if sources is None else unmet(patch, release, sources, of_commit=of_commit)
@@ -298,14 +298,20 @@ def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
     return target, place_and_body[1]
 
 
-def _mended_beside(patch: Patch, sources: Sources) -> bool:
-    """Tell if a function beside the targets repairs the hazard in these sources."""
+def _mended_by(patch: Patch, bodies: Mapping[str, Body], sources: Sources | None) -> bool:
+    """Tell if a function of `fixed_by` has its fragment of the repair in these sources.
+
+    `bodies` are the targets' bodies by address; without `sources`, other functions do not count.
+    """
     from .moved import definition
 
     for address, fragment in patch.fixed_by:
-        repair = Place(address=address)
-        place_and_body = definition(repair.module, repair.qualname, sources)
-        if place_and_body is not None and place_and_body[1].contains(fragment):
+        body = bodies.get(address)
+        if body is None and sources is not None:
+            place = Place(address=address)
+            place_and_body = definition(place.module, place.qualname, sources)
+            body = None if place_and_body is None else place_and_body[1]
+        if body is not None and body.contains(fragment):
             return True
     return False
 

@@ -398,7 +398,7 @@ class Patch(Hazard, Outline):
     for releases `since` decides."""
 
     fixed_by: tuple[tuple[str, str], ...] = ()
-    """Addresses of functions other than the targets, each with a fragment of upstream's repair."""
+    """Addresses of functions, each with a fragment of upstream's repair that stock lacks there."""
 
     default: bool = True
     """False for a patch that is costly, or was not run for lack of hardware: it is applied only if

@@ -1,6 +1,6 @@
 """Run Megatron's own unit tests on CPU ranks, stock and patched, and compare their outcomes.
 
-    python tests/upstream/compare.py path/to/Megatron-LM [files under tests/unit_tests …]
+    python tools/unit_tests.py path/to/Megatron-LM [files under tests/unit_tests …]
 
 The tests are read from a checkout; of Megatron itself the installed one runs, so take the tag that
 fits it. Many of upstream's tests need a GPU and fail here: with and without patches alike, which is
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout
 
@@ -48,7 +49,7 @@ STUCK_S = 20.0
 
 
 def main() -> int:
-    """Print a line per file; 1 where a test comes out differently."""
+    """Print a line per file; return 1 if a test has another outcome with the patches, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)
@@ -63,7 +64,7 @@ def main() -> int:
                 print(f"{file}: not in this checkout", flush=True)
                 continue
             stock, patched = (
-                _outcomes(pool, arguments.ranks, root, file, applied, arguments.deadline_s)
+                outcomes(pool, arguments.ranks, root, file, applied, arguments.deadline_s)
                 for applied in (False, True)
             )
             counts = Counter(result for ranks in stock.values() for result in set(ranks))
@@ -81,10 +82,14 @@ def main() -> int:
     return 1 if differing else 0
 
 
-def _outcomes(
+def outcomes(
     pool: RankPool, ranks: int, root: Path, file: str, applied: bool, deadline_s: float
 ) -> dict[str, list[str]]:
-    """Test → outcome on each rank, as far as the file came before the deadline."""
+    """Run one file of upstream's tests; return the outcomes on each rank by test.
+
+    A test that the deadline cuts off is missing. `root` is the checkout, `file` a path below its
+    tests/unit_tests; with `applied` all patches are.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
             pool.run(
@@ -116,7 +121,7 @@ class _Recorder:
     def __init__(self, path: Path) -> None:
         self._file = path.open("w")
 
-    def pytest_runtest_logreport(self, report) -> None:
+    def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
             what = report.outcome
             if report.failed and report.longrepr is not None:

@@ -1,0 +1,129 @@
+"""Runs on one source tree what the proof of a repair compares; `tools/repairs.py` calls it.
+
+    python tools/repair_proof.py TREE RESULT ID… [--unit-tests FILE…] [--programs]
+
+TREE has to be first on PYTHONPATH. RESULT gets a pickle of a `Result`'s fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pickle
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from _checkout import ROOT
+from repairs import Result
+
+from megatron_idempotent.patching.api import apply
+from megatron_idempotent.patching.catalog import hazards
+from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout, program
+from megatron_idempotent.proof.prove import DEADLINE_S, outcome
+
+#: Arguments of programs that train in three calls and in one, with their ranks.
+TRAININGS = {
+    f"{kind}{'-pp2' if pipeline else ''}": (4 if pipeline else 2, (*options, *pipeline))
+    for pipeline in ((), ("--pipeline-model-parallel-size", "2"))
+    for kind, options in {
+        "no-overlap": (),
+        "distopt": ("--use-distributed-optimizer",),
+        "overlaps": (
+            "--use-distributed-optimizer",
+            "--overlap-grad-reduce",
+            "--overlap-param-gather",
+        ),
+    }.items()
+}
+
+
+def bits_of_neighbour(hazard_id: str) -> object:
+    """Run a hazard's neighbour on this rank, without patches."""
+    run = hazards()[hazard_id].neighbour
+    assert run is not None
+    return run()
+
+
+def trained(options: tuple[str, ...], calls: int) -> tuple[list[float], bytes]:
+    """Train for six iterations on this rank, in `calls` calls; return losses and parameters."""
+    running = program.start(options)
+    for _ in range(calls):
+        running.train(6 // calls)
+    return running.losses, running.parameters().numpy().tobytes()
+
+
+def on_ranks(pool: RankPool, ranks: int, function: Any, *arguments: Any) -> Any:
+    """Return what each rank returns, or the text of the error that a rank raises."""
+    try:
+        return pool.run(ranks, function, *arguments, timeout_s=DEADLINE_S, patience=3)
+    except RankError as error:
+        return f"{error.exception_type.rpartition('.')[2]}: {error.message}"
+    except RankTimeout as error:
+        return f"RankTimeout: no end within {error.timeout_s:g} s"
+
+
+def run_trainings(pool: RankPool) -> dict[str, str]:
+    """Compare three calls of `train(2)` with one of `train(6)` in each layout of `TRAININGS`."""
+    outcomes = {}
+    for name, (ranks, options) in TRAININGS.items():
+        once = on_ranks(pool, ranks, trained, options, 1)
+        in_parts = on_ranks(pool, ranks, trained, options, 3)
+        errors = [result for result in (once, in_parts) if isinstance(result, str)]
+        outcomes[name] = errors[0] if errors else "ok" if once == in_parts else "other bits"
+    return outcomes
+
+
+def run_programs(pool: RankPool) -> dict[str, Any]:
+    """Run the programs of tests/parity/test_no_hazard.py without patches; return their results."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
+    tests = importlib.import_module("test_no_hazard")
+
+    results = {
+        str(layout): on_ranks(pool, layout.ranks, tests.windows, layout, False)
+        for layout in tests.LAYOUTS
+    }
+    for options in ((), ("--overlap-grad-reduce", "--overlap-param-gather")):
+        results["train " + " ".join(options)] = on_ranks(pool, 2, tests.train, options, False)
+    return results
+
+
+def main() -> None:
+    """Run what the arguments name, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("ids", nargs="*")
+    parser.add_argument("--unit-tests", nargs="*", default=(), metavar="RANKS:FILE")
+    parser.add_argument("--programs", action="store_true")
+    parser.add_argument("--trainings", action="store_true")
+    arguments = parser.parse_args()
+    result = Result()
+    for row in apply(dry_run=True):
+        result.statuses[row.id], result.reasons[row.id] = row.status, row.reason
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(arguments.tree), str(ROOT)])
+    with RankPool(4, preload=(*PROGRAM_PRELOAD, "pytest"), stdout=2) as pool:
+        for hazard_id in arguments.ids:
+            hazard = hazards()[hazard_id]
+            result.reproductions[hazard_id] = outcome(pool.run, hazard_id, applied=())
+            if hazard.neighbour is not None:
+                bits = on_ranks(pool, hazard.ranks, bits_of_neighbour, hazard_id)
+                result.neighbours[hazard_id] = bits
+        from unit_tests import outcomes
+
+        for test in arguments.unit_tests:
+            ranks, _, file = test.partition(":")
+            result.unit_tests[file] = outcomes(
+                pool, int(ranks), arguments.tree.resolve(), file, False, 240.0
+            )
+        if arguments.programs:
+            result.programs = run_programs(pool)
+        if arguments.trainings:
+            result.trainings = run_trainings(pool)
+    arguments.result.write_bytes(pickle.dumps(asdict(result)))
+
+
+if __name__ == "__main__":
+    main()

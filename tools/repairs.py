@@ -1,0 +1,378 @@
+"""Makes, shows and proves upstream's own repairs of hazards, which are edits in upstream/ID.
+
+    python tools/repairs.py apply CLONE [ID…]
+    python tools/repairs.py diff CLONE ID
+    python tools/repairs.py prove CLONE [ID…] [--together] [--all]
+
+CLONE is a checkout of Megatron-LM, or of another folder that has the packages. `apply` edits it in
+place, and prints a line per repair; `diff` and `prove` leave it as it is. Without ids, all repairs
+whose packages CLONE has. The exit code is 1 if an anchor is missing, or a proof fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _checkout import ROOT
+
+from upstream.edits import AnchorError, Repair, file_of
+
+FOLDER = ROOT / "upstream"
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """Holds what ran on one tree."""
+
+    statuses: dict[str, str] = field(default_factory=dict)
+    """The status that `apply()` gives each patch."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """The reason for the status, by patch."""
+    reproductions: dict[str, str] = field(default_factory=dict)
+    """`ok`, or the error, of each named hazard's reproduction without patches."""
+    neighbours: dict[str, Any] = field(default_factory=dict)
+    """The bits, or the error, of each named hazard's neighbour without patches."""
+    unit_tests: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """The outcomes on each rank, by file of upstream's unit tests and by test."""
+    programs: dict[str, Any] = field(default_factory=dict)
+    """The bits and collectives of programs without a hazard, by name."""
+    trainings: dict[str, str] = field(default_factory=dict)
+    """`ok`, or how three calls `train(2)` differ from one `train(6)`, by layout."""
+
+
+def repair_of(hazard_id: str) -> Repair:
+    """Return the repair of a hazard.
+
+    Raises:
+        SystemExit: upstream/ has none.
+    """
+    path = FOLDER / hazard_id / "repair.py"
+    if not path.is_file():
+        known = ", ".join(repaired())
+        raise SystemExit(f"no repair of {hazard_id} in upstream/; there are: {known}")
+    spec = importlib.util.spec_from_file_location(f"repair_{hazard_id}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    repair: Repair = module.REPAIR
+    return repair
+
+
+def repaired() -> list[str]:
+    """Return the hazards that have a repair, by id."""
+    return sorted(path.parent.name for path in FOLDER.glob("*/repair.py"))
+
+
+def in_order(ids: Iterable[str]) -> list[str]:
+    """Return hazards with those that their repairs build on, each after them."""
+    order: list[str] = []
+
+    def add(hazard_id: str) -> None:
+        for earlier in repair_of(hazard_id).after:
+            add(earlier)
+        if hazard_id not in order:
+            order.append(hazard_id)
+
+    for hazard_id in ids:
+        add(hazard_id)
+    return order
+
+
+def chosen(clone: Path, ids: list[str]) -> list[str]:
+    """Return the named hazards; without names, all whose repairs edit packages that CLONE has."""
+    if ids:
+        return ids
+    packages = {path.name for path in clone.iterdir()}
+    return [
+        hazard_id
+        for hazard_id in repaired()
+        if {edit.module.partition(".")[0] for edit in repair_of(hazard_id).edits} <= packages
+    ]
+
+
+def is_made(repair: Repair, root: Path) -> bool:
+    """Return whether the files already hold every line that the repair puts in."""
+    for edit in repair.edits:
+        present = {
+            line.strip() for line in file_of(edit.module, root).read_text("utf-8").split("\n")
+        }
+        if not {line.strip() for line in f"{edit.lines}\n{edit.tail}".split("\n")} <= present:
+            return False
+    return True
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file, which may be a hard link of another tree's."""
+    half = path.with_name(f"{path.name}.new")
+    half.write_text(text, "utf-8")
+    half.replace(path)
+
+
+def make(root: Path, ids: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Edit the files of a checkout; yield each id with `applied`, or with what is missing.
+
+    A repair that does not fit changes no file.
+    """
+    for hazard_id in in_order(ids):
+        repair = repair_of(hazard_id)
+        try:
+            if is_made(repair, root):
+                yield hazard_id, "already applied"
+                continue
+            for path, text in repair.files(root).items():
+                write(path, text)
+        except AnchorError as error:
+            yield hazard_id, str(error)
+        else:
+            yield hazard_id, "applied"
+
+
+def diff(root: Path, hazard_id: str) -> str:
+    """Return the repair as a unified diff of a checkout.
+
+    Repairs that this one builds on are made first, and are no part of the diff.
+
+    Raises:
+        AnchorError: an edit does not fit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(root, Path(folder) / "tree")
+        for earlier, outcome in make(tree, in_order([hazard_id])[:-1]):
+            if not outcome.endswith("applied"):
+                raise AnchorError(f"{earlier}: {outcome}")
+        lines: list[str] = []
+        for path, text in repair_of(hazard_id).files(tree).items():
+            name = path.relative_to(tree)
+            sides = (path.read_text("utf-8"), text)
+            before, after = (side.splitlines(keepends=True) for side in sides)
+            lines += difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
+    return "".join(lines)
+
+
+def changed_lines(difference: str) -> int:
+    """Return how many lines a diff adds or replaces; lines that are only indented do not count."""
+    added, removed = (
+        [line[1:].strip() for line in difference.splitlines() if line.startswith(sign)]
+        for sign in ("+", "-")
+    )
+    moved = list(removed)
+    count = 0
+    for line in added:
+        if line in moved:
+            moved.remove(line)
+        elif line and not line.startswith("++ b/"):
+            count += 1
+    return max(count, sum(1 for line in moved if line and not line.startswith("-- a/")))
+
+
+def copied(clone: Path, tree: Path) -> Path:
+    """Copy the packages and tests of a checkout, as hard links where the file system can."""
+    try:
+        shutil.copytree(clone, tree, copy_function=os.link, ignore=shutil.ignore_patterns(".git"))
+    except (OSError, shutil.Error):
+        shutil.rmtree(tree, ignore_errors=True)
+        shutil.copytree(clone, tree, ignore=shutil.ignore_patterns(".git"))
+    return tree
+
+
+def ready_to_run(tree: Path) -> Path:
+    """Give a tree the compiled helper of the installed Megatron, which it would compile itself."""
+    datasets = tree / "megatron" / "core" / "datasets"
+    if datasets.is_dir():
+        spec = importlib.util.find_spec("megatron.core")
+        assert spec is not None
+        assert spec.submodule_search_locations
+        for library in Path(spec.submodule_search_locations[0]).glob("datasets/helpers_cpp*.so"):
+            (datasets / library.name).unlink(missing_ok=True)
+            shutil.copy2(library, datasets / library.name)
+        write(datasets / "Makefile", "all:\n\ttrue\n")
+    return tree
+
+
+def unit_test(hazard_id: str) -> str:
+    """Return the file that a repair's own unit test gets below tests/unit_tests."""
+    return f"test_repair_{hazard_id.replace('-', '_')}.py"
+
+
+def run(tree: Path, arguments: list[str]) -> Result:
+    """Run tools/repair_proof.py on a tree; return what it found."""
+    tests = tree / "tests" / "unit_tests"
+    if tests.is_dir():
+        shutil.copy2(FOLDER / "train_utilities.py", tests / "train_utilities.py")
+    for hazard_id in repaired():
+        if tests.is_dir():
+            shutil.copy2(FOLDER / hazard_id / "test_repair.py", tests / unit_test(hazard_id))
+    file = tree.with_name(f"{tree.name}.pickle")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_ID")}
+    env |= {"PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "repair_proof.py")]
+    command += [str(tree), str(file), *arguments]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}:\n{done.stdout.decode(errors='replace')[-4000:]}")
+    return Result(**pickle.loads(file.read_bytes()))
+
+
+def faults(hazard_id: str, stock: Result, mended: Result) -> Iterator[str]:
+    """Yield what speaks against a repair, given the results on both trees."""
+    repair = repair_of(hazard_id)
+    ours = (hazard_id, *repair.also)
+    for one in ours:
+        if stock.reproductions[one] == "ok":
+            yield f"{one} is not there before the repair"
+        if mended.reproductions[one] != "ok":
+            yield f"{one} is still there: {mended.reproductions[one]}"
+        if one in stock.statuses and mended.statuses[one] != "fixed_upstream":
+            yield f"apply() says {mended.statuses[one]} of {one}: {mended.reasons[one]}"
+        if stock.neighbours.get(one) != mended.neighbours.get(one):
+            yield f"the correct program beside {one} has other bits"
+    for patch_id in repair.rereads:
+        if mended.statuses[patch_id] != "drifted":
+            yield f"{patch_id} is in rereads=, but `apply()` says {mended.statuses[patch_id]} of it"
+    earlier = {name for i in in_order([hazard_id]) for name in (i, *repair_of(i).rereads)}
+    yield from changed_statuses(stock, mended, {*ours, *earlier})
+    own = unit_test(hazard_id)
+    for file, after in mended.unit_tests.items():
+        before = stock.unit_tests[file]
+        if file.startswith("test_repair_") and file != own:
+            continue
+        if file != own:
+            for test in sorted(before.keys() | after.keys()):
+                if before.get(test) != after.get(test):
+                    yield f"{test}: {before.get(test)} before, {after.get(test)} after"
+        else:
+            after_outcomes = {outcome for ranks in after.values() for outcome in ranks}
+            if not any(o.startswith("failed") for ranks in before.values() for o in ranks):
+                yield f"its unit test does not fail before the repair: {before}"
+            if after_outcomes != {"passed"}:
+                yield f"its unit test does not pass after the repair: {after}"
+    for name, before_bits in stock.programs.items():
+        if before_bits != mended.programs[name]:
+            yield f"program {name} has other bits or collectives"
+
+
+def changed_statuses(stock: Result, mended: Result, but: set[str]) -> Iterator[str]:
+    """Yield the patches, other than those of `but`, of which `apply()` says something else."""
+    for patch_id, status in stock.statuses.items():
+        if patch_id not in but and mended.statuses[patch_id] != status:
+            reason = mended.reasons[patch_id]
+            yield f"apply() says {mended.statuses[patch_id]} of {patch_id}, not {status}: {reason}"
+
+
+def prove(clone: Path, ids: list[str], *, together: bool, everything: bool) -> int:
+    """Prove repairs, each in a tree of its own; print a line for each, and return the exit code.
+
+    Args:
+        clone: the checkout.
+        ids: the hazards.
+        together: also make all of these repairs in one tree, and train there in three calls.
+        everything: also run upstream's own unit tests of what is edited, and programs without a
+            hazard, before and after each repair.
+    """
+    failed = 0
+
+    def arguments(*names: str) -> list[str]:
+        repairs = {name: repair_of(name) for name in names}
+        hazards = [h for name, repair in repairs.items() for h in (name, *repair.also)]
+        tests = {f"{r.ranks}:{unit_test(name)}": None for name, r in repairs.items()}
+        if everything:
+            tests |= {f"2:{file}": None for r in repairs.values() for file in r.unit_tests}
+        more = ["--programs"] if everything else []
+        return [*hazards, "--unit-tests", *tests, *more]
+
+    with tempfile.TemporaryDirectory(dir=os.environ.get("REPAIRS_TMP")) as folder:
+        plain = ready_to_run(copied(clone, Path(folder) / "stock"))
+
+        def proof(hazard_id: str) -> tuple[str, list[str], Result | None]:
+            tree = copied(plain, Path(folder) / hazard_id)
+            unmade = [f"{i}: {o}" for i, o in make(tree, [hazard_id]) if o != "applied"]
+            if unmade:
+                return hazard_id, unmade, None
+            mended = run(tree, arguments(hazard_id))
+            shutil.rmtree(tree)
+            return hazard_id, list(faults(hazard_id, stock, mended)), mended
+
+        # Only what `test_repair.py` needs: the packages are those of each tree.
+        stock = run(plain, arguments(*ids))
+        with ThreadPoolExecutor(int(os.environ.get("REPAIRS_JOBS", "2"))) as threads:
+            for hazard_id, wrong, _ in threads.map(proof, ids):
+                failed += bool(wrong)
+                count = changed_lines(diff(clone, hazard_id)) if wrong[:1] != ["unmade"] else 0
+                print(f"{hazard_id}: {'FAILED' if wrong else 'proven'} ({count} lines)", flush=True)
+                for line in wrong:
+                    print(f"    {line}", flush=True)
+        if together:
+            tree = copied(plain, Path(folder) / "together")
+            wrong = [f"{i}: {o}" for i, o in make(tree, ids) if o != "applied"]
+            named = arguments(*ids)
+            mended = run(tree, [*named, "--programs", "--trainings"])
+            stock = stock if everything else run(plain, [*named, "--programs"])
+            repaired_here = {h for i in ids for h in (i, *repair_of(i).also)}
+            for hazard_id in ids:
+                wrong += faults(hazard_id, stock, mended)
+            wrong = [line for line in wrong if not _of_another(line, repaired_here)]
+            wrong += [f"training {n}: {o}" for n, o in mended.trainings.items() if o != "ok"]
+            failed += bool(wrong)
+            print(f"all {len(ids)} together: {'FAILED' if wrong else 'proven'}", flush=True)
+            for line in dict.fromkeys(wrong):
+                print(f"    {line}", flush=True)
+    return 1 if failed else 0
+
+
+def _of_another(line: str, repaired_here: set[str]) -> bool:
+    """Tell if a line says that another repair of the same tree made its hazard `fixed_upstream`."""
+    prefix = "apply() says fixed_upstream of "
+    return line.startswith(prefix) and line[len(prefix) :].partition(",")[0] in repaired_here
+
+
+def main() -> int:
+    """Run the command, and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, many in (("apply", "*"), ("diff", 1), ("prove", "*")):
+        command = commands.add_parser(name)
+        command.add_argument("clone", type=Path)
+        command.add_argument("ids", nargs=many, metavar="ID")
+        if name == "prove":
+            command.add_argument("--together", action="store_true", help="all in one tree, too")
+            command.add_argument(
+                "--all", action="store_true", help="upstream's tests and programs, too"
+            )
+    arguments = parser.parse_args()
+    clone = arguments.clone.resolve()
+    if not clone.is_dir():
+        parser.error(f"{arguments.clone} is no folder")
+    ids = chosen(clone, arguments.ids)
+    for hazard_id in ids:
+        repair_of(hazard_id)
+    if arguments.command == "apply":
+        outcomes = list(make(clone, ids))
+        for hazard_id, outcome in outcomes:
+            print(f"{hazard_id}: {outcome}")
+        return 0 if all(outcome.endswith("applied") for _, outcome in outcomes) else 1
+    if arguments.command == "diff":
+        try:
+            print(diff(clone, ids[0]), end="")
+        except AnchorError as error:
+            print(error, file=sys.stderr)
+            return 1
+        return 0
+    return prove(clone, ids, together=arguments.together, everything=arguments.all)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
