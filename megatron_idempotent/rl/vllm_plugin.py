@@ -9,7 +9,8 @@ EXTENSION = "megatron_idempotent.rl.engines.vllm_worker.StagingExtension"
 
 
 def register() -> None:
-    """Make the transfer engine known to vLLM; an entry point of `vllm.general_plugins`.
+    """Register this package's weight transfer engine with vLLM, which calls this function as an
+    entry point of `vllm.general_plugins` in each of its processes.
 
     vLLM's CPU kernels use AMX but, with --enforce-eager, do not request it from the system: the
     first step in bfloat16 would kill the worker (SIGILL). So this function requests it.

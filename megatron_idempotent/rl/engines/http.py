@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HttpResponse:
-    """A server's response. Example: `HttpResponse(status=400, body={"message": "…"})`."""
+    """The status and the parsed body of a server's HTTP response. Example:
+    `HttpResponse(status=400, body={"message": "…"})`.
+    """
 
     status: int
     body: Any
@@ -33,7 +35,9 @@ class HttpResponse:
 
     @property
     def message(self) -> str:
-        """The error message in the body, from any of the fields where vLLM-like servers put it."""
+        """The error message in the body, up to 2,000 characters. It is read from the fields where
+        vLLM-like servers put it; without these fields, it is the whole body as text.
+        """
         body = self.body
         if isinstance(body, dict):
             body = body.get("error", body.get("detail", body))
@@ -43,7 +47,9 @@ class HttpResponse:
 
 
 class HttpClient:
-    """Sends requests to one server. Example: `await client.call("GET", "/health", timeout_s=5)`."""
+    """Sends HTTP requests to one inference server, and never retries one. Example:
+    `await client.call("GET", "/health", timeout_s=5)`.
+    """
 
     def __init__(self, url: str, *, engine: str, api_key: str | None = None) -> None:
         """
@@ -76,7 +82,7 @@ class HttpClient:
         query: Mapping[str, str] | None = None,
         timeout_s: float | None,
     ) -> HttpResponse:
-        """Send a request and return the response, whatever its status is.
+        """Send one HTTP request, and return the response, also if its status is an error.
 
         Args:
             method: "GET", "POST" and the like.
@@ -112,7 +118,9 @@ class HttpClient:
         return HttpResponse(status=response.status, body=parsed)
 
     async def close(self) -> None:
-        """Close all connections; later calls raise `EngineDead`. A second call is a no-op."""
+        """Close all connections; afterwards `call` raises `EngineDead`. A second `close` is a
+        no-op.
+        """
         self._closed = True
         session, self._session = self._session, None
         if session is not None:

@@ -16,7 +16,8 @@ _LONGEST_WAIT_S = 5.0
 
 
 async def generate_whole(engine: RolloutEngine, request: Request) -> Sample:
-    """Sample a complete response, and continue it each time the engine aborts it midway.
+    """Sample a complete response on one engine. Each time the engine aborts the request midway,
+    send it a request for the rest.
 
     The tokens of an aborted part are appended to the prompt of the next request, so every token is
     sampled and counted once. With a seed and unchanged weights, the response equals one that was
@@ -37,7 +38,8 @@ async def generate_whole(engine: RolloutEngine, request: Request) -> Sample:
 async def _sample_to_end(
     draw: Callable[[Request], Awaitable[Sample]], request: Request, engine_name: str | None
 ) -> Sample:
-    """Sample until the response is complete, and join its parts.
+    """Call `draw` for one part of a response after the other until the response is complete, and
+    return the joined parts.
 
     A part with a token resets the count of attempts, because an engine may abort for every update
     of its weights. The pause after an attempt without a token doubles with each further one.
@@ -69,7 +71,9 @@ async def _sample_to_end(
 
 
 def _remaining_request(request: Request, response: Sample) -> Request:
-    """Return a request for the tokens that are still missing from the response."""
+    """Return a request for the tokens that are still missing from the response; its prompt ends
+    with the response's tokens so far.
+    """
     if not response.tokens:
         return request
     return dataclasses.replace(
@@ -107,7 +111,7 @@ class Quarantine(Protocol):
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """The reason for each quarantined engine, by the engine's name.
+        """The reason why each quarantined engine must not get requests, by the engine's name.
 
         A change makes a new mapping, because a pool reads it often.
         """
@@ -115,7 +119,8 @@ class Quarantine(Protocol):
 
 
 class EnginePool:
-    """Sends requests to several engines; if an engine dies, the others take over its requests.
+    """Sends each request to the engine that runs the fewest; if an engine dies, the other engines
+    take over its requests.
 
     Example: `sample = await EnginePool(engines, sync=weight_sync).generate(request)`.
     """
@@ -129,9 +134,8 @@ class EnginePool:
         self._dead: dict[str, str] = {}
 
     async def generate(self, request: Request) -> Sample:
-        """Return a complete response.
-
-        If an engine aborts or loses the request, another engine continues it.
+        """Return a complete response to a request. If an engine aborts or loses the request, the
+        pool continues it on the engine that then runs the fewest requests.
 
         Raises:
             EngineError: no usable engine is left; the message gives the reason for each.
@@ -140,7 +144,10 @@ class EnginePool:
         return await _sample_to_end(self._draw, request, None)
 
     async def _draw(self, request: Request) -> Sample:
-        """Sample on the engine that runs the fewest requests; on a tie, on the first of them."""
+        """Sample one part of a response on the usable engine that runs the fewest requests; on a
+        tie, on the first of them. An engine that raises `EngineDead` gets no more requests until
+        `reprobe`.
+        """
         out = self._out
         serving = [name for name in self._engines if name not in out]
         if not serving:
@@ -158,11 +165,13 @@ class EnginePool:
 
     @property
     def usable(self) -> bool:
-        """True if at least one engine can take requests."""
+        """True if at least one engine can take requests: it has not died and is not quarantined."""
         return any(name not in self._out for name in self._engines)
 
     async def reprobe(self) -> None:
-        """Check the health of dead engines, and use those again that respond."""
+        """Check the health of the engines that died, and send requests again to those that are
+        SERVING or PAUSED.
+        """
         lost = list(self._dead)
         healths = await asyncio.gather(*(self._engines[name].health() for name in lost))
         for name, health in zip(lost, healths, strict=True):
@@ -171,6 +180,8 @@ class EnginePool:
 
     @property
     def _out(self) -> Mapping[str, str]:
-        """The reason for each engine that must not get requests, by the engine's name."""
+        """The reason for each engine that must not get requests, because it died or is quarantined;
+        by the engine's name.
+        """
         quarantined = self._sync.quarantined if self._sync else {}
         return {**self._dead, **quarantined} if self._dead else quarantined

@@ -23,7 +23,7 @@ PauseMode = Literal["keep", "abort", "wait"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A request for one response.
+    """A request to sample one response to a prompt; prompt and response are token ids.
 
     Example: `Request(id="0/17/3", prompt=(7, 3, 4), max_tokens=32, stop_tokens=(2,), seed=5)`.
     """
@@ -87,18 +87,20 @@ class RoutedExperts:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens."""
+        """The number of tokens for which `data` has the selected experts."""
         return len(self.data) // self._token_bytes
 
     def numbers(self) -> Any:
-        """Return the experts as a NumPy array, [tokens, layers, topk]."""
+        """Return the numbers of the selected experts as a NumPy array, [tokens, layers, topk]."""
         import numpy
 
         flat: Any = numpy.frombuffer(self.data, self.dtype)
         return flat.reshape(self.tokens, self.layers, self.topk)
 
     def then(self, longer: RoutedExperts) -> RoutedExperts:
-        """Return these experts, followed by those of the further tokens in `longer`."""
+        """Return the experts of all tokens in `longer`, a record that begins with the same tokens
+        as this one. For these first tokens, the result has this record's experts.
+        """
         data = self.data + longer.data[len(self.data) :]
         return dataclasses.replace(longer, data=data)
 
@@ -135,7 +137,9 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineHealth:
-    """An engine's state. Example: `(await engine.health()).status == "SERVING"`."""
+    """An engine's status and weight version, as `health` returns them. Example:
+    `(await engine.health()).status == "SERVING"`.
+    """
 
     status: Literal["SERVING", "PAUSED", "DIRTY", "DEAD"]
     """SERVING or PAUSED in normal use. DIRTY: the weights may mix several versions, so the engine
@@ -153,7 +157,8 @@ class EngineHealth:
 
 
 class RolloutEngine(Protocol):
-    """Samples responses, and takes new weights while it serves.
+    """The protocol of every inference engine: it samples responses, and receives new weights while
+    it serves the current ones.
 
     `stage` loads an update into memory in addition to the served weights, and `commit` switches to
     it while the engine is paused. Every method may raise `EngineDead` or `EngineTimeout`.
@@ -181,7 +186,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Continue sampling. If not paused: no-op.
+        """Continue sampling after a pause. If not paused: no-op.
 
         Raises:
             EngineError: the engine is DIRTY.
@@ -206,7 +211,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def commit(self, update_id: str) -> int:
-        """Switch to the staged update; return its version. The engine must be paused.
+        """Replace the served weights by those of the staged update; return its version. The engine
+        must be paused.
 
         Running requests keep the versions of the tokens sampled so far, and continue on a
         recomputed cache. Repeating the last commit does nothing and returns its version. If a
@@ -218,7 +224,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def rollback(self, update_id: str) -> None:
-        """Drop a staged update, or undo a commit that failed midway.
+        """Drop the staged update, or undo its commit if that failed midway.
 
         Unknown ids and completed commits: no-op. An engine that cannot restore the previous weights
         stays DIRTY.
@@ -237,14 +243,19 @@ class RolloutEngine(Protocol):
 
 
 class ColocatedEngine(RolloutEngine, Protocol):
-    """Shares the trainer's device, and frees its memory between rollouts."""
+    """The protocol of an engine on the trainer's device: it can free its memory (`sleep`) and
+    allocate it again (`wake`), so that the trainer can use it between rollouts.
+    """
 
     async def sleep(self) -> None:
-        """Free weights and cache; running requests end with "abort". If asleep: no-op."""
+        """Free the memory of weights and key-value cache; running requests end with "abort". If
+        asleep: no-op.
+        """
         ...
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of "weights" or "kv_cache" again; wake weights first, then load them.
+        """Allocate again the memory that `tags` names: "weights", "kv_cache" or both. Wake the
+        weights first, then load them by an update.
 
         `resume` fails until both are awake. The version is unknown until weights are loaded.
         """
@@ -284,7 +295,8 @@ def refuse_kv_scales(engine: str, update: WeightUpdate, reason: str) -> None:
 def refuse_out_of_turn(
     engine: str, update: WeightUpdate, *, least: int, serving: int | None, staging: str = ""
 ) -> None:
-    """Raise `UpdateRefused` if an update's version or base does not fit, or another is staging.
+    """Raise `UpdateRefused` if the engine cannot stage an update now: its version is below `least`,
+    it builds on a version that is not served, or another update is being staged.
 
     Args:
         engine: the engine's name, for the message.
@@ -324,8 +336,8 @@ def split_mix(state: int) -> int:
 
 
 async def both_ends(*calls: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines concurrently, such as both ends of a transfer; if one fails, cancel the
-    others.
+    """Run coroutines concurrently, such as the sending and the receiving end of a transfer, until
+    all have ended; if one fails, cancel the others and raise its error.
 
     Example: `await both_ends(engine.pause(), engine.sleep())`.
     """

@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 
 class EngineActor:
-    """Runs in a Ray actor: calls the engine there, and passes it the buckets of an update."""
+    """Runs an engine inside a Ray actor: calls the engine's methods, and receives the buckets of an
+    update for it.
+    """
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
-        """Construct the engine."""
+        """Construct the actor's engine by `make()`."""
         self._engine = make()
         self._receiver: Any = None
         self._buckets: asyncio.Queue[Bucket | None] = asyncio.Queue()
@@ -42,7 +44,8 @@ class EngineActor:
         self._answers: dict[int, asyncio.Future[asyncio.Future[Sample]]] = {}
 
     async def take(self, requests: Sequence[tuple[int, Request]]) -> None:
-        """Start requests; each comes with a ticket, for which `answer` returns the sample.
+        """Start to sample a batch of requests. Each request comes with a number, its ticket, with
+        which the caller gets the sample from `answer`.
 
         Requests of one call form one batch, as in an engine of the caller's process: the rounding
         of log-probs depends on the batch.
@@ -55,7 +58,9 @@ class EngineActor:
                 answer.set_result(asyncio.ensure_future(self._engine.generate(request)))
 
     async def answer(self, ticket: int) -> Sample:
-        """Return the sample for a ticket; its request may arrive later than this call."""
+        """Wait for the sample of the request with this ticket, and return it. The request may
+        arrive through `take` after this call.
+        """
         sampling = await self._answer(ticket)
         try:
             return await sampling
@@ -70,11 +75,12 @@ class EngineActor:
         return self._answers[ticket]
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine."""
+        """Call the engine's method with the name `method`, and return its result."""
         return await getattr(self._engine, method)(*args)
 
     async def open(self, update: WeightUpdate, opened: Announcement) -> bool:
-        """Start to stage an update; return False if the engine needs none of its buckets.
+        """Make a receiver for an update's buckets, and start the engine's `stage`; return False if
+        the engine has already committed this update and needs no bucket.
 
         Raises:
             Exception: as the engine's `stage` raises.
@@ -92,7 +98,8 @@ class EngineActor:
         return not self._staging.done()
 
     async def receive(self, announced: Announcement) -> None:
-        """Receive a bucket, and return once the engine has checked it.
+        """Receive an announced bucket, pass it to the engine's `stage`, and return once the engine
+        has checked it.
 
         Raises:
             Exception: as the engine's `stage` raises.
@@ -108,7 +115,8 @@ class EngineActor:
             self._staging.result()
 
     async def complete(self) -> None:
-        """Finish staging after the last bucket.
+        """Tell the engine's `stage` that the last bucket has arrived, and wait until the update is
+        staged.
 
         Raises:
             Exception: as the engine's `stage` raises.
@@ -119,7 +127,9 @@ class EngineActor:
         await self.drop()
 
     async def drop(self) -> None:
-        """Cancel the update that is being staged. If there is none: no-op."""
+        """Cancel the engine's `stage` if it is running, and close the receiver. If no update is
+        being staged: no-op.
+        """
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.cancel()
@@ -135,7 +145,8 @@ class EngineActor:
 
 
 class RayEngine:
-    """Implements `RolloutEngine` with an `EngineActor` in a Ray cluster.
+    """Implements `RolloutEngine` by an engine in a Ray actor (`EngineActor`), to which it passes
+    each call.
 
     Example:
         make = functools.partial(TransformersEngine, "/shared/checkpoint", name="engine-0")
@@ -151,7 +162,7 @@ class RayEngine:
         num_cpus: float = 1,
         num_gpus: float = 0,
     ) -> None:
-        """Start the actor; `ready()` waits until its engine is constructed.
+        """Start the Ray actor; `ready()` waits until the engine in it is constructed.
 
         Args:
             name: the engine's name, unique in a run.
@@ -192,7 +203,9 @@ class RayEngine:
         await self._request("call", "health")
 
     async def generate(self, request: Request) -> Sample:
-        """Sample one response; see `RolloutEngine.generate`."""
+        """Send a request to the engine in the actor, and return the sample; see
+        `RolloutEngine.generate`.
+        """
         ticket = next(self._tickets)
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._send)
@@ -201,21 +214,24 @@ class RayEngine:
         return sample
 
     def _send(self) -> None:
-        """Send all requests that were made in this turn of the event loop."""
+        """Send the actor all requests that were made in this turn of the event loop, as one
+        batch.
+        """
         requests, self._waiting = self._waiting, []
         if not self._closed:
             self._actor.take.remote(requests)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; see `RolloutEngine.pause`."""
+        """Make the engine in the actor stop sampling; see `RolloutEngine.pause`."""
         await self._request("call", "pause", mode)
 
     async def resume(self) -> None:
-        """Continue sampling; see `RolloutEngine.resume`."""
+        """Make the engine in the actor continue sampling; see `RolloutEngine.resume`."""
         await self._request("call", "resume")
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Receive and check an update; see `RolloutEngine.stage`.
+        """Send an update's buckets over the transport to the actor, whose engine checks and stages
+        them; see `RolloutEngine.stage`.
 
         Raises:
             TransportError: the transport's sender failed.
@@ -239,18 +255,19 @@ class RayEngine:
             await sender.close()
 
     async def commit(self, update_id: str) -> int:
-        """Switch to the staged update; see `RolloutEngine.commit`."""
+        """Make the engine in the actor serve the staged update; see `RolloutEngine.commit`."""
         version: int = await self._request("call", "commit", update_id)
         return version
 
     async def rollback(self, update_id: str) -> None:
-        """Drop a staged update, or undo a failed commit; see `RolloutEngine.rollback`."""
+        """Make the engine in the actor drop a staged update, or undo a failed commit; see
+        `RolloutEngine.rollback`.
+        """
         await self._request("call", "rollback", update_id)
 
     async def health(self) -> EngineHealth:
-        """Return the status and version; see `RolloutEngine.health`.
-
-        An actor that Ray restarts is DEAD until it responds.
+        """Return the status and version of the engine in the actor; DEAD if the actor does not
+        respond within 10 s, as while Ray restarts it. See `RolloutEngine.health`.
         """
         try:
             reply = self._request("call", "health")
@@ -260,7 +277,7 @@ class RayEngine:
         return health
 
     async def close(self) -> None:
-        """Release all resources; see `RolloutEngine.close`. Kills the actor."""
+        """Close the engine in the actor, and kill the actor; see `RolloutEngine.close`."""
         if self._closed:
             return
         with contextlib.suppress(EngineDead, asyncio.TimeoutError):
@@ -270,7 +287,7 @@ class RayEngine:
             self._ray.kill(self._actor, no_restart=True)
 
     async def _request(self, method: str, *args: Any) -> Any:
-        """Call a method of the actor and return its result.
+        """Call the actor's method with the name `method`, and return its result.
 
         Raises:
             EngineDead: the actor is lost, or this engine was closed.

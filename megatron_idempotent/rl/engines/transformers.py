@@ -32,7 +32,8 @@ _TAGS = ("weights", "kv_cache")
 
 
 class TransformersEngine:
-    """Implements `RolloutEngine` and `ColocatedEngine` with a causal model of transformers.
+    """Implements `RolloutEngine` and `ColocatedEngine` in this process, with a causal language
+    model of the transformers library.
 
     Requests are batched continuously: they join and leave between two forwards, and requests that
     arrive together with the same prompt compute it once. Forwards run in a thread, so the event
@@ -130,9 +131,8 @@ class TransformersEngine:
         return await self._serving.answer(request)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; see `RolloutEngine.pause`.
-
-        In mode "wait", requests that arrive meanwhile are queued.
+        """Stop sampling; see `RolloutEngine.pause`. In mode "wait", requests that arrive during the
+        pause are queued.
 
         A cancelled call still pauses the engine. A second call with "abort" cuts a "wait" short.
 
@@ -150,7 +150,8 @@ class TransformersEngine:
         self._serving.open()
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Receive and check an update; see `RolloutEngine.stage`.
+        """Receive an update's tensors, check them, and keep copies beside the served weights; see
+        `RolloutEngine.stage`.
 
         Raises:
             EngineError: the weights are asleep.
@@ -161,9 +162,8 @@ class TransformersEngine:
         await self._updates.stage(update, buckets)
 
     async def commit(self, update_id: str) -> int:
-        """Switch to the staged update; see `RolloutEngine.commit`.
-
-        Swaps pointers; the next forward recomputes the cache.
+        """Replace the model's tensors by those of the staged update, and have running requests
+        recompute their cache; see `RolloutEngine.commit`.
         """
         self._check_open()
         version = self._updates.committed(update_id)
@@ -218,7 +218,9 @@ class TransformersEngine:
         self._serving.close()
 
     async def sleep(self) -> None:
-        """Free weights and cache; see `ColocatedEngine.sleep`. Also drops a staged update."""
+        """Free the memory of weights and key-value cache, and drop a staged update; see
+        `ColocatedEngine.sleep`.
+        """
         self._check_open()
         if self._asleep:
             return
@@ -227,9 +229,8 @@ class TransformersEngine:
         await self._updates.free("its weights were freed; wake them, then stage and commit all")
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of weights or cache again; see `ColocatedEngine.wake`.
-
-        The engine stays paused.
+        """Mark "weights" or "kv_cache" as awake; the engine stays paused. See
+        `ColocatedEngine.wake`.
 
         Memory is allocated on use: the model has no weights until an update is committed.
 
@@ -288,7 +289,8 @@ _STEP, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class RequestSlot:
-    """A running request: its tokens so far, and the future that gets the sample.
+    """A running request: its sampled tokens so far, and the future on which the caller waits for
+    the sample.
 
     Example: `RequestSlot(order=7, request=request, seed=5, answer=loop.create_future())`.
     """
@@ -306,7 +308,8 @@ class RequestSlot:
     """The experts of all tokens except the last, each as it was first computed."""
 
     def turn(self) -> Turn:
-        """Return what `DecodeBatch.draw` needs for the request's next token.
+        """Return the inputs with which `DecodeBatch.draw` samples the request's next token: the
+        last token so far, a random number and the temperature.
 
         The random number in [0, 1) is a hash of the seed and the token's position, so it does not
         depend on the batch or on earlier aborts.
@@ -317,7 +320,9 @@ class RequestSlot:
         return token, (split_mix(state) >> 11) * 2.0**-53, self.request.temperature
 
     def take(self, token: int, logprob: float, version: int) -> None:
-        """Add a token, and finish the request if it is the last one."""
+        """Append a sampled token with its log-prob and weight version; finish the request if this
+        token ends the response.
+        """
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -327,7 +332,9 @@ class RequestSlot:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        """Return the tokens so far to the caller; a no-op if the caller was cancelled."""
+        """Give the waiting caller a `Sample` with the tokens so far; a no-op if the caller was
+        cancelled.
+        """
         if not self.answer.done():
             self.answer.set_result(
                 Sample(
@@ -343,7 +350,7 @@ class RequestSlot:
             )
 
     def fail(self, error: Exception) -> None:
-        """Raise an error at the caller; a no-op if the caller was cancelled."""
+        """Raise an error in the waiting caller; a no-op if the caller was cancelled."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -353,7 +360,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Scheduler:
-    """Runs requests in batches, one forward of the model after the other.
+    """Runs an engine's requests in batches, one forward of the model after the other.
 
     All state belongs to the event loop; forwards run in a separate thread. Between two forwards,
     rows join and leave, and a shut gate stops the loop. The task that runs the loop exists only
@@ -398,7 +405,9 @@ class Scheduler:
         return len(self._waiting) + len(self._joining) + len(self._rows)
 
     async def answer(self, request: Request) -> Sample:
-        """Wait until sampling is open and a row of the batch is free, then sample one response."""
+        """Queue a request, and return its sample: wait until sampling is not paused and the batch
+        has a free row, then sample.
+        """
         slot = RequestSlot(
             order=self._taken,
             request=request,
@@ -417,7 +426,9 @@ class Scheduler:
                 self._sweep()  # a running task does it after its forward
 
     async def pause(self, mode: PauseMode) -> None:
-        """Shut the gate, and wait until no token is sampled. A cancelled call still shuts it.
+        """Stop sampling, and wait until no forward is running. Mode "wait" first finishes the
+        requests that came before, "abort" ends them early, and "keep" lets them continue after
+        `open()`.
 
         Raises:
             EngineError: the gate was opened again before sampling had stopped.
@@ -438,25 +449,29 @@ class Scheduler:
             self.give_back()
 
     def open(self) -> None:
-        """Open the gate: sample tokens again."""
+        """Continue sampling after a pause."""
         self._gate, self._admitted = "open", math.inf
         self._tell()
         self._go()
 
     def give_back(self) -> None:
-        """End all requests with their tokens so far, and free the cache. The gate must be shut."""
+        """End all requests with finish reason "abort" and their tokens so far, and free the cache.
+        Call it only while sampling is paused.
+        """
         for slot in self._forget():
             slot.finish("abort")
 
     def recompute(self) -> None:
-        """Queue running requests so that they recompute their cache. The gate must be shut."""
+        """Drop the cache, and queue the running requests again, so that they recompute their keys
+        and values. Call it only while sampling is paused.
+        """
         running = {slot.order: slot for slot in self._rows}
         self._rows.clear()
         self._batch.clear()
         self._waiting = {**dict(sorted(running.items())), **self._waiting}
 
     def close(self) -> None:
-        """End the thread. The gate must be shut."""
+        """End the thread that runs forwards. Call it only while sampling is paused."""
         self._thread.shutdown(wait=False)
 
     def _opened(self) -> bool:
@@ -497,13 +512,15 @@ class Scheduler:
             self._tell()
 
     def _sweep(self) -> None:
-        """Free the rows of finished and cancelled requests."""
+        """Remove the rows of finished and cancelled requests from the batch and its cache."""
         ended_rows = [row for row, slot in enumerate(self._rows) if slot.answer.done()]
         if ended_rows:
             self._rows = [self._rows[old_row] for old_row in self._batch.leave(ended_rows)]
 
     def _next_sequences(self) -> dict[tuple[int, ...], list[RequestSlot]]:
-        """Return the distinct sequences to prefill in one forward, each with its requests."""
+        """Return the distinct token sequences to prefill in the next forward, each with the
+        requests that share it.
+        """
         room = self.max_running - len(self._rows)
         slots_of: dict[tuple[int, ...], list[RequestSlot]] = {}
         for slot in itertools.islice(self._waiting.values(), max(room, 0)):
@@ -555,7 +572,9 @@ class Scheduler:
     async def _compute(
         self, slots: Sequence[RequestSlot], method: Callable[..., T], *arguments: Any
     ) -> T | None:
-        """Run a method of the batch in the thread; if it raises, fail `slots` and return None."""
+        """Run a method of the batch in the forward thread, and return its result; if it raises,
+        pass the error to the callers of `slots`, and return None.
+        """
         try:
             return await asyncio.get_running_loop().run_in_executor(
                 self._thread, method, *arguments
@@ -566,7 +585,7 @@ class Scheduler:
             return None
 
     def _forget(self) -> list[RequestSlot]:
-        """Remove and return all requests, and free the cache."""
+        """Remove all requests, free the cache, and return the requests' slots."""
         slots = [*self._rows, *self._joining, *self._waiting.values()]
         self._rows, self._joining, self._waiting = [], [], {}
         self._batch.clear()

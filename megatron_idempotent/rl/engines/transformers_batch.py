@@ -25,7 +25,8 @@ _POSITIONS = 64
 
 
 class RowCache(Cache):
-    """Caches the keys and values of rows of different lengths.
+    """Caches keys and values for a batch of requests; each request is a row, and rows differ in
+    length.
 
     Each forward appends one position to every row. New rows are appended; when rows leave, the last
     rows move into the gaps, so nothing is recomputed. Positions past a row's length hold zeros or
@@ -49,7 +50,8 @@ class RowCache(Cache):
         sequence_of_row: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
-        """Append rows.
+        """Append rows to the batch, and copy their keys and values, which a prefill has computed,
+        into the cache.
 
         Args:
             computed: keys and values of each layer, both [U, H, P, D]; values past a sequence's
@@ -64,7 +66,9 @@ class RowCache(Cache):
         self._lengths.put(torch.cat([self._lengths.lengths_B.to(lengths.device), lengths]))
 
     def leave(self, ended_rows: Sequence[int]) -> list[int]:
-        """Remove rows; return the old index of each remaining row."""
+        """Remove the rows `ended_rows`, and move the last rows into the gaps. Return the old index
+        of each remaining row.
+        """
         absent = set(ended_rows)
         remaining = self._lengths.rows - len(absent)
         order = list(range(remaining))
@@ -78,12 +82,14 @@ class RowCache(Cache):
         return order
 
     def advance(self) -> None:
-        """Add 1 to all lengths, after a forward wrote one position per row."""
+        """Add 1 to the lengths of all rows, after a forward has cached one more position for each
+        row.
+        """
         self._lengths.put(self._lengths.lengths_B + 1)
 
 
 class _RowLengths:
-    """The rows' lengths, shared by the cache and its layers.
+    """The number of cached positions of each row, shared by the cache and its layers.
 
     Layers refer to this object instead of the cache, because a reference cycle would keep tensors
     alive.
@@ -93,7 +99,9 @@ class _RowLengths:
         self.put(torch.zeros(0, dtype=torch.int64))
 
     def put(self, lengths_B: torch.Tensor) -> None:
-        """Set the length of each row; the host reads the maximum once here, not once per layer."""
+        """Set the length of each row, and compute the longest one. The host waits for the device
+        here once, and not again in each layer.
+        """
         self.lengths_B = lengths_B
         self.rows = len(lengths_B)
         self.width = int(lengths_B.max()) if self.rows else 0
@@ -116,7 +124,9 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one position per row, [B, H, 1, D]; return all cached keys and values."""
+        """Append one position to every row, given its keys and values, [B, H, 1, D]; return the
+        cached keys and values of all rows.
+        """
         lengths_B, width = self._lengths.lengths_B, self._lengths.width + 1
         rows = len(lengths_B)
         states_in_use = []
@@ -132,7 +142,9 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
         computed: tuple[torch.Tensor, torch.Tensor] | None,
         sequence_of_row: torch.Tensor,
     ) -> None:
-        """Write each new row's keys and values, to the rows from `first` on."""
+        """Write the prefilled keys and values of new rows into the rows from `first` on; without
+        any (`computed` is None), write zeros.
+        """
         rows = slice(first, first + len(sequence_of_row))
         for attribute, states in zip(("keys", "values"), computed or (None, None), strict=True):
             if states is not None:
@@ -143,7 +155,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
                 getattr(self, attribute)[rows] = 0
 
     def move(self, movers: list[int], gaps: list[int]) -> None:
-        """Copy the rows `movers` to the rows `gaps`."""
+        """Copy the keys and values of the rows `movers` into the rows `gaps`."""
         for room in (self.keys, self.values):
             if room is not None and movers:
                 room[gaps] = room[movers]
@@ -161,15 +173,16 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
         return self._lengths.width
 
     def get_max_length(self) -> int:
-        """Return -1, for no limit."""
+        """Return -1: the number of positions has no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """Return -1, for no limit; transformers 5.0 calls this name."""
+        """Return -1: the number of positions has no limit. transformers 5.0 calls this name."""
         return -1
 
     def _room(self, attribute: str, like: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-        """Return this layer's keys or values, grown to hold `rows` rows of `width` positions.
+        """Return this layer's tensor of keys or values (`attribute`), enlarged if it cannot hold
+        `rows` rows of `width` positions.
 
         A dimension that is too small at least doubles.
         """
@@ -233,7 +246,9 @@ uniform random number in [0, 1), and the temperature."""
 
 
 class RouteRecorder:
-    """Records the experts that a model's routers select in each forward."""
+    """Records which experts a model's routers select for each token, by hooks that run in each
+    forward.
+    """
 
     def __init__(self, model: Any) -> None:
         routers = [
@@ -253,19 +268,24 @@ class RouteRecorder:
             router.register_forward_hook(lambda _, __, output: self._taken.append(output[-1]))
 
     def take(self, rows: int) -> Any:
-        """Return the last forward's experts, a NumPy array [rows, positions, layers, topk]."""
+        """Return the experts that the last forward selected, as a NumPy array [rows, positions,
+        layers, topk], and clear the record.
+        """
         # Only the last outputs: a forward that raised may have left some before them.
         outputs, self._taken = self._taken[-self.layers :], []
         joined = torch.stack(outputs, 1).view(rows, -1, self.layers, self.topk)
         return joined.to(getattr(torch, self.dtype)).cpu().numpy()
 
     def recorded(self, data: bytes) -> RoutedExperts:
-        """Return a record of experts, given their bytes from `take`."""
+        """Return a `RoutedExperts` from bytes that `take` returned, with this model's number of
+        layers, top-k and dtype.
+        """
         return RoutedExperts(data=data, layers=self.layers, topk=self.topk, dtype=self.dtype)
 
 
 class DecodeBatch:
-    """Runs the forwards of a batch. Methods block; call one at a time, from any thread.
+    """Runs the model's forwards for a batch of requests, a row for each: `join` prefills, and
+    `draw` samples a token per row. Methods block; call one at a time, from any thread.
 
     A row's cache holds all of its tokens except the last. `draw` feeds the last tokens of all rows,
     so rows that have just joined share the next forward with the others.
@@ -282,12 +302,13 @@ class DecodeBatch:
         self._cache = RowCache(layers=model.config.num_hidden_layers)
 
     def clear(self) -> None:
-        """Drop all rows, and free their memory."""
+        """Remove all rows from the batch, and free their cache."""
         self._cache = RowCache(layers=self._model.config.num_hidden_layers)
 
     @torch.no_grad()
     def join(self, sequences: Sequence[Sequence[int]], sequence_of_row: Sequence[int]) -> int:
-        """Prefill distinct sequences and append rows for them; return the number of new rows.
+        """Prefill distinct token sequences in one forward, and append rows for them; return the
+        number of new rows.
 
         Args:
             sequences: the tokens to cache: those of a row except its last; may be empty.
@@ -352,5 +373,7 @@ class DecodeBatch:
 
     @torch.no_grad()
     def leave(self, ended_rows: Sequence[int]) -> list[int]:
-        """Remove rows; return the old index of each remaining row."""
+        """Remove the rows `ended_rows` from the batch; return the old index of each remaining
+        row.
+        """
         return self._cache.leave(ended_rows)

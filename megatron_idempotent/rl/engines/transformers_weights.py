@@ -45,7 +45,8 @@ class _ModelSlice:
 
 
 class ServedWeights:
-    """The tensors that an engine serves from; swaps updated ones in.
+    """Holds the tensors of the model that an engine serves, and replaces them by those of an
+    update.
 
     A swap replaces pointers, so its time does not depend on the tensors' sizes, and the old tensors
     stay in memory until all are replaced. Patches are written in place. Tied weights are one
@@ -77,7 +78,7 @@ class ServedWeights:
 
     @property
     def expected(self) -> tuple[TensorInfo, ...]:
-        """The tensors of a full update, named as in a checkpoint."""
+        """The name, shape and dtype of every tensor of a full update, named as in a checkpoint."""
         return tuple(target.info for target in self._slices.values())
 
     def served(self, name: str) -> torch.Tensor:
@@ -90,7 +91,8 @@ class ServedWeights:
     def assemble(
         self, tensors: Mapping[str, torch.Tensor | Patch]
     ) -> dict[str, torch.Tensor | Patch]:
-        """Assemble the model's tensors from a checkpoint's, without changing the served weights.
+        """Build new tensors for the model from an update's tensors, which are named and split as in
+        a checkpoint. The served weights do not change.
 
         If an update has only some parts of a model's tensor, the other parts are copied from the
         served tensor. If an update has only patches for it, they are returned as they are.
@@ -115,7 +117,9 @@ class ServedWeights:
         return assembled
 
     def exchange(self, tensors: Mapping[str, torch.Tensor | Patch]) -> None:
-        """Serve these tensors. On an error, restore the old ones; `torn` is True if that fails."""
+        """Put `tensors` in the place of the served ones; patches are written in place. On an error,
+        restore the old tensors, and raise; `torn` is True if that fails, too.
+        """
         try:
             for name, new in tensors.items():
                 if name not in self._replaced:
@@ -128,14 +132,16 @@ class ServedWeights:
         self._replaced.clear()
 
     def restore(self) -> None:
-        """Serve the tensors from before an exchange that failed."""
+        """Put the old tensors back into the model after an `exchange` that failed."""
         for name in list(self._replaced):
             self._put(name, self._replaced[name])
             del self._replaced[name]
 
     @property
     def torn(self) -> bool:
-        """True if the served tensors mix two versions."""
+        """True if the served tensors mix two versions, because an `exchange` and the restore after
+        it failed.
+        """
         return bool(self._replaced)
 
     def free(self) -> None:
@@ -160,7 +166,9 @@ class ServedWeights:
 
 
 def _checkpoint_slices(info: TensorInfo) -> list[_ModelSlice]:
-    """List the checkpoint's tensors that one of the model's tensors holds."""
+    """List the checkpoint's tensors that one of the model's tensors holds: one, or the matrices of
+    all experts of a layer.
+    """
     if (factor := _FACTOR.search(info.name)) is not None:
         # PEFT saves a factor without the adapter's name, below two wrappers that a bare model
         # lacks.
@@ -214,7 +222,8 @@ class Incoming(Staging):
         """The CUDA stream for copies, so that they do not wait for the model's kernels."""
 
     def add(self, bucket: Bucket) -> None:
-        """Check and keep a copy of the bucket, whose sender may reuse its memory.
+        """Check a bucket, and keep a copy of its tensors, because the sender may reuse the bucket's
+        memory.
 
         Raises:
             WeightsError: as in `Staging.add`.
@@ -229,7 +238,8 @@ class Incoming(Staging):
             super().add(dataclasses.replace(bucket, tensors=copies))
 
     def complete(self) -> Mapping[str, Any]:
-        """Return all tensors in the model's dtypes.
+        """Check that all tensors have arrived, and return them by name; matrices in FP8 are
+        dequantised to the model's dtype.
 
         On the host, patches become new tensors: writing a patch takes 20 ns per element there, and
         requests would wait for it. On a device, where memory is scarce and writes are fast, patches
@@ -270,7 +280,7 @@ class Incoming(Staging):
 
 
 class WeightVersions:
-    """Stages, commits and rolls back updates of one model's weights.
+    """Stages, commits and rolls back updates of one model's weights, and knows the served version.
 
     Call `commit` and `rollback` only while no forward is running. A commit that fails restores the
     previous weights; only if that also fails does the model mix two versions.
@@ -301,7 +311,8 @@ class WeightVersions:
         return self._freed
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Receive and check an update; see `RolloutEngine.stage`.
+        """Receive an update's buckets, check them, and keep the tensors for `commit`; see
+        `RolloutEngine.stage`.
 
         Raises:
             UpdateRefused: also if the update is rolled back while it is being staged.
@@ -341,7 +352,7 @@ class WeightVersions:
         task.result()
 
     def commit(self, update_id: str) -> int:
-        """Serve the staged update; return its version.
+        """Replace the model's tensors by those of the staged update; return its version.
 
         Raises:
             EngineError: the update is not staged, or its tensors cannot be swapped in.
@@ -366,7 +377,9 @@ class WeightVersions:
         return update.version
 
     def committed(self, update_id: str) -> int | None:
-        """Return the served version if `update_id` is the last commit, else None."""
+        """Return the served version if `update_id` is the update that was committed last, else
+        None.
+        """
         if self._committed is None or self._committed.id != update_id:
             return None
         return self.version
@@ -391,7 +404,9 @@ class WeightVersions:
             self._staged = None
 
     async def free(self, reason: str) -> None:
-        """Free the served, staged and arriving weights; `reason` becomes the trouble."""
+        """Free the memory of the served weights, and drop an update that is staged or arriving.
+        `reason` says why there are no weights; `trouble` returns it until the next commit.
+        """
         await self._give_up(None)
         self._staged = self._committed = None
         self._weights.free()

@@ -39,7 +39,8 @@ _GENERATE = "/inference/v1/generate"
 
 
 class VllmEngine(VllmUpdates):
-    """Implements `ColocatedEngine` with a vLLM server; `VllmServer` starts a suitable one.
+    """Implements `ColocatedEngine` as an HTTP client of a running vLLM server; `VllmServer` starts
+    a suitable one.
 
     Requests and responses are token ids, at `/inference/v1/generate`. vLLM stamps each token with a
     weight version. The stamp is exact: vLLM attaches its current version to the outputs of every
@@ -104,7 +105,9 @@ class VllmEngine(VllmUpdates):
         self._pausing = asyncio.Lock()
 
     async def generate(self, request: Request) -> Sample:
-        """Sample one response; see `RolloutEngine.generate`."""
+        """Send a request to the vLLM server, and return the sample; see
+        `RolloutEngine.generate`.
+        """
         if self._closed:
             raise EngineDead(f"engine {self.name} was closed by this client; make a new engine")
         # A new id: the caller may send the request again while vLLM still ends the first one.
@@ -124,7 +127,7 @@ class VllmEngine(VllmUpdates):
             del self._running[sent_id]
 
     async def close(self) -> None:
-        """Abort all requests and close all connections; the server keeps running."""
+        """Abort this client's requests, and close its connections; the server keeps running."""
         if self._closed:
             return
         self._closed = True
@@ -151,9 +154,8 @@ class VllmEngine(VllmUpdates):
             waiting = {sent: drawing for sent, drawing in waiting.items() if not drawing.done()}
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; see `RolloutEngine.pause`.
-
-        Caches are kept; only a commit invalidates them.
+        """Make the vLLM server stop sampling; see `RolloutEngine.pause`. It keeps its caches; only
+        a commit invalidates them.
 
         Requests that arrive during a pause wait inside vLLM.
         """
@@ -165,7 +167,9 @@ class VllmEngine(VllmUpdates):
                 await self._control.pause(mode)
 
     async def resume(self) -> None:
-        """Continue sampling; see `RolloutEngine.resume`."""
+        """Make the vLLM server continue sampling, unless its weights are DIRTY; see
+        `RolloutEngine.resume`.
+        """
         wrong = await self._wrong(await self._state())
         if wrong:
             raise EngineError(
@@ -174,7 +178,7 @@ class VllmEngine(VllmUpdates):
         await self._control.post("/resume")
 
     async def health(self) -> EngineHealth:
-        """Return the status and version; see `RolloutEngine.health`."""
+        """Return the status and version of the vLLM server; see `RolloutEngine.health`."""
         running = len(self._running)
         try:
             return await asyncio.wait_for(self._health(running), self._control.timeouts.health_s)
@@ -198,7 +202,8 @@ class VllmEngine(VllmUpdates):
         )
 
     async def sleep(self) -> None:
-        """Free weights and cache; see `ColocatedEngine.sleep`. Weights move to host memory.
+        """Make the vLLM server move its weights to host memory and free its cache; see
+        `ColocatedEngine.sleep`.
 
         Sleep and wake are untested: vLLM supports them on GPUs only.
 
@@ -209,9 +214,8 @@ class VllmEngine(VllmUpdates):
         await self._control.post("/sleep", limit="commit_s", level="1", mode="abort")
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Allocate the memory of weights or cache again; see `ColocatedEngine.wake`.
-
-        Once weights and cache are awake, the engine is paused.
+        """Make the vLLM server allocate the memory of weights or cache again; see
+        `ColocatedEngine.wake`. Once both are awake, the engine is paused.
         """
         await self._must_sleep()
         for tag in tags:
@@ -228,7 +232,9 @@ class VllmEngine(VllmUpdates):
             )
 
     async def _draw(self, sent_id: str, request: Request) -> Sample:
-        """Send a request as `sent_id`; if the call is cancelled, vLLM frees the request."""
+        """Post a request to the server under the id `sent_id`, and return the sample. If the call
+        is cancelled, vLLM frees the request.
+        """
         await self._check(request)
         body = {
             "request_id": sent_id,
@@ -244,7 +250,8 @@ class VllmEngine(VllmUpdates):
         return self._sample(request, answer["choices"][0])
 
     def _sample(self, request: Request, choice: Mapping[str, Any]) -> Sample:
-        """Convert a choice of vLLM's response to a sample.
+        """Convert an entry of `choices` in vLLM's response to a `Sample`, with a log-prob and a
+        weight version for each token.
 
         Raises:
             EngineError: a token lacks its log-prob or version, or the finish reason is unknown.
@@ -282,7 +289,9 @@ class VllmEngine(VllmUpdates):
     def _routes(
         self, subject: str, request: Request, choice: Mapping[str, Any]
     ) -> RoutedExperts | None:
-        """Decode a response's experts, base64 of an `.npy` [tokens - 1, all layers, topk]."""
+        """Decode the experts in a response, base64 of an `.npy` [tokens - 1, all layers, topk], and
+        keep those of the layers with routers. None for an engine without `routing_layers`.
+        """
         if not self._routing_layers:
             return None
         if choice.get("routed_experts") is None:
@@ -304,7 +313,9 @@ class VllmEngine(VllmUpdates):
         return RoutedExperts(data=experts.tobytes(), layers=layers, topk=topk, dtype=kind)
 
     async def _check(self, request: Request) -> None:
-        """Raise an error for a request that the server would reject or silently change."""
+        """Raise an error for a request that is too long for the model, or whose temperature the
+        server would change or leave out of its log-probs.
+        """
         async with self._asking:
             if self._longest is None:
                 self._longest = await self._max_model_len()
@@ -332,7 +343,9 @@ class VllmEngine(VllmUpdates):
             )
 
     async def _max_model_len(self) -> int:
-        """Return the model's number of positions; reject a server that does not stamp tokens."""
+        """Return the model's number of positions; raise `EngineUnsupported` if the server's
+        responses lack the weight version of each token.
+        """
         schema = await self._control.need(_GENERATE)
         if "weight_versions" not in json.dumps(schema.get("components", {})):
             raise EngineUnsupported(
@@ -342,7 +355,9 @@ class VllmEngine(VllmUpdates):
         return int((await self._control.get("/v1/models"))["data"][0]["max_model_len"])
 
     async def _is_tempered(self, prompt: Sequence[int]) -> bool:
-        """Return whether the server's log-probs take the temperature into account."""
+        """Return whether the server's log-probs are those after temperature: sample a token at
+        temperatures 1 and 2, and compare the highest log-probs.
+        """
         likeliest = []
         for temperature in (1.0, 2.0):
             parameters = {"max_tokens": 1, "logprobs": 1, "temperature": temperature}
@@ -357,7 +372,8 @@ class VllmEngine(VllmUpdates):
 
 
 class ServedVllm(VllmEngine):
-    """A `VllmEngine` that owns its server, which listens on this machine only.
+    """A `VllmEngine` that owns its vLLM server: the constructor starts the server, and `close`
+    stops it.
 
     If the server dies, this process ends too, so that Ray starts both again.
 
@@ -372,7 +388,7 @@ class ServedVllm(VllmEngine):
         transport: Callable[[], Sender],
         routing_layers: Sequence[int] = (),
     ) -> None:
-        """Start the server, and wait until it responds.
+        """Start the vLLM server, and wait until it responds.
 
         Args:
             server: the server, which is not running yet.
@@ -406,7 +422,7 @@ class ServedVllm(VllmEngine):
             os._exit(1)
 
     async def close(self) -> None:
-        """Release all resources; see `RolloutEngine.close`. Stops the server, too."""
+        """Close this client, and stop the vLLM server; see `RolloutEngine.close`."""
         await super().close()
         await asyncio.to_thread(self._server.stop)
 
@@ -419,8 +435,8 @@ _NO_LOGPROB = -9999.0
 
 
 def sampling_params(request: Request) -> dict[str, Any]:
-    """Return vLLM's SamplingParams, each set explicitly so that no server or checkpoint default
-    applies.
+    """Return a request's sampling parameters for vLLM, as JSON. Each one is set explicitly, so that
+    no default of the server or the checkpoint applies.
 
     Only the request's stop tokens end a response; the checkpoint's end-of-sequence token does not.
     """

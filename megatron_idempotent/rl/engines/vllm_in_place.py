@@ -12,7 +12,8 @@ from megatron_idempotent.rl.weights.deltas import Patch
 
 
 class Patched(Mapping[str, torch.Tensor]):
-    """Overlays an update on the served tensors; a lookup builds the tensor.
+    """A mapping of names to tensors as they are after an update (`came`), over the served tensors.
+    For a patch, each lookup makes a patched copy of the served tensor.
 
     Example: `Patched(served, {"norm.weight": tensor, "head.weight": patch})`.
     """
@@ -35,7 +36,9 @@ class Patched(Mapping[str, torch.Tensor]):
         return len(self.served)
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Write the patches into the served tensors, and return all tensors."""
+        """Write the patches into the served tensors in place, and return the tensors of the new
+        version.
+        """
         for came in self.came.values():
             if isinstance(came, Patch):
                 came.write()
@@ -46,7 +49,9 @@ class Patched(Mapping[str, torch.Tensor]):
 
 
 class NotInPlace(Exception):
-    """The model does not store a checkpoint's elements unchanged; the message says why."""
+    """An update cannot be written in place, because the model does not store a checkpoint's
+    elements unchanged; the message says why.
+    """
 
 
 class Places:
@@ -91,7 +96,9 @@ class Places:
 
     @torch.no_grad()
     def write(self, update: Patched) -> None:
-        """Write an update into the model, which must have the weights that the update builds on."""
+        """Write an update into the model's parameters in place. The model must have the weights
+        that the update builds on.
+        """
         for name, came in update.came.items():
             for to, probe in self._copies.get(name, ()):
                 if isinstance(came, Patch):
@@ -103,7 +110,9 @@ class Places:
 
 
 class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records copies into some storages, and rejects other writes to them."""
+    """Records copies into the given storages instead of making them, skips fills with a constant,
+    and raises `NotInPlace` for any other write to them.
+    """
 
     def __init__(self, storages: Iterable[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,7 +137,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _part(tensor: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
-    """Return the view of `tensor` that has the probe's offset, shape and strides."""
+    """Return the view of `tensor` that has the offset, shape and strides of `probe`, a view of a
+    meta tensor of the same shape.
+    """
     contiguous = tensor.contiguous()
     start = contiguous.storage_offset() + probe.storage_offset()
     return contiguous.as_strided(probe.shape, probe.stride(), start)
@@ -139,7 +150,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _moved(at_K: Any, probe: torch.Tensor, to: torch.Tensor) -> tuple[Any, Any]:
-    """Map flat indices of a tensor, [K], to flat indices in `to`.
+    """Map flat indices of a checkpoint's tensor, [K], to flat indices in the storage of the
+    parameter `to`. `probe` is the view of the checkpoint's tensor that is copied to `to`.
 
     Returns:
         bool [K], True for indices that the probe covers; and their indices in `to`, int64 [K].

@@ -32,7 +32,8 @@ from .vllm_in_place import Patched
 
 
 class IncomingUpdate:
-    """Receives and checks the buckets of one update, without touching the model.
+    """Receives and checks the buckets of one update in a thread of a vLLM worker, without touching
+    the model.
 
     Example:
         staging = Staging(update, expected=infos)
@@ -71,11 +72,14 @@ class IncomingUpdate:
         return self.tensors is None and self.error is None
 
     def announce(self, announced: Mapping[str, Any]) -> None:
-        """Queue a bucket for receiving, and return at once."""
+        """Queue a sender's announcement of a bucket, which the thread then receives; return at
+        once.
+        """
         self._announced.put(announced)
 
     def complete(self, buckets: int) -> None:
-        """Check that all buckets arrived, and set `tensors`.
+        """Check that `buckets` buckets with all tensors arrived, and set `tensors` to the update's
+        tensors.
 
         Raises:
             UpdateDamaged: buckets or tensors are missing.
@@ -98,7 +102,7 @@ class IncomingUpdate:
             self._announced.put(None)
 
     def drop(self) -> None:
-        """Free all tensors; the thread ends after its current bucket."""
+        """Give up the update, and free its tensors; the thread ends after its current bucket."""
         self._fail(UpdateDamaged(f"update {self.update.id} was dropped"))
         self._announced.put(None)
 
@@ -137,7 +141,8 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Inbox:
-    """Executes the client's commands while the model serves; it never changes the model itself.
+    """Executes the client's commands in one vLLM worker: it receives updates while the model
+    serves, and records the served version. It never changes the model itself.
 
     Raises:
         ValueError: `bucket` is not a store's URL, or has a secret.
@@ -181,7 +186,8 @@ class Inbox:
         self._loaded: tuple[WeightUpdate | None, Weights] | None = None
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Execute a command; return the state after it, with an error under "error".
+        """Execute one command of the client. Return the worker's state after it; if the command
+        failed, the error is under "error".
 
         Commands: "state"; "open" with update, opened, serving, keep, silence_s; "bucket",
         "complete" and "drop" with an id. All return at once, because a thread receives the buckets.
@@ -193,7 +199,8 @@ class Inbox:
         return self._state()
 
     def to_load(self, update_id: str, *, restore: bool) -> Weights:
-        """Return the weights that a commit, or with `restore` a rollback, must load.
+        """Return the weights that the worker must load into the model: those of the staged update,
+        or with `restore` those of the version before.
 
         Raises:
             UpdateRefused: the update is not staged, or there is no copy of the previous weights.
@@ -224,18 +231,23 @@ class Inbox:
         return update.kv_scales if update is not None else None
 
     def began(self) -> None:
-        """Record that layers are being reloaded: the worker must not serve until `finished`."""
+        """Record that the worker begins to reload the model's layers; it must not serve until
+        `finished`.
+        """
         if self._updating:
             self.torn = self.torn or "a commit was begun, and neither ended nor failed"
         self._loaded, self._updating = None, True
 
     def failed(self, error: BaseException) -> None:
-        """Record that loading failed midway: the layers work, but mix weights of two versions."""
+        """Record that loading an update failed midway: the layers work, but mix weights of two
+        versions.
+        """
         self._loaded, self._updating = None, False
         self.torn = f"a commit failed half-way: {error}"
 
     def finished(self) -> None:
-        """Record the end of an update, when vLLM has reassembled the layers.
+        """Record that vLLM has reassembled the layers at the end of an update, and which version is
+        now served.
 
         The served version is then that of the weights that `to_load` returned. It is unchanged if
         `to_load` was not called, or loading failed.
@@ -335,7 +347,9 @@ class Inbox:
 
 
 def described(error: BaseException) -> dict[str, str]:
-    """Return an error as the client's `WorkersState.of` reads it."""
+    """Return an error as a dictionary of its type's name and its message, which the client's
+    `WorkersState.of` reads.
+    """
     return {"kind": type(error).__name__, "message": str(error) or repr(error)}
 
 
@@ -368,7 +382,8 @@ class CacheScales:
         self._factor = 2.0 if doubled else 1.0
 
     def check(self, kv_scales: Mapping[str, float]) -> None:
-        """Raise an error unless the model can use these scales.
+        """Raise an error unless the model has FP8 caches, and `kv_scales` has the scales of keys
+        and values for each layer and names no other layer.
 
         Raises:
             EngineUnsupported: no layer has a cache in FP8 with a scale per tensor.
@@ -399,7 +414,7 @@ class CacheScales:
             )
 
     def read(self) -> dict[str, LayerScales]:
-        """Return the current scales of each layer."""
+        """Return the current scales of each layer's key-value cache, by the layer's name."""
         return {
             name: {which: float(getattr(layer, f"_{which}_scale")) for which in ("k", "v", "q")}
             for name, layer in self._layers.items()
@@ -408,7 +423,9 @@ class CacheScales:
     def write(
         self, previous: Mapping[str, LayerScales], kv_scales: Mapping[str, float] | None
     ) -> None:
-        """Write the previous scales, overridden by `kv_scales`."""
+        """Set the scales of each layer's cache: to those in `kv_scales`, or to those in `previous`
+        where `kv_scales` has none.
+        """
         new = self._by_layer(kv_scales or {})[0]
         for name, layer in self._layers.items():
             updated = {which: value * self._factor for which, value in new.get(name, {}).items()}

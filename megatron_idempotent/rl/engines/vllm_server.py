@@ -82,11 +82,11 @@ _DYING_S = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 class BadRequest(EngineError):
-    """The server rejected the request, and would reject it again."""
+    """The server rejected the request as invalid (HTTP 400 or 422), and would reject it again."""
 
 
 class Control(HttpClient):
-    """Sends commands to one vLLM server.
+    """Sends commands to one vLLM server over HTTP.
 
     Every method may raise `EngineDead`, `EngineTimeout`, `EngineUnsupported` or `EngineError`.
 
@@ -107,7 +107,7 @@ class Control(HttpClient):
         self._asking = asyncio.Lock()
 
     async def get(self, path: str, *, limit: str = "control_s") -> Any:
-        """Send a GET request and return the parsed response.
+        """Send a GET request to the server, and return the parsed response.
 
         Raises:
             EngineError: as in `post`.
@@ -123,7 +123,8 @@ class Control(HttpClient):
         method: str = "POST",
         **query: str,
     ) -> Any:
-        """Send a request once and return the parsed response, or None if it is empty.
+        """Send one HTTP request to the server, and return the parsed response, or None if it is
+        empty. A status other than 200 raises an error.
 
         `limit` names the field of `Timeouts` that applies.
 
@@ -160,7 +161,7 @@ class Control(HttpClient):
         return EngineError(fact)
 
     async def need(self, *paths: str) -> Mapping[str, Any]:
-        """Return the server's OpenAPI schema.
+        """Check that the server has the HTTP paths `paths`, and return its OpenAPI schema.
 
         Raises:
             EngineUnsupported: the server lacks one of `paths`; the message lists those.
@@ -174,7 +175,9 @@ class Control(HttpClient):
         return self._schema
 
     async def rpc(self, command: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        """Send a command of `Inbox.answer` to every worker, and return their responses."""
+        """Send a command to every worker of the server, where `StagingExtension` executes it;
+        return the workers' responses.
+        """
         await self.need(*PATHS)
         body = {"method": "megatron_idempotent", "args": [json.dumps(command)]}
         try:
@@ -190,17 +193,18 @@ class Control(HttpClient):
         return results
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; the caches are kept."""
+        """Make the server stop sampling; it keeps its key-value caches."""
         limit = "wait_s" if mode == "wait" else "control_s"
         await self.post("/pause", limit=limit, mode=mode, clear_cache="false")
 
     async def is_paused(self) -> bool:
-        """Return True as soon as a pause has begun."""
+        """Return True if the server is paused, or is about to be because a pause has begun."""
         await self.need(*PATHS)
         return bool((await self.get("/is_paused"))["is_paused"])
 
     async def load(self, info: Mapping[str, Any], stamp: str) -> None:
-        """Load staged weights, after which running requests recompute their caches.
+        """Make all workers load the weights that `info` selects (a `CommitInfo`), and vLLM stamp
+        tokens with `stamp`. Running requests then recompute their caches.
 
         Raises:
             EngineError: a worker failed to load them; the stamp is then unchanged.
@@ -332,11 +336,13 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """The id of the server's process group leader; all of vLLM's processes are in the group."""
+        """The process id of the server's parent process, which leads the process group of all of
+        vLLM's processes.
+        """
         return self._started.pid
 
     def __enter__(self) -> VllmServer:
-        """Start the server, and wait until it responds.
+        """Start the vLLM server in a process of its own, and wait until it responds.
 
         Raises:
             RuntimeError: the server ended or did not respond in time; the message has its log's
@@ -392,7 +398,8 @@ class VllmServer:
         self.stop()
 
     def log(self, lines: int = 30) -> str:
-        """Return the last lines of the server's log, preceded by the first line with an error.
+        """Return the last `lines` lines of the server's log, after the first earlier line that
+        names an exception.
 
         The error of a worker is logged long before the server's last lines.
         """
@@ -432,7 +439,9 @@ class VllmServer:
 
 
 def _listens(session: int, port: int) -> bool | None:
-    """Return whether a process of `session` listens on `port`; None if the system hides it."""
+    """Return whether a process of the session `session` listens on the TCP port `port`; None if the
+    system does not tell.
+    """
     sockets = set()
     try:
         for table in filter(Path.exists, map(Path, ("/proc/net/tcp", "/proc/net/tcp6"))):

@@ -39,7 +39,9 @@ _KINDS: dict[str, type[Exception]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersState:
-    """The combined state of a server's workers. Example: `WorkersState.of(answers, engine="a")`."""
+    """The combined state of a vLLM server's workers, from their responses to a command. Example:
+    `WorkersState.of(answers, engine="a")`.
+    """
 
     version: int | None
     """The version of the last commit; None if there was none or workers differ."""
@@ -64,7 +66,8 @@ class WorkersState:
     def of(
         cls, answers: Sequence[Mapping[str, Any]], *, engine: str, receiving: bool = False
     ) -> WorkersState:
-        """Combine the workers' responses to a command.
+        """Combine the responses of all workers to one command into one state, or raise the first
+        error in them.
 
         Args:
             answers: the response of each worker.
@@ -111,7 +114,8 @@ _POLL_S = (0.002, 0.05)
 
 
 class VllmUpdates:
-    """Stages, commits and rolls back updates: the half of `VllmEngine` that changes weights.
+    """The half of `VllmEngine` that changes weights: stages, commits and rolls back updates on a
+    vLLM server.
 
     Only the workers keep state, so a restarted client continues from the workers' state.
     """
@@ -134,7 +138,9 @@ class VllmUpdates:
         self._switching = asyncio.Lock()
 
     async def _state(self) -> WorkersState:
-        """Return the workers' state; before the first commit, with the version of vLLM's stamp."""
+        """Ask all workers for their state, and return the combined state. Before the first commit,
+        its version is the one that vLLM stamps tokens with.
+        """
         state = await self._tell({"do": "state"})
         if state.version is None and not state.dirty:
             serving = self._version_of(await self._control.stamp())
@@ -142,7 +148,8 @@ class VllmUpdates:
         return state
 
     def _version_of(self, stamp: str) -> int:
-        """Convert vLLM's stamp to a version.
+        """Convert the text with which vLLM stamps tokens to a weight version; vLLM's default text
+        means the initial version.
 
         Raises:
             EngineError: another client set the stamp.
@@ -157,7 +164,9 @@ class VllmUpdates:
         return int(stamp)
 
     async def _wrong(self, state: WorkersState) -> str:
-        """Return the reason why the engine must not serve; empty if it may."""
+        """Return the reason why the engine must not serve: mixed weights, or a wrong version stamp
+        on tokens. Empty if it may serve.
+        """
         if state.dirty:
             return state.dirty
         stamped = self._version_of(await self._control.stamp())
@@ -166,7 +175,8 @@ class VllmUpdates:
         return f"its weights are of version {state.version}, and it stamps tokens with {stamped}"
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Receive and check an update; see `RolloutEngine.stage`.
+        """Send an update's buckets to all workers, which check and stage them; see
+        `RolloutEngine.stage`.
 
         Each worker stages all tensors in host memory.
         """
@@ -207,7 +217,9 @@ class VllmUpdates:
             await sender.close()
 
     async def commit(self, update_id: str) -> int:
-        """Switch to the staged update; see `RolloutEngine.commit`."""
+        """Make all workers load the staged update into the model, and return its version; see
+        `RolloutEngine.commit`.
+        """
         async with self._switching:
             state = await self._state()
             if state.committed == update_id and not state.dirty and state.version is not None:
@@ -227,7 +239,8 @@ class VllmUpdates:
             return version
 
     async def rollback(self, update_id: str) -> None:
-        """Drop a staged update, or undo a failed commit; see `RolloutEngine.rollback`.
+        """Make all workers drop a staged update, or load the previous weights after a commit that
+        failed midway; see `RolloutEngine.rollback`.
 
         Torn weights are replaced by the workers' copy of the previous version, or by the checkpoint
         that they were started from.
@@ -250,7 +263,9 @@ class VllmUpdates:
             await self._tell({"do": "drop", "id": update_id})
 
     async def _card(self) -> Mapping[str, str]:
-        """Return the server's entry for the adapter to update, with its name and folder."""
+        """Return the name and folder of the LoRA adapter to update, as the server lists them; raise
+        `EngineUnsupported` unless it is the server's only adapter.
+        """
         cards = (await self._control.get("/v1/models"))["data"]
         adapters = {card["id"]: card for card in cards if card.get("parent")}
         if list(adapters) != [self._adapter]:
@@ -290,7 +305,9 @@ class VllmUpdates:
             pause_s = min(1.5 * pause_s, _POLL_S[1])
 
     async def _load(self, info: Mapping[str, Any], stamp: str) -> None:
-        """Load the weights, after which running requests recompute their caches."""
+        """Close an update that was left open, and make all workers load the weights that `info`
+        selects; see `Control.load`.
+        """
         await self._tell({"do": "settle"})
         await self._control.load(info, stamp)
 
@@ -299,7 +316,7 @@ class VllmUpdates:
             await self._control.post("/update_weight_version", {"new_version": str(version)})
 
     async def _tell(self, command: Mapping[str, Any], *, receiving: bool = False) -> WorkersState:
-        """Send a command to all workers; return their state.
+        """Send a command to all workers; return their combined state.
 
         Raises:
             Exception: as in `WorkersState.of`.

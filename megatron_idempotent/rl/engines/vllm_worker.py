@@ -79,12 +79,16 @@ class StagingExtension:
 
 @dataclasses.dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Empty: every update opens its own transport."""
+    """An empty record that vLLM's interface for transfer engines requires: every update opens its
+    own transport.
+    """
 
 
 @dataclasses.dataclass
 class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Names the weights to load. Example: `{"update_id": "run-7/12"}`, or `{"restore": true}`."""
+    """Selects the weights that workers load at a commit or a rollback. Example:
+    `{"update_id": "run-7/12"}`, or `{"restore": true}`.
+    """
 
     update_id: str = ""
     restore: bool = False
@@ -92,7 +96,8 @@ class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Loads staged weights with the model's loader, layer by layer, as vLLM's own engines do.
+    """A vLLM weight transfer engine: it loads staged weights with the model's loader, layer by
+    layer, as vLLM's own engines do.
 
     Deltas are written in place if the model stores a checkpoint's elements unchanged.
 
@@ -134,14 +139,17 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: each update sets up its own transport."""
 
     def start_weight_update(self) -> None:
-        """Begin a weight update: the worker must not serve until `finish_weight_update`."""
+        """Begin a weight update, after reassembling layers that a failed one left apart. The worker
+        must not serve until `finish_weight_update`.
+        """
         self._together()  # an earlier attempt may have left layers apart
         self.inbox.began()
         if self._scales_before is None:
             self._scales_before = self._scales.read()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the staged weights; `inbox` records a failure, which the client then reads.
+        """Load the weights that `update_info` selects into the model. A failure is recorded in
+        `inbox`, from which the client reads it, and not raised.
 
         This never raises: vLLM 0.32 stops at the first worker that raises, and mistakes the other
         workers' responses for those of its next call.
@@ -151,7 +159,9 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: CommitInfo) -> None:
-        """Load the staged weights; see `update_weights`."""
+        """Load the weights that `update_info` selects into the model; on a failure, record it in
+        `inbox` and reassemble the layers.
+        """
         try:
             self._load(self.inbox.to_load(update_info.update_id, restore=update_info.restore))
         except Exception as error:  # noqa: BLE001 (the client raises it)
@@ -160,7 +170,9 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._together()
 
     def finish_weight_update(self) -> None:
-        """Reassemble the layers, and serve the update from now on."""
+        """Reassemble the model's layers after a load, set the cache scales, and record in `inbox`
+        that the new version is served.
+        """
         loaded = self._apart
         self._together(self.inbox.loaded_scales)
         if loaded and current_platform.is_cpu():
@@ -174,11 +186,15 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._scales_before = None
 
     def shutdown(self) -> None:
-        """Drop the staged update, because vLLM ends or closes the trainer's connection."""
+        """Drop an update that is staged or arriving. vLLM calls this when it ends or closes the
+        trainer's connection.
+        """
         self.inbox.forget()
 
     def serve_adapter(self, worker: Any, card: Mapping[str, str]) -> None:
-        """Accept updates of an adapter's factors from now on. A second call is a no-op."""
+        """Make updates replace the factors of a LoRA adapter, instead of the model's weights, from
+        now on. A second call is a no-op.
+        """
         if self._load_adapter is not None:
             return
         self._directory, self._adapter = Path(card["root"]), card["id"]
@@ -215,7 +231,9 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.model.load_weights((name, weights[name]) for name in weights)
 
     def _find_places(self, served: Weights) -> Places | None:
-        """Return the model's element map, built once; None if it cannot be written in place."""
+        """Return the map from a checkpoint's elements to the model's parameters, built once; None
+        if updates of this model cannot be written in place.
+        """
         if self._places is None and not self.whole_because:
             # On CPUs, the closure of a layer's function may hold packed weights.
             computing = (getattr(layer, "cpu_linear", None) for layer in self.model.modules())
@@ -247,7 +265,9 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     @functools.cached_property
     def _directory(self) -> Path:
-        """The checkpoint's folder; vLLM has downloaded it if the model is given by name."""
+        """The folder of the model's checkpoint; if the model is given by name, the folder to which
+        vLLM has downloaded it.
+        """
         model_path = Path(self.model_config.model)
         if model_path.is_dir():
             return model_path
