@@ -35,7 +35,9 @@ LATEST, _FORMAT = "latest.json", 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """An entry for an update in the index. Example: `index.updates[-1].version`."""
+    """The entry of one update in a bucket's index, `latest.json`. Example:
+    `index.updates[-1].version`.
+    """
 
     id: str
     version: int
@@ -50,7 +52,9 @@ class Listed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """The updates of a bucket, as in `latest.json`. Example: `Index.read(objects)`."""
+    """The index of a bucket, `latest.json`: the run's name, and the entries of its available
+    updates. Example: `Index.read(objects)`.
+    """
 
     run: str
     updates: tuple[Listed, ...]
@@ -100,19 +104,19 @@ class Index:
 
     @property
     def newest(self) -> Listed:
-        """The last update."""
+        """The entry of the newest update."""
         return self.updates[-1]
 
     @property
     def anchors(self) -> list[int]:
-        """The positions of the anchors in `updates`."""
+        """The positions in `updates` of the anchors, i.e. of the updates that have every tensor."""
         return [
             position for position, update in enumerate(self.updates) if update.base_version is None
         ]
 
     def chain(self, base: int | None) -> tuple[Listed, ...]:
-        """Return the updates after version `base`, or from the last anchor on if that is
-        shorter.
+        """Return the entries of the updates that follow version `base`. If there are fewer from the
+        last anchor on (an update with every tensor), return those.
         """
         starts = (
             position
@@ -123,7 +127,7 @@ class Index:
 
 
 def _parsed(content: bytes, subject: str, remedy: str) -> Any:
-    """Parse JSON; `subject` names the content in errors.
+    """Parse the JSON of an index or a manifest; `subject` names the content in errors.
 
     Raises:
         UpdateDamaged: the content is not JSON.
@@ -136,7 +140,7 @@ def _parsed(content: bytes, subject: str, remedy: str) -> Any:
 
 
 def _id_fields(fields: Any, subject: str, remedy: str) -> dict[str, Any]:
-    """Return the id, version and base version of an update.
+    """Check and return the fields `id`, `version` and `base_version` of an update's JSON.
 
     Raises:
         UpdateDamaged: a field is missing or malformed.
@@ -148,7 +152,8 @@ def _id_fields(fields: Any, subject: str, remedy: str) -> dict[str, Any]:
 def write_manifest(
     objects: Objects, run: str, update: WeightUpdate, buckets: Sequence[Mapping[str, Any]]
 ) -> Listed:
-    """Write the manifest of an update whose buckets were written; return its index entry.
+    """Write the manifest of an update whose buckets are already written as objects; return the
+    update's entry for the index.
 
     Args:
         objects: the bucket of objects.
@@ -169,13 +174,14 @@ def write_manifest(
 
 
 class Manifest:
-    """Reads the tensors of one update; reading them in order fetches each object once.
+    """Reads the tensors of one update from the objects that its manifest lists. Reading them in
+    order fetches each object once.
 
     Example: `Manifest(objects, index.run, index.newest).bucket("lm_head.weight")`.
     """
 
     def __init__(self, objects: Objects, run: str, listed: Listed) -> None:
-        """Fetch the manifest.
+        """Fetch the manifest of the update `listed`, and check its fields.
 
         Raises:
             UpdateDamaged: it cannot be read, or belongs to another update.
@@ -227,7 +233,8 @@ class Manifest:
         self._cached: tuple[int, Bucket | None] = -1, None
 
     def bucket(self, name: str) -> Bucket:
-        """Return the bucket that contains a tensor.
+        """Fetch and return the bucket that contains the tensor or delta `name`; the last fetched
+        bucket is kept for the next call.
 
         Raises:
             UpdateDamaged: its object is missing or damaged.
@@ -253,7 +260,7 @@ class Chain:
     """
 
     def __init__(self, objects: Objects, run: str, chain: Sequence[Listed]) -> None:
-        """Fetch the manifests.
+        """Fetch the manifests of all updates in `chain`.
 
         Raises:
             UpdateDamaged: as in `Manifest`.
@@ -271,11 +278,12 @@ class Chain:
 
     @property
     def bytes_read(self) -> int:
-        """The bytes of the fetched objects."""
+        """The number of bytes in the objects that were fetched so far."""
         return sum(manifest.bytes_read for manifest in self._manifests)
 
     def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yield the merged tensors, in buckets of up to `bucket_bytes`.
+        """Yield each tensor that the updates change once, in its newest version or as one merged
+        delta, in buckets of up to `bucket_bytes`.
 
         Raises:
             UpdateDamaged: an object is missing or damaged.
@@ -294,7 +302,9 @@ class Chain:
         yield Bucket(index=index, tensors=tensors, checksums=checksums)
 
     def _newest(self, name: str) -> tuple[str, torch.Tensor, int]:
-        """Return a tensor, or its deltas merged into one: the name for a bucket, data, checksum."""
+        """Return the newest version of a tensor, or its deltas merged into one if no update of the
+        chain has it in full: the name for a bucket, the data, and the checksum.
+        """
         deltas: list[EncodedDelta] = []
         for manifest in reversed(self._manifests):
             if name + DELTA in manifest.places:

@@ -68,7 +68,8 @@ _ON_DEVICE = 8 * _BLOCK
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class EncodedDelta:
-    """Holds the bytes of a delta, which may be damaged until `verify` has checked them.
+    """Holds the bytes of a delta, i.e. the encoded changes of one tensor. They may be damaged until
+    `verify` has checked them.
 
     Example: `EncodedDelta(torch.frombuffer(content, dtype=torch.uint8))`.
     """
@@ -97,17 +98,17 @@ class EncodedDelta:
 
     @property
     def itemsize(self) -> int:
-        """The number of bytes of an element."""
+        """The number of bytes of one element of the tensor."""
         return int(self._header[1])
 
     @property
     def elements(self) -> int:
-        """The number of elements of the tensor."""
+        """The number of elements of the tensor to which the delta applies."""
         return int(self._header[2])
 
     @property
     def changed(self) -> int:
-        """The number of elements that changed."""
+        """The number of elements that the delta changes."""
         return int(self._header[3])
 
     @property
@@ -144,7 +145,9 @@ class EncodedDelta:
         return at_K, by_K
 
     def pieces(self, blocks: int) -> Iterator[tuple[int, Any, Any]]:
-        """Yield the results of `blocks`, joined over `blocks` consecutive blocks."""
+        """Decode the delta in groups of `blocks` consecutive blocks. Yield for each group its
+        start, the changed positions in it, int64 [K], and their differences.
+        """
         left = self.blocks()
         while some := list(itertools.islice(left, blocks)):
             start = some[0][0]
@@ -152,7 +155,8 @@ class EncodedDelta:
             yield start, at_K, np.concatenate([by_K for *_, by_K in some])
 
     def blocks(self) -> Iterator[tuple[int, Any, Any]]:
-        """Yield each block: its start, changed positions in it, int64 [K], and their differences.
+        """Decode the delta block by block. Yield for each block its start, the changed positions in
+        it, int64 [K], and their differences.
 
         Raises:
             UpdateDamaged: as in `places`; sizes that do not add up are detected after the last
@@ -187,7 +191,7 @@ class EncodedDelta:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Patch:
-    """Holds new values for some elements of a tensor.
+    """Holds new values for some elements of a tensor; `write` puts them into the tensor.
 
     The positions, int64 [K], and the bits of the new values, as integers [K], are NumPy arrays if
     the tensor is on the host, else torch tensors on its device.
@@ -200,7 +204,7 @@ class Patch:
     new_K: Any
 
     def write(self) -> None:
-        """Write the new values into the tensor. A second call is a no-op."""
+        """Write the new values into the tensor in place. A second call is a no-op."""
         flat_N, at_K, new_K = _there(self.tensor, self.at_K, self.new_K)
         flat_N[at_K] = new_K
 
@@ -217,7 +221,8 @@ class Patch:
 
 
 def _there(tensor: torch.Tensor, at_K: Any, by_K: Any) -> tuple[Any, Any, Any]:
-    """Return a contiguous tensor's bits as integers, [N], with the arguments moved to its device.
+    """Return a view of a contiguous tensor's bits as integers, [N], and the arguments `at_K` and
+    `by_K` on the tensor's device.
 
     They are NumPy arrays for a tensor on the host.
     """
@@ -237,7 +242,7 @@ def encode(
     part: Part | None = None,
     write: bool = False,
 ) -> EncodedDelta:
-    """Encode the elements whose bits differ between `old` and `new`.
+    """Return a delta of the elements whose bits differ between `old` and `new`.
 
     Args:
         new: a tensor of any shape and device, with elements of 1, 2, 4 or 8 bytes. If it is on a
@@ -409,7 +414,9 @@ def merged(deltas: Sequence[tuple[Part, EncodedDelta]], *, before: int, after: i
 def _joined(
     deltas: Sequence[EncodedDelta], before: int, after: int, *, sign: int = 1
 ) -> EncodedDelta:
-    """Add up the deltas of a tensor, times `sign`, one block at a time to bound the memory."""
+    """Add up several deltas of one tensor, and return the sum times `sign` as one delta. It is
+    computed one block at a time to bound the memory.
+    """
     elements, itemsize = deltas[0].elements, deltas[0].itemsize
     sealed = []
     for parts in zip(*(each.blocks() for each in deltas), strict=True):
@@ -427,7 +434,8 @@ def _united(
 
 
 def _summed(found: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the positions of all sets, ascending, at which the differences do not sum to 0.
+    """Add up the differences of several sets at equal positions. Return the positions whose sum is
+    not 0, ascending, and these sums.
 
     The second result are these sums.
     """
@@ -447,7 +455,8 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 
 def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
-    """Return the contribution of some elements, from element `start` on, to a tensor's checksum.
+    """Return what the elements `new_B`, from element `start` of a tensor on, add to the tensor's
+    checksum.
 
     With `part`, `start` counts from the beginning of that part.
     """
@@ -464,7 +473,9 @@ def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
 def _sealed(
     blocks: Iterable[tuple[int, list[Any]]], kind: tuple[int, int], before: int, after: int
 ) -> EncodedDelta:
-    """Assemble a delta from its blocks; `kind` is the bytes per element and the element count."""
+    """Assemble a delta from a header and its encoded blocks; `kind` is the bytes per element and
+    the element count.
+    """
     counts, parts = zip((0, []), *blocks, strict=True)
     header = struct.pack(DELTA_HEADER, _MAGIC, *kind, sum(counts), before, after)
     data = bytearray().join([header, *itertools.chain(*parts)])
@@ -472,7 +483,9 @@ def _sealed(
 
 
 def _blocks(at_K: Any, by_K: Any, count: int) -> Iterator[tuple[int, list[Any]]]:
-    """Encode the changes of a tensor of `count` elements; yield the result of `_block` for each."""
+    """Encode the changes of a tensor of `count` elements block by block; yield what `_block`
+    returns for each block.
+    """
     starts = range(0, count, _BLOCK)
     edges = *np.searchsorted(at_K, starts), len(at_K)
     for start, low, high in zip(starts, edges, edges[1:], strict=False):
@@ -480,7 +493,9 @@ def _blocks(at_K: Any, by_K: Any, count: int) -> Iterator[tuple[int, list[Any]]]
 
 
 def _block(at_K: Any, by_K: Any, count: int) -> tuple[int, list[Any]]:
-    """Encode a block of `count` elements; return the number of changes, and the bytes in pieces."""
+    """Encode the changes in a block of `count` elements; return the number of changes, and a list
+    of byte arrays.
+    """
     told = _places(at_K, count)
     if len(by_K):
         less_K = by_K >> (8 * by_K.itemsize - 1)  # -1 or 0
@@ -533,7 +548,8 @@ def _nonzero(by_N: Any) -> tuple[Any, Any]:
 
 
 def _places(at_K: Any, count: int, there_N: Any = None) -> list[Any]:
-    """Encode a list of positions, int64 [K], each below `count`; return its bytes in pieces.
+    """Encode a list of positions, int64 [K], each below `count`, as a delta stores them; return a
+    list of byte arrays.
 
     `there_N` are the same positions as bool [count], if the caller has them.
     """
@@ -564,7 +580,7 @@ def _places(at_K: Any, count: int, there_N: Any = None) -> list[Any]:
 
 
 def _read_places(data: Any, start: int, count: int) -> tuple[Any, int, int]:
-    """Decode the list of positions, each below `count`, that begins at byte `start`.
+    """Decode the list of positions, each below `count`, that begins at byte `start` of a delta.
 
     Returns:
         The positions, their number, and the offset of the byte after the list.
@@ -601,7 +617,7 @@ def _read_places(data: Any, start: int, count: int) -> tuple[Any, int, int]:
 
 
 def _taken(data: Any, start: int, size: int) -> tuple[Any, int]:
-    """Return `size` bytes from offset `start` on, and the offset after them.
+    """Return `size` bytes of a delta from offset `start` on, and the offset after them.
 
     Raises:
         UpdateDamaged: the delta is shorter.

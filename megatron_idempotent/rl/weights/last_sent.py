@@ -11,7 +11,8 @@ from .records import DELTA, Bucket, TensorInfo, checksum
 
 
 class LastSent:
-    """A copy of the last sent tensors, in host memory and in the dtype in which they were sent.
+    """Keeps a copy of the last sent weights in host memory, each tensor in the dtype in which it
+    was sent, and computes the deltas of new weights to it.
 
     Example: `sent = last.changed(bucket, whole=False)`.
     """
@@ -26,7 +27,9 @@ class LastSent:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def keep(self, key: Any, new: torch.Tensor) -> None:
-        """Copy a tensor, or a part of one, that is sent in full."""
+        """Copy a tensor, or a part of one, to host memory under `key`; the caller sends it in
+        full.
+        """
         old = self._tensors.get(key)
         if old is None or TensorInfo.of("", old) != TensorInfo.of("", new):
             self._tensors[key] = new.detach().to("cpu", copy=True)
@@ -34,16 +37,16 @@ class LastSent:
             old.copy_(new)
 
     def delta(self, key: Any, new: torch.Tensor, **sums: Any) -> EncodedDelta:
-        """Return the delta from the last copy to `new`, and update the copy.
+        """Return the delta from the copy under `key` to `new`, and write the changes into the copy.
 
         `sums` are further arguments of `deltas.encode`, such as known checksums.
         """
         return encode(new, self._tensors[key], write=True, **sums)
 
     def changed(self, bucket: Bucket, *, whole: bool) -> Bucket:
-        """Return a bucket with only the changed tensors, as deltas if these are smaller.
-
-        With `whole`, all tensors are sent in full.
+        """Return a bucket with those tensors of `bucket` that differ from the last sent ones, as
+        deltas if these are smaller, and update the copies. With `whole`, all tensors are sent in
+        full.
         """
         if whole:
             for name, tensor in bucket.tensors.items():

@@ -25,11 +25,15 @@ that changed, and the tensor's checksum before and after."""
 
 
 class WeightsError(ValueError):
-    """Weights are unusable."""
+    """The base class of errors for weights that cannot be used: they do not fit the model, are
+    damaged, or come out of order.
+    """
 
 
 class UpdateMismatch(WeightsError):
-    """Names, shapes or dtypes of tensors differ from the model's; the message lists all of them."""
+    """Names, shapes or dtypes of an update's tensors differ from the model's; the message lists all
+    of them.
+    """
 
 
 class UpdateDamaged(WeightsError):
@@ -37,7 +41,9 @@ class UpdateDamaged(WeightsError):
 
 
 class UpdateRefused(WeightsError):
-    """An update is out of order: too old, based on another version, or concurrent with another."""
+    """An engine does not accept an update: it is too old, builds on another version than the served
+    one, or comes while another is being staged.
+    """
 
 
 _LISTED = 20
@@ -107,7 +113,7 @@ class Part(NamedTuple):
         return math.prod(self.shape[: self.dim]) == 1
 
     def has_whole_words(self, itemsize: int) -> bool:
-        """Return whether no 8-byte word of the tensor is split by the part's boundaries."""
+        """Return True if the part's boundaries split none of the tensor's 8-byte words."""
         if self.size == self.shape[self.dim]:
             return True
         inner = math.prod(self.shape[self.dim + 1 :]) * itemsize
@@ -115,7 +121,9 @@ class Part(NamedTuple):
         return all(size % 8 == 0 for size in sizes)
 
     def words_share(self, start: int, words_W: Any, itemsize: int) -> int:
-        """Return what the part's words, from word `start` on, add to the tensor's checksum."""
+        """Return what the words `words_W` of the part, from its word `start` on, add to the
+        checksum of the complete tensor.
+        """
         import numpy as np
         import torch
 
@@ -145,7 +153,9 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Return whether NumPy may read a tensor; False for a CPU rank's simulated device tensor."""
+    """Return True if NumPy can read a tensor's memory: it is on the CPU, and does not simulate a
+    CUDA tensor.
+    """
     return tensor.is_cpu and not tensor.is_cuda
 
 
@@ -176,7 +186,7 @@ def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
 
 
 def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
-    """Return the contribution of some words to a tensor's checksum.
+    """Return what some 8-byte words of a tensor add to its checksum.
 
     Args:
         start: the index of the first word.
@@ -229,7 +239,9 @@ def _odd(numbers_N: Any) -> Any:
 
 
 def _factors(last: int, device: torch.device | None = None) -> Any:
-    """Return the factors of blocks 0 to `last`, rounded up to a power of two of blocks."""
+    """Return the checksum's factors for blocks 0 to `last`; a few more, so that their number is a
+    power of two.
+    """
     return _odds(0, 1 << last.bit_length(), device)
 
 
@@ -245,7 +257,7 @@ def _odds(first: int, count: int, device: torch.device | None) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """The name, shape and dtype of a tensor, named as in Hugging Face.
+    """The name (as in Hugging Face), shape and dtype of a tensor, without its data.
 
     Example: `TensorInfo(name="lm_head.weight", shape=(32000, 64), dtype=torch.bfloat16)`.
     """
@@ -267,7 +279,7 @@ class TensorInfo:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON that `from_json` reads."""
+        """Return name, shape and dtype as a JSON object, which `from_json` reads."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {"name": self.name, "shape": list(self.shape), "dtype": dtype}
 
@@ -275,7 +287,8 @@ class TensorInfo:
     def from_json(
         cls, fields: Any, subject: str = "a record", remedy: str = "pass on what as_json() gave"
     ) -> TensorInfo:
-        """Return the record that `as_json` described.
+        """Make a `TensorInfo` from the JSON object that `as_json` returned, after checking each
+        field.
 
         Error messages begin with `subject` and end with `remedy`.
 
@@ -302,14 +315,15 @@ class TensorInfo:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> TensorInfo:
-        """Return the record of a tensor."""
+        """Return a `TensorInfo` with `name`, and the tensor's shape and dtype."""
         return cls(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def refuse_misfits(
     update_id: str, came: Iterable[TensorInfo], expected: Mapping[str, TensorInfo]
 ) -> None:
-    """Raise `UpdateMismatch` unless tensors fit the model, and deltas have a plausible size.
+    """Raise `UpdateMismatch` unless an update's tensors have the names, shapes and dtypes of the
+    model's, and its deltas have a plausible size.
 
     Args:
         update_id: the update's id, for the error.
@@ -338,7 +352,8 @@ def refuse_misfits(
 
 
 def check_kv_scales(kv_scales: Mapping[str, float]) -> None:
-    """Raise `ValueError` unless these are valid scales of a key-value cache.
+    """Raise `ValueError` unless each name in `kv_scales` ends as a scale of a key-value cache, and
+    each value is a number above 0.
 
     A scale is a number above 0, and its name ends in .k_scale, .v_scale or .q_scale.
     """
@@ -364,7 +379,8 @@ def check_kv_scales(kv_scales: Mapping[str, float]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
-    """The identity of one version of the weights, which engines stage and commit.
+    """Identifies an update of an engine's weights: its id, its version, and the version that it
+    builds on.
 
     Example: `WeightUpdate(id="run-7/12", version=12)`.
     """
@@ -394,7 +410,8 @@ class WeightUpdate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Bucket:
-    """Some unsharded tensors of an update, in the model's order; they must not be changed.
+    """Some unsharded tensors of an update with their checksums, which are sent together; the
+    tensors must not be changed.
 
     Example: `Bucket.of(0, {"model.norm.weight": tensor})`.
     """
@@ -421,26 +438,31 @@ class Bucket:
 
     @property
     def elements_changed(self) -> int:
-        """The number of elements in tensors, plus the changed elements in deltas."""
+        """The number of elements that the bucket transfers: all elements of its full tensors, and
+        the changed elements of its deltas.
+        """
         return sum(changed_elements(name, tensor) for name, tensor in self.tensors.items())
 
 
 def changed_elements(name: str, tensor: torch.Tensor) -> int:
-    """Return the number of elements in a tensor, or of changed elements in a delta."""
+    """Return the number of elements that a bucket's tensor transfers: all of a full tensor, or the
+    changed ones of a delta.
+    """
     if not name.endswith(DELTA):
         return tensor.numel()
     return int(struct.unpack_from(DELTA_HEADER, tensor.cpu().numpy())[3])
 
 
 class WeightSource(Protocol):
-    """Exports a trainer's weights under Hugging Face names. Every method is a collective.
+    """The protocol of an exporter of a trainer's weights under Hugging Face names. Every method is
+    a collective of all ranks of the trainer.
 
     `hf.MegatronWeights` is such a source.
     """
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order of sending, without moving data; the same on all
-        ranks.
+        """Return the name, shape and dtype of all tensors, in the order of sending; no data is
+        moved. The result is the same on all ranks.
         """
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
@@ -454,12 +476,14 @@ class WeightSource(Protocol):
 
 
 class ChangesSource(WeightSource, Protocol):
-    """A source that finds changes on the ranks that have the weights. `finds_changes` is True."""
+    """The protocol of a `WeightSource` whose ranks find the changed elements themselves, before
+    weights are gathered. `finds_changes` is True.
+    """
 
     finds_changes: bool
 
     def buckets(self, *, bucket_bytes: int, whole: bool = True) -> Iterator[Bucket]:
-        """Yield the changes since the last iteration, or everything with `whole`.
+        """Yield, in buckets, the changes since the last iteration, or all tensors with `whole`.
 
         Rank 0's `whole` applies to all ranks. A changed tensor is a delta, named with the suffix
         `DELTA`, or complete; unchanged tensors are omitted.

@@ -44,7 +44,8 @@ _CODES = {dtype: code for code, dtype in DTYPES.items() if dtype.is_floating_poi
 
 
 class SafetensorsFile:
-    """Writes a safetensors file incrementally: the header first, then tensors in any order.
+    """Writes a safetensors file one tensor at a time: the header first, then the tensors in any
+    order.
 
     For tensors of one dtype, the bytes equal those of `safetensors.torch.save_file`. As there,
     wider dtypes come first, so that all tensors are aligned.
@@ -56,7 +57,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path, infos: Sequence[TensorInfo]) -> None:
-        """Create the file and write its header.
+        """Create the file, and write a header for the tensors that `infos` describes.
 
         Raises:
             ValueError: safetensors cannot store a dtype.
@@ -87,7 +88,7 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one of the file's tensors, from any device.
+        """Write the data of one tensor that the header lists, from any device.
 
         Raises:
             ValueError: the tensor is not in the header, differs from it, or was written before.
@@ -109,7 +110,7 @@ class SafetensorsFile:
         return not self._missing
 
     def close(self) -> None:
-        """Flush the file to the disk and close it.
+        """Check that all tensors are written, flush the file to the disk, and close it.
 
         Raises:
             ValueError: tensors are missing.
@@ -129,7 +130,7 @@ class SafetensorsFile:
 
 
 class CheckpointDamaged(WeightsError):
-    """Files are missing, truncated or unreadable; the message lists them."""
+    """Files of a checkpoint are missing, truncated or unreadable; the message lists them."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -154,7 +155,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
-    """Reads a checkpoint's tensors by name, from one or several files, with or without an index.
+    """Reads the tensors of a checkpoint folder by name, from one or several safetensors files, with
+    or without an index.
 
     Files stay open until `close()`. Tensors are read on access.
 
@@ -165,7 +167,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, directory: str | Path) -> None:
-        """Open the files.
+        """Open the checkpoint's files, and read the name, shape and dtype of each tensor.
 
         Raises:
             CheckpointDamaged: files are missing, truncated or unreadable, or a tensor has a dtype
@@ -286,7 +288,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 def expected_tensors(
     directory: Path, *, dtype: torch.dtype, tied: bool = False
 ) -> tuple[TensorInfo, ...]:
-    """Return the tensors of a full update, named as in Hugging Face.
+    """Return the name, shape and dtype of each tensor that a full update for an engine has, from
+    the checkpoint that the engine serves.
 
     Names, shapes and dtypes are the checkpoint's, except that tensors of its most common
     floating-point dtype have the engine's dtype: the engine then serves the sent bits without
@@ -321,7 +324,7 @@ def write_tensors(
     *,
     durable: bool,
 ) -> int:
-    """Write tensors from any device to a file, and return its size in bytes.
+    """Write tensors from any device to a safetensors file, and return its size in bytes.
 
     Tensors may share memory.
 
@@ -363,7 +366,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_index(folder: Path, files: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
-    """Write the index of a folder atomically: each tensor's file, and metadata."""
+    """Write a checkpoint folder's index file atomically: the name of each tensor's file, and
+    metadata.
+    """
     partial = folder / f".{INDEX}.partial"
     write_json(partial, {"metadata": dict(metadata), "weight_map": dict(sorted(files.items()))})
     os.replace(partial, folder / INDEX)
@@ -383,7 +388,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Copy config.json, the tokenizer and the other files at the top of a checkpoint.
+    """Copy config.json, the tokenizer and the other files at the top of a checkpoint to the folder
+    `target`.
 
     Weights, their indexes and hashes, and hidden files are left out.
     """

@@ -96,7 +96,8 @@ class Staging:
         self._buckets += 1
 
     def complete(self) -> Mapping[str, Any]:
-        """Return the tensors by name: all, or for an update with a base version the received ones.
+        """Check that no tensor is missing, and return the received tensors by name. An update with
+        a base version may leave tensors out.
 
         A delta becomes a `deltas.Patch`, or the new tensor if that is smaller.
 
@@ -112,7 +113,9 @@ class Staging:
         return self._tensors
 
     def _decoded(self, came: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor | Patch]:
-        """Decode a received item; return the tensor's name, and the tensor or decoded delta."""
+        """Return the name of a received tensor, and the tensor itself. A delta is checked against
+        the served tensor and decoded.
+        """
         name, tensor = came[0].removesuffix(DELTA), came[1]
         if name == came[0]:
             return came
@@ -179,7 +182,8 @@ class SideStream:
 
 
 def used_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, after recording its use on the current stream.
+    """Record that the current CUDA stream uses a tensor, and return the tensor. On other devices,
+    only return it.
 
     Otherwise the allocator may reuse the memory of a tensor from a side stream while kernels of
     other streams still read it.

@@ -16,7 +16,9 @@ _USER = re.compile(
 
 
 def split_secrets(url: str) -> tuple[str, set[str]]:
-    """Return a URL without passwords and query, and the secrets in these; a path has none."""
+    """Split a store's URL into the URL without passwords and query, and the set of secrets that
+    these contain. A path has no secrets.
+    """
     plain, _, query = _USER.sub("", url).partition("?") if "://" in url else (url, "", "")
     secrets = {query, *itertools.chain(*urllib.parse.parse_qs(query).values())}
     for user in _USER.findall(url):
@@ -30,7 +32,8 @@ SCHEMES = frozenset({"file", "s3", "gs", "az", "abfs", "hf"})
 
 
 def place_of(url: str) -> tuple[str, ...]:
-    """Return the scheme of a store's URL or path, followed by its folders.
+    """Return the location of a store as a tuple: the scheme of its URL ("file" for a path),
+    followed by the folders.
 
     Raises:
         ValueError: the scheme is not allowed, or the URL has parts that a file system may
@@ -52,6 +55,6 @@ def place_of(url: str) -> tuple[str, ...]:
 
 
 def refuse_secrets(subject: str, url: str, remedy: str) -> None:
-    """Raise `ValueError`, without showing the URL, if the URL has a secret."""
+    """Raise `ValueError` if a URL has a password or a query; the message does not show the URL."""
     if split_secrets(url)[1]:
         raise ValueError(f"{subject} has a password or a query, not shown here; {remedy}")

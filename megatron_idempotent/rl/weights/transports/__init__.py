@@ -45,7 +45,7 @@ def receiver(
     expected: Iterable[TensorInfo] | None = None,
     bucket: str = "",
 ) -> Receiver:
-    """Return the receiver for a sender's announcement.
+    """Return a receiver for the transport that a sender's announcement names.
 
     Args:
         opened: the result of the sender's `open()`.

@@ -25,7 +25,8 @@ Announcement = Mapping[str, Any]
 
 
 def opened_field(opened: Announcement, key: str, kind: type | tuple[type, ...]) -> Any:
-    """Return a field of a sender's announcement.
+    """Return a field of the announcement that a sender's `open()` returned, after checking its
+    type.
 
     Raises:
         UpdateDamaged: the field is missing or malformed.
@@ -34,7 +35,9 @@ def opened_field(opened: Announcement, key: str, kind: type | tuple[type, ...]) 
 
 
 class Receiver:
-    """Receives buckets in a worker. Its methods block: call them in a separate thread."""
+    """The base class of receivers, which receive an update's buckets in an engine's worker. Its
+    methods block: call them in a separate thread.
+    """
 
     def __init__(self, opened: Announcement) -> None:
         self._update_id = opened_field(opened, "update", str)
@@ -43,7 +46,8 @@ class Receiver:
         for no check."""
 
     def receive(self, announced: Announcement) -> Bucket:
-        """Receive a bucket into this process's memory: the host's or, with CUDA IPC, its GPU's.
+        """Receive the announced bucket into this process's memory: the host's or, with CUDA IPC,
+        its GPU's.
 
         Raises:
             UpdateDamaged: the bucket is incomplete, or did not arrive in time.
@@ -66,21 +70,25 @@ class TransportError(RuntimeError):
 
 
 class TransportTimeout(TransportError):
-    """The other end did not connect or respond in time."""
+    """The other end of a transfer did not connect or respond in time."""
 
 
 _T = TypeVar("_T")
 
 
 class Session:
-    """Sends one update. Its methods block; they are called one at a time, in one thread."""
+    """The base class of what sends one update for a `Sender`. Its methods block; the sender calls
+    them one at a time, in one thread.
+    """
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        """Prepare a bucket; return the fields that a receiver needs besides the layout."""
+        """Prepare a bucket for the receivers, such as by writing it to a file; return the JSON
+        fields with which they find it, besides the layout.
+        """
         return {}
 
     def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
-        """Send the bytes, if the transport needs both ends at once; otherwise a no-op."""
+        """Send a bucket's bytes, if the transport needs both ends at once; otherwise a no-op."""
 
     def release(self, index: int) -> None:
         """Free the resources of a bucket, once all workers have it."""
@@ -90,7 +98,8 @@ class Session:
 
 
 class Sender:
-    """Sends buckets from the trainer to one engine.
+    """The base class of senders, which send an update's buckets from the trainer to the workers of
+    one engine.
 
         opened = await sender.open(update)            # pass it to the engine's workers
         for bucket in buckets:
@@ -113,11 +122,14 @@ class Sender:
         self._update: WeightUpdate | None = None
 
     def _begin(self, update: WeightUpdate) -> tuple[Session, Mapping[str, Any]]:
-        """Return a session, and the announcement's fields for a receiver."""
+        """Make the session of an update; return it, and the transport's own fields of the
+        announcement.
+        """
         raise NotImplementedError
 
     async def open(self, update: WeightUpdate) -> Announcement:
-        """Begin an update; return the announcement for `receiver()`.
+        """Begin to send an update; return the announcement, from which `receiver()` makes a
+        receiver in each worker.
 
         Raises:
             TransportError: another update is open.
@@ -144,13 +156,13 @@ class Sender:
         return {"format": FORMAT, "kind": self.kind, "update": update.id, **fields}
 
     async def announce(self, bucket: Bucket) -> Announcement:
-        """Return the bucket's announcement, once workers can start to receive it."""
+        """Prepare a bucket; return its announcement, with which workers can start to receive it."""
         session, layout = self._opened("announce"), self._layout(bucket)
         fields = await self._call(lambda: session.announce(layout, bucket))
         return {**layout.as_json(), **fields}
 
     async def transmit(self, bucket: Bucket) -> None:
-        """Send the bytes, if the transport needs both ends at once; otherwise a no-op."""
+        """Send a bucket's bytes, if the transport needs both ends at once; otherwise a no-op."""
         session, layout = self._opened("transmit"), self._layout(bucket)
         await self._call(lambda: session.transmit(layout, bucket))
 
@@ -196,7 +208,7 @@ _SEGMENTS = 2
 
 
 class SharedMemory(Protocol):
-    """Memory that other processes can open."""
+    """The protocol of a memory segment that other processes can open."""
 
     nbytes: int
     flat_N: torch.Tensor
@@ -207,12 +219,14 @@ class SharedMemory(Protocol):
         ...
 
     def unlink(self) -> None:
-        """Free the memory."""
+        """Free the memory segment."""
         ...
 
 
 class TwoSegments(Session):
-    """A session that keeps each bucket in one of two shared segments until it is released."""
+    """A session that copies each bucket to one of two shared memory segments, and keeps it there
+    until the bucket is released.
+    """
 
     def __init__(
         self,
@@ -232,7 +246,7 @@ class TwoSegments(Session):
         self._taken: dict[int, SharedMemory] = {}
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        """Copy a bucket to a free segment; return the JSON with which a receiver opens it.
+        """Copy a bucket to a free segment; return the JSON with which a receiver opens the segment.
 
         Raises:
             TransportError: both segments have buckets that are not released yet.
@@ -263,7 +277,7 @@ class TwoSegments(Session):
             self._free.append(self._taken.pop(index))
 
     def close(self) -> None:
-        """Free both segments."""
+        """Free all segments."""
         for segment in (*self._free, *self._taken.values()):
             segment.unlink()
         self._free.clear()

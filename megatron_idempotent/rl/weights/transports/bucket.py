@@ -40,7 +40,8 @@ _PARTIAL = ".partial"
 
 
 class Objects:
-    """Stores bytes by key, below a URL; its errors show no access key, token or password.
+    """Stores bytes by key, below a URL of an object store or in a folder; its errors show no access
+    key, token or password.
 
     All methods block, and raise `TransportError` if the store fails.
 
@@ -87,13 +88,15 @@ class Objects:
         raise failure  # outside of the handler, else the original error would be its context
 
     def put(self, prefix: str, content: bytes) -> str:
-        """Write an object; return its key, the prefix followed by the SHA-256."""
+        """Write `content` as an object; return its key, which is `prefix` and the SHA-256 of the
+        content.
+        """
         key = prefix + hashlib.sha256(content).hexdigest()
         self.write(key, content)
         return key
 
     def get(self, key: str, nbytes: int | None = None) -> bytes:
-        """Read an object, and check its SHA-256.
+        """Read an object, and check its bytes against the SHA-256 in its key.
 
         `nbytes` is the announced size, which is checked and bounds the read.
 
@@ -120,7 +123,7 @@ class Objects:
         return content
 
     def write(self, key: str, content: bytes) -> None:
-        """Write a key atomically."""
+        """Write `content` under a key atomically: readers get the old or the new content."""
         path = f"{self._root}/{key}"
         if not getattr(self._store, "local_file", False):
             self._do(f"writing {key}", lambda: self._store.pipe_file(path, content))
@@ -140,7 +143,9 @@ class Objects:
         self._do(f"writing {key}", replace)
 
     def read(self, key: str, nbytes: int | None = None) -> bytes | None:
-        """Return the value of a key, at most `nbytes` + 1 bytes; None if it is missing."""
+        """Return the content under a key, at most `nbytes` + 1 bytes; None if there is no
+        such key.
+        """
         path = f"{self._root}/{key}"
         part = {} if nbytes is None else {"start": 0, "end": nbytes + 1}
         content: bytes | None = self._do(
@@ -161,7 +166,7 @@ class Objects:
         return {f"{folder}/{name}" for name in file_names if not name.endswith(_PARTIAL)}
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Remove keys; missing keys are ignored."""
+        """Remove the objects under these keys; missing keys are ignored."""
         for key in sorted(keys):
             remove = functools.partial(self._store.rm_file, f"{self._root}/{key}")
             self._do(f"removing {key}", remove, absent=None)
@@ -179,7 +184,9 @@ class Objects:
                     partial.unlink()
 
     def _do(self, doing: str, call: Callable[[], Any], *, absent: Any = _FAILS) -> Any:
-        """Return the result of a call, or `absent` if there is no such key."""
+        """Call `call` and return its result, or `absent` if there is no such key. Any other error
+        becomes a `TransportError` without secrets.
+        """
         try:
             return call()
         except Exception as error:  # noqa: BLE001 (a file system's own error, which may show secrets)
@@ -202,7 +209,9 @@ class Objects:
 
 @contextlib.contextmanager
 def _held(partial: pathlib.Path) -> Iterator[None]:
-    """Create a file and keep it locked, so that `remove_partials` does not remove it."""
+    """Create a file and keep it locked during the `with` block, so that `remove_partials` does not
+    remove it.
+    """
     while True:
         with partial.open("wb") as file:
             with contextlib.suppress(OSError):  # without locks, `remove_partials` removes nothing
@@ -213,7 +222,9 @@ def _held(partial: pathlib.Path) -> Iterator[None]:
 
 
 def _values(options: Any) -> Iterator[str]:
-    """Yield all strings in nested options, except those of public options."""
+    """Yield all strings in a file system's nested options, as possible secrets; options that are
+    known to be public, such as `host`, are left out.
+    """
     if isinstance(options, str):
         yield options
     elif isinstance(options, Mapping):
@@ -228,7 +239,7 @@ def _values(options: Any) -> Iterator[str]:
 def put_bucket(
     objects: Objects, prefix: str, layout: BucketLayout, bucket: Bucket
 ) -> Mapping[str, Any]:
-    """Write a bucket as one object; return the JSON with which `get_bucket` finds it."""
+    """Write a bucket as one compressed object; return the JSON with which `get_bucket` finds it."""
     import zstandard
 
     # Zeros, because the SHA-256 includes the gaps between tensors.
@@ -240,7 +251,7 @@ def put_bucket(
 
 
 def get_bucket(objects: Objects, layout: BucketLayout, announced: Mapping[str, Any]) -> Bucket:
-    """Read the bucket that `put_bucket` wrote.
+    """Read and decompress the object of a bucket that `put_bucket` wrote, and return the bucket.
 
     Raises:
         UpdateDamaged: the object is missing or damaged, or differs from the announcement.
@@ -282,7 +293,8 @@ def get_bucket(objects: Objects, layout: BucketLayout, announced: Mapping[str, A
 
 
 class BucketSender(Sender):
-    """Writes each bucket of an update as an object, and removes it once all workers have it.
+    """Sends each bucket of an update as an object in a store such as S3, and removes the object
+    once all workers have it.
 
     Credentials are never announced: workers use those of their own environment, in which
     `MEGATRON_IDEMPOTENT_BUCKET` must be this URL or a parent of it.
@@ -293,7 +305,7 @@ class BucketSender(Sender):
     kind = KIND
 
     def __init__(self, url: str, *, options: Mapping[str, Any] | None = None) -> None:
-        """Take the URL and options of `Objects`.
+        """Open the store, given the URL and options of `Objects`.
 
         Raises:
             ValueError: as in `Objects`.
@@ -334,7 +346,8 @@ class BucketReceiver(Receiver):
     """
 
     def __init__(self, opened: Announcement, allowed: str) -> None:
-        """Take an announcement, and the allowed URL; empty for none.
+        """Open the store that an announcement names, if its URL is below `allowed`; an empty
+        `allowed` rejects every URL.
 
         Raises:
             TransportError: the announced URL is not below the allowed one.

@@ -27,7 +27,8 @@ _Pointer = ctypes.c_uint64
 
 
 class CudaDriver:
-    """Allocates memory on the current device, and opens memory of other processes.
+    """Calls NVIDIA's driver library to allocate memory on the current device, and to open memory of
+    other processes.
 
     The calling thread needs a current device: call `torch.cuda.set_device` and make a tensor. Every
     method raises `TransportError` with the driver's message.
@@ -54,30 +55,34 @@ class CudaDriver:
             function.argtypes, function.restype = arguments, ctypes.c_int
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate memory on the current device; return its address."""
+        """Allocate `nbytes` of memory on the current device; return the address."""
         pointer = _Pointer()
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), nbytes)
         return pointer.value
 
     def free(self, pointer: int) -> None:
-        """Free memory of `allocate`."""
+        """Free memory that `allocate` returned, given its address."""
         self._call("cuMemFree_v2", pointer)
 
     def handle(self, pointer: int) -> bytes:
-        """Return the 64-byte handle with which another process opens memory of `allocate`."""
+        """Return the 64-byte handle with which another process opens memory that `allocate`
+        returned.
+        """
         handle = self._handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
-        """Map another process's memory; return its address in this process."""
+        """Map another process's GPU memory, given its handle; return its address in this
+        process.
+        """
         pointer = _Pointer()
         native_handle = self._handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), native_handle, _LAZY_PEER_ACCESS)
         return pointer.value
 
     def close(self, pointer: int) -> None:
-        """Unmap memory of `open`."""
+        """Unmap memory that `open` mapped, given its address."""
         self._call("cuIpcCloseMemHandle", pointer)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -97,7 +102,9 @@ def _handle_type() -> Any:
 
 
 def _arguments(handle: Any) -> dict[str, tuple[Any, ...]]:
-    """Return the argument types of each function of the driver."""
+    """Return the argument types of each driver function that `CudaDriver` calls, by the function's
+    name.
+    """
     return {
         "cuMemAlloc_v2": (ctypes.POINTER(_Pointer), ctypes.c_size_t),
         "cuMemFree_v2": (_Pointer,),
@@ -146,10 +153,12 @@ class CudaIpcSender(Sender):
 
 
 class _Segment:
-    """GPU memory of this process that torch's allocator does not manage."""
+    """A segment of GPU memory that this process shares with other processes; torch's allocator does
+    not manage it.
+    """
 
     def __init__(self, nbytes: int, gpu: Gpu) -> None:
-        """Allocate at least `nbytes`.
+        """Allocate a segment of at least `nbytes` on a GPU.
 
         Raises:
             TransportError: there is not enough GPU memory.
@@ -175,7 +184,7 @@ class _Segment:
 
 
 class CudaIpcReceiver(Receiver):
-    """Copies buckets from a trainer's segments to its current GPU.
+    """Copies buckets from the trainer's segments of GPU memory to the current GPU of this process.
 
     A segment is open only while it is copied, so that the trainer may free it once all workers have
     received the bucket.
@@ -221,7 +230,7 @@ class Gpu:
     """A GPU by its index in this process; allocates memory on it outside of torch's allocator."""
 
     def __init__(self, index: int) -> None:
-        """Load the driver.
+        """Load NVIDIA's driver library, and look up the UUID of the GPU with this index.
 
         Raises:
             TransportError: there is no driver, or no such GPU.
@@ -235,7 +244,7 @@ class Gpu:
 
     @classmethod
     def current(cls) -> Gpu:
-        """Return the calling thread's GPU.
+        """Return the calling thread's current GPU.
 
         Raises:
             TransportError: as in `Gpu`.
@@ -287,7 +296,8 @@ class Gpu:
         return torch.as_tensor(_Array(pointer, nbytes), device=self.device)
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate `nbytes`; return the address.
+        """Allocate `nbytes` on this GPU, after emptying torch's cache if there is too little
+        memory; return the address.
 
         Raises:
             TransportError: there is not enough GPU memory.
@@ -306,7 +316,7 @@ class Gpu:
 
 
 class _Array:
-    """Describes memory to torch by the CUDA array interface (version 3)."""
+    """Describes GPU memory at an address to torch, by the CUDA array interface (version 3)."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -319,7 +329,8 @@ class _Array:
 
 
 def _segment_of(announced: Announcement, layout: BucketLayout, subject: str) -> tuple[bytes, int]:
-    """Return the handle and size of a bucket's segment.
+    """Check the announcement of a bucket, and return the handle and size of its segment of GPU
+    memory.
 
     Raises:
         UpdateDamaged: a field is malformed.

@@ -31,7 +31,8 @@ LOCK = ".megatron-idempotent.lock"
 
 
 class DiskSender(Sender):
-    """Writes each bucket to a file with a hidden name, and renames the file when it is complete.
+    """Sends each bucket as a safetensors file in a directory that trainer and workers share. A file
+    gets its visible name once it is complete.
 
     Each update has its own folder, which `close()` removes. `open()` also removes the folders of
     dead trainers, whose locks are free.
@@ -62,7 +63,7 @@ class DiskSender(Sender):
 
 
 def remove_stale_folders(directory: pathlib.Path) -> None:
-    """Remove the folders of updates whose sender has died, on any machine.
+    """Remove the folders of updates whose sender has died, on any machine, as a free lock shows.
 
     Folders of live senders, and folders without a lock file, are kept.
     """
@@ -160,7 +161,8 @@ class DiskReceiver(Receiver):
 
 
 def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
-    """Return the offset of each tensor in a safetensors file.
+    """Check the header of a safetensors file against the announced tensors, and return each
+    tensor's offset in the file.
 
     Raises:
         ValueError: the header differs from the announcement.

@@ -29,7 +29,7 @@ REMEDY = "pass on what announce() gave"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """The offsets of tensors in the bytes of a bucket.
+    """Describes the bytes of a bucket: the name, shape, dtype, offset and checksum of each tensor.
 
     Example: `BucketLayout.of("run-7/12", bucket).pack(bucket.tensors, flat_N)`.
     """
@@ -46,7 +46,7 @@ class BucketLayout:
 
     @classmethod
     def of(cls, update_id: str, bucket: Bucket) -> BucketLayout:
-        """Lay out the tensors consecutively, in the bucket's order."""
+        """Return a layout of a bucket's tensors, one after the other in the bucket's order."""
         tensors = tuple(TensorInfo.of(name, tensor) for name, tensor in bucket.tensors.items())
         offsets, end = [], 0
         for info in tensors:
@@ -62,7 +62,7 @@ class BucketLayout:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the JSON that `from_json` reads.
+        """Return the layout as a JSON object, which `from_json` reads.
 
         Checksums are hexadecimal: JSON numbers lose bits above 2**53.
         """
@@ -82,7 +82,8 @@ class BucketLayout:
 
     @classmethod
     def from_json(cls, announced: Mapping[str, Any], *, update_id: str) -> BucketLayout:
-        """Return the layout that `as_json` described.
+        """Make a layout from the JSON object that `as_json` returned, after checking that it
+        belongs to the update `update_id`.
 
         Raises:
             UpdateDamaged: it belongs to another update, or a field is missing, malformed or outside
@@ -139,14 +140,16 @@ class BucketLayout:
             )
 
     def pack(self, tensors: Mapping[str, torch.Tensor], flat_N: torch.Tensor) -> None:
-        """Copy tensors, of any device and strides, into a uint8 tensor of at least `nbytes`
-        bytes.
+        """Copy a bucket's tensors, of any device and strides, to their offsets in `flat_N`, a uint8
+        tensor of at least `nbytes` bytes.
         """
         for info, offset in zip(self.tensors, self.offsets, strict=True):
             _view(info, offset, flat_N).copy_(tensors[info.name].detach())
 
     def unpack(self, flat_N: torch.Tensor, *, device: torch.device | str = "cpu") -> Bucket:
-        """Return the bucket, with tensors copied from its bytes to a device."""
+        """Copy the tensors from a bucket's bytes `flat_N` to a device, and return them as a
+        bucket.
+        """
         return self.bucket(
             {
                 info.name: _view(info, offset, flat_N).to(device, copy=True)
@@ -155,7 +158,7 @@ class BucketLayout:
         )
 
     def bucket(self, tensors: Mapping[str, torch.Tensor]) -> Bucket:
-        """Return a bucket with these tensors and the sender's checksums."""
+        """Return a bucket with the given tensors, and this layout's index and checksums."""
         return Bucket(index=self.index, tensors=tensors, checksums=self.checksums)
 
 

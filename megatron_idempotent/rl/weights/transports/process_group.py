@@ -35,7 +35,8 @@ _POLL_S = 0.001
 
 
 def _serve(host: str, port: int, timeout_s: float) -> tuple[Any, int]:
-    """Serve a key-value store on one address of this machine only; return the store and its port.
+    """Start a key-value store (TCPStore) that listens on one address of this machine only; return
+    the store and its port.
 
     Raises:
         TransportError: the address is not this machine's, or the port is in use.
@@ -61,7 +62,8 @@ def _serve(host: str, port: int, timeout_s: float) -> tuple[Any, int]:
 
 
 def _reach(host: str, port: int, timeout_s: float) -> tuple[Any, str]:
-    """Connect to a trainer's store; return the store and this machine's address on that route.
+    """Connect to the trainer's key-value store; return the store, and this machine's address on the
+    route to it.
 
     Raises:
         TransportTimeout: the store does not respond.
@@ -113,8 +115,8 @@ def _store(
 
 
 def _with_transport_errors(run: Callable[[], None], fact: str, timeout_s: float) -> None:
-    """Call a function; convert torch's errors to `TransportError`, and late ones to
-    `TransportTimeout`.
+    """Call `run`; convert an error of torch to `TransportError`, or to `TransportTimeout` if it
+    came after `timeout_s` seconds.
     """
     began = time.monotonic()
     try:
@@ -140,7 +142,8 @@ KIND = "process_group"
 
 
 class ProcessGroupSender(Sender):
-    """Broadcasts each bucket as one message of bytes; workers must receive it concurrently.
+    """Broadcasts each bucket as one message of bytes, over a process group of the trainer and the
+    workers; workers must receive it concurrently.
 
     The group is created at the first bucket of an update and closed with the update. It is separate
     from the process's other groups, and does not touch `torch.distributed`'s state. There is no
@@ -194,7 +197,8 @@ class ProcessGroupSender(Sender):
 
 
 class _Broadcasts(Session):
-    """Sends or receives buckets over a process group, which the first bucket creates.
+    """One end of a transfer, which sends or receives buckets over a process group. It creates the
+    group at the first bucket.
 
     The trainer is rank 0, and workers are ranks 1 and up. A failed operation closes the group, so
     that the other ends notice at once.
@@ -256,7 +260,8 @@ class _Broadcasts(Session):
             raise
 
     def _join(self) -> None:
-        """Wait for all ranks, and create the group.
+        """Register a worker's rank or, on rank 0, wait for all workers; then create the process
+        group.
 
         Raises:
             TransportTimeout: workers did not join in time; the message has their ranks.
@@ -300,7 +305,7 @@ class _Broadcasts(Session):
         work.wait()
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer of `nbytes`, reused for all buckets."""
+        """Return a uint8 buffer of `nbytes`, reused for all buckets."""
         if self._flat_N is None or len(self._flat_N) < nbytes:
             self._flat_N = None
             device = "cuda" if self._backend == "nccl" else "cpu"
@@ -309,7 +314,9 @@ class _Broadcasts(Session):
 
 
 class ProcessGroupReceiver(Receiver):
-    """Receives buckets in a worker, which joins at the first one; after a failure, open again."""
+    """Receives the buckets of a `ProcessGroupSender` in a worker, which joins the process group at
+    the first bucket. After a failure, make a new receiver.
+    """
 
     def __init__(self, opened: Announcement, *, rank: int) -> None:
         super().__init__(opened)
@@ -356,7 +363,7 @@ class ProcessGroupReceiver(Receiver):
 
 
 def _device(backend: Backend) -> int | None:
-    """Return the caller's current CUDA device; None for gloo.
+    """Return the index of the calling thread's current CUDA device for NCCL; None for gloo.
 
     The transferring thread has another current device.
     """

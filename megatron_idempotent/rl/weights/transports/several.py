@@ -18,7 +18,9 @@ KIND = "several"
 
 
 def opened_together(announcements: Sequence[Announcement]) -> Announcement:
-    """Combine several senders' announcements of an update; a single one is returned unchanged."""
+    """Combine the announcements of several senders, which each send a part of one update; a single
+    one is returned unchanged.
+    """
     if len(announcements) == 1:
         return announcements[0]
     update = announcements[0]["update"]
@@ -26,12 +28,16 @@ def opened_together(announcements: Sequence[Announcement]) -> Announcement:
 
 
 def announced_together(parts: Sequence[Announcement]) -> Announcement:
-    """Combine the announcements of a bucket's parts, in the senders' order."""
+    """Combine the senders' announcements for the parts of one bucket, in the order of the
+    senders.
+    """
     return parts[0] if len(parts) == 1 else {"parts": list(parts)}
 
 
 class SeveralReceiver(Receiver):
-    """Receives the parts of a bucket, with a thread per sender."""
+    """Receives each bucket in parts from several senders, in a thread per sender, and joins the
+    parts.
+    """
 
     def __init__(self, opened: Announcement, make: Callable[[Announcement], Receiver]) -> None:
         """

@@ -25,10 +25,12 @@ _GRAIN = 1 << 21
 
 
 class Segment:
-    """A shared-memory segment of this process, whose name identifies the process."""
+    """A segment of POSIX shared memory that this process has allocated; its name contains the
+    process's id and start time.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        """Allocate at least `nbytes`.
+        """Allocate a segment of at least `nbytes`.
 
         Raises:
             TransportError: there is not enough shared memory.
@@ -63,7 +65,7 @@ class Segment:
         return {"segment": self.name, "segment_bytes": self.nbytes}
 
     def unlink(self) -> None:
-        """Unlink the name; the memory is freed when the last process closes it."""
+        """Unlink the segment's name; the memory is freed when the last process closes it."""
         del self.flat_N
         self._forget()
 
@@ -78,7 +80,8 @@ def _private(path: str, flags: int) -> int:
 
 
 def remove_stale_segments() -> tuple[str, ...]:
-    """Unlink the segments of processes that have died; return their names.
+    """Unlink the shared-memory segments of trainers that have died on this machine; return their
+    names.
 
     Segments of other PID namespaces (containers that share /dev/shm) are kept, because their
     processes are not visible.
@@ -125,7 +128,8 @@ KIND = "shared_memory"
 
 
 class SharedMemorySender(Sender):
-    """Writes each bucket to a segment that all workers read; two segments alternate.
+    """Sends each bucket in a segment of POSIX shared memory, which all workers read; two segments
+    alternate.
 
     A bucket occupies its segment until `release(bucket)`, so at most two buckets are in transit.
     `open()` also removes the segments of dead trainers.
@@ -144,7 +148,8 @@ class SharedMemorySender(Sender):
 
 
 class SharedMemoryReceiver(Receiver):
-    """Copies buckets from a trainer's segments.
+    """Copies buckets from the trainer's segments of POSIX shared memory into new tensors on the
+    host.
 
     It opens segments as files. `multiprocessing.shared_memory` would register them with this
     process's resource tracker, which before Python 3.13 unlinks the trainer's segments when this
