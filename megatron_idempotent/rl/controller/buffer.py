@@ -19,11 +19,14 @@ from .protocol import ControllerError, Counts, Generating, Held
 
 
 class GroupStateError(ControllerError):
-    """A group is in the wrong state for an operation; the buffer is unchanged."""
+    """A group of a `GroupBuffer` is in the wrong state for an operation; the buffer is
+    unchanged.
+    """
 
 
 class ReadyGroups:
-    """Shows the groups of a buffer to a sampler; it implements `protocol.Ready`.
+    """Shows a sampler the groups of a buffer: iterates over the ready ones, and lists the
+    generating ones. It implements `protocol.Ready`.
 
     An iterator is valid only until the buffer changes.
     Example: `[held.id for held in buffer.ready if held.version == 3]`.
@@ -32,14 +35,16 @@ class ReadyGroups:
     def __init__(
         self, ready: Mapping[int, Held], generating: Mapping[int, Generating], owed: set[int]
     ) -> None:
-        """Take the ready groups by arrival, the generating ones by start, and the owed ids."""
+        """Take the buffer's ready groups in order of arrival, its generating groups in order of
+        start, and the ids of groups that must be generated again (`owed`).
+        """
         self._ready, self._generating, self._owed = ready, generating, owed
 
     def __len__(self) -> int:
         return len(self._ready)
 
     def __iter__(self) -> Iterator[Held]:
-        """Yield groups in order of arrival."""
+        """Yield the ready groups in order of arrival."""
         return iter(self._ready.values())
 
     def __contains__(self, group: object) -> bool:
@@ -50,7 +55,9 @@ class ReadyGroups:
 
     @property
     def lowest_unfinished(self) -> int | None:
-        """The smallest id of a group that is generating or owed; None if there is none."""
+        """The smallest id of a group that is being generated or must be generated again; None if
+        there is none.
+        """
         return min((*self._generating, *self._owed), default=None)
 
     def generating(self) -> Iterator[Generating]:
@@ -59,7 +66,8 @@ class ReadyGroups:
 
 
 class GroupBuffer:
-    """Tracks each group's state, with room for `capacity` groups that are generating or ready.
+    """Tracks each group's state: generating, ready, or leased to an optimizer step. There is room
+    for `capacity` groups that are generating or ready.
 
     Leased groups do not count towards the capacity. Only the event loop uses a buffer, without
     locks. An operation either completes or raises and changes nothing; its cost depends on the
@@ -86,7 +94,7 @@ class GroupBuffer:
         """The complete groups that no step has leased, for a sampler."""
 
     def reserve(self, group_id: int, *, version: int = 0) -> None:
-        """Admit a group, which starts to generate with weights of `version`.
+        """Add a group as generating, with weights of `version`; it takes a place in the capacity.
 
         Raises:
             GroupStateError: the buffer is full, or has a group of this id.
@@ -105,7 +113,7 @@ class GroupBuffer:
         self._submitted += 1
 
     def renew(self, group_id: int, *, version: int) -> None:
-        """Change the version of a group that is being generated.
+        """Change the recorded version of a group that is being generated.
 
         The caller does so when it generates the group again, or when the tokens' version is known.
         """
@@ -126,7 +134,7 @@ class GroupBuffer:
         return group
 
     def rollback(self, group_id: int) -> None:
-        """Undo a reservation: free the group's room, and lower `submitted` by one.
+        """Undo the `reserve` of a generating group: free its place, and lower `submitted` by one.
 
         The id stays in `unfinished_ids` until it is reserved again, in this run or after a resume,
         because its prompt still has no response.
@@ -137,7 +145,9 @@ class GroupBuffer:
         self._submitted -= 1
 
     def drop(self, group_id: int, outcome: Literal["filtered", "evicted"]) -> None:
-        """Remove a generating or ready group, and count it under `outcome`."""
+        """Remove a generating or ready group, and count it as "filtered" or "evicted"
+        (`outcome`).
+        """
         if outcome not in ("filtered", "evicted"):
             raise ValueError(f"outcome is {outcome!r}; allowed: filtered, evicted")
         running = self._generating.pop(group_id, None)
@@ -147,7 +157,9 @@ class GroupBuffer:
         self._gone["aborted"] += running is not None and outcome == "evicted"
 
     def lease(self, group_ids: Iterable[int]) -> None:
-        """Move groups from ready to leased, for the open step: all of them, or on an error none."""
+        """Move groups from ready to leased, for the open optimizer step: all of them, or on an
+        error none.
+        """
         for group_id in self._need(group_ids, self._ready, "ready", to="lease it"):
             self._leased[group_id] = self._ready.pop(group_id)
 
@@ -167,7 +179,7 @@ class GroupBuffer:
 
     @property
     def counts(self) -> Counts:
-        """The number of groups in each state, including the final ones."""
+        """The number of groups in each state, including trained, filtered and evicted ones."""
         return Counts(
             submitted=self._submitted,
             generating=len(self._generating),
@@ -196,12 +208,16 @@ class GroupBuffer:
 
     @property
     def unfinished_ids(self) -> Sequence[int]:
-        """The ids of groups that are generating, rolled back or owed since a resume, ascending."""
+        """The ids of groups that are being generated or must be generated again, ascending: the
+        latter were rolled back, or were unfinished in the checkpoint of a resumed run.
+        """
         return sorted((*self._generating, *self._owed))
 
     @property
     def next_owed(self) -> int | None:
-        """The lowest id that was rolled back or is owed since a resume; None if there is none."""
+        """The lowest id of a group that must be generated again, because it was rolled back or was
+        unfinished in the checkpoint; None if there is none.
+        """
         return min(self._owed, default=None)
 
     def holds(self, group_id: int) -> bool:
@@ -209,7 +225,7 @@ class GroupBuffer:
         return self._state(group_id) is not None
 
     def state(self) -> dict[str, Any]:
-        """Return the buffer's part of a checkpoint, ready for JSON; `restored` reads it.
+        """Return the buffer's state for a checkpoint, as JSON values; `restored` reads it.
 
         Leased groups are listed as ready: a resumed run trains them again, starting from weights
         that were not trained on them. Of unfinished groups, only the ids are listed.
@@ -226,7 +242,8 @@ class GroupBuffer:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], capacity: int) -> GroupBuffer:
-        """Make a buffer from the result of `state`.
+        """Make a buffer from the state that `state` returned, in a run that resumes from a
+        checkpoint.
 
         None of its unfinished groups is generating: the controller reserves all of
         `unfinished_ids` again, the lowest first, before any new group. `submitted` counts ready,
@@ -270,7 +287,9 @@ class GroupBuffer:
     def _need(
         self, group_ids: Iterable[int], groups: Mapping[int, Any], state: str, *, to: str
     ) -> list[int]:
-        """Check that all groups are in a state and no id is repeated; return the ids as a list."""
+        """Raise `GroupStateError` unless all ids are in `groups`, the groups of the needed state,
+        and none is repeated; return the ids as a list.
+        """
         ids = list(group_ids)
         for group_id in ids:
             if group_id not in groups:

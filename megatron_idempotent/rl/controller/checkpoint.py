@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 
 
 async def capture(shared: RunState, stored: StoredGroups) -> dict[str, Any]:
-    """Return versions, the buffer's state and all complete groups, ready for JSON.
+    """Return the controller's state for a checkpoint, as JSON values: the versions, the buffer's
+    state, and all complete groups with their samples.
 
     `put_back` restores the result. Floats round-trip bit for bit. Prompts are not included, because
     a resumed run gets them by their index. A group that the data plane has lost is dropped from the
@@ -57,7 +58,7 @@ async def capture(shared: RunState, stored: StoredGroups) -> dict[str, Any]:
 
 
 async def put_back(shared: RunState, stored: StoredGroups, state: Mapping[str, Any]) -> None:
-    """Set the run's versions, buffer and data plane to a captured state.
+    """Set the run's versions, buffer and data plane to the state that `capture` returned.
 
     The engines' weights do not change.
 
@@ -89,7 +90,7 @@ async def put_back(shared: RunState, stored: StoredGroups, state: Mapping[str, A
 
 
 def _settings(shared: RunState) -> dict[str, Any]:
-    """Return the settings that must be the same in the resumed run."""
+    """Return the settings that a checkpoint records, and that must be the same in a resumed run."""
     return {
         "format": _FORMAT,
         "sampler": shared.sampler.name,
@@ -113,7 +114,7 @@ def _as_json(group: RolloutGroup) -> dict[str, Any]:
 
 
 class Reporting:
-    """Logs a row of metrics per optimizer step.
+    """Makes a row of metrics for each optimizer step, and passes it to the loggers.
 
     Example: `reporting.step(groups, outcome, {"evaluation/reward": 0.5})`.
     """
@@ -143,7 +144,8 @@ class Reporting:
     def step(
         self, groups: Sequence[RolloutGroup], outcome: StepOutcome, extra: Mapping[str, float]
     ) -> None:
-        """Make the row of the version that a step has just trained; `release` logs it.
+        """Make the row of metrics for the optimizer step that has just made `trainer_version`;
+        `release` logs it.
 
         `extra` are further metrics under their full names, such as `evaluation/reward`.
         """
@@ -175,7 +177,9 @@ class Reporting:
             shared.measure.count(name, value)
 
     def release(self) -> None:
-        """Log the metrics row that waits for its version's publish, with the publish's metrics."""
+        """Pass the row that `step` made to the loggers; if its version is the last published one,
+        add the metrics of the publish. Without a row: no-op.
+        """
         if self._row is None:
             return
         (row, version), self._row = self._row, None
@@ -184,7 +188,7 @@ class Reporting:
         self._loggers.log(row, step=version)
 
     def begin(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Start the next row's times and averages now.
+        """Start the times and averages of the next row of metrics now.
 
         `metrics`, if any, are logged as the row of version 0, before training.
         """
@@ -229,7 +233,7 @@ class Checkpoints:
         self._captured: Mapping[str, Any] | None = None
 
     def work_at(self, version: int) -> bool:
-        """Return whether a version is evaluated or gets a checkpoint."""
+        """Return whether a version is to be evaluated or gets a checkpoint."""
         evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
         return self._due(version) or bool(evaluated(version))
 
@@ -278,11 +282,12 @@ class Checkpoints:
         return shared.draining or bool(out_of_prompts and shared.settings.checkpoint_every)
 
     async def capture(self) -> None:
-        """Capture the controller's current state, for `save`."""
+        """Read the controller's current state, and keep it in memory for `save`."""
         self._captured = await capture(self._shared, self._stored)
 
     async def save(self) -> None:
-        """Write a checkpoint with the captured state; without a state or a store: no-op.
+        """Write a checkpoint of the policy and the state that `capture` kept; without a state or a
+        store: no-op.
 
         The policy's weights must still be those of the captured version.
         """

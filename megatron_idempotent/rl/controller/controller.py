@@ -52,7 +52,9 @@ async def watchdog(shared: RunState) -> None:
 
 
 def progress_of(shared: RunState) -> str:
-    """Describe the progress of a run in one line."""
+    """Return one line on a run's progress: what the training loop does, versions, counts of groups,
+    drops and retries.
+    """
     counts = shared.buffer.counts
     generating = list(shared.buffer.generating_ids)
     first_ids = ", ".join(map(str, generating[:8])) + (", …" if len(generating) > 8 else "")
@@ -68,7 +70,8 @@ def progress_of(shared: RunState) -> str:
 
 
 async def look_for_engines(shared: RunState) -> None:
-    """Check every `look_again_s` seconds whether an engine has recovered after all were lost.
+    """Check every `look_again_s` seconds whether an engine has recovered after all engines were
+    lost.
 
     Sets `engines_back` when one has; never returns.
     """
@@ -205,7 +208,7 @@ class Controller:
         return self._shared.trainer_version
 
     async def ping(self) -> Status:
-        """Return the state of the run immediately."""
+        """Return a snapshot of the run, without waiting for anything."""
         return status_of(self._shared)
 
     async def drain(self) -> None:
@@ -229,8 +232,8 @@ class Controller:
         await self._ended.wait()
 
     async def _train(self, until: int) -> None:
-        """Run the pumps to version `until`; if ranks are lost, restart from the newest
-        checkpoint.
+        """Run the rollout and training loops to version `until`; if ranks are lost, restore the
+        newest checkpoint and run the loops again.
         """
         shared, checkpoints = self._shared, self._checkpoints
         restarts, steps = 0, shared.train_steps
@@ -252,7 +255,9 @@ class Controller:
                 _log.error("policy ranks are lost (restart %d): %s", restarts, error)
 
     async def _pump(self, until: int) -> None:
-        """Run all pumps until the train pump returns or any of them raises; then stop all."""
+        """Run the training loop, the rollout loop, the watchdog and the search for engines
+        concurrently, until the training loop returns or any of them raises; then stop all.
+        """
         shared = self._shared
         self._train_task = train = asyncio.ensure_future(self._training.run(until))
         tasks = [

@@ -38,7 +38,7 @@ class MemoryPlane:
         self._groups[group.id] = group
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Return the group.
+        """Return the stored group with this id.
 
         Raises:
             KeyError: the group was never put, or was cleared.
@@ -51,12 +51,12 @@ class MemoryPlane:
             ) from None
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """Remove groups; unknown ids are ignored."""
+        """Remove the groups with these ids; unknown ids are ignored."""
         for group_id in group_ids:
             self._groups.pop(group_id, None)
 
     async def close(self) -> None:
-        """Remove all groups."""
+        """Remove all stored groups."""
         self._groups.clear()
 
 
@@ -69,7 +69,8 @@ samples concatenated; `lengths` (int64) and `rewards` (float64) have a value per
 
 
 class TransferQueuePlane:
-    """Stores groups in a partition of TransferQueue 0.1.11 or later, under their ids.
+    """Implements `protocol.DataPlane` with TransferQueue 0.1.11 or later: stores groups in one of
+    its partitions, under their ids.
 
     The first use starts TransferQueue on the connected Ray cluster unless it already runs there;
     `transfer_queue.close()` ends it. Prompts are pickled.
@@ -101,7 +102,7 @@ class TransferQueuePlane:
         return self._partition
 
     async def put(self, group: RolloutGroup) -> None:
-        """Store a group, replacing one of the same id.
+        """Store a group in the partition, replacing one of the same id.
 
         Raises:
             ModuleNotFoundError: TransferQueue is not installed.
@@ -117,7 +118,7 @@ class TransferQueuePlane:
         )
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Return the group.
+        """Return the group with this id from the partition.
 
         Raises:
             KeyError: the group was cleared, or its `put` did not complete.
@@ -136,7 +137,7 @@ class TransferQueuePlane:
         return _group(columns)
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """Remove groups; unknown ids are ignored.
+        """Remove the groups with these ids from the partition; unknown ids are ignored.
 
         Raises:
             RuntimeError: the queue failed to remove them; clear them again.

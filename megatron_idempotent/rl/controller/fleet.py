@@ -81,8 +81,8 @@ class Fleet:
         self._versions: dict[int, int] = {}
 
     async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
-        """Sample all responses to a prompt concurrently, and score them; see
-        `Generator.generate`.
+        """Sample all responses to a prompt concurrently, score them, and return them as a group;
+        see `Generator.generate`.
         """
         requests = self._requests(group_id, prompt)
         # gather() alone would leave the other tasks running if one raises.
@@ -131,7 +131,8 @@ class Fleet:
         return dataclasses.replace(sample, versions=versions)
 
     async def _leave_out_restarted(self) -> None:
-        """Quarantine engines that serve weights of another run, until they get this run's weights.
+        """Quarantine the engines that serve a version that this run never published, as after a
+        restart, until they get this run's weights.
 
         Otherwise every group with a sample from such an engine would be lost, and a sampler that
         waits for all groups of a version would wait for ever.
@@ -195,7 +196,8 @@ class Fleet:
         }
 
     def _count_from(self, report: SyncReport) -> None:
-        """Raise `_engine_version` to the highest version that an engine reports.
+        """Set `_engine_version`, the number of the last update, to the highest version that an
+        engine reports, if that is higher.
 
         An engine that joined later may have served another run, with higher versions.
         """
@@ -218,7 +220,8 @@ class Fleet:
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
 
     async def _sample(self, request: Request) -> Sample | Exception:
-        """Sample in up to `_SAMPLE_ATTEMPTS` attempts; return the sample or the last error.
+        """Sample one response in up to `_SAMPLE_ATTEMPTS` attempts; return the sample, or the error
+        of the last attempt.
 
         Raises:
             EnginesLost: no engine is left, which fails the whole group.

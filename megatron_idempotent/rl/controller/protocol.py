@@ -56,7 +56,9 @@ class RolloutGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """A complete group in the buffer, as samplers see it. Example: `version - held.version`."""
+    """The record of a complete group in the buffer, from which samplers decide: its id, arrival and
+    oldest version. Example: `version - held.version`.
+    """
 
     id: int
     """Index of the group's prompt in the run's stream of prompts, from 0."""
@@ -68,7 +70,8 @@ class Held:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generating:
-    """A group that is being generated, as samplers see it.
+    """The record of a group that is being generated, from which samplers decide: its id, start and
+    version.
 
     Example: `any(group.id == 7 for group in ready.generating())`.
     """
@@ -109,7 +112,7 @@ class Counts:
 
     @property
     def running(self) -> int:
-        """The number of groups that are generating, ready or leased."""
+        """The number of groups that are generating, ready or leased to the open step."""
         return self.generating + self.ready + self.leased
 
     def by_name(self) -> dict[str, int]:
@@ -118,7 +121,7 @@ class Counts:
 
     @property
     def conserved(self) -> bool:
-        """True if no group is lost and none is counted twice."""
+        """True if the counts add up, so that no group is lost or counted twice."""
         return self.submitted == self.trained + self.filtered + self.evicted + self.running
 
 
@@ -207,7 +210,9 @@ class Prompts(Protocol):
 
 
 class Generator(Protocol):
-    """Turns prompts into scored samples, and publishes new weights to the engines."""
+    """The protocol of the part that turns prompts into scored groups of samples, and publishes new
+    weights to the engines.
+    """
 
     async def generate(self, group_id: int, prompt: Any, *, attempt: int) -> RolloutGroup:
         """Sample and score all responses to a prompt; return them as a group.
@@ -233,11 +238,12 @@ class Generator(Protocol):
         """
 
     async def recover(self) -> bool:
-        """Return whether an engine has recovered after all were lost, and needs a `publish`."""
+        """Return True if all engines were lost, and one has recovered and needs a `publish`."""
 
 
 class Policy(Protocol):
-    """Trains a model on all ranks; repeating a call with the same ids has no further effect.
+    """The protocol of the model that is trained on all ranks. Repeating a call with the same ids
+    has no further effect.
 
     Raises:
         RanksLost: by every method, if ranks are gone. After any other error ranks are alive, and
@@ -245,7 +251,7 @@ class Policy(Protocol):
     """
 
     async def begin(self, step_id: str) -> None:
-        """Open an optimizer step."""
+        """Open an optimizer step with the id `step_id` on all ranks."""
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
         """Return log-probs of a batch's response tokens, in the recipe's format.
@@ -257,13 +263,13 @@ class Policy(Protocol):
         """Run forward and backward on one batch; `last` is True for the step's last batch."""
 
     async def finish(self, step_id: str) -> StepOutcome:
-        """Reduce gradients and update the weights, once; return the outcome.
+        """Reduce the gradients of the open step and update the weights, once; return the outcome.
 
         Repeating the call with the same id returns the same outcome and changes nothing.
         """
 
     async def abort(self, step_id: str | None = None) -> None:
-        """Undo the open step; do nothing if no step is open."""
+        """Undo the open step, as if it had never begun; do nothing if no step is open."""
 
 
 class OneShotPolicy(Policy, Protocol):
@@ -278,68 +284,82 @@ class OneShotPolicy(Policy, Protocol):
 
 
 class Recipe(Protocol):
-    """Turns groups into batches, in plain functions that take milliseconds at most."""
+    """The protocol of an algorithm: rejects useless groups, and turns the others into batches, in
+    plain functions that take milliseconds at most.
+    """
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Return a word or two on why a group is useless; return "" to keep it."""
+        """Return the reason, in a word or two, why a group must not be trained; return "" to keep
+        it.
+        """
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Any:
-        """Return the batch for `Policy.logprobs`: the next groups, up to `groups_per_call`."""
+        """Return the batch from which `Policy.logprobs` computes the log-probs of these groups."""
 
     def batch(
         self, groups: Sequence[RolloutGroup], inputs: Any, logprobs: Mapping[LogprobsOf, Any]
     ) -> Any:
-        """Return the batch for `Policy.microbatch`, with advantages and the off-policy correction.
+        """Return the batch of these groups for `Policy.microbatch`, with advantages and the
+        off-policy correction.
 
         `inputs` is the result of `inputs(groups)`, and `logprobs` has the result of
         `Policy.logprobs` for each model that `ControllerSettings.logprobs` selects.
         """
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
-        """Return metrics of one optimizer step's groups; `version` is the one before the step.
+        """Return metrics of the groups of one optimizer step; `version` is the policy's version
+        before the step.
 
         Loggers prefix each name with `train/`.
         """
 
 
 class DataPlane(Protocol):
-    """Stores complete groups until they are trained. Every method may be repeated."""
+    """The protocol of a store for complete groups until they are trained. Every method may be
+    repeated.
+    """
 
     async def put(self, group: RolloutGroup) -> None:
         """Store a group, replacing one of the same id."""
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Return the group.
+        """Return the stored group with this id.
 
         Raises:
             KeyError: there is no such group.
         """
 
     async def clear(self, group_ids: Sequence[int]) -> None:
-        """Remove groups; unknown ids are ignored."""
+        """Remove the groups with these ids; unknown ids are ignored."""
 
     async def close(self) -> None:
         """Remove all groups, and release their resources."""
 
 
 class Ready(Protocol):
-    """A sampler's view of the complete groups and of those being generated."""
+    """A sampler's read-only view of the buffer: iterates over the complete groups, and lists those
+    being generated.
+    """
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Held]:
-        """Yield groups in order of arrival."""
+        """Yield the complete groups in order of arrival."""
 
     @property
     def lowest_unfinished(self) -> int | None:
-        """The smallest id of a group without a result; None if there is none."""
+        """The smallest id of a group that is not complete yet: it is being generated, or must be
+        again. None if there is none.
+        """
 
     def generating(self) -> Iterator[Generating]:
         """Yield the groups that are being generated, in the order in which they were started."""
 
 
 class Sampler(Protocol):
-    """Decides which groups start, which train next, and which are too stale."""
+    """The protocol of the part that decides which groups start, which train next, and which are too
+    stale.
+    """
 
     @property
     def name(self) -> str:
@@ -360,10 +380,14 @@ class Sampler(Protocol):
         """Return the smallest buffer capacity, in groups, with which training does not stall."""
 
     def room(self, admission: Admission) -> int:
-        """Return how many more groups may start now, apart from capacity and concurrency."""
+        """Return how many more groups may start now, before the limits of capacity and concurrency
+        apply.
+        """
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Return up to `count` groups for the step that makes `version` + 1, the best first."""
+        """Return up to `count` ready groups for the optimizer step from `version` to `version` + 1,
+        the best first.
+        """
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
         """Return the complete groups that are too stale for any step from `version` on."""
@@ -405,7 +429,9 @@ class Stalled(ControllerError):
 
 
 class GroupsRejected(ControllerError):
-    """The recipe rejected the groups of several outer steps in a row, so that nothing can train."""
+    """The recipe rejected as many groups in a row as several outer steps need, so that nothing can
+    train.
+    """
 
 
 class StepFailed(ControllerError):
@@ -413,8 +439,8 @@ class StepFailed(ControllerError):
 
 
 class PublishFailed(ControllerError):
-    """Weights could not be read or sent in `step_attempts` attempts, although engines were
-    alive.
+    """The policy's weights could not be read or sent to the engines in `step_attempts` attempts,
+    although engines were alive.
     """
 
 
@@ -423,4 +449,4 @@ class EnginesLost(RuntimeError):
 
 
 class PoisonedPrompt(ValueError):
-    """No engine can ever respond to a prompt; its group is dropped and reported."""
+    """A prompt to which no engine can ever respond; its group is dropped and reported."""

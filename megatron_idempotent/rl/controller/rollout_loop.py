@@ -16,7 +16,8 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutPump:
-    """Starts groups, retries failed ones, aborts stale ones, and stores complete ones.
+    """The loop that starts groups, retries failed ones, aborts stale ones, and stores complete
+    ones.
 
     Example: `await RolloutPump(shared, stored).run()`, which goes on until it is cancelled.
     """
@@ -52,7 +53,9 @@ class RolloutPump:
             await asyncio.wait(list(self._tasks.values()), timeout=limit_s)
 
     async def stop(self) -> None:
-        """Cancel and roll back all groups that are being generated; the next `run` starts them."""
+        """Cancel all groups that are being generated, and roll them back in the buffer; the next
+        `run` starts them again.
+        """
         tasks, self._tasks = self._tasks, {}
         for task in tasks.values():
             task.cancel()
@@ -64,7 +67,9 @@ class RolloutPump:
             self._shared.buffer.rollback(group_id)
 
     def _abort_stale(self) -> None:
-        """Evict the groups that the sampler aborts, and cancel their requests."""
+        """Evict the generating groups that the sampler finds too stale, and cancel their
+        requests.
+        """
         shared = self._shared
         ready, version = shared.buffer.ready, shared.trainer_version
         stale = chosen(shared.sampler, "abort", ready, version=version)
@@ -101,7 +106,9 @@ class RolloutPump:
         self._shared.tell()
 
     async def _fill(self, group_id: int, prompt: Any) -> None:
-        """Generate a reserved group until it is ready in the buffer, or is dropped from it."""
+        """Generate one reserved group, store it, and make it ready in the buffer. A group that
+        fails or that the recipe rejects is dropped.
+        """
         shared = self._shared
         started = shared.measure.now()
         # On the timeline, groups that are generated at the same time have separate tracks.

@@ -64,7 +64,8 @@ def chosen(
 
 
 def checked_room(sampler: Sampler, admission: Admission) -> float:
-    """Return how many more groups a sampler lets start.
+    """Return how many more groups a sampler's `room` lets start, after checking that this is a
+    number.
 
     Raises:
         SamplerError: the sampler raised, or returned something other than a real number.
@@ -78,7 +79,8 @@ def checked_room(sampler: Sampler, admission: Admission) -> float:
 
 
 def call_sampler(sampler: Sampler, method: str, *args: Any, **named_args: Any) -> Any:
-    """Call a sampler's method and return its result.
+    """Call the sampler's method with the name `method`, and return its result; an error becomes a
+    `SamplerError`.
 
     Raises:
         SamplerError: the method raised.
@@ -105,7 +107,7 @@ class FirstReadySampler:
     drains = False
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """Return the number of groups in one step."""
+        """Return `groups_per_step`: a buffer for the groups of one step is enough."""
         return groups_per_step
 
     def room(self, admission: Admission) -> int:
@@ -114,18 +116,20 @@ class FirstReadySampler:
         return _ALL
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Return the first `count` groups by arrival."""
+        """Return the first `count` ready groups by arrival."""
         del version
         return list(itertools.islice(ready, count))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Return no group."""
+        """Return no group, because no group is too stale for this sampler."""
         del ready, version
         return ()
 
 
 class _Windowed:
-    """Starts only groups that can train within a window of versions."""
+    """The base class of samplers with a window: starts no more groups than can train before they
+    are older than `window` versions.
+    """
 
     def __init__(self, name: str, window: int) -> None:
         if type(window) is not int or window < 0:
@@ -197,7 +201,7 @@ class WindowedSampler(_Windowed):
         self._order, self._gated, self._abort_stale = order, gated, abort_stale
 
     def room(self, admission: Admission) -> int:
-        """Return how many more groups can train within the window.
+        """Return how many more groups may start, such that all can train within the window.
 
         With `gated=False` there is no limit, except 0 while the engines' weights are too old.
         """
@@ -207,7 +211,7 @@ class WindowedSampler(_Windowed):
         return _ALL if lag <= self._window else 0
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Return up to `count` groups within the window, in the sampler's order."""
+        """Return up to `count` ready groups within the window, in the sampler's order."""
         eligible = [group for group in ready if 0 <= version - group.version <= self._window]
         if self._order == "freshest":
             eligible.sort(key=lambda group: -group.version)
@@ -240,7 +244,8 @@ class StrictSampler(WindowedSampler):
 
 
 class InOrderSampler(_Windowed):
-    """Trains groups by ascending id, each once every lower id is trained, filtered or in the step.
+    """Trains groups in ascending order of id: a group waits until every lower id is trained,
+    filtered or in the same step.
 
     Steps are deterministic: the groups that a step trains, and the weights that sampled them,
     depend only on the prompts and the recipe's rejections, not on the order in which engines
@@ -268,7 +273,9 @@ class InOrderSampler(_Windowed):
         super().__init__("lookahead", lookahead)
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Return up to `count` groups of the lowest ids, all below the lowest unfinished id."""
+        """Return up to `count` ready groups with the lowest ids, all below the lowest id that is
+        unfinished.
+        """
         del version
         limit = ready.lowest_unfinished
         first = heapq.nsmallest(count, ready, key=lambda group: group.id)
@@ -287,7 +294,8 @@ _KNOWN: dict[str, type[Sampler]] = {
 
 
 def load_sampler(name_or_path: str, **options: Any) -> Sampler:
-    """Make a sampler: `windowed`, `strict`, `first_ready`, `in_order` or `package.module:Class`.
+    """Make a sampler by its name, `windowed`, `strict`, `first_ready` or `in_order`, or by
+    `package.module:Class`.
 
     `options` are its constructor's arguments. A custom class needs the attributes and methods of
     `protocol.Sampler`, but no base class.
@@ -322,7 +330,7 @@ def load_sampler(name_or_path: str, **options: Any) -> Sampler:
 def configured_sampler(
     name_or_path: str, *, window: int, order: str, gated: bool, abort_stale: bool
 ) -> Sampler:
-    """Make a sampler from a configuration, which has the options of all samplers.
+    """Make a sampler from a run's configuration, of which it gets only the options that it has.
 
     `window` is the `max_staleness` of `windowed` and the `lookahead` of `in_order`. See
     `load_sampler`.

@@ -236,7 +236,7 @@ class Measure:
             self._timeline.mark(track, name, self.now())
 
     def take(self) -> dict[str, float]:
-        """Return the seconds per phase since the last call, and reset them."""
+        """Return the seconds of each phase since the last call of `take`, and reset them."""
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
@@ -244,7 +244,8 @@ class Measure:
 
 @dataclasses.dataclass(eq=False)
 class RunState:
-    """The parts and the mutable state of one run.
+    """Holds the parts of one run, such as its policy and its sampler, and the mutable state that
+    the controller's loops share.
 
     Only coroutines of one event loop change it, so it cannot change between two awaits.
     """
@@ -326,14 +327,14 @@ class RunState:
 
     @property
     def current(self) -> bool:
-        """True if engines have the weights of the newest outer step."""
+        """True if the weights of the newest outer step have been published to the engines."""
         return self.published >= self.trainer_version - (
             self.trainer_version % self.settings.minibatches
         )
 
     @property
     def draining(self) -> bool:
-        """True if the run should end as soon as possible."""
+        """True from the call of `drain` until the run has ended: no further groups start."""
         return self.state == "draining"
 
     def room(self) -> int:
@@ -359,7 +360,7 @@ class RunState:
 
 
 def status_of(shared: RunState) -> Status:
-    """Return a snapshot of a run.
+    """Return a snapshot of a run: versions, counts of groups, and the current activity.
 
     Raises:
         SamplerError: the sampler failed.
@@ -384,7 +385,7 @@ def status_of(shared: RunState) -> Status:
 
 
 class StoredGroups:
-    """Stores complete groups in the data plane, and retries calls that fail.
+    """Passes complete groups to the data plane and back, and retries calls that fail.
 
     Example: `await stored.clear([3, 4])`.
     """
@@ -395,7 +396,7 @@ class StoredGroups:
         self._owed: set[int] = set()
 
     async def put(self, group: RolloutGroup) -> None:
-        """Store a group, in up to `group_attempts` attempts.
+        """Store a group in the data plane, in up to `group_attempts` attempts.
 
         Raises:
             Exception: the data plane's error at the last attempt.
@@ -404,7 +405,7 @@ class StoredGroups:
         await self._retry("put", lambda: self.plane.put(group))
 
     async def get(self, group_id: int) -> RolloutGroup | None:
-        """Return a group; None if the data plane has lost it.
+        """Return a group from the data plane; None if the data plane has lost it.
 
         Raises:
             Exception: the data plane's error at the last attempt.
@@ -432,7 +433,7 @@ class StoredGroups:
             self._owed.difference_update(ids)
 
     def owe(self, group_id: int) -> None:
-        """Make the next `clear` include a group, which the data plane may or may not have."""
+        """Make the next `clear` also clear this group, which the data plane may or may not have."""
         self._owed.add(group_id)
 
     async def _retry(

@@ -31,7 +31,7 @@ STATUS_FILE = "status.json"
 
 
 class StatusError(ControllerError):
-    """A status file cannot be written or read, or is outdated."""
+    """A run's status file cannot be written or read, or is outdated."""
 
 
 class StatusFile:
@@ -95,7 +95,8 @@ class StatusFile:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Return the fields of `Status` from a file of at most the writing interval plus 5 s of age.
+    """Return the fields of `Status` from a run's status file. A file that is older than its writing
+    interval plus 5 s raises an error.
 
     The final status of a run may have any age.
 

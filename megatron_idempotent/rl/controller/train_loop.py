@@ -59,7 +59,8 @@ async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None
 async def update_once(
     call: Callable[[str], Awaitable[StepOutcome]], step_id: str, *, limit_s: float
 ) -> tuple[StepOutcome, bool]:
-    """Make a step's update; return its outcome, and whether the caller was cancelled meanwhile.
+    """Run `call(step_id)`, which makes a step's update, to its end even if the caller is cancelled;
+    return the outcome, and whether the caller was cancelled.
 
     A call that raises is repeated once with the same step id, because it may have made the update;
     the policy never makes an update twice. After a cancellation it has `limit_s` seconds to end.
@@ -93,7 +94,8 @@ async def update_once(
 
 
 async def undo(policy: Policy, step_id: str, *, limit_s: float) -> None:
-    """Abort a step within `limit_s` seconds, even if the caller is cancelled meanwhile.
+    """Abort the policy's open step within `limit_s` seconds, even if the caller is cancelled
+    meanwhile.
 
     Raises:
         RanksLost: the abort raised or took longer.
@@ -168,7 +170,9 @@ async def train(
 
 
 class NoMoreGroups(Exception):
-    """The run is draining, or prompts have run out and too few groups are left for a step."""
+    """No step can be taken: the run is draining, or prompts have run out and too few groups are
+    left.
+    """
 
 
 class _Vanished(Exception):
@@ -180,7 +184,8 @@ class _Vanished(Exception):
 
 
 class TrainPump:
-    """Takes optimizer steps, counts them in `trainer_version`, and publishes weights.
+    """The loop that takes optimizer steps, counts them in `trainer_version`, and publishes weights
+    to the engines.
 
     Example: `await TrainPump(shared, stored, …).run(until=600)`.
     """
@@ -201,7 +206,8 @@ class TrainPump:
         self._interrupted = False
 
     async def run(self, until: int) -> None:
-        """Take steps until version `until`, or until the run is drained or prompts have run out.
+        """Take optimizer steps until version `until`, or until the run is drained or prompts have
+        run out.
 
         Raises:
             Exception: as in `_take` and `_publish`.
@@ -244,7 +250,7 @@ class TrainPump:
     # An optimizer step --------------------------------------------------------------------------
 
     async def _take(self) -> tuple[Sequence[RolloutGroup], StepOutcome]:
-        """Take a step; return its groups and its outcome.
+        """Take one optimizer step on the next groups; return these groups and the outcome.
 
         A failed step is aborted and repeated with the same groups, in up to `step_attempts`
         attempts. After an error all groups are ready in the buffer again, and none is trained.
@@ -346,7 +352,9 @@ class TrainPump:
         return groups
 
     async def _selected(self, most: int) -> list[Held]:
-        """Evict stale groups, and return the sampler's selection from the others."""
+        """Evict stale groups from the buffer, and return the groups that the sampler selects from
+        the others.
+        """
         shared, version = self._shared, self._shared.trainer_version
         stale = chosen(shared.sampler, "evict", shared.buffer.ready, version=version)
         for group in stale:
@@ -358,7 +366,8 @@ class TrainPump:
         return list(chosen(shared.sampler, "select", ready, version=version, count=most))
 
     async def _add(self, step_id: str, call: int, *, lacking: int) -> list[RolloutGroup]:
-        """Pass the groups of one call to the policy; return them.
+        """Compute the log-probs and the batch for one call's groups, and run forward and backward
+        on it in the open step; return the groups.
 
         `lacking` is the number of groups that the step lacked before this call.
         """
@@ -393,7 +402,9 @@ class TrainPump:
         return [group.id for call_groups in self._held for group in call_groups]
 
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
-        """Return whether an undone step may be repeated; drop a group that is lost."""
+        """Return whether a step that failed and was undone may be repeated. If the data plane has
+        lost a group, first remove that group from the step.
+        """
         # These errors are not caused by the groups.
         if isinstance(error, (asyncio.CancelledError, PublishFailed, SamplerError, NoMoreGroups)):
             return False
@@ -421,7 +432,8 @@ class TrainPump:
     # Weights to the engines ---------------------------------------------------------------------
 
     async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
-        """End an outer step: publish its weights, and let groups start with them; return metrics.
+        """End an outer step: publish its weights to the engines, and let groups start with them;
+        return the metrics of an evaluation.
 
         The publish runs during the next step, unless this version is evaluated, saved or the last.
         """
@@ -451,7 +463,7 @@ class TrainPump:
                     await shared.change()
 
     async def _publish(self, *, during_step: bool = False) -> None:
-        """Publish the weights; retry until an engine takes them.
+        """Publish the weights to the engines; retry until an engine takes them.
 
         `during_step` is True for a publish that runs during the next step.
 
@@ -498,7 +510,8 @@ class TrainPump:
         self._release_rollouts()
 
     async def _republish(self) -> None:
-        """Publish again during a step, if an engine has recovered after all were lost.
+        """Wait for a running publish; then, if an engine has recovered after all were lost, publish
+        again during the step.
 
         Raises:
             Exception: as in `_publish`, also for the publish that failed during the step.
@@ -515,7 +528,7 @@ class TrainPump:
         self._shared.progressed()
 
     async def _settled(self) -> None:
-        """Wait until a running publish is done.
+        """Wait until a publish that runs during the step is done. Without one: no-op.
 
         Raises:
             Exception: as in `_publish`.

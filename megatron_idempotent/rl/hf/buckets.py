@@ -24,7 +24,8 @@ A collective: all ranks call it with the same indices, each index once.
 
 
 def split(sizes: Sequence[int], most: int) -> list[range]:
-    """Split indices into consecutive ranges, each with a total size of at most `most`.
+    """Split the indices of `sizes` into consecutive ranges, each with a total size of at most
+    `most`.
 
     A member larger than `most` gets a range of its own.
     """
@@ -39,7 +40,8 @@ def split(sizes: Sequence[int], most: int) -> list[range]:
 
 
 class BucketStream(Iterator[Bucket]):
-    """Yields the buckets of `WeightSource.buckets`; every rank takes all, or closes its stream.
+    """Iterates over the buckets of an export, as `WeightSource.buckets` returns them. Every rank
+    takes all buckets, or closes its stream.
 
     `close()`, also at the end of a `with` block, takes part in the rest of the collective without
     keeping tensors, so that the other ranks can finish. A stream that is dropped midway warns
@@ -129,7 +131,9 @@ class BucketStream(Iterator[Bucket]):
 def _side_by_side(
     units: Sequence[Sequence[TensorInfo]], keepers: Sequence[int], bucket_bytes: int
 ) -> Iterator[Sequence[Sequence[int]]]:
-    """Yield for each bucket the consecutive units of each keeper."""
+    """Divide the units (tensors that stay together) into buckets. Yield for each bucket a list of
+    consecutive units per keeper, the rank that gets them.
+    """
     by_keeper: dict[int, list[int]] = {}
     for unit, keeper in enumerate(keepers):
         by_keeper.setdefault(keeper, []).append(unit)
@@ -153,7 +157,9 @@ def _warn_if_waited_for(feed: _Feed) -> None:
 
 
 class _Feed:
-    """Tracks this rank's progress in the collective."""
+    """Fetches an export's tensors in order, and counts them, so that this rank can take part in the
+    rest of the collective after it stops early.
+    """
 
     def __init__(self, fetch: Fetch, count: int) -> None:
         self._fetch, self.count = fetch, count

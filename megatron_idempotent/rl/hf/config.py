@@ -24,11 +24,13 @@ class UnsupportedArchitecture(WeightsError):
 
 
 class CheckpointMismatch(WeightsError):
-    """Tensors do not fit the model by name, shape or type; the message lists them."""
+    """Tensors of a checkpoint do not fit the model by name, shape or type; the message lists
+    them.
+    """
 
 
 class FailedElsewhere(WeightsError):
-    """Another rank failed; the message has its number and error."""
+    """Another rank failed in an operation of all ranks; the message has its number and error."""
 
 
 def agree_on(error: BaseException | None, what: str, *, deadline_s: float) -> None:
@@ -84,13 +86,17 @@ _DTYPES = {
 
 
 class _Fields:
-    """Reads fields of a configuration, and lists the invalid ones; null counts as missing."""
+    """Reads and checks the fields of a config.json, and lists the invalid ones in `bad`; null
+    counts as missing.
+    """
 
     def __init__(self, config: Mapping[str, Any], bad: list[str]) -> None:
         self.config, self.bad = config, bad
 
     def refuse(self, key: str, allowed: str) -> None:
-        """Add a field to the list of errors, with its truncated value and the allowed values."""
+        """Add a field to the list of invalid ones, with its value and the allowed values; nothing
+        is raised.
+        """
         value = self.config.get(key)
         try:
             text = repr(value)
@@ -99,7 +105,9 @@ class _Fields:
         self.bad.append(f"{key}={text[:200]} ({allowed})")
 
     def size(self, key: str, default: int = 1, *, least: int = 1) -> int:
-        """Return an integer field, or the default if it is missing or refused."""
+        """Return an integer field from `least` on; if it is missing or invalid, return the default.
+        An invalid one is listed in `bad`.
+        """
         value = self.config.get(key)
         if type(value) is int and least <= value <= _LARGEST:
             return value
@@ -110,7 +118,9 @@ class _Fields:
     def number(
         self, key: str, default: float, *, least: float = 0.0, most: float = sys.float_info.max
     ) -> float:
-        """Return a finite number, or the default if it is missing or refused."""
+        """Return a finite number from `least` to `most`; if it is missing or invalid, return the
+        default. An invalid one is listed in `bad`.
+        """
         value: Any = self.config.get(key)
         if type(value) in (int, float) and least <= value <= most:
             return float(value)
@@ -119,7 +129,9 @@ class _Fields:
         return default
 
     def flag(self, key: str) -> bool:
-        """Return a boolean field; False if it is missing or refused."""
+        """Return a boolean field; False if it is missing or invalid. An invalid one is listed in
+        `bad`.
+        """
         value = self.config.get(key)
         if value is not None and type(value) is not bool:
             self.refuse(key, "true or false")
@@ -152,7 +164,9 @@ def _check_layers(fields: _Fields, name: Any, layers: int) -> None:
 
 
 def _rope(fields: _Fields) -> tuple[float, float | None]:
-    """Return RoPE's base, and the factor of Llama 3's scaling or None."""
+    """Return RoPE's base, and the factor of Llama 3's scaling (None without it), from a
+    config.json; list values that GPTModel does not support.
+    """
     config = fields.config
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     parameters = config.get(key) or {}
@@ -214,7 +228,7 @@ Name = Literal["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """The sizes and options of a causal language model.
+    """The sizes and options of a causal language model, from its config.json.
 
     Example:
         arch = Architecture.read("/models/qwen3-8b")
@@ -270,7 +284,8 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str = "the configuration") -> Architecture:
-        """Read a configuration, such as the result of transformers' `config.to_dict()`.
+        """Make an `Architecture` from a configuration as a dictionary, such as the result of
+        transformers' `config.to_dict()`.
 
         Args:
             config: the configuration.
@@ -334,14 +349,15 @@ class Architecture:
         return cls(name=name, dtype=dtype, **sizes)
 
     def padded_vocab_size(self, tensor_parallel: int) -> int:
-        """Return the vocabulary padded to a multiple of the tensor-parallel ranks.
+        """Return the vocabulary size, padded to a multiple of the number of tensor-parallel ranks.
 
         Megatron's embedding has that many rows over all ranks.
         """
         return -(-self.vocab_size // tensor_parallel) * tensor_parallel
 
     def transformer_config(self, **overrides: Any) -> Any:
-        """Return a `TransformerConfig` of this model, with Megatron's defaults for other fields.
+        """Return Megatron's `TransformerConfig` for this model, with Megatron's defaults for fields
+        that the model does not determine.
 
         Weights have the checkpoint's dtype unless `params_dtype` is overridden. Experts are not
         balanced (`moe_router_load_balancing_type="none"`), as in transformers' forward.

@@ -30,7 +30,7 @@ from .names import Lora, Placed, SlotPart, hf_shapes
 
 
 class TensorPart(NamedTuple):
-    """A range of a tensor along `dim`, and the rank that sends it."""
+    """A range of a tensor along `dim`, and the rank that sends this range in an export."""
 
     dim: int
     start: int
@@ -43,13 +43,13 @@ class TensorPart(NamedTuple):
 
 
 class OwnedSlice(NamedTuple):
-    """A part of a tensor on this rank, with the parameter that holds it."""
+    """A part of a Hugging Face tensor that this rank has, with the parameter that holds it."""
 
     share: SlotPart
     placed: Placed
 
     def consecutive(self) -> torch.Tensor | None:
-        """Return a view of the part if it is contiguous in memory, else None."""
+        """Return a view of the part in the parameter if it is contiguous in memory, else None."""
         (start, size), *further = self.share.segments
         rows = self.placed.view.narrow(self.share.dim, start, size)
         return rows if not further and rows.is_contiguous() else None
@@ -63,7 +63,9 @@ class OwnedSlice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """All tensors in the order of sending, and the parts of each."""
+    """The plan of an export: all tensors in the order of sending, and for each tensor its parts
+    with the ranks that send them.
+    """
 
     infos: tuple[TensorInfo, ...]
     """The tensors, with the parameters' dtypes."""
@@ -80,7 +82,8 @@ def make_plan(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Plan:
-    """Gather which parts of tensors each rank has, and plan which rank sends each part.
+    """Gather from all ranks which parts of tensors each rank has, and plan which rank sends each
+    part.
 
     A collective of the group, if there is one.
 
@@ -146,7 +149,7 @@ def make_plan(
 
 
 def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
-    """Return whether parts cover a dimension without gaps or overlap."""
+    """Return whether a tensor's parts cover one of its dimensions without gaps or overlap."""
     end = 0
     for part in parts:
         if part.dim != parts[0].dim or part.start != end:
@@ -156,7 +159,8 @@ def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
 
 
 class Shipping:
-    """Sends the parts of a plan's tensors to their keepers; a `Fetch` for `BucketStream`.
+    """Sends each part of a tensor from the rank that has it to the tensor's keeper, the rank that
+    gets the complete tensor. It is a `Fetch` for `BucketStream`.
 
     Contiguous parts are sent without a copy. Parts that are not contiguous, or have another dtype,
     are packed first; the packed bytes never exceed the largest part that a rank sends, or the
@@ -198,7 +202,9 @@ class Shipping:
         self._packing = max(packed, default=0)
 
     def __call__(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Fetch tensors; return those that this rank keeps, unsharded."""
+        """Send and receive the parts of the tensors `members`; return the tensors that this rank
+        keeps, unsharded. All ranks call it.
+        """
         tensors: dict[str, torch.Tensor] = {}
         flight = _Flight(self._packing, self._group)
         for member in members:
@@ -215,7 +221,9 @@ class Shipping:
         return tensors
 
     def own_parts(self, member: int) -> Iterator[tuple[TensorPart, torch.Tensor]]:
-        """Yield this rank's parts of a tensor in the dtype that is sent, possibly as views."""
+        """Yield the parts of a tensor that this rank sends, in the dtype that is sent, possibly as
+        views of parameters.
+        """
         info = self._infos[member]
         for part in self._plan.parts[member]:
             if part.rank == self.rank:
@@ -252,7 +260,7 @@ class Shipping:
         parts: Sequence[tuple[int, TensorPart]],
         deltas: Mapping[tuple[int, TensorPart], EncodedDelta],
     ) -> Sequence[tuple[int, EncodedDelta | None]]:
-        """Send deltas to their keepers.
+        """Send the deltas of tensors' parts to the ranks that keep these tensors.
 
         A collective: all ranks call it with the same parts.
 
@@ -301,7 +309,8 @@ class Shipping:
 
 
 def _keepers(plan: Plan, senders: int | None) -> list[int]:
-    """Choose for each tensor the rank that keeps it, among up to `senders` keepers.
+    """Choose for each tensor the rank that gets it complete, its keeper, among up to `senders`
+    ranks.
 
     This is the owner of the tensor's first part, or the first owner in that owner's group.
     """
@@ -314,7 +323,8 @@ def _keepers(plan: Plan, senders: int | None) -> list[int]:
 
 
 class Changes:
-    """Fetches the deltas of changed tensors since the last export; a `Fetch` for `BucketStream`.
+    """Computes and fetches the deltas of the tensors that changed since the last export. It is a
+    `Fetch` for `BucketStream`.
 
     Each rank keeps a copy in host memory of the parts that it sends, and computes their deltas. If
     a part boundary splits an 8-byte word, the keeper fetches the entire tensor, and drops it if it
@@ -334,7 +344,9 @@ class Changes:
         ]
 
     def everything(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Fetch entire tensors, whether changed or not; see `Shipping`."""
+        """Fetch the complete tensors `members`, changed or not, and copy this rank's parts for the
+        next comparison; see `Shipping`.
+        """
         self.began = True
         for member in members:
             for part, rows in () if self._split[member] else self._shipping.own_parts(member):
@@ -342,7 +354,9 @@ class Changes:
         return self._shipping(members)
 
     def __call__(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Return the deltas of the changed tensors that this rank keeps."""
+        """Compute the changes of the tensors `members` on all ranks, and return the deltas of
+        changed tensors that this rank keeps.
+        """
         unsplit = [member for member in members if not self._split[member]]
         parts = [(member, part) for member in unsplit for part in self._plan.parts[member]]
         deltas = {}
@@ -377,7 +391,9 @@ class Changes:
 
 
 class _Flight:
-    """Point-to-point messages that were started, and the memory that is packed for them."""
+    """Collects point-to-point messages to send or receive together, and the memory that is packed
+    for them.
+    """
 
     def __init__(self, most: int, group: dist.ProcessGroup | None) -> None:
         self._most, self._packed, self._group = most, 0, group
@@ -385,7 +401,9 @@ class _Flight:
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def room(self, info: TensorInfo, part: TensorPart, device: torch.device) -> torch.Tensor:
-        """Return memory for a packed part; if too little is free, first wait for all messages."""
+        """Return memory for a packed part; if too little is left, first complete all messages so
+        far.
+        """
         shape = list(info.shape)
         shape[part.dim] = part.size
         size = math.prod(shape) * info.dtype.itemsize
@@ -407,7 +425,9 @@ class _Flight:
             self._arriving.append((rows, into))
 
     def land(self) -> None:
-        """Wait for all messages, and copy received packed parts to their tensors."""
+        """Send and receive all collected messages, wait for their end, and copy received packed
+        parts to their tensors.
+        """
         if self._messages:
             for work in dist.batch_isend_irecv(self._messages):
                 work.wait()
@@ -419,7 +439,8 @@ class _Flight:
 
 
 class MegatronWeights:
-    """Implements `WeightSource` for the chunks of all ranks, in any parallel layout.
+    """Implements `WeightSource` for a Megatron model: exports the weights of all ranks' model
+    chunks, in any parallel layout.
 
     The layout may have tensor, pipeline, virtual pipeline, expert and data parallel ranks. The
     constructor gathers once which rank has which part. Then every part of a tensor goes from the
@@ -451,7 +472,8 @@ class MegatronWeights:
         lora: Lora | None = None,
         senders: int | None = 1,
     ) -> None:
-        """Plan the export; a collective of the group.
+        """Plan the export: gather which rank has which part of each tensor. A collective of the
+        group.
 
         Args:
             chunks: this rank's chunks, bare or wrapped in DDP and Float16Module. DDP's pending
@@ -505,12 +527,16 @@ class MegatronWeights:
         self._changes = Changes(self._fetch, plan, infos) if deltas and fp8 is None else None
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order of sending, without communication."""
+        """Return the name, shape and dtype of all tensors, in the order of sending, without
+        communication.
+        """
         return tuple(info for infos in self._outputs for info in infos)
 
     @property
     def finds_changes(self) -> bool:
-        """True if exports can be limited to changes, as with `deltas`; see `ChangesSource`."""
+        """True if `buckets` can yield only the changes since the last export, as with `deltas`; see
+        `ChangesSource`.
+        """
         return self._changes is not None
 
     def buckets(self, *, bucket_bytes: int, whole: bool = True) -> BucketStream:
@@ -543,7 +569,9 @@ class MegatronWeights:
         )
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """Return the `quantization_config` for config.json; None without quantization."""
+        """Return the `quantization_config` of the exported weights, for config.json; None without
+        quantization.
+        """
         if self._fp8 is None:
             return None
         metas = [
@@ -558,7 +586,7 @@ class MegatronWeights:
 
 
 def _outputs(info: TensorInfo, fp8: Fp8Export | None) -> tuple[TensorInfo, ...]:
-    """Return the tensors that represent one tensor: itself, or its FP8 codes and scales."""
+    """Return the tensors that are sent for one tensor: itself, or its FP8 codes and scales."""
     if fp8 is None or not fp8.converts(info.name, torch.empty(info.shape, device="meta")):
         return (info,)
     *lead, rows, columns = info.shape

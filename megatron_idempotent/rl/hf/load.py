@@ -25,7 +25,8 @@ _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 def placed_slots(
     chunks: Sequence[Any], arch: Architecture, lora: Lora | None = None
 ) -> list[Placed]:
-    """Return the slots of all parameters in this rank's chunks.
+    """Return the slots of all parameters in this rank's chunks: for each parameter, the parts of
+    Hugging Face tensors that it consists of.
 
     Args:
         chunks: GPTModels, in any wrappers.
@@ -103,7 +104,9 @@ def _misshapen(placed: Placed, names: Names) -> str | None:
 
 
 def _unused(model: Any, names: Names, placed: Sequence[Placed]) -> list[str]:
-    """List the tensors of this chunk's layers that no parameter holds."""
+    """List the checkpoint's tensors that belong to this chunk's layers and that no parameter of the
+    chunk holds.
+    """
     layers = {f"model.layers.{layer.layer_number - 1}.": layer for layer in model.decoder.layers}
     mapped = {block.name for slot_of_parameter in placed for block in slot_of_parameter.slot.blocks}
     expected = [EMBEDDING] if model.pre_process else []
@@ -140,7 +143,8 @@ def load_hf(
     allow_rounding: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Load a checkpoint's weights into an existing model.
+    """Load a Hugging Face checkpoint's weights into the parameters of an existing Megatron model,
+    in place.
 
     Each rank reads only its slices, directly into its parameters: no rank needs a full copy, and no
     weights are sent. A collective: all ranks check that no rank has an error, before changes begin
@@ -190,7 +194,9 @@ def load_hf(
 
 
 def _check_names(checkpoint: Checkpoint, arch: Architecture) -> None:
-    """Check names and shapes; the result is the same on all ranks."""
+    """Raise `CheckpointMismatch` unless the checkpoint's tensors have the names and shapes that
+    config.json implies; the result is the same on all ranks.
+    """
     expected, tensors = hf_shapes(arch), checkpoint.tensors
     wrong = [f"{name} is missing" for name in expected if name not in tensors]
     for name, info in tensors.items():
@@ -217,7 +223,9 @@ def _check_types(checkpoint: Checkpoint, placed: Iterable[Placed], allow_roundin
 
 
 def _check_tied(checkpoint: Checkpoint, arch: Architecture, placed: Iterable[Placed]) -> None:
-    """Check that the output layer in a tied checkpoint, if there is one, equals the embedding."""
+    """Raise `CheckpointMismatch` if a checkpoint with tied embeddings also has an output layer, and
+    this differs from the embedding.
+    """
     if not arch.tied or OUTPUT not in checkpoint.tensors:
         return
     for placed_slot in placed:
@@ -268,7 +276,8 @@ def build_gpt(
     change_spec: Callable[[Any], Any] | None = None,
     **model: Any,
 ) -> Any:
-    """Return one stage of a `GPTModel` with random weights; `load_hf` loads a checkpoint's.
+    """Build one pipeline stage of Megatron's `GPTModel` with random weights; `load_hf` loads a
+    checkpoint's.
 
     Args:
         arch: the checkpoint's model.

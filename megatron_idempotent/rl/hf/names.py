@@ -22,7 +22,9 @@ from .config import Architecture
 
 
 class Block(NamedTuple):
-    """Consecutive rows or columns of a Hugging Face tensor, or padding if `name` is None."""
+    """Consecutive rows or columns of a Hugging Face tensor, as a block of a Megatron parameter; or
+    padding if `name` is None.
+    """
 
     name: str | None
     start: int
@@ -30,7 +32,7 @@ class Block(NamedTuple):
 
 
 class SlotPart(NamedTuple):
-    """The part of a Hugging Face tensor in one shard: a range along `dim`."""
+    """The part of a Hugging Face tensor in one rank's shard of a parameter: a range along `dim`."""
 
     name: str
     dim: int
@@ -41,13 +43,16 @@ class SlotPart(NamedTuple):
 
     @property
     def place(self) -> tuple[str, int, int, int]:
-        """A key that is equal for replicas of the same elements."""
+        """The name, dimension, start and size: a key that is equal on all ranks with a replica of
+        the same elements.
+        """
         return self.name, self.dim, self.start, self.size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSlot:
-    """One matrix or vector of a parameter, and the tensors that it consists of.
+    """One matrix or vector in a Megatron parameter, and the blocks of Hugging Face tensors that it
+    consists of.
 
     Example:
         ParameterSlot(parameter="decoder.final_layernorm.weight", blocks=(Block("n", 0, 64),))
@@ -73,11 +78,13 @@ class ParameterSlot:
 
     @property
     def local_size(self) -> int:
-        """The size of this shard along `dim`."""
+        """The size of this rank's shard along `dim`."""
         return self.size // self.count
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of the slot's elements in a parameter, oriented as in Hugging Face."""
+        """Return a view of the slot's elements in the parameter `tensor`, oriented as in Hugging
+        Face.
+        """
         if self.grouped is None:
             return tensor
         expert, experts = self.grouped
@@ -87,7 +94,9 @@ class ParameterSlot:
         return tensor.view(experts, inputs // experts, outputs)[expert].T
 
     def shares(self) -> tuple[SlotPart, ...]:
-        """Return this shard's part of each Hugging Face tensor, in the order of blocks."""
+        """Return the part of each Hugging Face tensor that this rank's shard has, in the order of
+        blocks.
+        """
         pieces_of: dict[str, list[tuple[int, int, int]]] = {}
         for name, start, local, size in self._pieces():
             if name is not None:
@@ -119,7 +128,7 @@ class ParameterSlot:
 
 
 class Placed(NamedTuple):
-    """A slot and the parameter that contains it."""
+    """A `ParameterSlot`, and the parameter of this rank that contains it."""
 
     slot: ParameterSlot
     parameter: torch.nn.Parameter
@@ -189,7 +198,9 @@ class Ranks(NamedTuple):
 
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a checkpoint, in transformers' order of modules."""
+    """Return the shape of every tensor of a Hugging Face checkpoint of this architecture, by name,
+    in transformers' order of modules.
+    """
     hidden, ffn = arch.hidden, arch.ffn
     queries, keys = arch.heads * arch.head_dim, arch.query_groups * arch.head_dim
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (arch.vocab_size, hidden)}
@@ -263,7 +274,8 @@ def _peft(name: str, factor: str) -> str:
 
 
 class Names:
-    """Finds the slots of a model's parameters on one rank.
+    """Finds, for the parameters of a Megatron model on one rank, the Hugging Face tensors that they
+    consist of.
 
     Example:
         names = Names(arch, Ranks.here())
@@ -277,7 +289,8 @@ class Names:
     def slots(
         self, name: str, rows: int, *, layers: Sequence[int], experts: Sequence[int] = ()
     ) -> tuple[ParameterSlot, ...]:
-        """Return the slots of a parameter; none if its name has no counterpart.
+        """Return the slots of a parameter, which say the Hugging Face tensors that it consists of;
+        none if its name has no counterpart.
 
         Args:
             name: the parameter's name in the chunk.

@@ -42,7 +42,8 @@ def save_hf(
     config_changes: Mapping[str, Any] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Write a checkpoint on rank 0, bucket by bucket; all ranks call it.
+    """Write the weights of `source` as a Hugging Face checkpoint on rank 0, bucket by bucket; all
+    ranks call it.
 
     The checkpoint is written to a temporary folder in the same parent folder, and renamed to
     `directory` when it is complete, so that `directory` never has an incomplete checkpoint. All
@@ -93,7 +94,9 @@ def save_hf(
 
 
 class _Writer:
-    """Writes the new directory under a temporary name, and renames it when it is complete."""
+    """Writes the new checkpoint's folder under a temporary name, and renames it when it is
+    complete.
+    """
 
     def __init__(
         self,
@@ -160,7 +163,7 @@ class _Writer:
         self._rename()
 
     def clean_up(self) -> None:
-        """Remove an incomplete checkpoint."""
+        """Close all files, and remove the temporary folder of an incomplete checkpoint."""
         for file in self._files.values():
             file.abandon()
         shutil.rmtree(self._beside, ignore_errors=True)
@@ -186,7 +189,9 @@ class _Writer:
 
 
 def _check_like(like: Path, infos: Sequence[TensorInfo]) -> None:
-    """Check that the configuration describes these tensors, if its architecture is supported."""
+    """Raise `CheckpointMismatch` unless the configuration in the folder `like` describes these
+    tensors; accept any if its architecture is not supported.
+    """
     try:
         expected = hf_shapes(Architecture.read(like))
     except UnsupportedArchitecture:

@@ -13,7 +13,7 @@ from . import names
 
 
 class Progress:
-    """Shows named texts: a table that is redrawn on a terminal, otherwise lines.
+    """Shows named texts to a user: on a terminal as a table that is redrawn, otherwise as lines.
 
     Example: `Progress(sys.stderr).draw({"reward": "0.4"}, due=True)`.
     """
@@ -56,7 +56,7 @@ class Progress:
             print(self._separator.join(parts), file=self._output, flush=True)
 
     def close(self) -> None:
-        """Leave the last table or line, and restore the cursor."""
+        """Stop the live table, if any: its last content stays, and the cursor is restored."""
         if self._live is not None:
             self._live.stop()
 
@@ -74,7 +74,9 @@ class RolloutProgress(Progress):
         self._rollouts, self._held_out = rollouts, float("nan")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Draw the table, or print a line if the row has a held-out reward."""
+        """Draw the table with a step's metrics; without a terminal, print a line if they have a
+        held-out reward.
+        """
         self._held_out = metrics.get(names.HELD_OUT, self._held_out)
         trained = names.REWARD in metrics  # step 0 has an evaluation only
         texts = {"rollout": f"{step}/{self._rollouts}"}
@@ -106,11 +108,12 @@ class StatusTable(Progress):
         self._metrics: Mapping[str, float] = {}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Update the latest value of each metric; thread-safe."""
+        """Remember the latest value of each metric, for the next `show`; thread-safe."""
         self._metrics = {**self._metrics, **metrics}
 
     def show(self, status: Mapping[str, Any], at_s: float) -> None:
-        """Draw the table, or print a line if the last one is `every_s` old or the run has ended.
+        """Draw the table of a run's status; without a terminal, print a line if the last one is
+        `every_s` old or the run has ended.
 
         `status` has the fields of `controller.Status`, and `at_s` is the time of a monotonic clock.
         """

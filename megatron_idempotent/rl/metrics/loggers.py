@@ -22,10 +22,10 @@ class SettingsError(ValueError):
 
 
 class Logger(Protocol):
-    """Records metrics of each optimizer step."""
+    """The protocol of a logger, which records the metrics of each optimizer step."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record metrics by name, at version `step`. Training continues if this raises."""
+        """Record the metrics of version `step`, by name. Training continues if this raises."""
 
     def close(self) -> None:
         """Flush, and release all resources."""
@@ -75,7 +75,7 @@ class Loggers:
         self._do(self._with_each, list(loggers), self._build)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Pass metrics to every working logger; with a thread, without waiting.
+        """Pass metrics to every logger that has not failed; with a thread, without waiting.
 
         After `close` they are discarded.
         """
@@ -95,7 +95,8 @@ class Loggers:
         return reached.wait(timeout_s)
 
     def close(self) -> None:
-        """Pass on the queued records, and close every working logger. A second call is a no-op.
+        """Pass on the queued records, and close every logger that has not failed. A second call is
+        a no-op.
 
         With a thread it blocks for up to `close_timeout_s` seconds: do not call it in the thread of
         an event loop.
@@ -135,7 +136,9 @@ class Loggers:
         self._with_each(self.working, lambda logger: getattr(logger, method)(*args, **options))
 
     def _with_each(self, loggers: Sequence[Any], call: Callable[[Any], object]) -> None:
-        """Call a function with each logger; drop one, with a warning, for which it raises."""
+        """Call a function with each logger; if it raises for one, drop that logger with a
+        warning.
+        """
         for logger in tuple(loggers):
             try:
                 call(logger)
@@ -154,7 +157,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file, oldest first; none if there is no file.
+    """Return the rows of a run's `metrics.jsonl`, oldest first; none if there is no file.
 
     A truncated last line is ignored, and so are rows of steps that were repeated later because
     ranks were lost. `null` is read as NaN.
@@ -216,7 +219,7 @@ class JsonlLogger:
         return json.dumps(finite) + "\n"
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Append a line."""
+        """Append a line with the step and its metrics to the file."""
         self._file.write(self._line({"step": step, **metrics}))
         self._file.flush()
 
@@ -239,12 +242,12 @@ class TensorBoardLogger:
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Write every metric as a scalar."""
+        """Write every metric of a step as a TensorBoard scalar."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and end the writer's thread."""
+        """Write all pending events, and end the writer's thread."""
         self._writer.close()
 
 
@@ -259,7 +262,8 @@ class WandbLogger:
     """
 
     def __init__(self, directory: Path, *, first_step: int = 0) -> None:
-        """Start a run; with a `first_step` above 0, continue the directory's run.
+        """Start a run of Weights & Biases; with a `first_step` above 0, continue the directory's
+        run.
 
         Raises:
             ModuleNotFoundError: wandb is not installed.
@@ -284,7 +288,7 @@ class WandbLogger:
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Finish the upload, and end the run."""
+        """Finish the upload, and end the run of Weights & Biases."""
         self._run.finish()
 
 
@@ -298,7 +302,7 @@ _BUILT_IN: Mapping[str, tuple[Callable[..., Logger], str]] = {
 def logger_factories(
     names: Sequence[str], directory: Path, *, first_step: int = 0
 ) -> list[Callable[[], Logger]]:
-    """Return factories of the named loggers, for `Loggers`.
+    """Return functions that make the named loggers, as arguments for `Loggers`.
 
     A name is `"jsonl"`, `"tensorboard"`, `"wandb"` or `"package.module:callable"`; the callable
     gets the directory and `first_step`, the step from which a resumed run continues.

@@ -42,7 +42,8 @@ _LAST_LAG = 5
 
 
 def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
-    """Return mean, maximum and histogram of a step's lags, one lag per group.
+    """Return the mean, maximum and histogram of the lags of a step's groups, as metrics by name;
+    `lags` has one per group.
 
     The result is empty without groups.
 
@@ -62,7 +63,8 @@ def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
 def idle_metrics(
     phases: Mapping[str, float], total_s: float, *, generation: tuple[float, float] | None = None
 ) -> dict[str, float]:
-    """Return the fractions of `total_s` in which trainer and engines were idle.
+    """Return the fractions of the period `total_s` in which trainer and engines were idle, as
+    metrics by name.
 
     The result is empty if `total_s` is 0.
 
@@ -92,7 +94,8 @@ def counts_metrics(
     dropped: Mapping[str, int] | None = None,
     retries: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """Return the counts of all groups as metrics, with the waste, drops and retries.
+    """Return a run's counts of groups as metrics by name, with the wasted fraction, drops and
+    retries.
 
     `counts` are those of `controller.Counts`, by name. `rollouts/unaccounted` is submitted −
     trained − filtered − evicted − running, and always 0; `rollouts/wasted_fraction` is (filtered +
@@ -128,7 +131,7 @@ class InflightClock:
         self._at_s, self._running = at_s, running
 
     def take(self, at_s: float) -> tuple[float, float]:
-        """Return the totals from the last call to `at_s`, and reset them.
+        """Return the totals since the last call of `take`, up to the time `at_s`, and reset them.
 
         Returns:
             Seconds in which at least one group was being generated, and group-seconds: the seconds

@@ -31,7 +31,8 @@ class _Event(NamedTuple):
 
 
 class Timeline:
-    """Keeps the newest `capacity` events of a run, of about 400 bytes each; counts dropped ones.
+    """Keeps the newest `capacity` events of a run for a trace file; counts the events that it has
+    dropped.
 
     All times are the event loop's, in seconds. Recording an event takes microseconds and no lock:
     call `span`, `count` and `mark` from the event loop's thread. `write` is thread-safe.
@@ -55,7 +56,8 @@ class Timeline:
         end_s: float,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record a span from `start_s` to `end_s`. Spans of one track are nested or disjoint.
+        """Record an activity `name` on a track, from `start_s` to `end_s`. Spans of one track are
+        nested or disjoint.
 
         Viewers show `args` with the span.
 
@@ -75,7 +77,7 @@ class Timeline:
             self._record(_Event("C", "", name, at_s, at_s, {"value": value}))
 
     def mark(self, track: str, name: str, at_s: float) -> None:
-        """Record an instant event at `at_s`."""
+        """Record an event without duration on a track, at `at_s`."""
         self._record(_Event("i", track, name, at_s, at_s, {}))
 
     def _record(self, event: _Event) -> None:
@@ -84,11 +86,14 @@ class Timeline:
 
     @property
     def dropped(self) -> int:
-        """The number of events that were recorded and dropped since."""
+        """The number of events that were recorded, and dropped since because there were more than
+        `capacity`.
+        """
         return self._recorded - len(self._events)
 
     def write(self, path: Path) -> None:
-        """Write a trace that ui.perfetto.dev and chrome://tracing open; `path` ends in `.json`.
+        """Write the events as a trace file that ui.perfetto.dev and chrome://tracing open; `path`
+        ends in `.json`.
 
         The file is replaced atomically. 100,000 events take about a second: call it in a thread
         while an event loop runs.
@@ -102,7 +107,7 @@ class Timeline:
         write_whole(path, f"{head}\n{events}\n]}}\n")
 
     def _track_order(self, track: str) -> tuple[int, str, int]:
-        """Return the key by which tracks are sorted.
+        """Return the key by which a trace sorts its tracks.
 
         A number at the end of a name is compared as a number: `rollouts 2` comes before
         `rollouts 10`, and both have the position that `tracks` gives to `rollouts`.
@@ -111,7 +116,9 @@ class Timeline:
         return self._first_tracks.get(name, len(self._first_tracks)), name, int(number or 0)
 
     def _trace(self, events: Sequence[_Event]) -> Iterator[dict[str, Any]]:
-        """Yield the trace: a process with a thread per track; times count from the first event."""
+        """Yield the events of a trace: names of the process and of a thread per track, then
+        `events`. Times count from the first event.
+        """
         zero_s = min((event.start_s for event in events), default=0.0)
         used = {event.track for event in events if event.kind != "C"}
         tracks = sorted(used, key=self._track_order)

@@ -44,7 +44,8 @@ _WRITER = "writer"
 
 
 class BucketPublisher:
-    """Publishes updates in a bucket; takes part in a `WeightSync` like an engine.
+    """Publishes the updates of a `WeightSync` in an object store's bucket, from which engines
+    elsewhere are updated. The sync uses it like an engine.
 
     Staging writes an update's objects, and the commit adds it to the index, so that engines
     elsewhere see the versions that this sync's engines serve. It cannot sample: keep it out of an
@@ -97,7 +98,7 @@ class BucketPublisher:
         return self._objects.address
 
     def ask_for_anchor(self) -> None:
-        """Require that the next update contains every tensor."""
+        """Require that the next update is an anchor, i.e. contains every tensor."""
         self._anchor_asked = True
 
     async def generate(self, request: Request) -> Sample:
@@ -105,11 +106,11 @@ class BucketPublisher:
         raise EngineUnsupported(f"{self.name} draws no samples; send requests to engines")
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Allow a commit from now on; a publisher has no requests to stop."""
+        """Allow `commit` from now on; a publisher has no requests to stop."""
         self._paused = True
 
     async def resume(self) -> None:
-        """Reject commits until the next pause."""
+        """Make `commit` raise an error until the next pause."""
         self._paused = False
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
@@ -177,7 +178,7 @@ class BucketPublisher:
         return new_index.newest.version
 
     async def rollback(self, update_id: str) -> None:
-        """Forget a staged update, whose objects the next update removes."""
+        """Forget the staged update; a later `stage` removes its objects from the bucket."""
         if self._staged is not None and self._staged[1].newest.id == update_id:
             self._staged = None
 
@@ -236,7 +237,9 @@ class BucketPublisher:
         self._staged = None
 
     def _clean(self, index: Index | None) -> None:
-        """Remove all objects that no listed update needs; a listing may miss the newest objects."""
+        """Remove all objects from the bucket that no update in the index needs; the store's listing
+        may miss the newest objects.
+        """
         self._objects.remove_partials()
         listed = index.updates if index else ()
         try:
@@ -251,7 +254,7 @@ class BucketPublisher:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CatchUp:
-    """A report of how engines were updated to the newest version.
+    """A report of how `BucketFollower` updated engines to the bucket's newest version.
 
     Example: `(await follower.catch_up()).describe()`.
     """
@@ -320,7 +323,8 @@ class BucketFollower:
         self._run, self._newest, self._warned = run, -1, False
 
     async def catch_up(self) -> CatchUp | None:
-        """Update all engines to the newest version; return None if there is nothing to do.
+        """Update all engines to the bucket's newest version; return None if the bucket is empty or
+        all engines have that version.
 
         An engine gets the updates that it missed, merged into one, or the last anchor and the
         updates after it if that is shorter, or if the engine's weights are not those of its

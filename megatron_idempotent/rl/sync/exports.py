@@ -52,7 +52,9 @@ folder)`."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BucketOnRank:
-    """Describes one rank's part of a bucket. Example: `BucketOnRank.of(bucket).infos`."""
+    """Describes the part of a bucket that one rank has: names, shapes, dtypes and checksums, but no
+    data. Example: `BucketOnRank.of(bucket).infos`.
+    """
 
     index: int
     infos: tuple[TensorInfo, ...]
@@ -61,7 +63,7 @@ class BucketOnRank:
 
     @classmethod
     def of(cls, bucket: Bucket) -> BucketOnRank:
-        """Describe a bucket."""
+        """Return the description of a bucket, for the controller."""
         return cls(
             index=bucket.index,
             infos=tuple(TensorInfo.of(name, tensor) for name, tensor in bucket.tensors.items()),
@@ -95,7 +97,9 @@ class DescribedBucket(Bucket):
 
     @property
     def elements_changed(self) -> int:
-        """The number of elements in the bucket; a delta has only the changed ones."""
+        """The number of elements that the bucket transfers: all of a full tensor, and the changed
+        ones of a delta.
+        """
         return self.changed
 
 
@@ -122,12 +126,14 @@ class Exports:
         self._senders: dict[str, Sender] = {}
 
     def export_tensors(self) -> tuple[TensorInfo, ...] | None:
-        """Return all tensors on rank 0, and None on other ranks. A collective."""
+        """Return the name, shape and dtype of all tensors on rank 0, and None on other ranks. A
+        collective.
+        """
         infos = self._export_source.tensors()
         return infos if _rank() == 0 else None
 
     def export_begin(self, bucket_bytes: int, whole: bool | None = None) -> None:
-        """Begin an export. A collective.
+        """Begin an export of the weights, whose buckets `export_next` makes. A collective.
 
         Args:
             bucket_bytes: the size of buckets.
@@ -150,7 +156,8 @@ class Exports:
         self._export = source.buckets(bucket_bytes=bucket_bytes, **more)
 
     def export_next(self) -> BucketOnRank | None:
-        """Make the next bucket. A collective.
+        """Make the next bucket of the export, and keep this rank's part of it for the senders. A
+        collective.
 
         Returns:
             A description of this rank's part of the bucket; None after the last bucket.
@@ -172,7 +179,8 @@ class Exports:
         return BucketOnRank.of(bucket)
 
     def sender_open(self, key: str, make: MakeSender, update: WeightUpdate) -> Announcement | None:
-        """Make and open a sender; return its announcement, or None on ranks that do not send.
+        """Make a sender under `key`, and open it for an update; return its announcement. Ranks that
+        do not send do nothing, and return None.
 
         Raises:
             TransportError: the sender failed.
@@ -183,7 +191,8 @@ class Exports:
         return asyncio.run(sender.open(update))
 
     def sender_step(self, key: str, step: str, index: int) -> Announcement | None:
-        """Call a sender's method `step` for a bucket: "announce", "transmit" or "release".
+        """Call the method `step` ("announce", "transmit" or "release") of the sender under `key`,
+        for the kept bucket `index`.
 
         Returns:
             The method's result; None on ranks that do not send.
@@ -203,21 +212,21 @@ class Exports:
         return answer
 
     def sender_close(self, key: str) -> None:
-        """Close this rank's sender. If there is none: no-op."""
+        """Close this rank's sender under `key`. If there is none: no-op."""
         sender = self._senders.pop(key, None)
         if sender is not None:
             asyncio.run(sender.close())
         self._drop_buckets()
 
     def export_end(self) -> None:
-        """End the export, complete or not. A collective. If there is none: no-op."""
+        """End the export on this rank, complete or not. A collective. If there is none: no-op."""
         export, self._export = self._export, None
         self._drop_buckets()
         if export is not None:
             end_export(export)
 
     def _drop_buckets(self) -> None:
-        """Free the last buckets, if the export has ended and all senders are closed."""
+        """Free the kept buckets, if the export has ended and all senders are closed."""
         if self._export is None and not self._senders:
             self._kept.clear()
 
@@ -230,7 +239,8 @@ def _rank() -> int:
 
 
 class RemoteWeights:
-    """Implements `ChangesSource` for ranks in other processes, for the controller's `WeightSync`.
+    """Implements `ChangesSource` in the controller's process: has the ranks, which are other
+    processes, export their weights, for a `WeightSync` there.
 
     Its methods block the calling thread, which must not be the event loop's: `WeightSync` iterates
     in a separate thread. `buckets` does not block and may be called in any thread. Between two
@@ -271,7 +281,7 @@ class RemoteWeights:
         return _RankSender(self, make)
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order of sending.
+        """Return the name, shape and dtype of all tensors, in the order of sending.
 
         Raises:
             RankFailed: the source raised on some rank.
@@ -282,7 +292,8 @@ class RemoteWeights:
         return infos
 
     def buckets(self, *, bucket_bytes: int, whole: bool | None = None) -> RemoteBuckets:
-        """Return the weights in buckets of `bucket_bytes`; the first `next` begins the export.
+        """Return an iterator over the weights in buckets of `bucket_bytes`; its first `next` begins
+        the export on the ranks.
 
         `whole` is False for the changes since the last export; see `Exports.export_begin`.
         """
@@ -292,7 +303,8 @@ class RemoteWeights:
         return RemoteBuckets(self, inbound, bucket_bytes, whole)
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks from another thread than the loop's; return their results.
+        """Call a method on all ranks, and block until they have finished; return their results.
+        Call it in another thread than the event loop's.
 
         Raises:
             Exception: as in `tensors` and `call`.
@@ -300,7 +312,8 @@ class RemoteWeights:
         return self.wait_for(self.call(method, *args), f"{method}()")
 
     def wait_for(self, calling: Coroutine[Any, Any, _T], doing: str) -> _T:
-        """Run a coroutine of the ranks' loop from another thread; return its result.
+        """Run a coroutine in the ranks' event loop, and block until it has ended; return its
+        result. Call it in another thread than that loop's.
 
         Raises:
             Exception: as in `tensors` and `call`.
@@ -326,7 +339,8 @@ class RemoteWeights:
         return future.result()
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks, in the event loop; return the results by rank.
+        """Call a method on all ranks, as a coroutine of their event loop; return the results by
+        rank.
 
         Raises:
             RanksLost: ranks are gone.
@@ -381,14 +395,18 @@ class RemoteBuckets(Iterator[Bucket]):
 
 
 class _Inbound:
-    """Receives the ranks' buckets in this process, in the thread of the export."""
+    """Receives the data of the ranks' buckets in the controller's process, in the thread of the
+    export.
+    """
 
     def __init__(self, weights: RemoteWeights, make: MakeSender) -> None:
         self._weights, self._sender = weights, weights.sender(make)
         self._receiver: Receiver | None = None
 
     def receive(self, bucket: Bucket) -> Bucket:
-        """Return the bucket with its data."""
+        """Have the ranks send the data of a described bucket, receive it, and return the bucket
+        with its data.
+        """
         sender, wait_for = self._sender, self._weights.wait_for
         if self._receiver is None:
             update = WeightUpdate(id=f"export/{uuid.uuid4().hex}", version=0)
@@ -403,7 +421,7 @@ class _Inbound:
         return received
 
     def close(self) -> None:
-        """Close the receiver and the senders.
+        """Close the receiver in this process, and the senders on the ranks.
 
         Raises:
             Exception: as in `RemoteWeights.call`.
@@ -414,7 +432,9 @@ class _Inbound:
 
 
 class _RankSender(Sender):
-    """Implements `Sender` with a sender on each sending rank, for that rank's parts of buckets."""
+    """Implements `Sender` in the controller's process: each sending rank has a sender of its own,
+    for its parts of buckets.
+    """
 
     kind = "ranks"
 
@@ -455,14 +475,16 @@ class _RankSender(Sender):
 
 
 def _opened(announcements: Sequence[Announcement | None]) -> tuple[Sequence[int], Announcement]:
-    """Return the ranks that have a sender, and the combined announcement of the senders."""
+    """Return the numbers of the ranks that have a sender, and the combined announcement of these
+    senders.
+    """
     opened = {rank: sender for rank, sender in enumerate(announcements) if sender is not None}
     return tuple(opened), opened_together(list(opened.values()))
 
 
 @contextlib.contextmanager
 def _without_close(export: Iterator[Bucket]) -> Iterator[None]:
-    """Prevent a stream from closing itself on an error.
+    """Prevent, during the `with` block, that an export's stream closes itself after an error.
 
     Closing is a collective, which the other ranks do not enter before `export_end`.
     """

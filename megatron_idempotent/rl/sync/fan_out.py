@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 
 class Reader:
-    """An async iterator over the buckets for one engine; `FanOut.reader` makes it.
+    """An async iterator over the buckets of an export for one engine; `FanOut.reader` makes it.
 
     If the engine is too slow, `dropped` is set, and it gets no more buckets.
     """
@@ -48,7 +48,7 @@ class Reader:
         return item
 
     def leave(self) -> None:
-        """Take no more buckets; the other readers continue."""
+        """Tell the `FanOut` that this reader takes no more buckets; the other readers continue."""
         self._gone = True
         self._on_change(self)
 
@@ -91,12 +91,12 @@ class FanOut:
         self._all_ready: asyncio.Future[None] | None = None
 
     def reader(self) -> Reader:
-        """Add a reader and return it; call this before `run`."""
+        """Add a reader for one more engine, and return it; call this before `run`."""
         self._readers.append(Reader(self._on_reader_change))
         return self._readers[-1]
 
     async def run(self) -> None:
-        """Make and distribute all buckets.
+        """Take all buckets from the export, and pass each to all readers.
 
         An error of the export is raised here, and readers get a `SyncError` with its text. If this
         is cancelled, it closes the source, so that the trainer's other ranks can finish their
@@ -158,7 +158,9 @@ async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> M
 
 
 def _export_thread() -> ThreadPoolExecutor:
-    """Make a thread for the export with the caller's current CUDA device, which is per thread."""
+    """Make an executor with one thread for the export, which has the caller's current CUDA device:
+    that is a setting per thread.
+    """
     torch = sys.modules.get("torch")  # weights without tensors need none
     if torch is None or not torch.cuda.is_available():
         return ThreadPoolExecutor(1, "weight-export")
@@ -168,7 +170,7 @@ def _export_thread() -> ThreadPoolExecutor:
 
 
 class Outgoing:
-    """Iterates over the buckets of one update, and counts bytes, tensors and elements.
+    """Iterates over the buckets to send for one update, and counts bytes, tensors and elements.
 
     Given a copy of what was sent last, it replaces changed tensors by deltas and omits unchanged
     tensors. A source may do that itself.
@@ -191,7 +193,7 @@ class Outgoing:
         self._buckets, self._last, self._whole = buckets, last, whole
 
     def buckets(self) -> Generator[Bucket, None, None]:
-        """Yield the buckets, once. Closing the generator closes the source."""
+        """Yield the buckets to send, once. Closing the generator ends the export."""
         try:
             while True:
                 started = time.perf_counter()

@@ -17,7 +17,9 @@ quarantines the engines that failed."""
 
 
 class PhaseTimer(Protocol):
-    """Measures phases, such as NeMo-RL's `Timer`. Example: `with timer.time("stage"): …`."""
+    """The protocol of a timer that measures phases, such as NeMo-RL's `Timer`. Example:
+    `with timer.time("stage"): …`.
+    """
 
     def time(self, phase: str) -> AbstractContextManager[object]:
         """Return a context manager that measures the phase."""
@@ -28,7 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 class Phases:
-    """Times the phases of one update. Example: `with Phases(timer).time("commit"): …`."""
+    """Times the phases of one update with a `PhaseTimer`, whose errors do no harm. Example:
+    `with Phases(timer).time("commit"): …`.
+    """
 
     def __init__(self, timer: PhaseTimer | None) -> None:
         self._timer = timer
@@ -157,11 +161,11 @@ class SyncReport:
 
 
 class SyncError(RuntimeError):
-    """An update cannot begin, or no engine took it."""
+    """An update of the engines cannot begin, or no engine took it."""
 
 
 class SyncFailed(SyncError):
-    """No engine serves the version; `report` has the outcome of each."""
+    """No engine serves the new version after an update; `report` has the outcome of each engine."""
 
     def __init__(self, report: SyncReport) -> None:
         super().__init__(

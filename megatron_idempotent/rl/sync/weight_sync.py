@@ -45,7 +45,8 @@ Stamp = Callable[[int, tuple[str, ...]], None]
 
 
 class WeightSync:
-    """Sends updates to engines, from the trainer's rank 0; its other ranks call `follow`.
+    """Sends weight updates from the trainer's rank 0 to all engines; the trainer's other ranks call
+    `follow` meanwhile.
 
     Example:
         sync = WeightSync(engines, stamp=lambda version, names: served.append(version))
@@ -95,7 +96,8 @@ class WeightSync:
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """The reason for each engine that must not serve; the next update tries to repair it.
+        """The reason for each engine that must not serve, by the engine's name; the next update
+        tries to repair it.
 
         A change makes a new mapping, because a pool reads it for every request.
         """
@@ -153,7 +155,8 @@ class WeightSync:
         return report
 
     async def recover(self) -> Mapping[str, EngineHealth]:
-        """Resume engines that an earlier trainer left paused, if they have one known version.
+        """Resume the engines that are paused and have one known version, such as those that an
+        earlier trainer left paused.
 
         Call it at the start of a run. It does not touch DIRTY and DEAD engines: the next update,
         which sends everything, repairs DIRTY ones. Returns the health of all engines afterwards.
@@ -221,7 +224,9 @@ class WeightSync:
         return report
 
     def _outgoing(self, source: WeightSource, *, deltas: bool, whole: bool) -> Outgoing:
-        """Begin the export; of the changes only, if the source can find them."""
+        """Begin an export of the weights, and return the buckets to send: of the changes only, if
+        `whole` is False.
+        """
         bucket_bytes = self._settings.bucket_bytes
         if deltas and getattr(source, "finds_changes", False):
             buckets = cast("ChangesSource", source).buckets(bucket_bytes=bucket_bytes, whole=whole)
@@ -239,7 +244,8 @@ class WeightSync:
 
 
 def follow(source: WeightSource, *, settings: SyncSettings | None = None) -> None:
-    """Take part in the export; the trainer's other ranks call this while rank 0 is in `update`.
+    """Take part in the export of an update's weights; the trainer's other ranks call this while
+    rank 0 is in `update`.
 
     A collective through `source`; `settings` must be equal to rank 0's.
     """
@@ -248,7 +254,7 @@ def follow(source: WeightSource, *, settings: SyncSettings | None = None) -> Non
 
 
 class UpdateAttempt:
-    """Sends one update to engines, and determines the outcome of each.
+    """Sends one update to several engines, and determines the outcome of each engine.
 
     Example: `await attempt.run(buckets, stamp); attempt.outcomes`.
     """
@@ -271,7 +277,7 @@ class UpdateAttempt:
         self._phases = phases
 
     async def run(self, buckets: Iterator[Bucket], stamp: Stamp | None) -> None:
-        """Stage the update on all engines, and switch those that staged it.
+        """Stage the update on all engines, and make the engines that staged it serve it.
 
         After an error or a cancellation, every engine is resumed, or quarantined and reported.
 
@@ -310,7 +316,8 @@ class UpdateAttempt:
         self._staged = True
 
     async def _switch(self, stamp: Stamp | None) -> None:
-        """Pause, commit, verify, stamp and resume; requests wait from the pause to the resume.
+        """Pause the engines, commit the update on them, verify it, call `stamp`, and resume them;
+        requests wait from the pause to the resume.
 
         Failed engines are repaired afterwards, so that they do not delay the others.
         """
@@ -339,14 +346,18 @@ class UpdateAttempt:
         await self._settle_failed()
 
     async def _give_up(self, reason: str) -> None:
-        """Fail the update on all engines: resume those that have it, roll back the others."""
+        """End the update early, as failed on all engines: resume the engines that have it, and roll
+        back the others.
+        """
         self._keep_good([reason] * len(self._engines))
         await self._settle_failed()
 
     async def _in_phase(
         self, phase: Phase, doing: str, call: Callable[[RolloutEngine], Awaitable[None]]
     ) -> None:
-        """Call all engines, and continue with those whose call succeeded."""
+        """Make a call on all engines, timed as `phase`, and continue the update with the engines on
+        which it succeeded.
+        """
 
         async def error_of(engine: RolloutEngine) -> str:
             try:
@@ -359,7 +370,9 @@ class UpdateAttempt:
             self._keep_good(await self._on_all(error_of))
 
     async def _wake(self, tag: str) -> None:
-        """Wake the engines if they are colocated; others never sleep."""
+        """Wake the weights or the cache (`tag`) of colocated engines; do nothing for others, which
+        never sleep.
+        """
         if self._settings.colocated:
             await self._in_phase(
                 "wake",
@@ -368,7 +381,9 @@ class UpdateAttempt:
             )
 
     def _keep_good(self, errors: Sequence[str]) -> None:
-        """Continue with the engines that have no error."""
+        """Continue the update with the engines whose text in `errors` is empty, and record the
+        others as failed.
+        """
         judged = list(zip(self._engines, errors, strict=True))
         self._failed += [(engine, error, self._staged) for engine, error in judged if error]
         self._engines = [engine for engine, error in judged if not error]
@@ -417,7 +432,9 @@ class UpdateAttempt:
         return f"staging failed: not done in {settings.stage_timeout_s:g} s"
 
     async def _commit(self, engine: RolloutEngine) -> str:
-        """Commit, and verify that by the engine's health; return the error, or ""."""
+        """Commit the update on one engine, and verify by the engine's health that it has the new
+        version; return the error, or "".
+        """
 
         def is_committed(health: EngineHealth) -> bool:
             self.decode_s = max(self.decode_s, health.decode_s)
@@ -430,7 +447,9 @@ class UpdateAttempt:
 
 
 def _look_at_error(staging: asyncio.Future[None]) -> None:
-    """Retrieve the error, so that asyncio does not log it after the engine was dropped."""
+    """Retrieve the error of an engine's `stage`, so that asyncio does not log it after the engine
+    was dropped.
+    """
     if not staging.cancelled():
         staging.exception()
 
@@ -474,7 +493,8 @@ async def attempts(
     is_done: Callable[[EngineHealth], bool],
     settings: SyncSettings,
 ) -> str:
-    """Repeat a call until `is_done` accepts the engine's health; return the last error, or "".
+    """Repeat a call of an engine until `is_done` accepts the engine's health, up to
+    `settings.attempts` times; return the last error, or "" after a success.
 
     The health is checked after every attempt, even a failed one: a call that timed out may have
     taken effect, and a call that returned may not have.
@@ -507,7 +527,8 @@ async def settle(
     *,
     had_staged: bool,
 ) -> EngineOutcome:
-    """Bring an engine whose update was interrupted to one known version, or quarantine it.
+    """Roll back and resume an engine whose update was interrupted, so that it serves one known
+    version, or quarantine it; return its outcome.
 
     The engine is rolled back, which is a no-op if the commit was complete, and resumed only if it
     then reports one version; a DIRTY engine is never resumed. `had_staged` is False for an engine
@@ -535,7 +556,8 @@ async def settle(
 async def resume(
     engine: RolloutEngine, version: int, reason: str, settings: SyncSettings
 ) -> EngineOutcome:
-    """Resume an engine with a known version, and return its outcome.
+    """Resume an engine that has the known version `version`, and return its outcome; an engine that
+    does not resume is quarantined.
 
     `reason` is why the version is not the newest; "" if it is the newest.
     """
@@ -554,6 +576,8 @@ async def resume(
 
 
 def given_up(health: EngineHealth, reason: str) -> EngineOutcome:
-    """Return the outcome `quarantined`, with the engine's health as the detail."""
+    """Return the outcome of an engine that must not serve: `quarantined`, with `reason` and the
+    engine's health as the detail.
+    """
     detail = f"{reason}; it is {health.status}" + (f": {health.detail}" if health.detail else "")
     return EngineOutcome(outcome="quarantined", version=None, detail=detail)

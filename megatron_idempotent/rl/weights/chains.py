@@ -282,7 +282,7 @@ class Chain:
         return sum(manifest.bytes_read for manifest in self._manifests)
 
     def buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yield each tensor that the updates change once, in its newest version or as one merged
+        """Yield the tensors that the updates change, each in its newest version or as one merged
         delta, in buckets of up to `bucket_bytes`.
 
         Raises:

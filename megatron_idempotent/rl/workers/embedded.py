@@ -133,7 +133,7 @@ class EmbeddedRanks(Ranks):
 
 
 class _Run:
-    """Runs `RankPool.run` in a thread, until all ranks have ended.
+    """Runs `RankPool.run`, which serves the ranks, in a thread until all ranks have ended.
 
     The thread is a daemon: without `close()`, the process would wait for its ranks at exit, and the
     ranks for the process.
@@ -178,7 +178,9 @@ class _Run:
 
 
 def _serve(pipe: socket.socket, spec: WorkerSpec, log_dir: Path | None) -> None:
-    """Serve the worker on a rank, once its process group is up."""
+    """Run on each rank, once its process group is up: construct the worker, and execute the
+    controller's calls from `pipe`.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"  # one thread: sums have a fixed order
     rank = int(os.environ["RANK"])
     if log_dir is not None:

@@ -29,7 +29,8 @@ BESIDE = 16 << 10
 
 
 def dump(value: Any) -> list[Bytes]:
-    """Pickle a value; return the pickle, followed by large buffers, which are not copied.
+    """Pickle a value into a list of buffers: the pickle, followed by large buffers, which are not
+    copied.
 
     Tensors are sent dense, without the rest of their storage; two views of one storage become two
     tensors. `load` does not need Megatron.
@@ -56,7 +57,9 @@ def dump(value: Any) -> list[Bytes]:
 
 
 def load(parts: Sequence[Bytes]) -> Any:
-    """Return the value that was dumped; its tensors and arrays share the buffers' memory."""
+    """Return the value from the buffers that `dump` returned; its tensors and arrays share the
+    buffers' memory.
+    """
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
@@ -109,14 +112,16 @@ _MAPPED = 1 << 20
 
 
 def packed(kind: bytes, parts: Sequence[Bytes]) -> list[Bytes]:
-    """Return the buffers to send for a frame; large parts are not copied."""
+    """Return the buffers to send for a frame (a kind and its parts), with a header; large parts are
+    not copied.
+    """
     lengths = [len(part) for part in parts]
     head = struct.pack(HEAD, kind, len(parts)) + struct.pack(f"!{len(parts)}Q", *lengths)
     return [b"".join((head, *parts))] if sum(lengths) < _TOGETHER else [head, *parts]
 
 
 def send_frame(connection: socket.socket, kind: bytes, parts: Sequence[Bytes]) -> None:
-    """Send a frame.
+    """Send a frame, i.e. a kind and its parts, over a socket.
 
     Raises:
         OSError: the connection broke.
@@ -126,7 +131,7 @@ def send_frame(connection: socket.socket, kind: bytes, parts: Sequence[Bytes]) -
 
 
 def receive_frame(connection: socket.socket) -> Frame:
-    """Receive a frame; return its kind and parts.
+    """Receive a frame from a socket; return its kind and parts.
 
     Raises:
         EOFError: the connection was closed.
@@ -149,7 +154,9 @@ def _receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
 
 
 def room(size: int) -> bytearray | mmap.mmap:
-    """Return a buffer to receive into; a large one is mapped, which avoids clearing it."""
+    """Return a buffer of `size` bytes to receive into; a large one is mapped, which avoids clearing
+    it.
+    """
     if size < _MAPPED:
         return bytearray(size)
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

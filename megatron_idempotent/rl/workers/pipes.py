@@ -16,13 +16,14 @@ _LEAVE_S = 2.0
 
 
 class PipeLink:
-    """Implements `ranks.Link`; reads from the pipe continuously, to notice the rank's end.
+    """Connects the controller to a forked rank over a pipe (`ranks.Link`); reads continuously, to
+    notice the rank's end.
 
     Example: `kind, parts = await link.ask(frames.CALL, parts)`.
     """
 
     def __init__(self, pipe: socket.socket) -> None:
-        """Take over the controller's end of the pipe."""
+        """Take over the controller's end of the pipe, and start to read from it."""
         self.on_end: Callable[[], None] | None = None
         self.ended = ""
         pipe.setblocking(False)
@@ -42,12 +43,12 @@ class PipeLink:
         return int.from_bytes(parts[0], "big")
 
     async def ask(self, kind: bytes, parts: Sequence[frames.Bytes]) -> frames.Frame:
-        """Send a frame and return the reply; see `ranks.Link.ask`."""
+        """Send a frame to the rank, and return the rank's reply; see `ranks.Link.ask`."""
         await self._send(kind, parts)
         return await self._answers.get()
 
     async def leave(self) -> None:
-        """Tell an idle rank to end, and wait up to `_LEAVE_S` seconds for that."""
+        """Tell an idle rank to end, and wait up to `_LEAVE_S` seconds until it has ended."""
         sending = asyncio.ensure_future(self._send(frames.GOODBYE, []))
         await asyncio.wait([sending, self._reading], timeout=_LEAVE_S)
 
@@ -57,7 +58,7 @@ class PipeLink:
         self._end("it was ended")
 
     async def closed(self) -> None:
-        """Wait until the rank closes its end, and close this end."""
+        """Wait until the rank closes its end of the pipe, and close this end."""
         await asyncio.wait([self._reading])
         async with (
             self._writing
@@ -65,7 +66,7 @@ class PipeLink:
             self._pipe.close()
 
     async def _send(self, kind: bytes, parts: Sequence[frames.Bytes]) -> None:
-        """Send a frame; if the rank has ended, call `on_end` instead of raising."""
+        """Send a frame to the rank; if the rank has ended, call `on_end` instead of raising."""
         loop = asyncio.get_running_loop()
         async with self._writing:
             try:

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """The worker that every rank constructs and serves.
+    """Names the factory of the worker that every rank constructs and serves, and the factory's
+    argument.
 
     `factory` is `package.module:callable`; each rank imports it after creating its default process
     group, and calls it with `argument`. The result is the worker, whose methods are called by name.
@@ -26,7 +27,8 @@ class WorkerSpec:
 
 
 class RankGroup(Protocol):
-    """Drives the ranks of a policy; `tests/rl/workers/contract_ranks.py` tests implementations.
+    """The protocol of a controller's access to the ranks of a policy: starts them, calls methods on
+    all of them, and ends them.
 
     A call runs a method on all ranks, in the main thread of each, and returns when all have
     finished. Calls run in the order in which they were made, and do not block the event loop.
@@ -51,7 +53,7 @@ class RankGroup(Protocol):
         per_rank: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method on all ranks; return the results by rank.
+        """Call a method of the worker on all ranks; return the results by rank.
 
         Args:
             method: the name of the worker's method.
@@ -72,7 +74,7 @@ class RankGroup(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankTraceback:
-    """An error of one rank. Example: `error.exception_type`."""
+    """An error that was raised on one rank, as text. Example: `error.exception_type`."""
 
     rank: int
     exception_type: str
@@ -82,7 +84,7 @@ class RankTraceback:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankTraceback:
-        """Describe an exception as text, readable in processes that lack its class."""
+        """Describe an exception of a rank as text, readable in processes that lack its class."""
         kind = type(error)
         try:
             message = str(error)
@@ -115,7 +117,7 @@ class RanksLost(RuntimeError):
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine is alive."""
+    """Return whether this machine has a process with this id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -11,7 +11,9 @@ from .protocol import RankFailed, RanksLost, RankTraceback
 
 
 class Link(Protocol):
-    """A connection to one rank: sends frames, receives replies, and notices the rank's end."""
+    """The protocol of a controller's connection to one rank: sends frames, receives replies, and
+    notices the rank's end.
+    """
 
     on_end: Callable[[], None] | None
     """Called once when the rank has ended, unless `shut` was called before."""
@@ -19,7 +21,7 @@ class Link(Protocol):
     """The reason why the link ended; empty while it is open."""
 
     async def ask(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Send a frame and return the reply.
+        """Send a frame to the rank, and return the rank's reply.
 
         If the rank ends before the reply, the call stays pending until it is cancelled. After a
         cancelled call, the link must not be used again.
@@ -29,10 +31,12 @@ class Link(Protocol):
         """Give an idle rank a bounded time to end by itself."""
 
     def shut(self) -> None:
-        """End the link, and so the rank, without calling `on_end`. A second call is a no-op."""
+        """End the connection, and so the rank, without calling `on_end`. A second call is a
+        no-op.
+        """
 
     async def closed(self) -> None:
-        """Wait until all of the link's resources are free, after `shut`."""
+        """Wait, after `shut`, until all of the connection's resources are free."""
 
 
 class _Session:
@@ -41,7 +45,7 @@ class _Session:
     def __init__(
         self, links: Sequence[Link], end_ranks: Callable[[int | None], Awaitable[str]]
     ) -> None:
-        """Take the links by rank, and a function that ends all ranks.
+        """Take the links to all ranks, by rank, and a function that ends all ranks.
 
         `end_ranks` takes a rank or None, and returns how that rank ended, in bounded time.
         """
@@ -59,14 +63,18 @@ class _Session:
                 self._on_lost(rank)
 
     def lose(self, reason: str, rank: int | None = None) -> None:
-        """End all ranks; errors report the first reason."""
+        """End all ranks; running and later calls raise `RanksLost` with the first `reason`. `rank`
+        is the lost one, or None.
+        """
         if self.ending is None:
             for link in self.links:
                 link.shut()
             self.ending = asyncio.get_running_loop().create_task(self._end(reason, rank))
 
     async def loss(self) -> RanksLost:
-        """Wait until all ranks have ended, and return the error for a call."""
+        """Wait until all ranks have ended after a loss, and return the `RanksLost` error that a
+        call raises.
+        """
         return RanksLost(await asyncio.shield(self.lost))
 
     async def call(
@@ -76,7 +84,9 @@ class _Session:
         per_rank: Sequence[Any] | None,
         timeout_s: float | None,
     ) -> list[Any]:
-        """Call a method and return the results by rank; the caller must hold `turn`."""
+        """Call a worker's method on all ranks, and return the results by rank; the caller must hold
+        `turn`.
+        """
         if self.ending is not None:
             raise await self.loss()
         if per_rank is None and all(type(arg) in _PLAIN for arg in args):
@@ -101,7 +111,7 @@ class _Session:
         method: str,
         timeout_s: float | None,
     ) -> list[Any]:
-        """Send a frame to each rank, and return the results."""
+        """Send each rank its frame, wait for all replies, and return the results by rank."""
         self.doing = method
         replies = [
             asyncio.ensure_future(link.ask(kind, parts))
@@ -123,7 +133,7 @@ class _Session:
             self.doing = ""
 
     async def leave(self) -> None:
-        """Let ranks end by themselves, unless a call is running."""
+        """Let idle ranks end by themselves; do nothing while a call is running."""
         if self.turn.locked():
             return
         async with self.turn:
@@ -132,7 +142,9 @@ class _Session:
             await asyncio.gather(*(link.leave() for link in self.links))
 
     def _calls(self, common: Any, per_rank: Sequence[Any] | None) -> list[list[Bytes]]:
-        """Return each rank's message: the number of shared parts, these, and the rank's own."""
+        """Return each rank's CALL message: the number of common parts, these parts, and those of
+        the rank's own argument.
+        """
         parts = dump(common)
         head = [len(parts).to_bytes(4, "big"), *parts]
         if per_rank is None:
@@ -160,7 +172,9 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 class Ranks:
-    """Implements `RankGroup`; subclasses start and end ranks, and make a link to each."""
+    """A base class that implements `RankGroup`; subclasses start and end ranks, and make a link to
+    each.
+    """
 
     def __init__(self, size: int, *, start_timeout_s: float, call_timeout_s: float | None) -> None:
         if size < 1:
@@ -218,7 +232,8 @@ class Ranks:
         per_rank: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method on all ranks; return the results by rank. See `RankGroup.call`.
+        """Call a method of the worker on all ranks; return the results by rank. See
+        `RankGroup.call`.
 
         `timeout_s` counts from the time at which earlier calls have finished. A call that is
         cancelled before that is never sent. A later cancellation does not stop it: do not change
@@ -247,7 +262,7 @@ class Ranks:
         await self._release()
 
     async def _drop(self, reason: str) -> None:
-        """End the ranks, if any; running and waiting calls fail with this reason."""
+        """End the ranks, if any; running and waiting calls raise `RanksLost` with this reason."""
         session, self._session = self._session, None
         if session is not None:
             session.lose(reason)

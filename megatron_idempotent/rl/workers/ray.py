@@ -39,7 +39,7 @@ _PING_S = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlacement:
-    """The node and address of an actor. Example: `placement.node`."""
+    """The node on which an actor runs, and its address there. Example: `placement.node`."""
 
     node: str
     """Ray's id of the node."""
@@ -51,7 +51,9 @@ class NodePlacement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:
-    """The arguments of the rendezvous of ranks. Example: `meeting.backend`."""
+    """The arguments with which all ranks create their process group: rank 0's address, the backend
+    and the timeout. Example: `meeting.backend`.
+    """
 
     rank_0: NodePlacement
     """The placement of rank 0."""
@@ -61,7 +63,7 @@ class Meeting:
 
 
 def places(nodes: Sequence[str], *, shows_own_gpus: bool) -> list[tuple[int, dict[str, str]]]:
-    """Assign ranks to actors, such that the ranks of a node are consecutive.
+    """Assign a rank to each actor, such that the ranks of a node are consecutive.
 
     Args:
         nodes: the node of each actor.
@@ -114,7 +116,9 @@ class RankActor:
         factory: str,
         argument: Sequence[Bytes],
     ) -> None:
-        """Become a rank. A later MAKE frame constructs the worker."""
+        """Make this actor a rank: set its environment variables, and keep the factory with which a
+        later MAKE frame constructs the worker.
+        """
         os.environ.update(variables)
         rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
 
@@ -125,7 +129,7 @@ class RankActor:
         self._served = Served(rank, make)
 
     def answer(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Execute a frame, and return the reply."""
+        """Execute a frame of the controller on this rank, and return the reply."""
         kind, result = self._served.answer(kind, _copies(parts))
         return kind, _for_ray(result)
 
@@ -133,7 +137,9 @@ class RankActor:
         """Do nothing; a reply shows that the rank is alive and idle."""
 
     def _join(self, rank: int, size: int, meeting: Meeting) -> None:
-        """Create the default process group."""
+        """Create torch's default process group on this rank, with rank 0's TCPStore; without GPUs,
+        enable the CPU runtime first.
+        """
         os.environ.update(MASTER_ADDR=meeting.rank_0.address, MASTER_PORT=str(meeting.rank_0.port))
         import torch
 
@@ -196,12 +202,14 @@ def _store(
 
 
 def _for_ray(parts: Sequence[Bytes]) -> list[Any]:
-    """Return parts for Ray: large ones as out-of-band buffers."""
+    """Return a frame's parts as arguments for Ray: large ones as out-of-band buffers."""
     return [pickle.PickleBuffer(part) if len(part) >= BESIDE else bytes(part) for part in parts]
 
 
 def _copies(parts: Sequence[Any]) -> list[Bytes]:
-    """Return copies of parts, because Ray's shared memory is read-only."""
+    """Return copies of a frame's parts in writable memory, because Ray's shared memory is
+    read-only.
+    """
     return [bytearray(part) for part in parts]
 
 
@@ -268,7 +276,8 @@ class RayRanks(Ranks):
         self._actors: _Actors | None = None
 
     async def _launch(self) -> list[_ActorLink]:
-        """Place and start the actors, in the placement group of an earlier start if there is one.
+        """Start an actor for each rank in a placement group, which is reused after an earlier
+        start; return a link to each rank.
 
         Raises:
             RanksLost: the cluster lacks resources, or an actor was lost.
@@ -363,7 +372,7 @@ class RayRanks(Ranks):
         return ""  # the link's error has all that Ray knows
 
     async def _release(self) -> None:
-        """Remove the placement group."""
+        """Remove the placement group from the Ray cluster."""
         if self._place is not None:
             group, self._place = self._place, None
             await asyncio.to_thread(_remove, self._ray, group)
@@ -377,7 +386,7 @@ class _Actors:
         self.all = list(actors)
 
     async def placements(self, size: int, timeout_s: float) -> list[NodePlacement]:
-        """Return the placements of all actors.
+        """Ask all actors for their node and address, and return these.
 
         Raises:
             RanksLost: as in `answers`.
@@ -420,14 +429,16 @@ class _Actors:
 
 
 class _Carrier:
-    """Puts the parts of a call into Ray's object store, once for all ranks."""
+    """Puts the large arguments of a call into Ray's object store, once for all ranks."""
 
     def __init__(self, ray: Any, size: int) -> None:
         self._ray, self._size = ray, size
         self._last: tuple[Sequence[Bytes], asyncio.Future[Any], list[None]] | None = None
 
     async def carried(self, parts: Sequence[Bytes]) -> Any:
-        """Return parts in a form that is an argument of an actor's method."""
+        """Return a call's parts as an argument of an actor's method: small ones directly, large
+        ones as a reference to Ray's object store.
+        """
         if sum(map(len, parts)) < BESIDE:
             return _for_ray(parts)
         if self._last is None or self._last[0] is not parts:
@@ -442,7 +453,9 @@ class _Carrier:
 
 
 class _ActorLink:
-    """Implements `ranks.Link` with calls of an actor's methods."""
+    """Connects the controller to a rank in a Ray actor: implements `ranks.Link` with calls of the
+    actor's methods.
+    """
 
     def __init__(self, ray: Any, actor: Any, carrier: _Carrier) -> None:
         self.on_end: Callable[[], None] | None = None
@@ -467,7 +480,7 @@ class _ActorLink:
         """Do nothing: killing an idle actor loses nothing."""
 
     def shut(self) -> None:
-        """End the pings; `_Actors.end` kills the actor."""
+        """End the pings of the actor, without calling `on_end`; `_Actors.end` kills the actor."""
         self.on_end = None
         self._end("it was ended")
 
@@ -572,7 +585,8 @@ def _remove(ray: Any, group: Any) -> None:
 
 
 def _future(ref: Any) -> asyncio.Future[Any]:
-    """Return a future for an object reference, which does not warn about an unretrieved error.
+    """Return a future of the result of a Ray object reference; asyncio never warns that its error
+    was not retrieved.
 
     Wait for it with `asyncio.wait`, which does not cancel it.
     """

@@ -32,7 +32,8 @@ ENDED = 75
 
 
 class Served:
-    """Executes the frames that a controller sends to one rank.
+    """Executes on one rank the frames that the controller sends to it: constructs the worker, and
+    calls its methods.
 
     Example: `kind, parts = Served(0, lambda: make_worker(spec)).answer(MAKE, [])`.
     """
@@ -43,7 +44,9 @@ class Served:
         self._worker: Any = None
 
     def answer(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Construct the worker, or call a method; return the result, or the error as text."""
+        """Execute a MAKE frame, which constructs the worker, or a CALL of a method; return the
+        result, or the error as text.
+        """
         try:
             if kind == CALL:
                 return RESULT, self._call(parts)
@@ -74,7 +77,7 @@ class Served:
 
 
 def make_worker(spec: WorkerSpec) -> Any:
-    """Import a worker's factory, and construct the worker.
+    """Import the factory that `spec` names, and return the worker that it makes.
 
     Raises:
         ValueError: `spec.factory` is not `package.module:callable`.
@@ -88,7 +91,8 @@ def make_worker(spec: WorkerSpec) -> Any:
 
 
 def serve_pipe(pipe: socket.socket, served: Served) -> None:
-    """Execute the frames from a rank's pipe, until GOODBYE.
+    """Execute the frames that the controller sends through a rank's pipe, and send the replies,
+    until GOODBYE.
 
     A thread reads the pipe continuously, and ends the process if the pipe breaks, even while the
     main thread is in a collective. The thread uses neither pickle nor torch, which could block it.
