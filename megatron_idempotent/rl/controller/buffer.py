@@ -48,7 +48,9 @@ class ReadyGroups:
         return iter(self._ready.values())
 
     def __contains__(self, group: object) -> bool:
-        """Return whether the buffer has this record, as a ready or a generating group."""
+        """Return whether the buffer has exactly this record: a `Held` as ready, or a `Generating`
+        as generating.
+        """
         if isinstance(group, Held):
             return self._ready.get(group.id) == group
         return isinstance(group, Generating) and self._generating.get(group.id) == group
@@ -164,7 +166,9 @@ class GroupBuffer:
             self._leased[group_id] = self._ready.pop(group_id)
 
     def give_back(self, group_ids: Iterable[int]) -> None:
-        """Move groups of an undone step from leased back to ready, in their old order."""
+        """Move the groups of an undone optimizer step from leased back to ready, in their old
+        order.
+        """
         for group_id in self._need(group_ids, self._leased, "leased", to="give it back"):
             self._ready[group_id] = self._leased.pop(group_id)
         ordered = sorted(self._ready.values(), key=lambda group: group.arrival)
@@ -172,7 +176,7 @@ class GroupBuffer:
         self._ready.update({group.id: group for group in ordered})
 
     def trained(self, group_ids: Iterable[int]) -> None:
-        """Remove the groups of a finished step, and count them as trained."""
+        """Remove the groups of a finished optimizer step, and count them as trained."""
         for group_id in self._need(group_ids, self._leased, "leased", to="count it as trained"):
             del self._leased[group_id]
             self._gone["trained"] += 1
@@ -195,7 +199,7 @@ class GroupBuffer:
 
     @property
     def free(self) -> int:
-        """The number of groups that may still be reserved.
+        """The number of further groups for which the buffer has room.
 
         A lease frees room. Groups that are given back may exceed the capacity; then this is 0.
         """
@@ -221,7 +225,7 @@ class GroupBuffer:
         return min(self._owed, default=None)
 
     def holds(self, group_id: int) -> bool:
-        """Return whether a group is generating, ready or leased."""
+        """Return whether the buffer has a group: generating, ready or leased."""
         return self._state(group_id) is not None
 
     def state(self) -> dict[str, Any]:

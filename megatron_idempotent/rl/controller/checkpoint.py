@@ -132,11 +132,13 @@ class Reporting:
             self._loggers = Loggers(self._given, threaded=True, lent=True)
 
     async def flush(self) -> None:
-        """Wait until loggers have all rows so far, or until one takes too long."""
+        """Wait until the loggers have all rows of metrics so far, or until a time limit is over."""
         await asyncio.to_thread(self._loggers.flush)
 
     async def close(self) -> None:
-        """Wait until loggers have all rows, and end their thread. The loggers stay open."""
+        """Wait until the loggers have all rows of metrics, and end their thread. The loggers stay
+        open.
+        """
         if self._given:
             await asyncio.to_thread(self._loggers.close)
             self._given = self._loggers.working
@@ -276,7 +278,7 @@ class Checkpoints:
 
     @property
     def due_early(self) -> bool:
-        """True if a run that ends now, before its last version, gets a checkpoint."""
+        """True if a run that ends now, before its last version, is to write a checkpoint."""
         shared = self._shared
         out_of_prompts = shared.exhausted and shared.trainer_version < self.until
         return shared.draining or bool(out_of_prompts and shared.settings.checkpoint_every)
@@ -302,7 +304,8 @@ class Checkpoints:
             self._shared.progressed()
 
     async def restore(self, *, starting: bool = False) -> None:
-        """Restore ranks, buffer and prompt index from the newest checkpoint, or to the beginning.
+        """Restore the policy's ranks, the buffer and the prompt index from the newest checkpoint,
+        or without one to the run's beginning.
 
         With `starting`, nothing was lost, and it does not count as a retry. After an error,
         `unrestored` stays true.

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 async def watchdog(shared: RunState) -> None:
-    """Raise an error once the run has made no progress for `stall_s` seconds; never returns.
+    """Raise `Stalled` once the run has made no progress for `stall_s` seconds; never returns.
 
     Raises:
         Stalled: the message says what each part of the run does or waits for.
@@ -90,7 +90,7 @@ async def look_for_engines(shared: RunState) -> None:
 
 
 class Controller:
-    """Trains on rollouts as they complete, and publishes the weights to the engines.
+    """Trains a policy on rollouts as they complete, and publishes its weights to the engines.
 
     Groups start as capacity and staleness allow, and every group is trained exactly once despite
     failures: a failed step is undone and repeated with the same groups, lost ranks are restored
@@ -118,7 +118,8 @@ class Controller:
         timeline: Timeline | None = None,
         evaluate: Evaluate | None = None,
     ) -> None:
-        """
+        """Check the settings, and connect the parts of the run; `run` starts it.
+
         Args:
             settings: sizes and limits of the run.
             sampler: decides which groups start, which train next, and which are too stale.
@@ -212,7 +213,7 @@ class Controller:
         return status_of(self._shared)
 
     async def drain(self) -> None:
-        """End the run early; return when `run` has returned.
+        """End the run early, with a checkpoint; return when `run` has returned.
 
         No more groups start, the open step finishes (or is undone after `drain_s` seconds), and a
         checkpoint is written.

@@ -17,7 +17,8 @@ from .protocol import RolloutGroup
 
 
 class MemoryPlane:
-    """Stores groups in a dictionary, without copies since they are frozen; a `protocol.DataPlane`.
+    """Implements `protocol.DataPlane` with a dictionary in this process; groups are not copied,
+    because they are frozen.
 
     Example: `await plane.put(group); await plane.get(group.id)`.
     """
@@ -84,7 +85,8 @@ class TransferQueuePlane:
     def __init__(
         self, *, partition: str | None = None, settings: Mapping[str, Any] | None = None
     ) -> None:
-        """
+        """Keep the settings; the first use connects to TransferQueue.
+
         Args:
             partition: the partition's name, which no other plane may use; None for a new one. With
                 the name of a killed run, its groups are accessible.
@@ -148,7 +150,7 @@ class TransferQueuePlane:
             await queue.async_kv_clear(keys=keys, partition_id=self._partition)
 
     async def close(self) -> None:
-        """Remove all groups of the partition. TransferQueue itself keeps running."""
+        """Remove all groups of this plane's partition. TransferQueue itself keeps running."""
         queue, self._queue = self._queue, None
         if queue is not None:
             listed = await queue.async_kv_list(partition_id=self._partition)
@@ -165,7 +167,8 @@ class TransferQueuePlane:
 
 
 def connect(settings: Mapping[str, Any] | None = None) -> Any:
-    """Start TransferQueue, or connect to a running one; return the `transfer_queue` module.
+    """Start TransferQueue on the Ray cluster, or connect to the one that runs there; return the
+    `transfer_queue` module.
 
     Blocks until TransferQueue has started. `settings` is the argument of TransferQueue's `init`.
 

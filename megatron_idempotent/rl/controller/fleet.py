@@ -53,7 +53,8 @@ class Fleet:
         kv_scales: KvScales | None = None,
         timer: PhaseTimer | None = None,
     ) -> None:
-        """
+        """Prepare to send requests and weights to the engines; none is called yet.
+
         Args:
             engines: the engines that sample; all of them get the same weights.
             source: reads the policy's weights.
@@ -105,9 +106,8 @@ class Fleet:
         )
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response outside of any group, such as for an evaluation.
-
-        The sample's versions are the trainer's.
+        """Sample one response outside of any group, such as for an evaluation; the sample's
+        versions are the trainer's.
 
         Raises:
             EnginesLost: no engine is left.
@@ -205,7 +205,7 @@ class Fleet:
         self._engine_version = max(self._engine_version, *served)
 
     async def recover(self) -> bool:
-        """Return whether an engine has recovered after all were lost; see `Generator.recover`."""
+        """Return True if all engines were lost, and one now responds; see `Generator.recover`."""
         if self._pool.usable:
             return False
         # Only asked, not resumed: a running publish may have paused them.

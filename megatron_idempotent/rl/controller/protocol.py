@@ -87,7 +87,7 @@ class Generating:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """The number of groups by their state.
+    """The numbers of a run's groups by their state.
 
     At every moment `submitted == trained + filtered + evicted + running`.
     Example: `buffer.counts.conserved`.
@@ -116,7 +116,7 @@ class Counts:
         return self.generating + self.ready + self.leased
 
     def by_name(self) -> dict[str, int]:
-        """Return all counts and `running`, by name."""
+        """Return all fields and `running` as a dictionary, for metrics and `Status`."""
         return {**dataclasses.asdict(self), "running": self.running}
 
     @property
@@ -127,7 +127,7 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """The inputs for a sampler's decision how many more groups may start.
+    """The inputs from which a sampler's `room` decides how many more groups may start.
 
     Example: `sampler.room(Admission(rollout_version=2, trainer_version=3, groups_per_step=4,
     accepted=14, running=2))`.
@@ -159,7 +159,7 @@ class StepOutcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """A snapshot of a run, as `ping` returns it.
+    """A snapshot of a run, as `Controller.ping` returns it.
 
     Example: `(await controller.ping()).trainer_version`.
     """
@@ -197,7 +197,8 @@ LogprobsOf = Literal["policy", "reference"]
 
 
 class Prompts(Protocol):
-    """Provides the prompts of a run by index, so that any group can be generated again.
+    """The protocol of a run's prompts by index. An index always gives the same prompt, so that any
+    group can be generated again.
 
     The same index always gives the same prompt.
     """
@@ -254,13 +255,16 @@ class Policy(Protocol):
         """Open an optimizer step with the id `step_id` on all ranks."""
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
-        """Return log-probs of a batch's response tokens, in the recipe's format.
+        """Return the log-probs of a batch's response tokens under the policy or the reference model
+        (`which`), in the recipe's format.
 
         May be called while a step is open.
         """
 
     async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
-        """Run forward and backward on one batch; `last` is True for the step's last batch."""
+        """Run forward and backward on one batch of the open step; `last` is True for the step's
+        last batch.
+        """
 
     async def finish(self, step_id: str) -> StepOutcome:
         """Reduce the gradients of the open step and update the weights, once; return the outcome.
@@ -320,7 +324,7 @@ class DataPlane(Protocol):
     """
 
     async def put(self, group: RolloutGroup) -> None:
-        """Store a group, replacing one of the same id."""
+        """Store a complete group, replacing one of the same id."""
 
     async def get(self, group_id: int) -> RolloutGroup:
         """Return the stored group with this id.
@@ -394,7 +398,9 @@ class Sampler(Protocol):
 
 
 class AbortingSampler(Sampler, Protocol):
-    """Adds to `Sampler` a method that ends groups while they are still being generated."""
+    """The protocol of a `Sampler` that can also select groups to abort while they are still being
+    generated.
+    """
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
         """Return groups that are being generated and would be too stale once complete.
@@ -405,7 +411,9 @@ class AbortingSampler(Sampler, Protocol):
 
 
 class Store(Protocol):
-    """Writes and restores checkpoints of the policy together with the controller's state."""
+    """The protocol of a store for checkpoints of the policy together with the controller's
+    state.
+    """
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
         """Write a checkpoint of the policy and of `state`, atomically.

@@ -19,7 +19,9 @@ from .protocol import Admission, ControllerError, Generating, Held, Ready, Sampl
 
 
 class SamplerError(ControllerError):
-    """A sampler raised or returned a wrong result; the message names sampler, method and fault."""
+    """A sampler's method raised an error or returned a wrong result; the message names sampler,
+    method and fault.
+    """
 
 
 def chosen(
@@ -165,7 +167,8 @@ alone."""
 
 
 class WindowedSampler(_Windowed):
-    """Trains groups with 0 <= version - held.version <= max_staleness, and evicts older ones.
+    """Trains only groups that are at most `max_staleness` versions old, and evicts older ones. A
+    group's age is version - held.version.
 
     Example: `WindowedSampler(max_staleness=2)`.
     """
@@ -181,7 +184,8 @@ class WindowedSampler(_Windowed):
         gated: bool = True,
         abort_stale: bool = False,
     ) -> None:
-        """
+        """Check and keep the options.
+
         Args:
             max_staleness: the largest `version - held.version` at which a group may train.
             order: the groups that train first, `freshest` or `oldest`.
@@ -218,7 +222,7 @@ class WindowedSampler(_Windowed):
         return eligible[:count]
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Return all complete groups that are older than the window."""
+        """Return all complete groups that are older than the window, which no step may train."""
         return [group for group in ready if version - group.version > self._window]
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
@@ -239,7 +243,7 @@ class StrictSampler(WindowedSampler):
     name = "strict"
 
     def __init__(self, *, gated: bool = True, abort_stale: bool = False) -> None:
-        """Take the arguments of `WindowedSampler`, with a `max_staleness` of 0."""
+        """Take `gated` and `abort_stale` as in `WindowedSampler`; `max_staleness` is 0."""
         super().__init__(max_staleness=0, gated=gated, abort_stale=abort_stale)
 
 
@@ -354,7 +358,9 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 def _wrong_with(sampler: Any) -> str:
-    """Return how a sampler violates `protocol.Sampler`, including types; empty if it does not."""
+    """Return a text on how a custom sampler violates `protocol.Sampler`, including types; empty if
+    it does not.
+    """
     parts = [part for part in vars(Sampler) if not part.startswith("_")]
     missing = [part for part in parts if not hasattr(sampler, part)]
     methods = [part for part in parts if inspect.isfunction(getattr(Sampler, part))]

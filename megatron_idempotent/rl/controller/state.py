@@ -154,7 +154,9 @@ class ControllerSettings(ControllerLimits):
 
     @property
     def minibatches(self) -> int:
-        """The number of optimizer steps in one outer step."""
+        """The number of optimizer steps in one outer step, i.e. from one publish of weights to the
+        next.
+        """
         return self.target_groups // self.groups_per_step
 
     @property
@@ -208,7 +210,8 @@ class Measure:
 
     @contextmanager
     def phase(self, name: str, *, track: str = "train", **args: Any) -> Iterator[None]:
-        """Add a block's duration to a phase, and draw the block on the timeline, with `args`.
+        """Add the duration of the `with` block to the phase `name`, and draw the block on the
+        timeline.
 
         A block that raises also counts.
         """
@@ -231,7 +234,7 @@ class Measure:
             self._timeline.count(name, self.now(), value)
 
     def mark(self, track: str, name: str) -> None:
-        """Draw a mark on the timeline for an event that happens now."""
+        """Draw a mark on a track of the timeline, for an event that happens now."""
         if self._timeline is not None:
             self._timeline.mark(track, name, self.now())
 
@@ -301,7 +304,9 @@ class RunState:
         self.measure.count("generating groups", generating)
 
     def lose(self, group_id: int) -> None:
-        """Drop a ready group that the data plane has lost, so that another one can start."""
+        """Drop from the buffer a ready group that the data plane has lost, so that another one can
+        start.
+        """
         self.buffer.drop(group_id, "filtered")
         self.dropped["lost"] += 1
         self.tell()
@@ -416,7 +421,7 @@ class StoredGroups:
             return None
 
     async def clear(self, group_ids: Iterable[int]) -> None:
-        """Clear groups from the data plane, including those that an earlier call failed to clear.
+        """Remove groups from the data plane, including those that an earlier call failed to remove.
 
         An error of the data plane is logged, not raised; the next call tries again.
         """

@@ -35,7 +35,8 @@ class StatusError(ControllerError):
 
 
 class StatusFile:
-    """Writes a run's status every `every_s` seconds while a block runs, and once when it ends.
+    """Writes a run's status to a file every `every_s` seconds during an `async with` block, and
+    once when the block ends.
 
     `ping` returns the status, and is called in the controller's event loop.
 
@@ -51,7 +52,7 @@ class StatusFile:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> StatusFile:
-        """Write the first status, and start to write further ones.
+        """Write the first status, and start the task that writes the further ones.
 
         Raises:
             StatusError: the file cannot be written, or another controller writes it.

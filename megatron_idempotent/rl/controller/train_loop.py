@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
-    """Wait until a task is done, even if the caller is cancelled meanwhile.
+    """Wait until a task is done, even if the caller is cancelled meanwhile; return True if it was.
 
     Returns whether the caller was cancelled, and must raise `CancelledError` itself. After the
     first cancellation it waits up to `limit_s` seconds; a task that is not done by then keeps
@@ -118,7 +118,8 @@ async def undo(policy: Policy, step_id: str, *, limit_s: float) -> None:
 async def train(
     policy: Policy, batch: Any, *, step_id: str, attempts: int = 3, abort_s: float = 300.0
 ) -> StepOutcome:
-    """Take one optimizer step on one batch: `begin`, `microbatch` and `finish`.
+    """Take one optimizer step on one batch, completely or not at all: `begin`, `microbatch` and
+    `finish`.
 
     A policy with a method `train` (`OneShotPolicy`) does this in one round trip to its ranks. A
     failed attempt is undone and repeated under a new id. If the caller is cancelled, the step is
@@ -320,7 +321,8 @@ class TrainPump:
         return ledger, outcome
 
     async def _next_groups(self, most: int) -> list[Held]:
-        """Wait for at least `min_groups_per_call` groups that may train, and lease up to `most`.
+        """Wait until at least `min_groups_per_call` groups may train, and lease up to `most` of
+        them from the buffer; return these.
 
         `most` is the number of groups that the step can still take. With a sampler that drains,
         whose steps are deterministic, it waits for exactly `most` groups.

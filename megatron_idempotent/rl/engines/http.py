@@ -52,7 +52,8 @@ class HttpClient:
     """
 
     def __init__(self, url: str, *, engine: str, api_key: str | None = None) -> None:
-        """
+        """Make a client of the server at `url`; the first call connects.
+
         Args:
             url: the server's address, such as "http://10.0.0.7:30000".
             engine: the engine's name, for errors.

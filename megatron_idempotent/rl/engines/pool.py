@@ -107,7 +107,9 @@ def _joined(request: Request, response: Sample, part: Sample) -> Sample:
 
 
 class Quarantine(Protocol):
-    """Lists engines that must not get requests. `sync.WeightSync` implements it."""
+    """The protocol of an object that knows which engines must not get requests. `sync.WeightSync`
+    implements it.
+    """
 
     @property
     def quarantined(self) -> Mapping[str, str]:

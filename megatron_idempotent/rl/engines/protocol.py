@@ -170,7 +170,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(self, request: Request) -> Sample:
-        """Sample one response. Calls may overlap; requests wait while the engine is paused.
+        """Sample one response to a request. Calls may overlap; requests wait while the engine is
+        paused.
 
         A pause in mode "abort" ends the request early with `finish_reason="abort"` and the tokens
         so far, possibly none. Cancelling the call frees the request's resources.
@@ -182,7 +183,9 @@ class RolloutEngine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling; no token is sampled after the return. If already paused: no-op."""
+        """Stop sampling; after the return, no token is sampled until `resume`. If already paused:
+        no-op.
+        """
         ...
 
     async def resume(self) -> None:
@@ -194,7 +197,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Receive and check an update's weights, while the engine serves its current weights.
+        """Receive an update's weights, check them, and keep them for `commit`, while the engine
+        serves its current weights.
 
         A new update replaces one that was staged but not committed. Staging the update that was
         committed last is a no-op that reads no bucket. After an error nothing is staged, and the
@@ -232,13 +236,15 @@ class RolloutEngine(Protocol):
         ...
 
     async def health(self) -> EngineHealth:
-        """Return the status and version. Never raises: an engine without a timely response is
-        DEAD.
+        """Return the engine's status and weight version. Never raises: an engine without a timely
+        response is DEAD.
         """
         ...
 
     async def close(self) -> None:
-        """Release all resources; running requests end with "abort". A second call is a no-op."""
+        """Release all of the engine's resources; running requests end with "abort". A second call
+        is a no-op.
+        """
         ...
 
 
@@ -281,7 +287,7 @@ class EngineUnsupported(EngineError):
 
 
 def refuse_kv_scales(engine: str, update: WeightUpdate, reason: str) -> None:
-    """Raise `EngineUnsupported` if an update has `kv_scales`, for an engine that takes none.
+    """Raise `EngineUnsupported` if an update has `kv_scales`; for engines that do not support them.
 
     Example: `refuse_kv_scales("engine-0", update, "its key-value cache is not FP8")`.
     """

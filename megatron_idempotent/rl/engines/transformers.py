@@ -64,7 +64,8 @@ class TransformersEngine:
         routed_experts: bool = False,
         adapters: bool = False,
     ) -> None:
-        """
+        """Load the model, if `model` is a checkpoint's directory, and prepare to serve it.
+
         Args:
             model: a transformers causal language model, which only the engine may use from then on;
                 or a directory with a checkpoint, which is loaded in its own dtype.
@@ -107,7 +108,8 @@ class TransformersEngine:
         self._closed = False
 
     async def generate(self, request: Request) -> Sample:
-        """Sample one response; see `RolloutEngine.generate`.
+        """Check a request against the model, queue it, and return its sample; see
+        `RolloutEngine.generate`.
 
         Raises:
             EngineError: a forward with the request failed.
@@ -143,7 +145,9 @@ class TransformersEngine:
         await self._serving.pause(mode)
 
     async def resume(self) -> None:
-        """Continue sampling; see `RolloutEngine.resume`."""
+        """Continue sampling after a pause, unless weights or cache are missing; see
+        `RolloutEngine.resume`.
+        """
         self._check_open()
         if self._trouble:
             raise EngineError(f"{self.name} cannot resume: {self._trouble}")
@@ -179,7 +183,8 @@ class TransformersEngine:
         return version
 
     async def rollback(self, update_id: str) -> None:
-        """Drop a staged update, or undo a failed commit; see `RolloutEngine.rollback`.
+        """Drop a staged update, or restore the weights from before a failed commit; see
+        `RolloutEngine.rollback`.
 
         Also cancels an update that is still being staged.
 
@@ -190,7 +195,7 @@ class TransformersEngine:
         await self._updates.rollback(update_id)
 
     async def health(self) -> EngineHealth:
-        """Return the status and version; see `RolloutEngine.health`.
+        """Return the engine's status and weight version; see `RolloutEngine.health`.
 
         An engine that sleeps or has no weights yet is DIRTY.
         """
@@ -209,7 +214,9 @@ class TransformersEngine:
         )
 
     async def close(self) -> None:
-        """Release all resources; see `RolloutEngine.close`."""
+        """End all requests, free weights and cache, and end the forward thread; see
+        `RolloutEngine.close`.
+        """
         if self._closed:
             return
         self._closed = True
@@ -252,7 +259,9 @@ class TransformersEngine:
 
     @property
     def _trouble(self) -> str:
-        """The reason why the engine cannot serve; empty if it can."""
+        """The reason why the engine cannot serve (no weights, mixed weights, or an asleep cache);
+        empty if it can.
+        """
         if self._updates.trouble:
             return self._updates.trouble
         return 'its cache is asleep; wake "kv_cache"' if self._asleep else ""
@@ -396,7 +405,7 @@ class Scheduler:
 
     @property
     def shut(self) -> bool:
-        """True if sampling has stopped and stays stopped until `open()`."""
+        """True if sampling is paused: no forward is running, and none starts until `open()`."""
         return self._gate == "shut" and self._task is None
 
     @property
@@ -429,6 +438,8 @@ class Scheduler:
         """Stop sampling, and wait until no forward is running. Mode "wait" first finishes the
         requests that came before, "abort" ends them early, and "keep" lets them continue after
         `open()`.
+
+        A cancelled call still stops sampling.
 
         Raises:
             EngineError: the gate was opened again before sampling had stopped.

@@ -108,7 +108,7 @@ class _RowLengths:
 
 
 class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no types
-    """One layer's cached keys and values, both [R, H, C, D]."""
+    """One layer of a `RowCache`: the cached keys and values of all rows, both [R, H, C, D]."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -119,7 +119,9 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
         self._lengths = lengths
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: `_room` allocates when rows and positions are added."""
+        """Do nothing: transformers calls this before the first `update`, and `_room` allocates the
+        memory.
+        """
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -161,7 +163,8 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
                 room[gaps] = room[movers]
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
-        """Return the mask's length (longest row plus query) and its first position, 0.
+        """Return the length of the attention mask (longest row plus query) and its first position,
+        0.
 
         transformers 5.0 passes the query's positions instead of their number.
         """
@@ -169,7 +172,7 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
         return self._lengths.width + queries, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of positions of the longest row."""
+        """Return the number of cached positions of the longest row."""
         return self._lengths.width
 
     def get_max_length(self) -> int:

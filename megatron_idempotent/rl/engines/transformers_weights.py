@@ -34,7 +34,9 @@ _EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<fused>gate_up_proj|down_pr
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ModelSlice:
-    """Maps a checkpoint's tensor to the model's tensor, or the part of one, that holds it."""
+    """Maps a tensor of a checkpoint to the model's tensor that holds it, or to the part of that
+    tensor.
+    """
 
     info: TensorInfo
     """The checkpoint's tensor."""
@@ -82,7 +84,7 @@ class ServedWeights:
         return tuple(target.info for target in self._slices.values())
 
     def served(self, name: str) -> torch.Tensor:
-        """Return a served tensor, given its name in a checkpoint, as a view."""
+        """Return a view of a served tensor, given the tensor's name in a checkpoint."""
         target = self._slices[name]
         tensor = self._tensors[target.model_name].data
         return tensor if target.part is None else tensor[target.part]
@@ -145,7 +147,9 @@ class ServedWeights:
         return bool(self._replaced)
 
     def free(self) -> None:
-        """Free all tensors' memory, until an exchange brings all of them again."""
+        """Free the memory of all served tensors; the next `exchange` must then bring all of
+        them.
+        """
         self._replaced.clear()
         for name, tensor in self._tensors.items():
             self._put(name, tensor.data.new_empty(0))
@@ -202,14 +206,16 @@ _SCALE = "_scale_inv"
 
 
 class Incoming(Staging):
-    """Collects an update's tensors, in the model's dtype or in FP8 as `Fp8Export` writes them.
+    """Collects and checks the tensors of one update, in the model's dtype or in FP8 as `Fp8Export`
+    writes them.
 
     A matrix in E4M3 needs its float32 scales, as tensor `name` + `_scale_inv`, in the same bucket
     or a later one.
     """
 
     def __init__(self, update: WeightUpdate, *, weights: ServedWeights) -> None:
-        """
+        """Prepare to collect the tensors of `update`.
+
         Args:
             update: the update to stage.
             weights: the served weights; staged tensors are kept on their device.
@@ -305,7 +311,9 @@ class WeightVersions:
 
     @property
     def trouble(self) -> str:
-        """The reason why `version` is None; empty if it is not."""
+        """The reason why no version is served (weights were freed, or mix two versions); empty
+        otherwise.
+        """
         if self._torn_by:
             return f"update {self._torn_by} was committed in part; commit it again or roll it back"
         return self._freed

@@ -68,7 +68,8 @@ class VllmEngine(VllmUpdates):
         routing_layers: Sequence[int] = (),
         adapter: str | None = None,
     ) -> None:
-        """
+        """Make a client of the vLLM server at `url`; the first call connects.
+
         Args:
             url: the server's address, as in "http://127.0.0.1:8000".
             name: the engine's name in errors and reports; None for the URL.

@@ -55,7 +55,8 @@ class NotInPlace(Exception):
 
 
 class Places:
-    """Maps each element of a checkpoint to its position in a model's parameters.
+    """Maps each element of a checkpoint to its position in a vLLM model's parameters, so that
+    updates can be written in place.
 
     The model's loader runs once with meta tensors, and its copies are recorded instead of made, so
     this needs no table of the tensors that it fuses, shards or transposes.
@@ -64,7 +65,9 @@ class Places:
     """
 
     def __init__(self, model: Any, served: Mapping[str, torch.Tensor]) -> None:
-        """
+        """Run the model's loader with meta tensors, and record to which parameters it would copy
+        each tensor.
+
         Args:
             model: a model with a `load_weights` method, as vLLM's have.
             served: every tensor that the model has, by its name in a checkpoint.

@@ -46,7 +46,8 @@ class IncomingUpdate:
     def __init__(
         self, staging: Staging, connect: Callable[[], Receiver], *, silence_s: float
     ) -> None:
-        """
+        """Start the thread that receives and checks the update's buckets.
+
         Args:
             staging: checks and keeps the tensors of the update to receive.
             connect: returns the receiver of the buckets, in the thread that receives them.
@@ -68,7 +69,7 @@ class IncomingUpdate:
 
     @property
     def busy(self) -> bool:
-        """True while the update is neither complete nor failed."""
+        """True while the update is being received: it is neither complete nor failed."""
         return self.tensors is None and self.error is None
 
     def announce(self, announced: Mapping[str, Any]) -> None:
@@ -221,7 +222,7 @@ class Inbox:
 
     @property
     def dirty(self) -> str:
-        """The reason why the weights may mix several versions; empty if they do not."""
+        """The reason why the model's weights may mix several versions; empty if they do not."""
         return self.torn or ("a commit is under way" if self._updating else "")
 
     @property
@@ -370,7 +371,8 @@ class CacheScales:
     def __init__(
         self, model: torch.nn.Module, *, whole: bool = True, doubled: bool = False
     ) -> None:
-        """
+        """Find the model's layers that have a key-value cache in FP8 with a scale per tensor.
+
         Args:
             model: vLLM's model.
             whole: True if the model has all layers. False for a pipeline stage, which ignores the

@@ -36,8 +36,8 @@ SERVER_HELP = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """Time limits of calls, in seconds; a longer call raises `EngineTimeout`. Example:
-    `Timeouts()`.
+    """Time limits of calls to a vLLM server, in seconds; a longer call raises `EngineTimeout`.
+    Example: `Timeouts()`.
     """
 
     generate_s: float | None = None
@@ -96,7 +96,7 @@ class Control(HttpClient):
     def __init__(
         self, url: str, timeouts: Timeouts, *, engine: str, api_key: str | None = None
     ) -> None:
-        """Make a client, without connecting.
+        """Make a client for the server at `url`, without connecting.
 
         Raises:
             ModuleNotFoundError: aiohttp is not installed.
@@ -227,7 +227,9 @@ class Control(HttpClient):
         await self.post("/finish_weight_update", {"weight_version": stamp}, limit="commit_s")
 
     async def stamp(self) -> str:
-        """Return the version that vLLM currently stamps tokens with."""
+        """Ask the server for the weight version with which vLLM currently stamps tokens, and return
+        it.
+        """
         return str((await self.get("/weight_info"))["weight_version"])
 
 
@@ -260,7 +262,8 @@ _ERROR = re.compile(r"\bERROR\b.*\b\w+(Error|Exception): ")
 
 
 class VllmServer:
-    """Runs a vLLM server for a checkpoint until the `with` block, or this process, ends.
+    """Runs a vLLM server for a checkpoint in a process of its own, until the `with` block, or this
+    process, ends.
 
     Example:
         with VllmServer("/models/Qwen3-0.6B") as server:
@@ -280,7 +283,8 @@ class VllmServer:
         log: str | os.PathLike[str] | None = None,
         deadline_s: float = 300.0,
     ) -> None:
-        """
+        """Keep the server's settings; entering the `with` block starts the server.
+
         Args:
             checkpoint: a directory, or a model's name in Hugging Face's hub.
             python: the interpreter of an environment with vLLM and this package.
@@ -422,7 +426,9 @@ class VllmServer:
         return self._process
 
     def stop(self) -> None:
-        """End the server and all of its child processes. If it is not running: no-op."""
+        """End the server and all of its child processes, by SIGTERM and then SIGKILL. If it is not
+        running: no-op.
+        """
         process, self._process = self._process, None
         if process is not None:
             _signal(process.pid, signal.SIGTERM)

@@ -278,7 +278,8 @@ class VllmUpdates:
         return card
 
     async def _received(self, update_id: str, buckets: int) -> None:
-        """Wait until all workers have received `buckets` buckets.
+        """Ask the workers for their state until all of them have received `buckets` buckets of the
+        update.
 
         Raises:
             EngineTimeout: they have not after `bucket_s` seconds.

@@ -65,7 +65,8 @@ class BucketStream(Iterator[Bucket]):
         convert: Convert | None = None,
         checksums: dict[str, int] | None = None,
     ) -> None:
-        """
+        """Divide the units among buckets; nothing is fetched before the first `next`.
+
         Args:
             units: the tensors to yield, in order; the tensors of a unit share a bucket.
             fetch: sends the tensors that units are made from to their keepers.
@@ -124,7 +125,9 @@ class BucketStream(Iterator[Bucket]):
         self.close()
 
     def close(self) -> None:
-        """Take part in the rest of the collective, keeping nothing. A second call is a no-op."""
+        """Take part in the rest of the export's collective, keeping no tensors. A second call is a
+        no-op.
+        """
         self._feed.drain()
 
 
@@ -169,7 +172,7 @@ class _Feed:
 
     @property
     def is_waited_for(self) -> bool:
-        """True while other ranks may wait for this one in the rest of the collective."""
+        """True while other ranks may wait for this rank in the rest of the export's collective."""
         return self.done < self.count and not self._broken
 
     def take_until(self, stop: int) -> Mapping[str, torch.Tensor]:

@@ -34,8 +34,8 @@ class FailedElsewhere(WeightsError):
 
 
 def agree_on(error: BaseException | None, what: str, *, deadline_s: float) -> None:
-    """Raise on all ranks if any rank has an error: its own error there, `FailedElsewhere`
-    elsewhere.
+    """Raise on all ranks if any rank has an error: its own error on that rank, `FailedElsewhere` on
+    the others.
 
     A collective of the default group, if there is one.
 
@@ -272,7 +272,8 @@ class Architecture:
 
     @classmethod
     def read(cls, directory: str | Path) -> Architecture:
-        """Read a checkpoint's config.json, as transformers 4 or 5 writes it.
+        """Read a checkpoint's config.json, as transformers 4 or 5 writes it, into an
+        `Architecture`.
 
         Raises:
             UnsupportedArchitecture: GPTModel would not compute the model exactly, or values are

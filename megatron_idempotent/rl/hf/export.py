@@ -176,7 +176,9 @@ class Shipping:
         *,
         senders: int | None = 1,
     ) -> None:
-        """
+        """Choose the keeper of each tensor, and find how much memory this rank may need for packed
+        parts.
+
         Args:
             plan: the result of `make_plan`.
             infos: the tensors with the dtypes in which they arrive.
@@ -540,7 +542,8 @@ class MegatronWeights:
         return self._changes is not None
 
     def buckets(self, *, bucket_bytes: int, whole: bool = True) -> BucketStream:
-        """Return a stream of the weights, which reads the parameters as it yields buckets.
+        """Return a stream of the weights in buckets, which reads the model's parameters as it
+        yields them.
 
         A collective: all ranks call it, and take all buckets or close the stream. With deltas, rank
         0's `whole` applies to all ranks; False yields only the changes since the last stream (see

@@ -113,7 +113,7 @@ class ParameterSlot:
         return tuple(parts)
 
     def padding(self) -> tuple[tuple[int, int], ...]:
-        """Return the start and size of each range of padding rows in this shard."""
+        """Return the start and size of each range of padding rows in this rank's shard."""
         return tuple((local, size) for name, _, local, size in self._pieces() if name is None)
 
     def _pieces(self) -> Iterable[tuple[str | None, int, int, int]]:
@@ -175,7 +175,9 @@ _OF_EXPERT: dict[str, tuple[Kind, tuple[str, ...]]] = {
 
 
 class Ranks(NamedTuple):
-    """This process's tensor-parallel ranks and group sizes. Example: `Ranks(0, 2, 0, 1)`."""
+    """This process's tensor-parallel ranks and group sizes, for dense layers and experts. Example:
+    `Ranks(0, 2, 0, 1)`.
+    """
 
     tensor: int
     """The tensor-parallel rank."""
@@ -186,7 +188,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def here(cls) -> Ranks:
-        """Read the ranks from Megatron's parallel state."""
+        """Return this process's ranks and group sizes from Megatron's parallel state."""
         from megatron.core import parallel_state as state
 
         return cls(
@@ -240,7 +242,8 @@ _PROJECTIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """The low-rank adapters of a model, in the form of Megatron-Bridge's LoRA.
+    """Describes the low-rank adapters of a model (their rank and layers), in the form of
+    Megatron-Bridge's LoRA.
 
     Example: `Lora(rank=16, layers=("linear_qkv", "linear_proj"))`.
     """
@@ -289,7 +292,7 @@ class Names:
     def slots(
         self, name: str, rows: int, *, layers: Sequence[int], experts: Sequence[int] = ()
     ) -> tuple[ParameterSlot, ...]:
-        """Return the slots of a parameter, which say the Hugging Face tensors that it consists of;
+        """Return the slots of a parameter, which name the Hugging Face tensors that it consists of;
         none if its name has no counterpart.
 
         Args:

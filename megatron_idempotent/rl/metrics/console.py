@@ -21,7 +21,7 @@ class Progress:
     _only_in_tables, _separator = "", "  "
 
     def __init__(self, output: IO[str]) -> None:
-        """Start the table if `output` is a terminal and rich is installed."""
+        """Start a live table if `output` is a terminal and rich is installed."""
         self._output, self._live = output, None
         if not output.isatty():
             return
@@ -42,7 +42,9 @@ class Progress:
         self._live.start()
 
     def draw(self, texts: Mapping[str, str], *, due: bool) -> None:
-        """Redraw the live table, a row per text; without one, print a line of texts if `due`."""
+        """Redraw the live table, a row per text; without a table, print all texts as one line if
+        `due`.
+        """
         if self._live is not None:
             from rich.table import Table
             from rich.text import Text
@@ -62,7 +64,8 @@ class Progress:
 
 
 class RolloutProgress(Progress):
-    """Shows a synchronous run: a table on a terminal, otherwise a line per evaluation.
+    """Shows the metrics of a synchronous run: a table on a terminal, otherwise a line per
+    evaluation.
 
     It is a `Logger`. Example: `RolloutProgress(sys.stderr, rollouts=150)`.
     """
@@ -94,7 +97,8 @@ class RolloutProgress(Progress):
 
 
 class StatusTable(Progress):
-    """Shows a controller's run: a live table on a terminal, else a line every `every_s` seconds.
+    """Shows the status of a controller's run: a live table on a terminal, else a line every
+    `every_s` seconds.
 
     It is also a `Logger`, to get the latest metrics. Example: `StatusTable(sys.stderr, until=600)`.
     """

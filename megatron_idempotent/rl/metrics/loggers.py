@@ -87,7 +87,9 @@ class Loggers:
         self.left_out += 1
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds until loggers have all records; return True if they do."""
+        """Wait up to `timeout_s` seconds until the loggers have all records; return True if they
+        have, or if there is no thread.
+        """
         if self._thread is None or not self._thread.is_alive():
             return True
         reached = threading.Event()
@@ -198,7 +200,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class JsonlLogger:
-    """Appends one JSON object per step to a file, and flushes it.
+    """Appends the metrics of each step to a file, as one JSON object per line, and flushes it.
 
     Numbers that JSON does not have, such as NaN, are written as `null`.
     Example: `JsonlLogger(path).log({"train/loss": 0.5}, step=7)`, and `read_metrics(path)`.
@@ -224,7 +226,7 @@ class JsonlLogger:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the metrics file."""
         self._file.close()
 
 
@@ -232,7 +234,9 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 
 
 class TensorBoardLogger:
-    """Writes TensorBoard scalars. Example: `tensorboard --logdir runs`."""
+    """Writes the metrics of each step as TensorBoard scalars. Example:
+    `tensorboard --logdir runs`.
+    """
 
     def __init__(self, directory: Path, *, first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -252,7 +256,7 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Logs to a run of Weights & Biases with the directory's name.
+    """Logs the metrics of each step to a run of Weights & Biases, which has the directory's name.
 
     Project, entity and mode come from the environment (`WANDB_PROJECT`, `WANDB_ENTITY`,
     `WANDB_MODE=offline`), and credentials from `wandb login`. The x-axis of charts is `step`, which

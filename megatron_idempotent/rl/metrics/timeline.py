@@ -41,7 +41,9 @@ class Timeline:
     """
 
     def __init__(self, *, capacity: int = 200_000, tracks: Sequence[str] = ()) -> None:
-        """Keep up to `capacity` events; `tracks` come first and in this order, others by name."""
+        """Keep up to `capacity` events. In the trace, `tracks` come first and in this order, the
+        others by name.
+        """
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; allowed: 1 event or more")
         self._events: deque[_Event] = deque(maxlen=capacity)
@@ -72,7 +74,9 @@ class Timeline:
         self._record(_Event("X", track, name, start_s, end_s, args or {}))
 
     def count(self, name: str, at_s: float, value: float) -> None:
-        """Record a counter's value from `at_s` on. A value that is not finite leaves a gap."""
+        """Record that a counter has `value` from `at_s` on. A value that is not finite leaves a
+        gap.
+        """
         if math.isfinite(value):
             self._record(_Event("C", "", name, at_s, at_s, {"value": value}))
 

@@ -65,7 +65,8 @@ class BucketPublisher:
         anchor_every: int = 50,
         anchors: int = 2,
     ) -> None:
-        """
+        """Open the bucket's store; the first update writes to it.
+
         Args:
             url: the bucket's URL, as for `BucketSender`.
             run: the name of the run, which followers see; a bucket has updates of one run only.
@@ -154,7 +155,8 @@ class BucketPublisher:
             self._staging = ""
 
     async def commit(self, update_id: str) -> int:
-        """Add the staged update to the bucket's index; see `RolloutEngine.commit`.
+        """Add the staged update to the bucket's index, from where followers read it; see
+        `RolloutEngine.commit`.
 
         Raises:
             UpdateRefused: another trainer publishes in this bucket.
@@ -273,7 +275,7 @@ class CatchUp:
     """Seconds for the entire `catch_up`."""
 
     def describe(self) -> str:
-        """Return the report as one line."""
+        """Return the report as one line of text."""
         began = "the anchor and what came after it" if self.whole else "what was missed"
         updates = "1 update" if self.updates == 1 else f"{self.updates} updates"
         return (
@@ -287,7 +289,8 @@ def _has_it(outcome: EngineOutcome) -> bool:
 
 
 class BucketFollower:
-    """Updates engines to a bucket's newest version, from any older version.
+    """Updates engines to the newest version that a `BucketPublisher` has put into a bucket, from
+    any older version.
 
     Example:
         follower = BucketFollower("s3://weights/grpo-7", [engine])
@@ -305,7 +308,8 @@ class BucketFollower:
         options: Mapping[str, Any] | None = None,
         settings: SyncSettings | None = None,
     ) -> None:
-        """
+        """Open the bucket's store; `catch_up` reads it and updates the engines.
+
         Args:
             url: the publisher's URL.
             engines: the engines to update; objects are fetched once for all of them.

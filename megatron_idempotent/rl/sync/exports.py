@@ -74,7 +74,7 @@ class BucketOnRank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DescribedBucket(Bucket):
-    """A bucket without data: its tensors are on the device "meta".
+    """A bucket without data, for the controller: its tensors are on the device "meta".
 
     Example: `DescribedBucket.of_ranks(parts).nbytes`.
     """
@@ -83,7 +83,9 @@ class DescribedBucket(Bucket):
 
     @classmethod
     def of_ranks(cls, parts: Sequence[BucketOnRank]) -> DescribedBucket:
-        """Combine the ranks' descriptions of their parts of one bucket."""
+        """Combine the descriptions of all ranks' parts of one bucket into one bucket without
+        data.
+        """
         return cls(
             index=parts[0].index,
             tensors={
@@ -259,7 +261,8 @@ class RemoteWeights:
         timeout_s: float = 300.0,
         transport: MakeSender | None = SharedMemorySender,
     ) -> None:
-        """
+        """Keep the ranks and their event loop; no rank is called yet.
+
         Args:
             ranks: the ranks, whose worker has the methods of `Exports`.
             loop: the event loop of `ranks`.
@@ -274,7 +277,8 @@ class RemoteWeights:
         self._transport = transport
 
     def sender(self, make: MakeSender) -> Sender:
-        """Return a sender for an engine, such as a `VllmEngine`, that sends from the ranks.
+        """Return a `Sender` for an engine, such as a `VllmEngine`, with which the ranks send the
+        data directly to the engine.
 
         Each sending rank calls `make`; all results must be of the same kind.
         """

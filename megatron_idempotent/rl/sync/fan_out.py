@@ -70,7 +70,7 @@ class Reader:
 
 
 class FanOut:
-    """Distributes the buckets of one export to several readers, in lock-step.
+    """Passes the buckets of one export to several engines' readers, in lock-step.
 
     Readers get a bucket once all of them have requested it; the next one is made meanwhile, so two
     are in memory. Readers that do not request it in time are dropped together, so that several slow
@@ -145,7 +145,7 @@ class FanOut:
 
 
 async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> Made:
-    """Run `step` in the thread, and return its result.
+    """Run `step`, which may be a collective, in the executor's thread, and return its result.
 
     If the caller is cancelled, this still waits until `step`, and the collective in it, has ended.
     """
@@ -179,7 +179,8 @@ class Outgoing:
     """
 
     def __init__(self, buckets: Iterator[Bucket], last: LastSent | None, *, whole: bool) -> None:
-        """
+        """Take the buckets of an export, without beginning it, and set all counts to 0.
+
         Args:
             buckets: the buckets of the export.
             last: a copy of what was sent last, to compare with and update; None to send the buckets

@@ -39,7 +39,9 @@ class Phases:
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
-        """Measure a phase with the timer, unless there is none or it has raised before."""
+        """Measure the `with` block as `phase` with the timer, unless there is none or it has raised
+        before.
+        """
         stack = contextlib.ExitStack()
         if self._timer is not None:
             with self._harmless(phase):
@@ -108,7 +110,7 @@ class SyncSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutcome:
-    """The result of a sync for one engine. Example: `report.engines["vllm-0"].outcome`."""
+    """The result of an update for one engine. Example: `report.engines["vllm-0"].outcome`."""
 
     outcome: Outcome
     version: int | None

@@ -60,7 +60,8 @@ class WeightSync:
         settings: SyncSettings | None = None,
         stamp: Stamp | None = None,
     ) -> None:
-        """
+        """Check the engines and the settings; no engine is called yet.
+
         Args:
             engines: all engines that must serve the same weights, with unique names.
             settings: the limits; None for the defaults of `SyncSettings`.
@@ -112,7 +113,7 @@ class WeightSync:
         kv_scales: Mapping[str, float] | None = None,
         timer: PhaseTimer | None = None,
     ) -> SyncReport:
-        """Send the source's weights to all engines as `version`.
+        """Send the source's weights to all engines as `version`, and make the engines serve them.
 
         A collective through `source`: the trainer's other ranks call `follow` at the same time. The
         export always runs to its end, even if engines fail.
@@ -293,7 +294,8 @@ class UpdateAttempt:
             raise
 
     async def _stage(self, buckets: Iterator[Bucket]) -> None:
-        """Stage the buckets on all engines, which keep serving.
+        """Send the update's buckets to all engines, which stage them and keep serving their current
+        weights.
 
         The export runs to its end even without engines, because other ranks take part in it.
 
@@ -479,7 +481,7 @@ async def bounded(
 
 
 async def ask(engine: RolloutEngine, settings: SyncSettings) -> EngineHealth:
-    """Return the engine's health; DEAD if `health` times out or, against its contract, raises."""
+    """Return an engine's health; DEAD if its `health` times out or raises."""
     try:
         return await bounded(engine, "health", engine.health(), settings)
     except Exception as error:  # noqa: BLE001 (a third party's engine may break the contract)

@@ -61,7 +61,8 @@ class Index:
 
     @classmethod
     def read(cls, objects: Objects) -> Index | None:
-        """Read the index of a bucket; return None if nothing was ever published.
+        """Read a bucket's index, `latest.json`; return None if nothing was ever published in the
+        bucket.
 
         Raises:
             UpdateDamaged: the index is malformed, or its updates do not form a chain.
@@ -98,7 +99,7 @@ class Index:
         return cls(run=run, updates=updates)
 
     def write(self, objects: Objects) -> None:
-        """Replace the bucket's index by this one, in one write."""
+        """Replace the `latest.json` of the bucket `objects` by this index, in one write."""
         fields = {"format": _FORMAT, **dataclasses.asdict(self)}
         objects.write(LATEST, json.dumps(fields, indent=1).encode())
 
@@ -251,7 +252,8 @@ class Manifest:
 
 
 class Chain:
-    """Reads consecutive updates, each building on the previous one, as one merged update.
+    """Reads consecutive updates of a bucket, each building on the previous one, as one merged
+    update.
 
     Tensors are in the model's order in all updates, so each object is fetched once, and one object
     per update is in memory.

@@ -209,7 +209,9 @@ class Patch:
         flat_N[at_K] = new_K
 
     def reverse(self) -> Patch:
-        """Return a patch that restores the tensor's current values at these positions."""
+        """Return a patch that restores the values that the tensor has now at these positions; make
+        it before `write`.
+        """
         flat_N, at_K, _ = _there(self.tensor, self.at_K, self.new_K)
         return Patch(self.tensor, at_K, flat_N[at_K])
 
@@ -294,7 +296,8 @@ def encode(
 
 
 def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
-    """Check a delta against a tensor, and decode it to a patch; the tensor is unchanged.
+    """Check a delta against the tensor that it changes, and decode it to a patch; the tensor is
+    unchanged.
 
     The result is the new tensor if a patch would be larger than the tensor, and the tensor itself
     if it already has the new values. The checksum of the new values must equal that of the tensor
@@ -428,7 +431,9 @@ def _joined(
 def _united(
     found: Sequence[tuple[Any, Any]], elements: int, before: int, after: int
 ) -> EncodedDelta:
-    """Encode the sums of several sets of positions and differences as one delta."""
+    """Add up several sets of positions and differences of one tensor, and encode the sums as one
+    delta.
+    """
     at_U, by_U = _summed(found)
     return _sealed(_blocks(at_U, by_U, elements), (by_U.itemsize, elements), before, after)
 
@@ -517,7 +522,8 @@ def _block(at_K: Any, by_K: Any, count: int) -> tuple[int, list[Any]]:
 
 
 def _differences(new_N: torch.Tensor, old_N: Any, room_N: Any) -> tuple[Any, Any]:
-    """Return the positions at which `new_N` differs from NumPy's `old_N`, and new - old there.
+    """Compare a tensor with its old version; return the positions at which their bits differ, and
+    new - old there.
 
     `room_N` is memory for the differences on the host.
     """

@@ -37,7 +37,7 @@ class UpdateMismatch(WeightsError):
 
 
 class UpdateDamaged(WeightsError):
-    """The received bytes differ from those that were sent, or a bucket is incomplete."""
+    """An update's bytes or JSON differ from those that were sent, or parts of it are missing."""
 
 
 class UpdateRefused(WeightsError):
@@ -109,7 +109,7 @@ class Part(NamedTuple):
 
     @property
     def consecutive(self) -> bool:
-        """True if the part is contiguous in the tensor."""
+        """True if the part's elements are contiguous in the flattened tensor."""
         return math.prod(self.shape[: self.dim]) == 1
 
     def has_whole_words(self, itemsize: int) -> bool:
@@ -247,7 +247,9 @@ def _factors(last: int, device: torch.device | None = None) -> Any:
 
 @functools.cache
 def _odds(first: int, count: int, device: torch.device | None) -> Any:
-    """Return `_odd` of `count` numbers from `first` on, in NumPy or on a device; cached."""
+    """Return `_odd` of the `count` numbers from `first` on, as a NumPy array or a tensor on
+    `device`; cached.
+    """
     import numpy as np
     import torch
 
@@ -424,7 +426,7 @@ class Bucket:
 
     @classmethod
     def of(cls, index: int, tensors: Mapping[str, torch.Tensor]) -> Bucket:
-        """Make a bucket, and compute the checksums of its tensors."""
+        """Make a bucket of the given tensors, and compute the checksum of each."""
         return cls(
             index=index,
             tensors=dict(tensors),
@@ -466,7 +468,8 @@ class WeightSource(Protocol):
         """
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yield the weights in buckets of up to `bucket_bytes`, at least one tensor each.
+        """Yield the weights, unsharded, in buckets of up to `bucket_bytes`, at least one tensor
+        each.
 
         The trainer's rank 0 gets tensors, and for some sources further sending ranks. All other
         ranks get the same number of buckets without tensors, and must take them all. A bucket is

@@ -106,7 +106,7 @@ class SafetensorsFile:
 
     @property
     def complete(self) -> bool:
-        """True once all tensors are written."""
+        """True once all tensors of the header are written."""
         return not self._missing
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ class CheckpointDamaged(WeightsError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
+    """Read a JSON file of a checkpoint, and return the object in it.
 
     Raises:
         CheckpointDamaged: the file is missing or is not a JSON object.
@@ -209,7 +209,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return len(self._file_by_name)
 
     def close(self) -> None:
-        """Close all files. A second call is a no-op."""
+        """Close all files of the checkpoint. A second call is a no-op."""
         self._files.clear()  # unmaps them
 
     def read(self, name: str, *, dim: int, start: int, size: int) -> torch.Tensor:
@@ -229,7 +229,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return rows
 
     def _names_by_file(self) -> dict[Path, list[str] | None]:
-        """Return each file with its tensors' names in the index, or None without an index."""
+        """Return the checkpoint's safetensors files, each with the names of its tensors according
+        to the index, or with None if there is no index.
+        """
         single, index = self.directory / SINGLE, self.directory / INDEX
         if single.exists():
             return {single: None}
@@ -375,7 +377,7 @@ def write_index(folder: Path, files: Mapping[str, str], metadata: Mapping[str, A
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk."""
+    """Flush a file, or a directory's entries, to the disk (`fsync`)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Collects and checks the tensors of one update as they arrive, without copying them.
+    """Collects and checks the tensors of one update in an engine as they arrive, without copying
+    them.
 
     A delta is a uint8 tensor under the tensor's name with the suffix `DELTA`. It is checked with
     the checksums of both versions, and kept as a `deltas.Patch` of the served tensor.
@@ -47,7 +48,8 @@ class Staging:
         expected: Iterable[TensorInfo],
         served: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
-        """
+        """Prepare to collect the tensors of `update`.
+
         Args:
             update: the update to stage.
             expected: every tensor of a full update.
@@ -62,7 +64,7 @@ class Staging:
         self._buckets = 0
 
     def add(self, bucket: Bucket) -> None:
-        """Check a bucket and keep its tensors; after an error, none of them is kept.
+        """Check a bucket of the update, and keep its tensors; after an error, none of them is kept.
 
         Raises:
             UpdateMismatch: names, shapes or dtypes differ from the model's.
@@ -149,7 +151,8 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """
+        """Make a CUDA stream on `device`; no stream for other devices.
+
         Args:
             device: the device of the copies.
         """
@@ -163,7 +166,8 @@ class SideStream:
 
     @contextlib.contextmanager
     def complete(self) -> Iterator[None]:
-        """Run the block's kernels on the side stream, and block the host until they have ended.
+        """Run the kernels of the `with` block on the side stream, and block the host until they
+        have ended.
 
         The block must not read memory that the current stream may still be writing, because it does
         not wait for that stream. Weights with checksums are safe: computing the checksum waited for

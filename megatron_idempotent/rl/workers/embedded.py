@@ -27,7 +27,7 @@ _END_S, _KILL_S = 2.0, 10.0
 
 
 class EmbeddedRanks(Ranks):
-    """Implements `RankGroup` with processes on this machine, by default on the CPU.
+    """Implements `RankGroup` with forked processes on this machine, by default on the CPU.
 
     The first `start` waits some ten seconds for the launcher's imports; a later one, after a loss,
     only forks new ranks. Ranks and launcher end with this process, however it ends.
@@ -51,7 +51,8 @@ class EmbeddedRanks(Ranks):
         preload: Sequence[str] = PROGRAM_PRELOAD,
         device: str | None = None,
     ) -> None:
-        """
+        """Keep the settings; `start` starts the ranks.
+
         Args:
             spec: the worker that each rank constructs.
             size: the number of ranks.
@@ -107,7 +108,8 @@ class EmbeddedRanks(Ranks):
         return links
 
     async def _end(self, rank: int | None) -> str:
-        """Wait until all ranks have ended, and kill the ranks that take too long.
+        """Wait until all ranks have ended, kill those that take too long, and return how `rank`
+        ended.
 
         Their pipes are already closed, which makes a rank end. Returns how `rank` ended.
         """
@@ -163,7 +165,9 @@ class _Run:
         threading.Thread(target=wait, name="ranks", daemon=True).start()
 
     def end_of(self, rank: int | None = None) -> str:
-        """Return how a rank ended, or with None how the run ended; empty if unknown."""
+        """Return a text on how a rank ended, or with None how the whole run ended; empty if
+        unknown.
+        """
         error = self.over.result() if self.over.done() else None
         if isinstance(error, RankTimeout):
             return "the launcher gave up waiting for it"

@@ -32,6 +32,7 @@ class RankGroup(Protocol):
 
     A call runs a method on all ranks, in the main thread of each, and returns when all have
     finished. Calls run in the order in which they were made, and do not block the event loop.
+    `tests/rl/workers/contract_ranks.py` tests implementations.
     """
 
     @property

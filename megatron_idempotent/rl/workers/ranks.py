@@ -40,7 +40,7 @@ class Link(Protocol):
 
 
 class _Session:
-    """The ranks that one `start` launched; if one rank is lost, all of them are ended."""
+    """The ranks that one call of `start` launched; if one rank is lost, all of them are ended."""
 
     def __init__(
         self, links: Sequence[Link], end_ranks: Callable[[int | None], Awaitable[str]]
@@ -96,7 +96,7 @@ class _Session:
         return await self.exchange(CALL, calls, method, timeout_s)
 
     def called(self, finished_call: asyncio.Future[list[Any]]) -> None:
-        """Release `turn` after a call, and retrieve its error.
+        """Release the lock `turn` after a call, and retrieve the call's error.
 
         Otherwise asyncio would log the error of a call whose caller was cancelled.
         """
@@ -186,7 +186,7 @@ class Ranks:
     # What differs between kinds of ranks ------------------------------------------------------
 
     async def _launch(self) -> Sequence[Link]:
-        """Start all ranks, and return their links by rank.
+        """Start the processes or actors of all ranks, and return a link to each, by rank.
 
         Raises:
             RanksLost: the ranks cannot be started.
@@ -198,7 +198,9 @@ class Ranks:
         raise NotImplementedError
 
     async def _release(self) -> None:
-        """Free the other resources of `_launch`. A second call is a no-op."""
+        """Free what `_launch` keeps for a later start, such as a placement group. A second call is
+        a no-op.
+        """
         raise NotImplementedError
 
     # What all have in common ------------------------------------------------------------------

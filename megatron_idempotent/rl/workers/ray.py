@@ -98,7 +98,9 @@ class RankActor:
         self._address = ""
 
     def placement(self, size: int, timeout_s: float) -> NodePlacement:
-        """Start a TCPStore, in case this actor becomes rank 0; return this actor's placement."""
+        """Start a TCPStore, in case this actor becomes rank 0; return this actor's node, address
+        and port.
+        """
         ray = import_ray()
         address = self._address = ray.util.get_node_ip_address()
         # torch would listen on all addresses.
@@ -184,7 +186,9 @@ _SIOCGIFADDR = 0x8915
 def _store(
     address: str, port: int, size: int, timeout_s: float, listening: socket.socket | None
 ) -> Any:
-    """Serve a TCPStore on a listening socket, taking it over; without one, connect to a store."""
+    """Start a TCPStore on a listening socket, which it takes over; without a socket, connect to the
+    store at the address.
+    """
     import torch.distributed as dist
 
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
@@ -214,7 +218,8 @@ def _copies(parts: Sequence[Any]) -> list[Bytes]:
 
 
 class RayRanks(Ranks):
-    """Implements `RankGroup` on a Ray cluster that this process is connected to.
+    """Implements `RankGroup` with an actor for each rank, on the Ray cluster that this process is
+    connected to.
 
     The package and the factory's module must be importable on every node. Ranks do not inherit this
     process's patches: the factory must call `megatron_idempotent.apply()`.
@@ -241,7 +246,8 @@ class RayRanks(Ranks):
         call_timeout_s: float | None = None,
         start_timeout_s: float = 300.0,
     ) -> None:
-        """
+        """Check and keep the settings; `start` starts the ranks.
+
         Args:
             spec: the worker that every rank constructs.
             size: the number of ranks.
@@ -323,7 +329,9 @@ class RayRanks(Ranks):
         return group
 
     async def _assign(self, actors: _Actors) -> list[_ActorLink]:
-        """Assign a rank to every actor, and return a link to each rank."""
+        """Assign a rank to every actor, tell each actor its rank, and return a link to each
+        rank.
+        """
         placements = await actors.placements(self._size, self._start_timeout_s)
         nodes = [placement.node for placement in placements]
         ranks = places(nodes, shows_own_gpus="GPU" in self._bundle)
@@ -395,7 +403,7 @@ class _Actors:
         return await self.answers(replies, timeout_s)
 
     async def answers(self, replies: Sequence[asyncio.Future[Any]], timeout_s: float) -> list[Any]:
-        """Wait for the replies of all actors, and return them.
+        """Wait for a reply of every actor, and return the replies.
 
         Raises:
             RanksLost: an actor was lost or did not reply in time; the message has the cluster's
@@ -465,7 +473,7 @@ class _ActorLink:
         self._pings = asyncio.get_running_loop().create_task(self._ping())
 
     async def ask(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Send a frame to the actor; see `ranks.Link.ask`."""
+        """Send a frame to the actor, and return the reply; see `ranks.Link.ask`."""
         self._asking += 1
         try:
             carried = await self._carrier.carried(parts)
@@ -485,7 +493,7 @@ class _ActorLink:
         self._end("it was ended")
 
     async def closed(self) -> None:
-        """Wait for the pings to end."""
+        """Wait until the task that pings the actor has ended."""
         await asyncio.wait([self._pings])
 
     async def _ping(self) -> None:
@@ -519,7 +527,9 @@ class _ActorLink:
 
 
 def _failure_of(future: asyncio.Future[Any]) -> str:
-    """Return a future's error in one line, shortened to the start and end of Ray's long reports."""
+    """Return the error of a future as one line, shortened to the start and end of Ray's long
+    reports; empty without an error.
+    """
     error = future.exception() if future.done() else None
     if error is None:
         return ""
@@ -530,7 +540,7 @@ def _failure_of(future: asyncio.Future[Any]) -> str:
 
 
 def import_ray() -> Any:
-    """Return the `ray` module.
+    """Import Ray and return the module; the error for a missing Ray says how to install it.
 
     Raises:
         ModuleNotFoundError: Ray is not installed; the message says how to install it.
@@ -548,7 +558,7 @@ def import_ray() -> Any:
 
 
 def connected_ray(caller: str) -> Any:
-    """Return the `ray` module if it is connected to a cluster.
+    """Return the `ray` module; raise `RuntimeError` unless this process is connected to a cluster.
 
     `caller` is the name of the class that needs Ray, for errors.
 

@@ -130,7 +130,9 @@ def _send(pipe: socket.socket, kind: bytes, parts: Sequence[Bytes]) -> None:
 
 
 def _end(reason: Exception) -> None:
-    """End the process at once: the main thread may hang in a collective."""
+    """Print the reason, and end this rank's process at once, because the main thread may hang in a
+    collective.
+    """
     text = f"rank {os.environ.get('RANK')}: the controller has ended it, or is gone: {reason}\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())  # not sys.stderr, which the main thread may hold

@@ -62,7 +62,7 @@ class Receiver:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release the update's resources. A second call is a no-op."""
+        """Release the resources with which the update is received. A second call is a no-op."""
 
 
 class TransportError(RuntimeError):
@@ -77,8 +77,8 @@ _T = TypeVar("_T")
 
 
 class Session:
-    """The base class of what sends one update for a `Sender`. Its methods block; the sender calls
-    them one at a time, in one thread.
+    """The base class of sessions: a session sends one update for a `Sender`. Its methods block; the
+    sender calls them one at a time, in one thread.
     """
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
@@ -91,10 +91,10 @@ class Session:
         """Send a bucket's bytes, if the transport needs both ends at once; otherwise a no-op."""
 
     def release(self, index: int) -> None:
-        """Free the resources of a bucket, once all workers have it."""
+        """Free the resources of the bucket with this index, once all workers have received it."""
 
     def close(self) -> None:
-        """End the update, complete or not. Called once, after all other methods."""
+        """End the sending of the update, complete or not. Called once, after all other methods."""
 
 
 class Sender:
@@ -167,12 +167,16 @@ class Sender:
         await self._call(lambda: session.transmit(layout, bucket))
 
     async def release(self, bucket: Bucket) -> None:
-        """Free the bucket's resources; call it once all workers have the bucket."""
+        """Free the resources of a bucket that was sent; call it once all workers have received the
+        bucket.
+        """
         session, index = self._opened("release"), bucket.index
         await self._call(lambda: session.release(index))
 
     async def close(self) -> None:
-        """End the update, complete or not, and remove its bytes. A second call is a no-op."""
+        """End the sending of the update, complete or not, and remove its bytes. A second call is a
+        no-op.
+        """
         thread, session = self._thread, self._session
         if thread is None or session is None:
             return
@@ -235,7 +239,8 @@ class TwoSegments(Session):
         make: Callable[[int], SharedMemory],
         copying: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """
+        """Prepare to send an update; memory is allocated when buckets come.
+
         Args:
             update_id: the update's id, for errors.
             make: allocates shared memory with at least the given number of bytes.
@@ -272,7 +277,7 @@ class TwoSegments(Session):
         return self._make(nbytes)
 
     def release(self, index: int) -> None:
-        """Make the segment of a bucket available for another bucket."""
+        """Make the segment that holds the bucket with this index available for another bucket."""
         if index in self._taken:
             self._free.append(self._taken.pop(index))
 

@@ -49,7 +49,8 @@ class Objects:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        """
+        """Open the store at `url`.
+
         Args:
             url: a folder's path, or a URL of one of `urls.SCHEMES`.
             options: arguments of fsspec's file system, such as `key` and `secret` for S3; None for
@@ -154,7 +155,7 @@ class Objects:
         return content
 
     def keys(self, folder: str) -> set[str]:
-        """List the keys in a folder; a store's listing may be outdated."""
+        """Return the keys in a folder of the store; the store's listing may be outdated."""
 
         def listed() -> Iterable[str]:
             self._store.invalidate_cache()
@@ -172,7 +173,9 @@ class Objects:
             self._do(f"removing {key}", remove, absent=None)
 
     def remove_partials(self) -> None:
-        """Remove partial files of dead writers, if the store is a folder; otherwise a no-op."""
+        """Remove the partial files that writers left when they died, if the store is a local
+        folder; otherwise a no-op.
+        """
         if not getattr(self._store, "local_file", False):
             return
         for folder in ("", "objects", "manifests"):
@@ -340,7 +343,8 @@ class _Objects(Session):
 
 
 class BucketReceiver(Receiver):
-    """Reads the objects of a `BucketSender`, with credentials of its own environment.
+    """Reads in a worker the objects that a `BucketSender` wrote, with the credentials of the
+    worker's environment.
 
     It opens only URLs below the one that its operator has allowed.
     """

@@ -35,7 +35,8 @@ class CudaDriver:
     """
 
     def __init__(self, library: str | None = None) -> None:
-        """
+        """Load NVIDIA's driver library.
+
         Args:
             library: the driver's library, by name or path; None for the system's.
 
@@ -133,7 +134,8 @@ class CudaIpcSender(Sender):
     kind = KIND
 
     def __init__(self, device: int | None = None) -> None:
-        """
+        """Select the GPU on which segments are allocated.
+
         Args:
             device: the index of the weights' GPU; None for the current one.
 
@@ -174,7 +176,7 @@ class _Segment:
         self.flat_N = gpu.bytes_at(self._pointer, self.nbytes)
 
     def announced(self) -> Mapping[str, Any]:
-        """Return the handle and size with which a receiver opens the segment."""
+        """Return the JSON with which a receiver opens the segment: its handle and size."""
         return {"handle": self._handle.hex(), "segment_bytes": self.nbytes}
 
     def unlink(self) -> None:
@@ -253,7 +255,7 @@ class Gpu:
 
     @classmethod
     def of(cls, uuid: str) -> Gpu:
-        """Return the GPU with this UUID, which is the same in all processes.
+        """Return the GPU of this process with this UUID, which is the same in all processes.
 
         Raises:
             TransportError: this process does not see that GPU.
@@ -292,7 +294,9 @@ class Gpu:
         torch.empty(1, device=self.device)  # creates the context if torch has not yet
 
     def bytes_at(self, pointer: int, nbytes: int) -> torch.Tensor:
-        """Return a uint8 tensor [nbytes] over memory at an address; the caller still frees it."""
+        """Return a uint8 tensor [nbytes] over GPU memory at the address `pointer`; the caller still
+        frees it.
+        """
         return torch.as_tensor(_Array(pointer, nbytes), device=self.device)
 
     def allocate(self, nbytes: int) -> int:

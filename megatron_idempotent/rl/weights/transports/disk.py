@@ -41,7 +41,8 @@ class DiskSender(Sender):
     kind = KIND
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """
+        """Keep the path of the shared directory; `open()` makes a folder in it for each update.
+
         Args:
             directory: a directory with the same path for both ends; created if missing.
         """
@@ -82,7 +83,7 @@ def remove_stale_folders(directory: pathlib.Path) -> None:
 
 
 def _lock(path: pathlib.Path) -> int:
-    """Create a file and lock it; return its descriptor, whose close releases the lock."""
+    """Create a file and lock it; return the file descriptor. Closing that releases the lock."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -129,7 +130,9 @@ def _file_of(index: int) -> str:
 
 
 class DiskReceiver(Receiver):
-    """Reads the files of a `DiskSender`, without the safetensors library."""
+    """Reads in a worker the safetensors files that a `DiskSender` wrote, without the safetensors
+    library.
+    """
 
     def __init__(self, opened: Announcement) -> None:
         super().__init__(opened)

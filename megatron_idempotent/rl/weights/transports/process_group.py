@@ -162,7 +162,8 @@ class ProcessGroupSender(Sender):
         backend: Backend = "gloo",
         timeout_s: float = 60.0,
     ) -> None:
-        """
+        """Check and keep the settings; `open()` starts to listen.
+
         Args:
             address: the address of this machine to listen on, which workers can reach.
             port: the port to listen on; 0 for a free one.
@@ -227,13 +228,16 @@ class _Broadcasts(Session):
         return layout.unpack(self._broadcast(layout, None))
 
     def close(self) -> None:
-        """Drop the group and the store; the port is free once all ends have done so."""
+        """Drop the process group and the key-value store; the port is free once all ends have done
+        so.
+        """
         self._group = self._store = self._flat_N = None
 
     def _broadcast(
         self, layout: BucketLayout, tensors: Mapping[str, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Send rank 0's bytes to all ranks; returns when all have them. A collective.
+        """Send a bucket's bytes from rank 0 to all ranks, and return them once all ranks have them.
+        A collective.
 
         Raises:
             TransportTimeout: another rank did not join or finish in time.
@@ -356,7 +360,7 @@ class ProcessGroupReceiver(Receiver):
             ) from error
 
     def close(self) -> None:
-        """Leave the process group. A second call is a no-op."""
+        """Leave the process group, if the worker has joined it. A second call is a no-op."""
         self._closed = True
         if self._end is not None:
             self._end.close()

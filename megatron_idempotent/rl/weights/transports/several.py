@@ -40,7 +40,8 @@ class SeveralReceiver(Receiver):
     """
 
     def __init__(self, opened: Announcement, make: Callable[[Announcement], Receiver]) -> None:
-        """
+        """Make a receiver for each sender, and a thread for each.
+
         Args:
             opened: the result of `opened_together`.
             make: makes a receiver, given the announcement of one sender.
@@ -61,7 +62,8 @@ class SeveralReceiver(Receiver):
         self._threads = ThreadPoolExecutor(len(senders), "weight-receive", *on_device)
 
     def receive(self, announced: Announcement) -> Bucket:
-        """Receive all parts of a bucket concurrently; see `Receiver.receive`.
+        """Receive all parts of a bucket concurrently, and return them as one bucket; see
+        `Receiver.receive`.
 
         If parts fail, the first error is raised once all parts have ended.
         """

@@ -61,7 +61,7 @@ class Segment:
             ) from error
 
     def announced(self) -> Mapping[str, Any]:
-        """Return the name and size with which a receiver opens the segment."""
+        """Return the JSON with which a receiver opens the segment: its name and size."""
         return {"segment": self.name, "segment_bytes": self.nbytes}
 
     def unlink(self) -> None:
