@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HttpResponse:
-    """The status and the parsed body of a server's HTTP response. Example:
-    `HttpResponse(status=400, body={"message": "…"})`.
+    """The status and the parsed body of a server's HTTP response.
+    Example: `HttpResponse(status=400, body={"message": "…"})`.
     """
 
     status: int
@@ -47,8 +47,8 @@ class HttpResponse:
 
 
 class HttpClient:
-    """Sends HTTP requests to one inference server, and never retries one. Example:
-    `await client.call("GET", "/health", timeout_s=5)`.
+    """Sends HTTP requests to one inference server, and never retries one.
+    Example: `await client.call("GET", "/health", timeout_s=5)`.
     """
 
     def __init__(self, url: str, *, engine: str, api_key: str | None = None) -> None:

@@ -137,8 +137,8 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineHealth:
-    """An engine's status and weight version, as `health` returns them. Example:
-    `(await engine.health()).status == "SERVING"`.
+    """An engine's status and weight version, as `health` returns them.
+    Example: `(await engine.health()).status == "SERVING"`.
     """
 
     status: Literal["SERVING", "PAUSED", "DIRTY", "DEAD"]

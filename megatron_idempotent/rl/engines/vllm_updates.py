@@ -39,8 +39,8 @@ _KINDS: dict[str, type[Exception]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersState:
-    """The combined state of a vLLM server's workers, from their responses to a command. Example:
-    `WorkersState.of(answers, engine="a")`.
+    """The combined state of a vLLM server's workers, from their responses to a command.
+    Example: `WorkersState.of(answers, engine="a")`.
     """
 
     version: int | None

@@ -86,8 +86,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclasses.dataclass
 class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Selects the weights that workers load at a commit or a rollback. Example:
-    `{"update_id": "run-7/12"}`, or `{"restore": true}`.
+    """Selects the weights that workers load at a commit or a rollback.
+    Example: `{"update_id": "run-7/12"}`, or `{"restore": true}`.
     """
 
     update_id: str = ""

@@ -175,8 +175,8 @@ _OF_EXPERT: dict[str, tuple[Kind, tuple[str, ...]]] = {
 
 
 class Ranks(NamedTuple):
-    """This process's tensor-parallel ranks and group sizes, for dense layers and experts. Example:
-    `Ranks(0, 2, 0, 1)`.
+    """This process's tensor-parallel ranks and group sizes, for dense layers and experts.
+    Example: `Ranks(0, 2, 0, 1)`.
     """
 
     tensor: int

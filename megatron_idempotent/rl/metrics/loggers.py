@@ -234,8 +234,8 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 
 
 class TensorBoardLogger:
-    """Writes the metrics of each step as TensorBoard scalars. Example:
-    `tensorboard --logdir runs`.
+    """Writes the metrics of each step as TensorBoard scalars.
+    Example: `tensorboard --logdir runs`.
     """
 
     def __init__(self, directory: Path, *, first_step: int = 0) -> None:

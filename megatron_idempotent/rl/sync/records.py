@@ -17,8 +17,8 @@ quarantines the engines that failed."""
 
 
 class PhaseTimer(Protocol):
-    """The protocol of a timer that measures phases, such as NeMo-RL's `Timer`. Example:
-    `with timer.time("stage"): …`.
+    """The protocol of a timer that measures phases, such as NeMo-RL's `Timer`.
+    Example: `with timer.time("stage"): …`.
     """
 
     def time(self, phase: str) -> AbstractContextManager[object]:
@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 class Phases:
-    """Times the phases of one update with a `PhaseTimer`, whose errors do no harm. Example:
-    `with Phases(timer).time("commit"): …`.
+    """Times the phases of one update with a `PhaseTimer`, whose errors do no harm.
+    Example: `with Phases(timer).time("commit"): …`.
     """
 
     def __init__(self, timer: PhaseTimer | None) -> None:

@@ -35,8 +35,8 @@ LATEST, _FORMAT = "latest.json", 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """The entry of one update in a bucket's index, `latest.json`. Example:
-    `index.updates[-1].version`.
+    """The entry of one update in a bucket's index, `latest.json`.
+    Example: `index.updates[-1].version`.
     """
 
     id: str
