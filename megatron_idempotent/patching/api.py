@@ -26,7 +26,8 @@ def apply(
     strict: bool | None = None,
     dry_run: bool = False,
 ) -> Report:
-    """Install the patches that the Megatron on the path needs, now or when it is imported.
+    """Install the enabled patches whose hazards the Megatron on the path has. A patch whose module
+    is not imported yet lands when that module is imported.
 
     Safe to call any number of times and from any thread. Every process calls it for itself: forked
     children inherit the patches, spawned ones and Ray workers do not.
@@ -95,7 +96,7 @@ def apply(
 
 
 def revert() -> Report:
-    """Remove every patch, and forget those that wait for an import.
+    """Remove all installed patches of this process, and cancel those that wait for an import.
 
     Returns:
         A row per patch that was applied or waiting: `disabled`, or `conflict` if another package
@@ -110,10 +111,11 @@ def revert() -> Report:
 
 
 def report() -> Report:
-    """Return a row per known patch with its status now: `disabled` before the first `apply()`.
+    """Return a `Report`: the present status of each known patch in this process, and the reason.
 
-    After `hook install` or `import megatron_idempotent.auto` the first import of Megatron calls
-    `apply()`. Until then the rows are those that this call will begin with.
+    Before the first `apply()` each status is `disabled`. After `hook install` or `import
+    megatron_idempotent.auto` the first import of Megatron calls `apply()`: until then the rows are
+    those that this call will begin with.
 
     The reason of an applied patch names live code that bypasses it (`patching/detours.py`): a
     class that overrides the patched method and does not call it, a name that still refers to
@@ -246,7 +248,9 @@ def _log(changed: list[Row]) -> None:
 
 
 def write_report() -> None:
-    """Write the report to the path in `MEGATRON_IDEMPOTENT_REPORT`, if that is set."""
+    """Write the report as JSON to the path in `MEGATRON_IDEMPOTENT_REPORT`, if that is set;
+    `{rank}` in the path becomes the rank. If the file cannot be written, a warning is logged.
+    """
     if state.selection is None or state.selection.settings.report_path is None:
         return
     path = state.selection.settings.report_path.replace("{rank}", os.environ.get("RANK") or "0")
@@ -267,7 +271,7 @@ def write_report() -> None:
 
 
 def nothing_lands(rows: Iterable[Row]) -> str | None:
-    """Return a sentence if a Megatron is on the path and gets none of the enabled patches."""
+    """Return a sentence if a Megatron is on the path and no enabled patch is for it; else None."""
     on = (row for row in rows if row.status != "disabled")
     rows = [row for row in on if outlines()[row.id].distribution == MEGATRON]
     if not rows or any(row.status in PROBLEMS | COVERED for row in rows):

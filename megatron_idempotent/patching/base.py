@@ -30,7 +30,7 @@ NOTHING: Mapping[Any, Any] = type(vars(object))({})
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Record:
-    """Makes the annotated names of a subclass its fields, frozen and given by keyword.
+    """Base class like a frozen keyword-only dataclass; a subclass's annotated names are fields.
 
     Example:
         class Point(Record):
@@ -62,7 +62,7 @@ class Record:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Check the values; subclasses override it."""
+        """Do nothing; subclasses override it to check the fields' values after construction."""
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is frozen: cannot set {name}")
@@ -104,24 +104,24 @@ _untried: list[str] = []
 
 
 class Place(Record):
-    """Holds the address of a function of Megatron or of a framework."""
+    """Holds the address `module:qualname` of a function of Megatron or of a framework."""
 
     address: str
     """`module:qualname`, with a colon because an attribute can shadow a submodule of that name."""
 
     @property
     def module(self) -> str:
-        """The module part of the address."""
+        """The module part of the address `module:qualname`."""
         return self.address.partition(":")[0]
 
     @property
     def qualname(self) -> str:
-        """The part of the address after the colon."""
+        """The part of the address `module:qualname` after the colon."""
         return self.address.partition(":")[2]
 
 
 class Outline(Record):
-    """Describes a `Patch` without its code; the fields are those of `Patch`."""
+    """Holds what the index file has about a `Patch`: id, releases, targets, but no wrappers."""
 
     id: str
     distribution: str
@@ -134,26 +134,28 @@ class Outline(Record):
 
     @property
     def versions(self) -> str:
-        """The range of affected releases as a version specifier."""
+        """The range of affected releases as a version specifier, such as `>=0.12,<0.17`."""
         return specifier(self.since, self.before)
 
 
 def specifier(since: str, before: str) -> str:
-    """Return a range of releases as a version specifier."""
+    """Return the version specifier `>=since,<before`; no upper bound if `before` is `OPEN`."""
     if before == OPEN:
         return f">={since}"
     return f">={since},<{untried() if before == UNTRIED else before}"
 
 
 def untried() -> str:
-    """Return the first release that is not tested yet, such as `0.20`; the index has it."""
+    """Return the first Megatron release that this package is not tested with, such as `0.20`, as
+    the first line of the index says.
+    """
     if not _untried:
         _untried.append(generated(INDEX)[0].rpartition(" ")[2])
     return _untried[0]
 
 
 def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
-    """Return all hazards' ids, and each patch's entry in the index as an `Outline`, by id."""
+    """Parse the index's lines; return the ids of all hazards, and an `Outline` per patch, by id."""
     ids, outlines = [], {}
     for line in lines[1:]:
         name, switch, *fields = line.split(" ")
@@ -175,7 +177,7 @@ def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
 
 
 def generated(name: str) -> list[str]:
-    """Return the lines of a file in `patches/_generated/`, without the comment at its top."""
+    """Return the lines of a file in `patches/_generated/`, without its comment lines."""
     # Not open(): the package may be in a zip file.
     package: Any = __import__(PACKAGE, fromlist=["__spec__"])
     path = os.path.join(generated_folder(), name)
@@ -189,7 +191,7 @@ def generated_folder() -> str:
 
 
 def folders() -> dict[str, str]:
-    """Return the folders of the case files, by package."""
+    """Return the folders that hold case files (a Python file per hazard), by package name."""
     folder: str = __import__(PACKAGE, fromlist=["__path__"]).__path__[0]
     return {PACKAGE: folder, f"{PACKAGE}.{FRAMEWORKS}": os.path.join(folder, FRAMEWORKS)}
 
@@ -199,11 +201,13 @@ class PatchError(RuntimeError):
 
 
 class UnknownPatchError(ValueError):
-    """A patch id in `only=`, `exclude=` or the environment is in no case file."""
+    """A patch id in `only=`, `exclude=` or an environment variable names no known patch."""
 
 
 class Conflict(Exception):
-    """Another package's object has replaced upstream's function; the text is a row's reason."""
+    """The function to patch is not upstream's own one: another package has replaced it. The message
+    becomes the reason in the report.
+    """
 
 
 class VerificationError(RuntimeError):
@@ -211,13 +215,16 @@ class VerificationError(RuntimeError):
 
 
 def of_this_process(module: str, name: str) -> Any:
-    """Return the global `name` of `module` in the process that calls this."""
+    """Import `module` in the process that calls this, and return its global `name`. Unpickling a
+    `PerProcess` object calls it.
+    """
     __import__(module)
     return getattr(sys.modules[module], name)
 
 
 class PerProcess:
-    """Makes a global that is pickled and copied as a reference to its module and name.
+    """Base class of a global that is pickled and copied as a reference to its module and name, so
+    that each process has its own.
 
     `cloudpickle.register_pickle_by_value(megatron_idempotent)` copies functions with the globals
     that they use. A lock, process groups or the list of applied patches cannot be copied to another
@@ -239,28 +246,29 @@ class PerProcess:
 
 
 class PerProcessDict(PerProcess, dict["Any", "Any"]):
-    """Is a dictionary of which each process has its own.
+    """A dict that pickles as a reference to a module's global, so that each process has its own.
 
     Example: `_groups: dict[str, Any] = PerProcessDict(__name__, "_groups")`.
     """
 
 
 class PerProcessSet(PerProcess, set["Any"]):
-    """Is a set of which each process has its own.
+    """A set that pickles as a reference to a module's global, so that each process has its own.
 
     Example: `_seen: set[str] = PerProcessSet(__name__, "_seen")`.
     """
 
 
 class PerProcessList(PerProcess, list["Any"]):
-    """Is a list of which each process has its own.
+    """A list that pickles as a reference to a module's global, so that each process has its own.
 
     Example: `windows: list[Any] = PerProcessList(__name__, "windows")`.
     """
 
 
 class PerProcessLock(PerProcess):
-    """Is a lock that is open in a forked child, even if a thread of the parent held it.
+    """A lock that is replaced in a forked child, so that it is free there even if a thread of the
+    parent held it.
 
     Example:
         _lock = PerProcessLock(__name__, "_lock")
@@ -275,7 +283,7 @@ class PerProcessLock(PerProcess):
         os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
-        """Replace the lock by a new, open one."""
+        """Replace the underlying lock by a new one that nobody holds."""
         self._lock = self._allocate()
 
     def acquire(self, *, timeout: float = -1) -> bool:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def index_of(hazards: Iterable[Hazard], first_untried: str | None = None) -> list[str]:
-    """Return the lines of the index.
+    """Return the lines of the index file `index.txt` for these hazards.
 
     The first line names the first release that is not tested yet, by default that of the present
     index. Then comes a line per hazard: for one without a patch its id and a dash.
@@ -62,10 +62,10 @@ _patches: dict[str, Patch] = {}
 
 
 def outlines() -> dict[str, Outline]:
-    """Return the outlines of all patches, which `apply()` works with, by id, in order of id.
+    """Return the `Outline` of each known patch by id, in order of id, as the index has them.
 
-    They come from the index; or from the case files, if one was added or deleted since the index
-    was written.
+    They come from the index. If a case file was added or deleted since the index was written, all
+    case files are imported instead.
     """
     if not _outlines:
         ids, by_id = read_index(generated(INDEX))
@@ -79,7 +79,7 @@ def outlines() -> dict[str, Outline]:
 
 
 def lost() -> dict[str, Outline]:
-    """Return the patches in the index whose case file was deleted, by id."""
+    """Return the outlines of patches that the index lists and whose case file is missing, by id."""
     outlines()
     return _lost
 
@@ -93,12 +93,14 @@ def case_file_of(patch_id: str) -> str:
 
 
 def without_case_file(patch_id: str) -> str:
-    """Return a clause about a patch of `lost()`: that its case file is missing, and the remedy."""
+    """Return a clause that the case file of a patch of `lost()` is missing, and that the package
+    has to be installed again.
+    """
     return f"{case_file_of(patch_id)} is missing, and the index lists it: install the package again"
 
 
 def load(patch_id: str) -> Patch:
-    """Return one patch, from its case file.
+    """Import the case file of `patch_id`, and return the `Patch` that it declares.
 
     Raises:
         RuntimeError: the case file and the index disagree.
@@ -143,7 +145,9 @@ def hazards() -> dict[str, Hazard]:
 
 
 def patches() -> dict[str, Patch]:
-    """Return the hazards that are a `Patch`, by id, in order of id. Raises as `hazards()`."""
+    """Import every case file; return the hazards that are a `Patch`, by id, in order of id. Raises
+    as `hazards()`.
+    """
     if not _patches:
         from .record import Patch
 
@@ -176,7 +180,7 @@ def _declared(name: str, package: str) -> Hazard:
 
 
 def _files() -> dict[str, str] | None:
-    """Return the packages of the case files by file name; None if they are in a zip file.
+    """Map each case file's name without `.py` to its package; None if they are in a zip file.
 
     pkgutil finds them too, but imports inspect, which takes longer than all of `apply()`.
     """

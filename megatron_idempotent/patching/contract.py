@@ -38,7 +38,7 @@ _UNCLEAR = "!"
 
 
 class Contract(Record):
-    """Holds what one wrapper assumes about the function that it wraps.
+    """Holds what one wrapper assumes of the function that it wraps: parameters, result items.
 
     Example:
         contract_of(train).reads == ("config", "model")
@@ -63,7 +63,7 @@ class Contract(Record):
 
 
 def contract_of(wrapper: Callable[..., Any]) -> Contract:
-    """Return a wrapper's contract, from `contracts.txt`."""
+    """Return a wrapper's `Contract` from `contracts.txt`; an `unclear` one if it is not there."""
     name = name_of(wrapper)
     return contracts().get(name) or Contract(
         unclear=f"{CONTRACTS} lacks {name}; run `python tools/casebook.py`"
@@ -77,12 +77,12 @@ def name_of(wrapper: Callable[..., Any]) -> str:
 
 @cache
 def contracts() -> dict[str, Contract]:
-    """Return all contracts by the names of their wrappers."""
+    """Return all contracts in `contracts.txt` by the names of their wrappers (`name_of`)."""
     return dict(map(_parsed, generated(CONTRACTS)))
 
 
 def line_of(name: str, contract: Contract) -> str:
-    """Return the line of `contracts.txt` that `contracts` reads."""
+    """Return the line of `contracts.txt` for a wrapper's name and its contract."""
     if contract.unclear:
         return f"{name} {_UNCLEAR} {contract.unclear}"
     lists = {field: value for field, value in vars(contract).items() if isinstance(value, tuple)}
@@ -101,7 +101,9 @@ def _parsed(line: str) -> tuple[str, Contract]:
 
 
 def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
-    """Return a clause about the part of the contract that the body does not meet, or None."""
+    """Compare a function's body with the contract of its wrapper. Return a clause about the first
+    mismatch, or None if the body fits.
+    """
     contract = contract_of(wrapper)
     if contract.unclear:
         return f"cannot be compared with what its wrapper needs: {contract.unclear}"
@@ -138,12 +140,14 @@ def _unmet(contract: Contract, body: Body) -> Iterator[str]:
 
 
 def called(node: ast.AST) -> str:
-    """Return the name of the function that a call calls; empty for any other node."""
+    """Return `f` for the call `f(...)` of a plain name; an empty string for any other node."""
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def _returning(body: Body) -> list[Body]:
-    """Return the function, and functions of its module whose result it returns: `return f(...)`."""
+    """Return the function, and the functions of its module whose result it returns as `return
+    f(...)`, directly or through each other.
+    """
     bodies = [body]
     for function in bodies:  # it grows while it is read
         for node in function.own_nodes:
@@ -228,7 +232,7 @@ class BodyPart:
 
     @computed
     def hash(self) -> str:
-        """Twelve hexadecimal digits, equal for equal parts on every Python version."""
+        """Hash of the found statements: twelve hex digits, the same on every Python version."""
         lines = (
             ">".join(f"{kind}({','.join(map(canonical, nodes))})" for kind, nodes in line)
             for line in self._lines
@@ -237,7 +241,7 @@ class BodyPart:
 
     @property
     def text(self) -> str:
-        """The part for people, a line per statement."""
+        """The found statements as text, a line each, below the conditions and loops around it."""
         return "\n".join(" > ".join(map(_readable, line)) for line in self._lines)
 
     @computed
@@ -256,7 +260,8 @@ class BodyPart:
 def _touching(
     terms: _Terms, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, of_function: bool
 ) -> Iterator[tuple[_Step, ...]]:
-    """Yield each statement that uses one of the terms, below the conditions and loops around it.
+    """Yield each statement that uses one of the terms, as a tuple: the conditions and loops around
+    it, then the statement.
 
     `of_function` is True for statements of the function itself, False for those of an inner one.
     """
@@ -300,7 +305,7 @@ def _plain(statement: ast.stmt) -> _Step:
 
 
 def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
-    """Return the parameters with their defaults, without their types."""
+    """Map each parameter's name to a tuple with its default's node, or to an empty tuple."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
     both = [
@@ -311,7 +316,7 @@ def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
 
 
 class _Terms:
-    """Collects the attributes, texts and names in fragments, and tells whether code uses one.
+    """Collects attributes, texts and names in source fragments; tells if other code uses one.
 
     Attributes count by name, on any object. Texts count, and so do return statements if a fragment
     has one. A name that the function binds counts where it is bound, any other name at every use.

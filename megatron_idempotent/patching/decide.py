@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 
 class Verdict(Record):
-    """Says that a patch may go on (`status` None), or the outcome that ends it here, and why."""
+    """Holds the result of a decision step: with `status` None the patch may go on; any other status
+    refuses it for `reason`.
+    """
 
     status: Status | None
     reason: str
@@ -59,7 +61,7 @@ GO = Verdict(status=None, reason="")
 
 
 class Selection(Record):
-    """Holds the arguments of one `apply()` together with the environment."""
+    """Holds the arguments of one `apply()` and the environment's settings; they select patches."""
 
     only: frozenset[str] | None
     exclude: frozenset[str]
@@ -67,11 +69,13 @@ class Selection(Record):
     strict: bool
 
     def named(self, patch_id: str) -> bool:
-        """Return whether the caller named this patch, and so wants to know if it fails."""
+        """Return True if `only=` of `apply()` names this patch, so that its failure is an error."""
         return self.only is not None and patch_id in self.only
 
     def gate(self, patch: Outline) -> Verdict:
-        """Decide step 1: whether arguments and environment leave the patch on."""
+        """Check that neither arguments nor environment switch the patch off (step 1). Return `GO`,
+        or a verdict with the status `disabled`.
+        """
         settings, patch_id = self.settings, patch.id
         asked_for = self.named(patch_id) or patch_id in (settings.only or ())
         on = patch.default or asked_for or (patch.debug and settings.debug)
@@ -89,7 +93,7 @@ class Selection(Record):
 
 
 def version_of(hazard: Hazard | Outline) -> Installed | None:
-    """Return the installed version of the hazard's distribution.
+    """Return the installed version of the hazard's distribution; None if it is not installed.
 
     If a framework is not on the path, that is found without reading metadata, which would take
     longer than all else that `apply()` does. A framework on the path without metadata has the
@@ -104,7 +108,8 @@ def version_of(hazard: Hazard | Outline) -> Installed | None:
 
 
 def exact_release(distribution: str) -> Installed | None:
-    """Return the installed release; None if a commit is installed, whose version may be any.
+    """Return the installed version of a distribution if it is a published release. Return None for
+    a development commit, or if the distribution is not installed.
 
     Megatron is a release if its files are (`releases`), and if it is older than all that we have
     read. A framework is one if it was installed from an index: installers note where else a package
@@ -122,19 +127,23 @@ def exact_release(distribution: str) -> Installed | None:
 
 
 def is_older_than_all(version: Installed) -> bool:
-    """Tell if a version of Megatron is older than every release that we have read."""
+    """Tell if a version of Megatron is older than `OLDEST`, the first release that is supported."""
     return not supported(version, OLDEST, OPEN)
 
 
 def check_installed(hazard: Hazard | Outline) -> Verdict:
-    """Decide step 2: whether the distribution is installed."""
+    """Check that the hazard's distribution is installed (step 2). Return `GO`, or a verdict with
+    the status `not_installed`.
+    """
     if version_of(hazard) is None:
         return Verdict(status="not_installed", reason=absence(hazard.distribution))
     return GO
 
 
 def check_range(hazard: Hazard | Outline, release: Installed | None) -> Verdict:
-    """Decide step 3: whether the hazard's range has the release; a commit is in every range."""
+    """Check that the release is in the hazard's range (step 3); a commit, given as None, is in
+    every range. Return `GO`, or a verdict with the status `unsupported_version`.
+    """
     if release is None or supported(release, hazard.since, hazard.before):
         return GO
     return Verdict(
@@ -144,7 +153,9 @@ def check_range(hazard: Hazard | Outline, release: Installed | None) -> Verdict:
 
 
 def check_unread(patch: Outline) -> Verdict:
-    """Decide as much of steps 3 and 4 as needs no file of Megatron's to be read."""
+    """Check what is possible without reading a source file: that each target's module has a file,
+    and the version range (parts of steps 3 and 4).
+    """
     missing = check_modules(patch)
     if missing.status is not None:
         return missing
@@ -156,12 +167,16 @@ def check_unread(patch: Outline) -> Verdict:
 
 
 def beside_range(patch: Outline) -> str:
-    """Return why the hazard's range lacks the version that Megatron claims; else nothing."""
+    """Return the reason why the version number that Megatron claims is outside the hazard's range;
+    an empty string if it is inside.
+    """
     return check_range(patch, installed(MEGATRON)).reason if patch.distribution == MEGATRON else ""
 
 
 def check_modules(patch: Outline) -> Verdict:
-    """Check that a file exists for every module: the cheap half of step 4. Reads no source."""
+    """Check that each target's module has a file on the path, without reading it (half of step 4).
+    Return `GO`, or a verdict with the status `missing_target`.
+    """
     for target in patch.targets:
         if find(target.module) is None:
             return Verdict(
@@ -172,7 +187,8 @@ def check_modules(patch: Outline) -> Verdict:
 
 
 def check_bodies(patch: Outline, *, named: bool, sources: Sources | None = None) -> Verdict:
-    """Decide steps 3 to 6 for what is on the path, where a release's files tell all of them.
+    """Decide steps 3 to 6 (version, target, fixed, drifted) for the code on the path. If its files
+    are those of a known release, a table has the answer; else bodies are read.
 
     Args:
         patch: the patch; its case file is loaded only if bodies have to be read.
@@ -221,7 +237,8 @@ def judge(
     *,
     named: bool,
 ) -> Verdict:
-    """Decide steps 3 to 6 on bodies that were read, by target address; None for a missing one.
+    """Decide steps 3 to 6 (version, target, fixed, drifted) from the target functions' bodies. A
+    body is None if the sources lack the function.
 
     Args:
         patch: the patch.
@@ -283,9 +300,11 @@ _FIXED = "upstream's own code no longer has the hazard"
 
 
 def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
-    """Return where a function is defined that its module only binds, or its class inherits.
+    """Find the definition of a function that its module only imports, or its class inherits. Return
+    its address and body, or None.
 
-    An inherited one counts if its wrapper fits: classes of old have inherited other functions.
+    An inherited method counts only if the wrapper fits it, because in old releases classes
+    inherited other functions. It is returned with the target's own address.
     """
     from .moved import definition
 
@@ -299,7 +318,7 @@ def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
 
 
 def _mended_by(patch: Patch, bodies: Mapping[str, Body], sources: Sources | None) -> bool:
-    """Tell if a function of `fixed_by` has its fragment of the repair in these sources.
+    """Tell if a function that the patch's `fixed_by` names has upstream's repair in these sources.
 
     `bodies` are the targets' bodies by address; without `sources`, other functions do not count.
     """
@@ -317,7 +336,9 @@ def _mended_by(patch: Patch, bodies: Mapping[str, Body], sources: Sources | None
 
 
 def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
-    """Say which code is not in these sources that brought the hazard; None if it is there."""
+    """Return a clause if these sources lack the code that introduced the hazard (`came_with`); None
+    if they have it, or if the patch names none.
+    """
     from .evidence import Bodies
     from .moved import definition
 
@@ -343,7 +364,9 @@ def _older(label: str, since: str) -> bool:
 
 
 def review(target: Target, body: Body) -> tuple[bool, str]:
-    """Return whether the target's wrapper is right for this body, and why."""
+    """Return whether the target's wrapper fits this body of the function, and the reason: a person
+    reviewed the body, or it meets what the patch relies on.
+    """
     if body.hash in target.reviewed:
         return True, f"body reviewed on {target.reviewed[body.hash]}"
     if not target.relies_on:
@@ -359,7 +382,7 @@ def review(target: Target, body: Body) -> tuple[bool, str]:
 
 
 def _drifted(target: Target, body: Body) -> str | None:
-    """Say why the wrapper does not fit a body that nobody reviewed; None if it fits."""
+    """Return a clause why the wrapper does not fit a body that nobody reviewed; None if it fits."""
     from .contract import unmet
 
     missing = [fragment for fragment in target.relies_on if not body.contains(fragment)]
@@ -375,7 +398,8 @@ def _drifted(target: Target, body: Body) -> str | None:
 
 
 def part_of(target: Target, body: Body) -> BodyPart:
-    """Return the part of the body that touches what the target relies on.
+    """Return the statements of the body that use names in the target's `relies_on`, and the
+    parameters that its wrapper takes, as a `BodyPart`.
 
     Raises:
         OSError, TypeError, ValueError: the wrapper cannot be read.

@@ -63,7 +63,8 @@ _FROZEN = 5_000
 
 
 def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
-    """Return clauses that name live code which bypasses our functions, by a function's address.
+    """Search this process for live code that bypasses the installed patches. Return clauses that
+    name it, by the patched function's address.
 
     Args:
         sites: all patch points of this process; those without patches refer to functions, too.
@@ -118,7 +119,9 @@ def _heirs(owner: Any) -> Iterator[type]:
 
 
 def _asks(function: Any, name: str) -> bool:
-    """Tell if a function, or one that it decorates, uses the name as a global or an attribute."""
+    """Tell if the code of a function, or of one that it decorates (`__wrapped__`), uses the name as
+    a global or an attribute.
+    """
     for _ in range(64):
         code = getattr(function, "__code__", None)
         if isinstance(code, types.CodeType) and name in mentioned(code):
@@ -130,7 +133,8 @@ def _asks(function: Any, name: str) -> bool:
 
 
 class _Original:
-    """Compares the reference count of one of upstream's functions with its known holders.
+    """Compares the reference count of one replaced function of upstream with the references of
+    known holders, so that new ones are noticed.
 
     Args:
         site: a patch point that has replaced the function.
@@ -147,7 +151,7 @@ class _Original:
 
     @property
     def value(self) -> Any:
-        """The function, or the `staticmethod` or `classmethod` with it."""
+        """Upstream's replaced function, or the `staticmethod` or `classmethod` around it."""
         return getattr(self.sites[0], self._attribute)
 
     @property
@@ -157,14 +161,16 @@ class _Original:
 
     @property
     def clauses(self) -> list[str]:
-        """Clauses that name the holders of the function, for people."""
+        """Clauses for the report that name objects which still refer to the function."""
         more = len(self.labels) - _LISTED
         texts = [f"{label} holds upstream's" for label in sorted(self.labels)[:_LISTED]]
         return [*texts, *([f"{more} other places hold upstream's"] if more > 0 else ())]
 
     @property
     def is_held_by_others(self) -> bool:
-        """True if the function has more references than ours and those of known holders."""
+        """True if the function's reference count is not the sum of our own references and those of
+        known holders.
+        """
         return self._total != self._own + sum(self._known.values())
 
     def count(self) -> int:
@@ -172,7 +178,7 @@ class _Original:
         return sys.getrefcount(getattr(self.sites[0], self._attribute)) - _TEMPORARY
 
     def look(self, own_references: int) -> None:
-        """Count the references, then check which of the remembered holders still have one.
+        """Count the references to the function; forget remembered holders that have none left.
 
         Args:
             own_references: the number of references that patch points have.
@@ -194,7 +200,8 @@ class _Original:
         return holders
 
     def add(self, holder: Holder, counts: References) -> bool:
-        """Count a holder's references as known, and list the holder; return False if none is new.
+        """Count a holder's references as known, and list the holder's label. Return False if all of
+        them were known before.
 
         A table with two names is listed by both. An object without a name is listed only for
         references that no other holder has. A `__wrapped__` is not listed: a replacement has it
@@ -216,7 +223,7 @@ class _Original:
         return any(f" {package}." in f" {holder.label}" for package in packages)
 
     def remember(self, holder: Holder) -> None:
-        """Have the next `look` check this holder, without a search."""
+        """Keep a holder of the function, so that the next `look` checks it without a search."""
         if holder.lasts:
             other_holders = [
                 remembered for remembered in self._remembered if not holder.is_at(remembered)
@@ -237,7 +244,7 @@ _TEMPORARY = _Original(_Alone(), "original").count() - 1  # type: ignore[arg-typ
 
 
 def _originals(sites: Iterable[PatchPoint], our_ids: Collection[int]) -> list[_Original]:
-    """Return the functions that these patch points have replaced, each once."""
+    """Return an `_Original` for each function of upstream that these patch points have replaced."""
     originals: dict[int, _Original] = {}
     for site in sites:
         for attribute in _ATTRIBUTES:
@@ -253,7 +260,9 @@ def _originals(sites: Iterable[PatchPoint], our_ids: Collection[int]) -> list[_O
 
 
 def _entitled(site: PatchPoint, attribute: str) -> Iterator[Holder]:
-    """Yield holders of upstream's function that are no detours, or are reported elsewhere."""
+    """Yield the names that may refer to upstream's function: they bypass no patch, or the report
+    shows them elsewhere.
+    """
     if site.raw is ABSENT:
         yield from (of_class(cls, site.name) for cls in site.owner.__mro__[1:])
     if attribute == "innermost":
@@ -263,7 +272,8 @@ def _entitled(site: PatchPoint, attribute: str) -> Iterator[Holder]:
 
 
 def _search(originals: Sequence[_Original], container_ids: set[int]) -> None:
-    """Search for the holders of these functions, and remember them.
+    """Search the process for objects that refer to these functions, and remember each of them in
+    its `_Original`.
 
     Args:
         originals: functions with references that are not accounted for.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Bodies(dict[str, Body]):
-    """Maps target addresses to bodies, and searches these and the functions that they call.
+    """Maps target addresses to function bodies; `lack` searches them and what they call.
 
     Args:
         bodies: the bodies by target address.
@@ -40,7 +40,9 @@ class Bodies(dict[str, Body]):
         self._sources = sources
 
     def lack(self, fragment: str) -> bool:
-        """Tell if the bodies' modules, and the functions that the bodies call, lack a fragment."""
+        """Return True if a fragment is neither in the modules of the bodies, nor in functions of
+        other modules that the bodies call.
+        """
         # On a Megatron with the hazard a body mostly has the fragment: then no more is parsed.
         if any(body.contains(fragment) for body in self.values()):
             return False
@@ -61,7 +63,7 @@ class Bodies(dict[str, Body]):
 
 
 def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
-    """Return a `fixed_when` function: True if one of the bodies has one of the fragments."""
+    """Make a function for `Patch.fixed_when`: True if a body contains one of the fragments."""
     return lambda bodies: any(
         body.contains(fragment, outside_loops=outside_loops)
         for body in bodies.values()
@@ -70,7 +72,7 @@ def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies
 
 
 def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
-    """Return a `fixed_when` function: True if the bodies lack the fragment (`Bodies.lack`)."""
+    """Make a function for `Patch.fixed_when`: True if `Bodies.lack` finds no such code."""
     return lambda bodies: bodies.lack(fragment)
 
 
@@ -93,7 +95,9 @@ def _module_contains(text: str, fragment: str) -> bool:
 
 
 def _parts(text: str, worth: Callable[[str], bool]) -> Iterator[ast.Module]:
-    """Parse a module's definitions, and the code between them; yield those that are `worth` it."""
+    """Split a module's source at its top-level definitions. Parse and yield those parts for whose
+    text `worth` returns True.
+    """
     if not worth(text):
         return
     starts = [

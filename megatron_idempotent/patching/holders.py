@@ -52,7 +52,8 @@ or class, `__wrapped__`, or empty."""
 
 
 class Holder(NamedTuple):
-    """Names an object that referred to one of upstream's functions at the last search.
+    """Describes a name in a module or class, or an object, that led to one of upstream's functions
+    at the last search.
 
     Example:
         Holder("my.tool.TABLE", lambda: sys.modules["my.tool"], "TABLE")
@@ -68,14 +69,14 @@ class Holder(NamedTuple):
     """False if `owner` keeps the object alive, so that the holder must not be remembered."""
 
     def is_at(self, other: Holder) -> bool:
-        """Tell if both are the same name, or the same object."""
+        """Tell if both holders are the same name in the same place, or the same object."""
         return (self.label, self.name) == (other.label, other.name) and (
             self.owner() is other.owner()
         )
 
 
 def path_of(cls: type) -> str:
-    """Return the module and name of a class."""
+    """Return a class's full name, `module.qualname`."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -135,7 +136,8 @@ def references(
 
 
 def _kinds(container: Any, functions: Sequence[Any]) -> Iterator[tuple[str, int]]:
-    """Yield (`__wrapped__` or "", the number of references) of a container to one function.
+    """Count a container's references to one function. Yield ("__wrapped__", 1) for that key of a
+    dictionary, and ("", number) for all others.
 
     Args:
         container: any object.
@@ -196,7 +198,8 @@ def _is_ours(value: Any) -> bool:
 
 
 class Climb:
-    """Lists the objects that refer to some objects, those that refer to these, and so on to names.
+    """Finds what refers to some objects, what refers to these referrers, and so on, up to names in
+    modules and classes.
 
     Args:
         values: the objects.
@@ -253,7 +256,7 @@ class Climb:
         return True
 
     def places(self) -> Iterator[Holder]:
-        """Yield names of modules and classes that lead to one of the objects."""
+        """Yield a `Holder` for each name in a module or class that leads to one of the objects."""
         yield from self._functions.values()
         ends = self._ends | self._between.keys()
         for owner, module in self._owners.values():
@@ -262,7 +265,9 @@ class Climb:
                 yield of_module(module, name) if module else of_class(owner, name)
 
     def nameless(self) -> Iterator[Holder]:
-        """Yield functions and other objects on the way that have no name in a module or class."""
+        """Yield a `Holder` for each function or other object on the way that has no name in a
+        module or class.
+        """
         for value in self._between.values():
             kind = type(value)
             if issubclass(kind, (types.FunctionType, *_RUNNING)):
@@ -272,7 +277,7 @@ class Climb:
 
 
 def with_attribute(holder: Holder, function_id: int) -> Holder:
-    """Add, to an object's label, the name of its attribute through which it reaches a function.
+    """Return the holder with the attribute that leads to a function added to its label.
 
     Args:
         holder: any holder; one with a name, or that is a container, is returned unchanged.
@@ -294,7 +299,7 @@ def _constant(value: Any) -> Callable[[], Any]:
 
 
 def _owner_of(module: str, qualname: str) -> Any:
-    """Return the module or class that has the last part of a name; None if it is not there."""
+    """Return the module or class whose namespace has the last part of `qualname`, or None."""
     try:
         return find_owner(sys.modules[module], qualname)
     except (AttributeError, KeyError):
@@ -302,7 +307,9 @@ def _owner_of(module: str, qualname: str) -> Any:
 
 
 def _name_of(value: Any) -> str:
-    """Return the qualified name of a function or generator, after its module or source file."""
+    """Return `module.qualname` of a function or generator. One without globals has its source file
+    in place of the module.
+    """
     code: Any = value.__code__ if type(value) is types.FunctionType else _code_of(value)
     name = getattr(code, "co_qualname", value.__qualname__)
     module = (
@@ -319,7 +326,8 @@ def _of_object(value: Any, label: str) -> Holder:
 
 
 def everywhere(function_ids: Set[int]) -> Iterator[Holder]:
-    """Yield the names in modules and classes whose values may refer to a function.
+    """Yield a `Holder` for each name, in any module or class of the process, whose value may refer
+    to a function.
 
     Args:
         function_ids: ids of functions, whose names are all yielded; of other objects only one is.

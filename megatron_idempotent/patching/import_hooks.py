@@ -26,7 +26,9 @@ _package_paths: dict[str, list[str] | None] = {}
 
 
 def namespace(module: object) -> dict[str, Any]:
-    """Return the module's `__dict__`; a lazy module is not loaded, while `vars()` would load it."""
+    """Return the `__dict__` of a module or other object; an empty one if it has none. A lazy module
+    is not loaded, while `vars()` would load it.
+    """
     try:
         namespace_dict: dict[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:
@@ -41,7 +43,7 @@ def forget() -> None:
 
 
 def find(module: str) -> str | None:
-    """Return the source file of `module`, or None, without importing even its parent packages."""
+    """Return the path of `module`'s source file, or None, without importing any package."""
     if module not in _found:
         _found[module] = _find(module)
     return _found[module]
@@ -144,7 +146,7 @@ def is_complete(name: str) -> bool:
 
 
 def under_way(names: Iterable[str]) -> list[str]:
-    """Return those of the modules, and of their parent packages, that are being imported now."""
+    """Return which of the named modules and their parent packages are being imported now."""
     above = {
         ".".join(parts[:count])
         for parts in (name.split(".") for name in names)
@@ -154,7 +156,8 @@ def under_way(names: Iterable[str]) -> list[str]:
 
 
 def when_complete(names: Iterable[str], action: _Action) -> None:
-    """Call `action`, which must not raise, each time one of the modules has been imported.
+    """Have `action` called when each of the named modules has been imported; at once for one that
+    already is. `action` must not raise.
 
     The caller must not hold a lock that `action` takes: another thread's import may be calling
     `action`.
@@ -214,7 +217,7 @@ def _is_initializing(module: ModuleType) -> bool:
 
 
 def _watch(name: str, module: ModuleType, action: _Action) -> bool:
-    """Call `action` when a module's running import ends; return False if that cannot be arranged.
+    """Have `action` called when a module's running import ends; return False if impossible.
 
     No import hook reaches an import that has already begun. The last step of an import, successful
     or not, sets `spec._initializing`, so we make that a property until then. We do so only on
@@ -253,7 +256,8 @@ def _watch(name: str, module: ModuleType, action: _Action) -> bool:
 
 
 class _ImportSentinel:
-    """Registers hooks for a package's modules when an import of the package begins; it is a finder.
+    """A finder in `sys.meta_path`: when the import of a package begins, it registers the
+    post-import hooks for the package's modules.
 
     It stays in `sys.meta_path`: removing a finder during an import makes that import skip the next
     finder.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class State(PerProcess):
-    """Holds everything that `apply()` remembers in this process."""
+    """Holds what `apply()` remembers in this process: selection, patches, rows, patch points."""
 
     def __init__(self, module: str, name: str) -> None:
         super().__init__(module, name)
@@ -70,7 +70,9 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
 
 
 def settle() -> None:
-    """Install wanted patches whose modules are imported, after `apply()` and after imports."""
+    """Install each wanted patch on those of its modules that are imported by now, and drop patches
+    that are refused. `apply()` and finished imports call it.
+    """
     due = [
         patch
         for patch in state.wanted.values()
@@ -100,7 +102,8 @@ def settle() -> None:
 
 
 def forget_sources() -> list[str]:
-    """Clear the caches of upstream's texts, syntax trees and code, which take megabytes.
+    """Clear the caches of upstream's texts, syntax trees and code, which take megabytes, unless a
+    module of a wanted patch is being imported.
 
     Returns:
         Modules and packages that are being imported now. If there are any, no cache is cleared,
@@ -141,7 +144,8 @@ def _land(
 def judge(
     outline: Outline, *, named: bool, sources: Sources | None = None, lands: bool = False
 ) -> tuple[decide.Verdict, list[tuple[Target, PatchPoint]], Row | None]:
-    """Decide on a patch by the source of its modules, and the functions of imported ones.
+    """Decide whether a patch may be installed, from the source of its modules and the live
+    functions of those that are imported.
 
     Installation, a dry run and a report before the import call this, so that they agree.
 
@@ -191,12 +195,14 @@ def _accepted(patch: Outline, reason: str) -> Row:
 
 
 def site_of(target: Place) -> PatchPoint | None:
-    """Return the patch point of a target's function, which may have moved; None without one."""
+    """Return the `PatchPoint` of a target's function, at its new address if upstream has moved it;
+    None if there is none.
+    """
     return state.sites.get(state.homes.get(target.address, target.address))
 
 
 def check(patch: Patch, verdict: decide.Verdict) -> None:
-    """Raise the error that `prepare` would raise."""
+    """Raise the `Conflict` or `AttributeError` that `prepare` would raise; make no patch point."""
     from .patch_points import check_patch_point
 
     for target in patch.targets:
@@ -206,7 +212,8 @@ def check(patch: Patch, verdict: decide.Verdict) -> None:
 
 
 def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPoint]]:
-    """Return (target, patch point) for targets whose modules are imported; change nothing.
+    """Return (target, patch point) for each target whose module is imported. Makes patch points
+    where there are none, and installs nothing.
 
     Raises:
         Conflict: another package's object has replaced a target's function.
@@ -241,7 +248,8 @@ def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPo
 
 
 def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
-    """Remove these patches, the last installed first, and forget them.
+    """Remove these patches from their functions, in reverse order of the patch points, and forget
+    them. Return their report rows.
 
     Args:
         names: collects the patch points whose names are to be rebound; None rebinds them at once.
@@ -268,7 +276,9 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
 
 
 def landed(patch: Outline) -> bool:
-    """Return whether every target's name refers to our function, and that has this patch."""
+    """Return True if the patch is in place on all of its targets: each name leads to our function,
+    and that function has the patch's wrapper.
+    """
     return all(
         (site := site_of(target)) is not None and patch.id in site.layers and site.in_place
         for target in patch.targets
@@ -276,12 +286,14 @@ def landed(patch: Outline) -> bool:
 
 
 def missing(patch: Outline) -> list[str]:
-    """Return the patch's modules that are not imported yet."""
+    """Return the names of the patch's modules that are not imported yet."""
     return sorted({t.module for t in patch.targets if not import_hooks.is_complete(t.module)})
 
 
 def detours() -> dict[str, list[str]]:
-    """Return clauses about live code that bypasses our functions, by a function's address."""
+    """Return clauses about live code that bypasses the patched functions of this process, by
+    function address.
+    """
     if not state.sites:
         return {}
     from .detours import detours
@@ -290,7 +302,8 @@ def detours() -> dict[str, list[str]]:
 
 
 def current(patch: Outline, detours_of: Mapping[str, list[str]] = NOTHING) -> Row:
-    """Return the patch's row, after checking that its functions are still in place.
+    """Return the patch's present report row; it is a `conflict` if a patched function was replaced
+    after the patch landed.
 
     Args:
         patch: the patch.
@@ -327,7 +340,9 @@ def current(patch: Outline, detours_of: Mapping[str, list[str]] = NOTHING) -> Ro
 
 
 def row(patch: Outline, status: Status, reason: str) -> Row:
-    """Return a row for `patch`, with the installed version."""
+    """Make the report row of `patch` from a status, a reason and the installed version of its
+    distribution.
+    """
     version = decide.version_of(patch)
     return Row(
         id=patch.id,

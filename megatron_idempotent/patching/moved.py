@@ -26,7 +26,8 @@ _CALLS = 2
 def definition(
     module: str, qualname: str, sources: Sources, *, inherited: bool = True, depth: int = _DEPTH
 ) -> tuple[Place, Body] | None:
-    """Return the address of the definition that `module:qualname` refers to, and its body.
+    """Follow imports, assignments and base classes from `module:qualname` to the definition. Return
+    its address and body, or None.
 
     Args:
         module: the module that binds the function or its class.
@@ -63,7 +64,8 @@ def definition(
 def called(
     body: Body, module: str, sources: Sources, worth: Callable[[str], bool]
 ) -> Iterator[tuple[str, Body]]:
-    """Yield (module, body) of functions of other modules that a body calls, directly or not.
+    """Yield (module, body) of each function of another module that a body calls, directly or
+    through one more call.
 
     A method counts if the call names a module or a class. `self.name()` does not count: such a
     method is mostly in the same module.

@@ -15,12 +15,12 @@ _NOT_THERE = frozenset({"fixed_upstream", "missing_target", "unsupported_version
 
 
 def always(_: Any) -> bool:
-    """Return True: the need applies to every chunk."""
+    """Return True, for any model chunk: a need with this `where` applies to all chunks."""
     return True
 
 
 class Need(NamedTuple):
-    """Names a fact that library code depends on and patches provide, and the loss without it."""
+    """Names a guarantee that library code needs from some patch, and what fails without it."""
 
     provided: str
     """A key of `patching.record.PROVIDED`."""
@@ -34,12 +34,12 @@ class Need(NamedTuple):
 
 
 def providers(name: str) -> list[Outline]:
-    """Return the patches that provide a key of `PROVIDED`, applied or not."""
+    """Return the outlines of the patches that provide a key of `PROVIDED`, applied or not."""
     return [patch for patch in outlines().values() if name in patch.provides]
 
 
 def is_provided(name: str) -> bool:
-    """Return whether a patch that provides this key of `PROVIDED` is in place."""
+    """Return True if a patch that provides this key of `PROVIDED` is in place in this process."""
     return any(map(landed, providers(name)))
 
 
@@ -67,7 +67,8 @@ def absent(name: str, *, a_door: bool) -> list[str]:
 
 
 def check_applied(what: str, needs: Iterable[Need], chunks: Sequence[Any]) -> None:
-    """Raise unless the patches that `what` needs for these chunks are applied.
+    """Raise `RuntimeError` if a patch that `what`, a part of the library, needs for these model
+    chunks is not applied.
 
     Raises:
         RuntimeError: a patch is not applied; the message has the reason, and the loss without it.

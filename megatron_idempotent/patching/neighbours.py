@@ -29,7 +29,8 @@ _KNOWN_AS = {"torch._dynamo": "torch.compile"}
 def layers(
     value: Any, is_sought: Callable[[Any], bool]
 ) -> tuple[list[Callable[..., Any]], Callable[..., Any]] | None:
-    """Return the wrappers through which `value` reaches a function, and that function.
+    """Search from `value`, through wrappers, for a function for which `is_sought` is true. Return
+    the wrappers passed on the way, and the function.
 
     It is the first one for which `is_sought` is true. The wrappers come outermost first; there is
     none if `value` is the function. Return None if no such function can be reached.
@@ -115,7 +116,7 @@ def mentioned(code: types.CodeType) -> Iterator[str]:
 
 
 def who(layers: Iterable[Any]) -> list[str]:
-    """Return the packages of the wrappers' code, outermost first, each once."""
+    """Return the names of the packages that the wrappers' code is from, in order, each once."""
     return list(dict.fromkeys(map(_package, layers)))
 
 

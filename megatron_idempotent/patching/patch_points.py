@@ -36,19 +36,24 @@ _NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
 
 class StaleReferences:
-    """Collects patch points, and rebinds the names of their functions in all modules at once."""
+    """Collects patch points; `rebind` then sets the names that still hold their old functions, in
+    all modules, in one pass.
+    """
 
     def __init__(self) -> None:
         self._sites: list[PatchPoint] = []
 
     def follow(self, site: PatchPoint) -> None:
-        """Add a patch point, whose function's names the next `rebind()` sets to `site.current`."""
+        """Add a patch point. The next `rebind()` sets the module names that hold its old function
+        to `site.current`.
+        """
         self._sites.append(site)
 
     def rebind(self) -> None:
-        """Set names of the collected sites' functions to `site.current`, in all modules.
+        """Set all module names that hold an old function of a collected patch point to its
+        `current` function.
 
-        Afterwards each site's `left` lists the names in modules that the site may not change.
+        Afterwards each patch point's `left` lists such names in modules that it may not change.
 
         Call it after all assignments to the sites: a module that another thread imports in between
         gets our functions by itself, or is seen here.
@@ -98,7 +103,7 @@ def modules(
 
 
 def references(holder: dict[str, Any], name: str) -> int:
-    """Count the references to the value of `name`, apart from the one in `holder`."""
+    """Count the references to the value `holder[name]`, without the one that `holder` has."""
     return _references(holder, name) - _ALONE
 
 
@@ -114,9 +119,10 @@ _ALONE = _references({"value": object()}, "value")
 def _held(
     sites: Sequence[PatchPoint], modules: _Modules, names: Iterable[str] | None = None
 ) -> Iterator[tuple[PatchPoint, tuple[str, types.ModuleType, str]]]:
-    """Yield (site, (module name, module, name)) for names that refer to an outdated function.
+    """Yield (patch point, (module name, module, name)) for each module's name that refers to an
+    outdated function.
 
-    That is upstream's function while the site is installed, and the site's own one afterwards.
+    That is upstream's function while the patch point is installed, and our function afterwards.
 
     Args:
         sites: the sites whose functions are searched for.
@@ -144,7 +150,7 @@ _CACHED = ("cache_clear", "cache_info", "cache_parameters")
 
 
 class PatchPoint:
-    """Puts layers of wrappers around one function of Megatron, and takes them off again.
+    """Replaces one Megatron function by ours, which calls patches' wrappers; can undo that.
 
     Args:
         target: any target whose address leads to this function.
@@ -204,7 +210,7 @@ class PatchPoint:
 
     @property
     def name(self) -> str:
-        """The last part of the target's name."""
+        """The function's own name, the last part of the target's qualified name."""
         return self.target.qualname.rpartition(".")[2]
 
     @property
@@ -230,13 +236,16 @@ class PatchPoint:
 
     @property
     def replaced_by(self) -> str:
-        """The package of the object that has replaced our function; "nothing" without an object."""
+        """Name of the package whose object has replaced our function; "nothing" if the name is not
+        bound any more.
+        """
         value = self.standing
         return "nothing" if value is None else who([unbound(value)])[0]
 
     @property
     def bound_before(self) -> list[str]:
-        """Names, in modules that we may not change, that bypass our function.
+        """Names, in modules that we may not change, that still hold the old function, so that calls
+        through them bypass ours.
 
         They refer to upstream's function, or to another package's wrapper around it.
         """
@@ -252,13 +261,15 @@ class PatchPoint:
         return None if reached is None else reached[0]
 
     def family(self) -> Iterator[PatchPoint]:
-        """Yield this site, the one before a reload, and that of upstream's innermost function."""
+        """Yield this patch point, the one that it replaced after a module reload, and the one of
+        the function inside other packages' wrappers.
+        """
         yield self
         for site in self._below():
             yield from site.family()
 
     def held(self) -> list[Any]:
-        """Return the objects that this site refers to, each as often as the site refers to it."""
+        """Return the objects that this patch point refers to, each as often as it refers to it."""
         items = [*vars(self).values(), unbound(self.raw) if self.raw is not self.original else None]
         for layer in self._chain():
             attributes = vars(layer).values()
@@ -270,7 +281,7 @@ class PatchPoint:
         return items
 
     def containers(self) -> Iterator[Any]:
-        """Yield this site's own objects that may refer to upstream's function."""
+        """Yield this patch point's own objects that may refer to upstream's function."""
         yield from (vars(self), self.raw)
         for layer in self._chain():
             attributes = vars(layer)
@@ -288,9 +299,10 @@ class PatchPoint:
         yield self.function
 
     def discard(self) -> None:
-        """Drop the references to upstream's function, of a site that was never installed.
+        """Drop the references to upstream's function, if this was never installed.
 
-        A site refers to itself, so it would keep the function until the next garbage collection.
+        A patch point refers to itself, so it would keep the function until the next garbage
+        collection.
         """
         vars(self.function).clear()
         self._call = self.original = self.raw = self.innermost = self.installed = None  # type: ignore[assignment]
@@ -298,18 +310,18 @@ class PatchPoint:
             site.discard()
 
     def same_place(self, other: PatchPoint) -> bool:
-        """Return whether `other` is a site of the same live function."""
+        """Return True if `other` is for the same live function in the same owner."""
         return (self.owner, self.raw, self.original) == (other.owner, other.raw, other.original)
 
     def add(self, patch_id: str, wrapper: Callable[..., Any]) -> None:
-        """Put a patch's wrapper around the function."""
+        """Add a patch's wrapper to those around the function."""
         self.layers[patch_id] = wrapper
         self._compose()
         if self._upstream is not None:
             self._upstream.add(patch_id, wrapper)
 
     def remove(self, patch_id: str) -> None:
-        """Take a patch's wrapper off. The function stays until the last one is gone."""
+        """Take a patch's wrapper off. Our function stays in place until `uninstall`."""
         if self.layers.pop(patch_id, None) is not None:
             self._compose()
         for site in self._below():
@@ -340,7 +352,7 @@ class PatchPoint:
             self.left.append(full_name)
 
     def is_held_by_more_than(self, names: int) -> bool:
-        """Return whether more than `names` names may refer to the function that the site replaced.
+        """Return True if more than `names` names may refer to the function that was replaced.
 
         The count from before the installation answers the first call; later calls return True.
         """
@@ -348,7 +360,8 @@ class PatchPoint:
         return holders is None or holders > names
 
     def install(self, prefixes: Iterable[str], names: StaleReferences) -> None:
-        """Put our function at the site.
+        """Bind the target's name to our function, and hand this patch point to `names`, which
+        rebinds other names later.
 
         Args:
             prefixes: packages whose early-bound names are rebound; names elsewhere are `left`.
@@ -386,7 +399,9 @@ class PatchPoint:
 
     @property
     def leftover(self) -> str | None:
-        """A clause about our function if it can still be reached without a patch on it; or None."""
+        """A clause if our function, which no patch uses any more, is or may again get bound to the
+        target's name; else None.
+        """
         if self.is_installed:
             return None
         live, address = namespace(self.owner).get(self.name), self.target.address
@@ -410,7 +425,7 @@ def _methods(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
-    """Return a patch point for the live function, without installing a wrapper.
+    """Make a `PatchPoint` for the target's live function. It installs nothing.
 
     Args:
         target: any target that leads to the function.
@@ -443,7 +458,8 @@ def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
 
 
 def check_patch_point(target: Target, body: Body | None) -> tuple[list[Any], Any]:
-    """Compare the live function with the source, without creating a patch point.
+    """Check that the target's live function was compiled from its source, or wraps one that was; no
+    patch point is made.
 
     A patch point refers to itself: one that is dropped would keep the function alive until the next
     garbage collection.
@@ -529,7 +545,7 @@ def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> s
 
 
 def _undecorated(function: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
-    """Return a clause that describes the function if it is not upstream's; else None."""
+    """Return a clause that describes the function if it is not upstream's body; else None."""
     from .source import difference  # with the body's source, which apply() may do without
 
     if type(function) is not types.FunctionType:

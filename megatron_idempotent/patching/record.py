@@ -51,7 +51,8 @@ Original = Callable[..., Any]
 
 
 def arguments(original: Original, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the call's arguments by upstream's parameter names, defaults included.
+    """Bind a call's arguments to the signature of `original`. Return them by parameter name,
+    defaults included.
 
     Raises:
         TypeError: the call does not fit the signature; the same error that upstream would raise.
@@ -223,7 +224,9 @@ class Target(Place):
             raise ValueError(f"target {self.address} has parts of nothing: give fragments too")
 
     def at(self, homes: Mapping[str, str]) -> Target:
-        """Return the target with its function's new address in `homes`, or unchanged if none."""
+        """Return a copy of the target with its function's new address in `homes`; the target itself
+        if `homes` has none.
+        """
         home = homes.get(self.address)
         if home is None:
             return self
@@ -232,7 +235,8 @@ class Target(Place):
         return moved
 
     def label(self, body_hash: str) -> str:
-        """Return the releases that have a body, reviewed for any patch; "" for an unknown body.
+        """Return the releases whose function has the body with this hash, reviewed for any patch;
+        "" for an unknown hash.
 
         Example: `target.label("0123456789ab") == "0.12.0 to 0.15.3"`.
         """
@@ -324,7 +328,8 @@ class Hazard(Record):
 
     @property
     def neighbour(self) -> Callable[..., object] | None:
-        """A correct program close to the hazard, as a control; None if the module has none.
+        """The module's control function: a correct program that resembles `reproduce`; None if
+        there is none.
 
         It must give the same bits with and without patches. It is called on every rank, stock and
         patched. It raises if stock gets the program wrong, and returns the values to compare:
@@ -334,14 +339,16 @@ class Hazard(Record):
         return getattr(sys.modules[self.module], "neighbour", None)
 
     def raises(self, text: str) -> bool:
-        """Return whether a text matches `stock_error`; False if that is only a type."""
+        """Return True if an error's text matches `stock_error`; always False if that is only an
+        exception's type.
+        """
         pattern = self.stock_error
         names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
         return bool(pattern) and not names_a_type_alone and re.search(pattern, text) is not None
 
     @property
     def versions(self) -> str:
-        """The range of affected releases as a version specifier."""
+        """The range of affected releases as a version specifier, such as `>=0.12,<0.17`."""
         return specifier(self.since, self.before)
 
     @property
@@ -444,7 +451,7 @@ class Patch(Hazard, Outline):
 
     @property
     def answer(self) -> str:
-        """The words for the tables: "patch", and whether it is off by default."""
+        """The text "patch", or "patch, off by default", for the tables of hazards."""
         return "patch" if self.default else "patch, off by default"
 
 
@@ -464,7 +471,7 @@ class Helper(Hazard):
 
     @property
     def answer(self) -> str:
-        """The function to call, for the tables."""
+        """The name of the function to call, in backticks, for the tables of hazards."""
         return f"`{self.call}`"
 
 
@@ -473,7 +480,7 @@ class Limit(Hazard):
 
     @property
     def answer(self) -> str:
-        """The words "documented limit", for the tables."""
+        """The text "documented limit", for the tables of hazards."""
         return "documented limit"
 
 
@@ -542,7 +549,8 @@ _PART, _INDENT = "part", "  "
 
 
 class Reviewed:
-    """Holds the contents of `reviewed.txt`.
+    """Holds the contents of `reviewed.txt`: which function bodies of upstream a person has
+    reviewed, for which patches.
 
     Example:
         Reviewed(["m:f", "  0123456789ab 0.12.0 to 0.13.1"]).bodies["m:f"]

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
             """Return the module's source, or None if there is none."""
 
         def digest(self, module: str) -> str | None:
-            """Return `digest_of` the module's file, or None if there is none."""
+            """Return the short SHA-256 (`digest_of`) of the module's file; None without a file."""
 
         def beside(self, module: str) -> list[str]:
-            """Return the modules in the module's folder, itself included."""
+            """Return the names of the modules in the module's folder, its own name included."""
 
         def is_package(self, module: str) -> bool:
-            """Tell if the module is a package."""
+            """Tell if the module is a package, so that its source is an `__init__.py`."""
 
 
 # megatron-core has its version in a file of its own, which is right for a checkout on PYTHONPATH
@@ -46,7 +46,7 @@ _PACKAGE_INFO = {"megatron-core": "megatron.core.package_info"}
 
 
 class Installed(Record):
-    """Holds a distribution's version."""
+    """Holds a distribution's version, as text and as the numbers of its release."""
 
     text: str
     """The version as the distribution writes it, such as `0.17.0rc0`."""
@@ -73,7 +73,9 @@ def installed(distribution: str) -> Installed | None:
 
 
 def package_of(module: str) -> str:
-    """Return the package of a distribution that holds the module, such as `slime`."""
+    """Return the top-level package of a module, such as `slime`; below `megatron` the first two
+    parts, such as `megatron.core`.
+    """
     # megatron itself is a namespace that several distributions share.
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "megatron" else 1])
@@ -84,7 +86,9 @@ UNKNOWN = Installed(text="unknown", release=())
 
 
 def absence(distribution: str) -> str:
-    """Return the reason why `installed` returns None, as a clause."""
+    """Return a clause why `installed(distribution)` is None: it is not installed, or its version
+    cannot be read.
+    """
     info = _PACKAGE_INFO.get(distribution)
     path = None if info is None else find(info)
     if path is None:
@@ -108,7 +112,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def release_named(name: str) -> Installed:
-    """Return a release by its name, such as `0.19.2`."""
+    """Return the `Installed` record of a release by its name, such as `0.19.2`."""
     return Installed(text=name, release=tuple(map(int, name.split("."))))
 
 
@@ -172,7 +176,8 @@ def _from_metadata(distribution: str) -> Installed | None:
 
 
 def from_index(distribution: str) -> bool:
-    """Tell if a distribution came from an index: PEP 610 requires a record of any other origin.
+    """Tell if a distribution was installed from a package index: it has no `direct_url.json`, in
+    which PEP 610 records any other origin.
 
     Raises:
         PackageNotFoundError: the distribution has no metadata.
@@ -207,7 +212,8 @@ the hazard; or the bodies have to be read to decide."""
 
 
 class Release(Record):
-    """Holds the table's entry of one release.
+    """Holds what `releases.txt` has about one Megatron release: the digests of its files, and a
+    mark per patch.
 
     Example:
         Release(version="0.19.2", digests={"megatron.core.timers": "0123456789abcdef"},
@@ -258,7 +264,9 @@ def modules_in(package: str, files: Iterable[str]) -> list[str]:
 
 
 class OnPath:
-    """Reads the modules on the path, without importing them; reads each file and folder once."""
+    """Reads the source of modules on the import path without importing them; reads each file and
+    folder once.
+    """
 
     def __init__(self) -> None:
         self._texts: dict[str, str | None] = {}
@@ -278,11 +286,13 @@ class OnPath:
         return self._texts[module]
 
     def is_package(self, module: str) -> bool:
-        """Tell if the module is a package."""
+        """Tell if the module is a package, so that its source is an `__init__.py`."""
         return (find(module) or "").endswith("__init__.py")
 
     def digest(self, module: str) -> str | None:
-        """Return `digest_of` the module's file, or None if it has none, or that cannot be read."""
+        """Return the shortened SHA-256 (`digest_of`) of the module's file; None if there is none,
+        or it cannot be read.
+        """
         if module not in self._digests:
             path = find(module)
             self._digests[module] = None
@@ -295,7 +305,7 @@ class OnPath:
         return self._digests[module]
 
     def beside(self, module: str) -> list[str]:
-        """Return the modules in the module's folder, itself included."""
+        """Return the names of the modules in the module's folder, its own name included."""
         path = find(module)
         if path is None:
             return []
@@ -310,7 +320,7 @@ class OnPath:
 
 
 class Table:
-    """Reads lines of `releases.txt`.
+    """Parses the lines of `releases.txt`, and finds the release that has given files.
 
     Example:
         Table(generated(TABLE)).release("0.19.2").standings["gc-stays-off"] == "+"
@@ -336,7 +346,7 @@ class Table:
                 self._standings[name] = digests
 
     def release(self, name: str) -> Release | None:
-        """Return the table's entry of one release; None if it has none."""
+        """Return the table's entry for the release `name`; None if the table does not have it."""
         if name not in self._order:
             return None
         index = self._order[name]
@@ -362,7 +372,9 @@ class Table:
         return None
 
     def _of(self, index: int, runs: Sequence[str]) -> str:
-        """Return a module's digest in a release; `runs` has first release, digest, and so on."""
+        """Return a module's digest in the release at `index`; `runs` is a list of first release,
+        digest, next release, digest and so on.
+        """
         digest = _ABSENT
         for since, value in zip(runs[::2], runs[1::2], strict=True):
             if self._order[since] > index:
@@ -372,7 +384,7 @@ class Table:
 
 
 def lines_of(releases: Iterable[Release]) -> Iterator[str]:
-    """Yield the lines of `releases.txt`; the releases come oldest first.
+    """Yield the lines of `releases.txt` for these releases, which have to come oldest first.
 
     The line of a module has the first release with a digest, then that digest, for each digest.
     """
@@ -393,7 +405,7 @@ def lines_of(releases: Iterable[Release]) -> Iterator[str]:
 
 
 class Comparison(Record):
-    """Holds the release that the files on the path are."""
+    """Holds the result of comparing Megatron's files on the path with those of releases."""
 
     claimed: Installed
     """The version that Megatron claims."""
@@ -405,7 +417,8 @@ _compared: list[Comparison] = []
 
 
 def compared() -> Comparison | None:
-    """Compare the Megatron on the path with all releases, once; None without a Megatron.
+    """Compare the files of the Megatron on the path with those of all known releases. The result is
+    cached; None without a Megatron.
 
     After `forget()` the next call reads the files again.
     """
@@ -419,7 +432,7 @@ def compared() -> Comparison | None:
 
 
 def forget() -> None:
-    """Clear the cached comparison."""
+    """Clear the cached result of `compared()`."""
     _compared.clear()
 
 

@@ -29,7 +29,7 @@ COVERED: frozenset[str] = frozenset({"applied", "already_applied", "pending_impo
 
 
 class Row(Record):
-    """Holds the outcome of one patch.
+    """Holds one patch's outcome in this process: status, reason, installed version, targets.
 
     Example:
         Row(id="grad-scale-func", status="applied", reason="body reviewed on 0.19.0 to 0.19.2",
@@ -45,7 +45,7 @@ class Row(Record):
     """`module:qualname` of every function that the patch wraps."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
+        """Return the row's fields by name, as a new dictionary."""
         return dict(vars(self))
 
 

@@ -108,7 +108,8 @@ def looks(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def check_ids(ids: Iterable[str], source: str, known_ids: Iterable[str]) -> frozenset[str]:
-    """Check ids that `source`, an argument or a variable, names; return them as a set.
+    """Check that each patch id is known; return the ids as a set. `source` is the argument or
+    variable with the ids, for the message.
 
     Raises:
         TypeError: `ids` is one string or no iterable, or holds something that is not a string.
@@ -130,7 +131,7 @@ def check_ids(ids: Iterable[str], source: str, known_ids: Iterable[str]) -> froz
 
 
 def unknown_id(patch_id: str, source: str, known_ids: tuple[str, ...]) -> str:
-    """Return the error for an id in `source` that is unknown; it suggests the nearest known ids."""
+    """Return the error message for an unknown patch id in `source`, with the nearest known ids."""
     from .catalog import hazards
 
     listing = "`megatron-idempotent explain` lists them"
@@ -204,7 +205,7 @@ def _split(text: str) -> list[str]:
 
 
 def switch(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
-    """Return whether a variable is on; `default` if it is unset or blank.
+    """Return True if a variable is on, False if it is off, `default` if it is unset or blank.
 
     Raises:
         ValueError: the variable's value is neither of `ON` nor of `OFF`.

@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class computed(Generic[_T]):
-    """Makes a property whose value is kept in the instance's `__dict__`.
+    """Makes a property whose value is computed once and kept in the instance's `__dict__`.
 
     Two threads that ask at the same time may both compute it.
 
@@ -82,7 +82,8 @@ def locate(module: str) -> Path | None:
 
 
 class Body:
-    """Answers the questions of patches about one function, from its syntax tree.
+    """Gives the source of one upstream function as syntax tree, hash and parameters, and tells
+    which code it contains.
 
     Example:
         body = read_body(Path("training.py"), "train")
@@ -90,7 +91,9 @@ class Body:
     """
 
     def __init__(self, qualname: str, module: str, **fields: Any) -> None:
-        """Take what is known of the function without parsing it, by the names of properties."""
+        """Keep the name and the module's source. `fields` has values of properties that are known
+        without parsing, such as `hash`.
+        """
         self.qualname = qualname
         self.module = module
         """The source of the module that the function is from."""
@@ -98,14 +101,14 @@ class Body:
 
     @computed
     def tree(self) -> ast.FunctionDef | ast.AsyncFunctionDef:
-        """Parse the function."""
+        """Parse the function's source, and return its syntax tree."""
         tree = parse_function(self.module, self.qualname)
         assert tree is not None  # parse_body() has found it, or its text is a known one
         return tree
 
     @computed
     def hash(self) -> str:
-        """Twelve hexadecimal digits, equal for equal code on every Python version."""
+        """Hash of the function's code: twelve hex digits, the same on every Python version."""
         return hash_of(self.tree)
 
     @computed
@@ -130,7 +133,7 @@ class Body:
 
     @computed
     def nodes(self) -> list[ast.AST]:
-        """Return the nodes of the syntax tree, parents first."""
+        """Return all nodes of the function's syntax tree, parents first."""
         return nodes_of(self.tree)
 
     @computed
@@ -140,7 +143,9 @@ class Body:
 
     @computed
     def bound(self) -> set[str]:
-        """Return the names that the function, or one in it, binds."""
+        """Return the names that the function, or a function nested in it, binds: parameters,
+        variables, imports.
+        """
         bound: set[str] = set()
         elsewhere: set[str] = set()
         for node in self.nodes:
@@ -170,7 +175,9 @@ class Body:
 
 
 def watches(decorator: ast.expr) -> bool:
-    """Tell if a decorator only watches the calls of a function."""
+    """Tell if a decorator is a known one (`WATCHING`) that changes neither arguments nor result,
+    such as `nvtx_decorator`.
+    """
     maker = decorator.func if isinstance(decorator, ast.Call) else decorator
     return isinstance(maker, ast.Name) and maker.id in WATCHING
 
@@ -219,7 +226,7 @@ def parse_body(text: str, qualname: str) -> Body | None:
 
 @lru_cache(maxsize=1024)
 def parse_function(text: str, qualname: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Return the syntax tree of a function in a module's source, or None as `parse_body` does."""
+    """Return the syntax tree of a function in a module's source; None if it is not there."""
     first, *inner_names = qualname.split(".")
     node = _parse_method(text, first, inner_names[0]) if len(inner_names) == 1 else None
     if node is None:
@@ -230,7 +237,7 @@ def parse_function(text: str, qualname: str) -> ast.FunctionDef | ast.AsyncFunct
 
 
 class Piece(NamedTuple):
-    """Holds the lines of a function, as its module's source has them."""
+    """Holds the source text of one function, cut out of its module, and its first line number."""
 
     text: str
     line: int
@@ -243,7 +250,9 @@ class Piece(NamedTuple):
 
 
 def cut(text: str, qualname: str) -> Piece | None:
-    """Return the lines of a function or method; None where that is not certain without parsing."""
+    """Cut the lines of a function or method out of a module's source, without parsing it; None if
+    the result could be wrong.
+    """
     owner, _, name = qualname.rpartition(".")
     if "." in owner:
         return None
@@ -255,7 +264,8 @@ def cut(text: str, qualname: str) -> Piece | None:
 
 @cache
 def known_texts() -> dict[str, str]:
-    """Return the hashes of bodies by the digests of texts that have them, which were parsed once.
+    """Return the contents of `texts.txt`: digest of a function's source text → hash of its body, so
+    that known texts are not parsed.
 
     They are kept in `texts.txt`; most functions of a commit have the text of some release.
     """
@@ -274,7 +284,7 @@ def _parse_definition(text: str, name: str) -> _Definition | None:
 
 
 def _parse_method(text: str, owner: str, name: str) -> _Definition | None:
-    """Return a method's definition, or None if its class has to be parsed to find it."""
+    """Parse only one method's lines; return its definition, or None if that is not enough."""
     span = _method_span(text, owner, name)
     tree = _parse_lines(text, *span, head=f"class {owner}:") if span else None
     return _definition(tree.body[0].body, name) if tree else None  # type: ignore[attr-defined]
@@ -314,14 +324,14 @@ def definitions(text: str) -> dict[str, list[Line]]:
 
 @lru_cache(maxsize=256)
 def _left(text: str, indent: str) -> list[int]:
-    """Return where the lines with this indentation that may begin a definition do, in order."""
+    """Return the offsets of lines with this indentation that may begin a definition, in order."""
     lines = (line for lines in definitions(text).values() for line in lines)
     return sorted(line.start for line in lines if line.indent == indent)
 
 
 @lru_cache(maxsize=256)
 def _quotes(text: str) -> tuple[list[int], list[int]]:
-    """Return where texts over several lines begin or end, by their kind of quotes."""
+    """Return the offsets of triple double quotes, and of triple single quotes, in a source text."""
     double, single = (re.finditer(quotes, text) for quotes in ('"""', "'''"))
     return [match.start() for match in double], [match.start() for match in single]
 
@@ -337,7 +347,8 @@ def _span(
     end: int = sys.maxsize,
     indent: str = "",
 ) -> tuple[int, int] | None:
-    """Return where the lines of a definition begin and end, or None where that is not certain.
+    """Return the offsets at which the lines of a definition begin and end, or None if that is not
+    certain without parsing.
 
     Parsing only these is four times faster than the 4,700 lines of training.py. Whatever could make
     the cut wrong takes the long way: a second definition, anywhere; one that is conditional, or in
@@ -387,12 +398,14 @@ def _definition(statements: Sequence[ast.stmt], name: str) -> _Definition | None
 
 
 def line_of(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return `Body.line` of a function's syntax tree."""
+    """Return the line at which a function begins, decorators included, from its syntax tree."""
     return min([tree.lineno, *(node.lineno for node in tree.decorator_list)])
 
 
 def hash_of(tree: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Return `Body.hash` of a function's syntax tree."""
+    """Return twelve hexadecimal digits for a function's syntax tree: its `Body.hash`. Decorators in
+    `WATCHING` do not count.
+    """
     bare = copy.copy(tree)
     bare.decorator_list = [decorator for decorator in bare.decorator_list if not watches(decorator)]
     return digest(canonical(bare))
@@ -404,7 +417,9 @@ def digest(text: str) -> str:
 
 
 def canonical(node: object) -> str:
-    """Return a text that two syntax trees share exactly when they are the same code."""
+    """Return a text of a syntax tree that is equal for two trees exactly when they are the same
+    code.
+    """
     kind = type(node)
     if kind is str:  # half of all calls
         return repr(node)
@@ -456,7 +471,9 @@ def own_nodes(tree: ast.AST) -> list[ast.AST]:
 
 
 def bound_by(alias: ast.alias) -> str:
-    """Return the name that an import binds."""
+    """Return the name that one name of an import statement binds: `a` for `import a.b`, `c` for
+    `import a as c`.
+    """
     return (alias.asname or alias.name).partition(".")[0]
 
 
@@ -485,7 +502,9 @@ def _parsed(fragment: str) -> tuple[ast.AST, str]:
 
 
 def _first_name(node: ast.AST) -> str | None:
-    """Return a name that equal code shares, which saves to compare most of the nodes."""
+    """Return a name that leads a node's code, or None. Nodes with different ones are different
+    code, which saves most comparisons.
+    """
     inner: Any = node
     while inner is not None:
         if isinstance(inner, ast.Attribute):
@@ -524,9 +543,9 @@ _COMPARED = (
 
 
 def as_compiled(function: object, module: ModuleType, qualname: str) -> bool:
-    """Tell if a live function is what the .pyc of its module's source has at `qualname`.
+    """Tell if a live function has the code that the .pyc file of its module has at `qualname`.
 
-    A decorated one is not looked through. False also where there is no .pyc that fits the source.
+    The function must have no decorator. False also if no .pyc file fits the source.
     """
     if type(function) is not FunctionType or function.__globals__ is not namespace(module):
         return False
@@ -545,7 +564,9 @@ def as_compiled(function: object, module: ModuleType, qualname: str) -> bool:
 
 @lru_cache(maxsize=256)  # apply() asks before it changes anything, and again for each function
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
-    """Say what the code is, as the end of a sentence, if it is not the body's; else None."""
+    """Return the end of a sentence that says what a live function's code is, if it was not compiled
+    from `body`; else None.
+    """
     location = f"{code.co_filename}:{code.co_firstlineno}"
     if code.co_name != body.qualname.rpartition(".")[2]:
         return f"{code.co_name} from {location}"
@@ -557,7 +578,9 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
-    """Yield the body's code: from the .pyc, compiled by itself, and compiled in its file."""
+    """Yield the body's code objects: from the .pyc file, compiled alone, and in its whole
+    module.
+    """
     code_like = _inside(kept(like.co_filename), qualname)
     if code_like is not None:
         yield code_like
@@ -657,7 +680,7 @@ def _same(first: CodeType, second: CodeType) -> bool:
 
 
 def forget() -> None:
-    """Let go of all texts, trees and code: they are read again when they are needed."""
+    """Clear this module's caches of texts, syntax trees and code; they are read again later."""
     for cached in (
         *(_read_text, parse_body, parse_function, _parse_definition, definitions, difference),
         *(_read_kept, known_texts, imports_of, _parsed, _left, _quotes),

@@ -100,7 +100,7 @@ class Need(Record):
 
 
 class Needs(Record):
-    """Holds the names that the wrappers of one patch use."""
+    """Holds the names of upstream's code that the wrappers of one patch use."""
 
     names: tuple[Need, ...] = ()
     keeps: bool = False
@@ -118,7 +118,7 @@ def _key(bound: str) -> tuple[tuple[int, ...], bool]:
 
 
 def bound_of(key: tuple[tuple[int, ...], bool]) -> str:
-    """Return the text of a version's key, as in `Need.since`."""
+    """Return a version key (`key_of`) as text, in the form of `Need.since`."""
     return ".".join(map(str, key[0])) + ("" if key[1] else _PRE)
 
 
@@ -126,7 +126,7 @@ _table: dict[str, Needs] = {}
 
 
 def table() -> dict[str, Needs]:
-    """Return the contents of `reads.txt`, by patch."""
+    """Return the contents of `reads.txt`: by patch id, the names that its wrappers use."""
     if not _table:
         _table.update(parsed(generated(READS)))
     return _table
@@ -166,7 +166,7 @@ def parsed(lines: list[str]) -> dict[str, Needs]:
 
 
 def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
-    """Yield the lines of `reads.txt`."""
+    """Yield the lines of `reads.txt` for these needs, in the format that `parsed` reads."""
     for patch_id in sorted(needs):
         yield f"{patch_id} {_KEEPS}" if needs[patch_id].keeps else patch_id
         by_place: dict[str, list[str]] = {}
@@ -185,7 +185,8 @@ def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
 def unmet(
     patch: Patch, release: Installed | None, sources: Sources, *, of_commit: bool = False
 ) -> str | None:
-    """Return a clause that names a missing name, or code that bypasses the patch; else None.
+    """Check the sources for the names that a patch's wrappers use. Return a clause about a missing
+    name, or about code that bypasses the patch; else None.
 
     Args:
         patch: the patch.
@@ -337,7 +338,7 @@ def class_text(text: str, owner: str) -> str:
 
 
 def _above(text: str, start: int) -> int:
-    """Return the offset of the first decorator above a definition; each has its own line."""
+    """Return the offset of the first decorator line above a definition; `start` if it has none."""
     line_start = text.rfind("\n", 0, max(0, start - 1)) + 1
     while start and text.startswith("@", line_start):
         start, line_start = line_start, text.rfind("\n", 0, max(0, line_start - 1)) + 1
@@ -346,7 +347,7 @@ def _above(text: str, start: int) -> int:
 
 @lru_cache(maxsize=1024)
 def has_slots(text: str, owner: str) -> bool:
-    """Tell if a class and its base classes all have `__slots__`, so its objects no `__dict__`."""
+    """Tell if a class and all its base classes have `__slots__`: its objects lack a `__dict__`."""
     class_lines = class_text(text, owner)
     if "slots" not in class_lines:
         return False
@@ -482,7 +483,9 @@ def _results(tree: Any) -> Iterator[ast.AST]:
 
 
 def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
-    """Yield a clause for each piece of code in the sources that bypasses the target."""
+    """Yield a clause for each second reference to the target in its module or class, and for each
+    subclass that overrides it and does not call it.
+    """
     owner, _, name = target.qualname.rpartition(".")
     text = sources.text(target.module) or ""
     for clause in _held(text, owner, name):

@@ -36,10 +36,10 @@ _INSTALLED, _ORIGIN = ".dist-info/METADATA", ".dist-info/direct_url.json"
 
 
 class Files(Protocol):
-    """Holds the files of a tree, by their paths in the tree, with slashes."""
+    """Protocol for the files of a source tree; names are relative paths with slashes."""
 
     def has(self, name: str) -> bool:
-        """Tell if the tree has the file."""
+        """Tell if the tree has a file with this relative path."""
 
     def read(self, name: str) -> str:
         """Return the text of one of the tree's files."""
@@ -48,35 +48,37 @@ class Files(Protocol):
         """Return the names of the files directly in a folder of the tree."""
 
     def all(self) -> list[str]:
-        """Return the paths of all files."""
+        """Return the relative paths of the tree's files."""
 
 
 class Folder:
-    """Reads the files of a folder."""
+    """Implements `Files` for a folder on disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def has(self, name: str) -> bool:
-        """Tell if the folder has the file."""
+        """Tell if the folder has a file with this relative path."""
         return (self._path / name).is_file()
 
     def read(self, name: str) -> str:
-        """Return the text of a file."""
+        """Return the text of the file with this relative path."""
         return read_text(self._path / name)
 
     def inside(self, folder: str) -> list[str]:
-        """Return the names of the files in one of its folders."""
+        """Return the names of the files and folders directly in one of its subfolders."""
         return [path.name for path in (self._path / folder).glob("*")]
 
     def all(self) -> list[str]:
-        """Return the paths of the Python sources, and of installers' metadata."""
+        """Return the relative paths of Python sources in subfolders, and of installers'
+        metadata.
+        """
         paths = [*self._path.glob("*/**/*.py"), *self._path.glob("*-info/*")]
         return [path.relative_to(self._path).as_posix() for path in paths]
 
 
 class Listed:
-    """Holds files by a list of paths, and a function that reads one."""
+    """Implements `Files` for a list of paths and a function that reads one, as for a wheel."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], str]) -> None:
         self.read = read
@@ -86,12 +88,12 @@ class Listed:
             self._folders.setdefault(folder, {})[file] = None
 
     def has(self, name: str) -> bool:
-        """Tell if the list has the file."""
+        """Tell if the list has a file with this path."""
         folder, _, file = name.rpartition("/")
         return file in self._folders.get(folder, ())
 
     def inside(self, folder: str) -> list[str]:
-        """Return the names of the files in a folder."""
+        """Return the names of the files directly in a folder."""
         return list(self._folders.get(folder, ()))
 
     def all(self) -> list[str]:
@@ -172,18 +174,18 @@ class SourceTree:
         return None if text is None else parse_body(text, qualname)
 
     def beside(self, module: str) -> list[str]:
-        """Return the modules in the module's folder, itself included."""
+        """Return the names of the modules in the module's folder, its own name included."""
         stem = module.replace(".", "/")
         package = module if self._files.has(f"{stem}/__init__.py") else module.rpartition(".")[0]
         names = self._files.inside(package.replace(".", "/"))
         return modules_in(package, [name for name in names if name.endswith(".py")])
 
     def is_package(self, module: str) -> bool:
-        """Tell if the module is a package."""
+        """Tell if the module is a package, so that its source is an `__init__.py`."""
         return (self.file_of(module) or "").endswith("__init__.py")
 
     def digest(self, module: str) -> str | None:
-        """Return `digest_of` the module's file, or None if it is not in the tree."""
+        """Return the short SHA-256 (`digest_of`) of the module's file; None if it is missing."""
         text = self.text(module)
         return None if text is None else digest_of(text.encode("utf-8"))
 

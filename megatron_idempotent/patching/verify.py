@@ -126,7 +126,9 @@ def _checked_here() -> tuple[Report, PatchError | VerificationError | None]:
 def _told(
     rank: int, result: Report, failure: Exception | None
 ) -> tuple[int, dict[str, str], str | None]:
-    """Return what a rank sends to the others: its number, digests of its patches, its failure."""
+    """Return what a rank sends to the others: its number, a digest by patch id, and the text of its
+    failure or None.
+    """
     failure_text = None if failure is None else str(failure)
     return rank, {row.id: _digest(row) for row in result}, failure_text
 

@@ -12,7 +12,8 @@ _V = TypeVar("_V")
 
 
 class PerProcessWeakKeys(PerProcess, WeakKeyDictionary[_K, _V]):
-    """Maps objects to values, without keeping the objects alive.
+    """A dictionary with weak keys that is pickled as a reference to a module's global, so that each
+    process has its own.
 
     Example: `_order: WeakKeyDictionary[Any, int] = PerProcessWeakKeys(__name__, "_order")`.
     """
