@@ -19,7 +19,8 @@ Forward = Callable[[Any, Batch], Any]
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Options:
-    """Holds the options that both steps share; the docstring of `TrainStep` explains each.
+    """Holds the options that `TrainStep` and `FSDPTrainStep` share; the docstring of `TrainStep`
+    explains each.
 
     Example: `Options(forward=gpt_forward, deadline_s=20.0)`.
     """
@@ -36,7 +37,9 @@ class Options:
 
 
 class LocalFailure(Exception):
-    """Reports that this rank failed with `error`, and that no other rank waits for it."""
+    """Reports that this rank failed with `error`, and that no other rank waits for it in a
+    collective.
+    """
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -44,7 +47,9 @@ class LocalFailure(Exception):
 
 
 class Backend(Protocol):
-    """Runs a model, its optimizer and its scheduler on this rank; a step calls it in this order."""
+    """Protocol by which a step runs the model, optimizer and scheduler of this rank. A step calls
+    the methods in the order in which they stand here.
+    """
 
     optimizer: Any
     """None if the step cannot finish."""
@@ -93,7 +98,8 @@ class Backend(Protocol):
         """
 
     def writes(self) -> Writes:
-        """Return counters of writes to trained parameters and gradients; wait for no device.
+        """Return counters of writes to trained parameters and gradients; do not wait for a
+        device.
 
         They are equal to the counters of an earlier call if nothing was written in between.
         """
@@ -106,10 +112,13 @@ class Backend(Protocol):
         """
 
     def accept(self, calls: Calls) -> None:
-        """Raise `ValueError` if the microbatches of calls cannot run; change nothing."""
+        """Raise `ValueError` if the model cannot run the microbatches of these schedule calls;
+        change nothing.
+        """
 
     def lockstep_group(self) -> tuple[bool, Any]:
-        """Return whether replicas share a microbatch's collectives, and their ranks' gloo group.
+        """Return whether other ranks take part in the collectives of this rank's microbatches, and
+        the gloo group of all these ranks.
 
         The group is None if all ranks are in it. The first call is a collective of all ranks.
         """
@@ -123,7 +132,8 @@ class Backend(Protocol):
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
-        """Run forward and backward of the loss, not normalised; return the results of the loss.
+        """Run forward and backward of the loss's sum, not divided by anything, for each microbatch.
+        Return what the loss returned.
 
         Ranks that compute the loss return one result per microbatch. With `reduce`, reductions
         start as they would in the last microbatch of a one-shot step. With `dummies` the
@@ -139,7 +149,8 @@ class Backend(Protocol):
         """
 
     def join(self, *, wait: bool = True) -> None:
-        """Join the parameter gathers of the peers' forward, if this rank has run no forward.
+        """Take part in the parameter gathers that the forwards of other ranks start, if this rank
+        has run no forward since the last update.
 
         With `wait`, return when the gathers have ended.
         """
@@ -163,7 +174,9 @@ class Backend(Protocol):
         """
 
     def check_gradients(self) -> None:
-        """Raise for a gradient that the reduction would refuse, before any rank enters it."""
+        """Raise on this rank if the reduction would refuse one of its gradients, such as a NaN. It
+        is called before any rank enters the reduction.
+        """
 
     def update(
         self, totals: StepTotals, local: float, increment: int | None, timeout_s: float

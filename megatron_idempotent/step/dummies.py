@@ -25,7 +25,8 @@ _MARK = "megatron_idempotent"
 
 
 def template(inputs: Any, name: str = "") -> Any:
-    """Describe a microbatch's inputs so that another rank can make its `dummy`.
+    """Describe a microbatch's inputs without the values of tensors, so that another rank can make
+    zeros like them (`dummy`).
 
     Tensors at any depth of mappings, dataclasses, lists and tuples are replaced by a description
     without values; other objects are kept. The description of packs and of `cu_seqlens` has their
@@ -48,7 +49,7 @@ def template(inputs: Any, name: str = "") -> Any:
 
 
 def dummy(described: Any, device: Any) -> Any:
-    """Make a microbatch of zeros by a peer's `template`; none of its samples is valid."""
+    """Make a microbatch of zeros from another rank's `template`; its sample mask is all zeros."""
     if _is_mark(described):
         return _zeros(described, device)
     if isinstance(described, Mapping):
@@ -76,7 +77,9 @@ def _is_mark(value: Any) -> bool:
 
 
 def _zeros(described: tuple[Any, ...], device: Any) -> Any:
-    """Return a described pack or its borders, or zeros of a described tensor's shape and type."""
+    """Make the object that a mark of a `template` describes: a `Pack`, its `cu_seqlens`, or a
+    tensor of zeros.
+    """
     match described:
         case _, "pack", lengths, segments:
             return Pack.laid_out(lengths, segments, device=device)
@@ -91,11 +94,11 @@ def _zeros(described: tuple[Any, ...], device: Any) -> Any:
 
 
 def fingerprint(batch: Any) -> dict[str, Any]:
-    """Describe what is in a batch or a list of microbatches, to compare it with another one.
+    """Return checksums of a batch or a list of microbatches, to compare them with another's.
 
-    Returns an item for each tensor, number, string and None in the batch, by its path: for a tensor
-    its shape, type and a checksum, which stays on the device, so that the host does not wait. Other
-    objects are described by their type alone.
+    There is an item for each tensor, number, string and None in the batch, by its path: for a
+    tensor its shape, type and a checksum, which stays on the device, so that the host does not
+    wait. Other objects are described by their type alone.
     """
     return dict(_leaves(batch, "batch"))
 
@@ -127,7 +130,7 @@ def _tensor_leaf(value: Tensor) -> tuple[Any, ...]:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Describe an item of a `fingerprint`; this reads a checksum from its device."""
+    """Return an item of a `fingerprint` as text; the host waits for the device's checksum."""
     if leaf is None:
         return "not there"
     if isinstance(leaf, str):

@@ -60,7 +60,9 @@ class ExactSums:
             self._nodes.append(node)  # keeps the node and its hooks alive
 
     def take(self, parameter: Any) -> None:
-        """Move a parameter's gradient to its sum, after the backward of a microbatch."""
+        """Add a parameter's `main_grad` to its exact sum, and zero it. A hook calls this after each
+        microbatch's backward.
+        """
         if not self.active:
             return
         gradient = parameter.main_grad
@@ -70,7 +72,7 @@ class ExactSums:
         gradient.zero_()
 
     def open(self) -> None:
-        """Begin a step with sums of zero."""
+        """Zero the sums, and take gradients from now on: a step begins."""
         self._largest.zero_()
         for _, flat, _ in self._groups:
             flat.zero_()
@@ -81,7 +83,7 @@ class ExactSums:
         self.active = False
 
     def check(self) -> None:
-        """Raise if a gradient is too large to be added exactly; NaN and infinity pass.
+        """Raise if a microbatch's gradient was too large to add exactly; NaN and infinity pass.
 
         Raises:
             RuntimeError: names the largest element and the limit.
@@ -95,7 +97,8 @@ class ExactSums:
             )
 
     def put(self) -> None:
-        """Sum the exact gradients over ranks into `main_grad`, so that DDP's reduction keeps them.
+        """Sum the exact gradients over all ranks, and write them into `main_grad` in such a way
+        that DDP's reduction does not change them.
 
         All data-parallel ranks take part, and for experts those that share them. The first of
         these ranks gets the sum and the others zeros, so that DDP's reduction changes nothing.

@@ -99,13 +99,17 @@ class FSDPBackend:
         return self.shards.writes()
 
     def gradient_bits(self) -> None:
-        """Return None: no offload puts back gradients that are not sharded yet."""
+        """Return None, so that gradients are not compared: no offload restores gradients that are
+        unsharded yet.
+        """
 
     def accept_loss(self, loss: StepLoss) -> None:
         """Accept any loss, because these models add no auxiliary losses."""
 
     def accept(self, calls: Calls) -> None:
-        """Accept any shapes; without the caller's `forward` refuse packs and unknown tokens."""
+        """Raise `ValueError` for packs and for token ids out of the vocabulary, if `forward` is the
+        default one; accept everything for a `forward` of the caller's.
+        """
         if self._options.forward is not tokens_forward:
             return
         if any(microbatch.spans is not None for call in calls for microbatch in call):
@@ -178,7 +182,9 @@ class FSDPBackend:
         )
 
     def check_gradients(self) -> None:
-        """Do nothing: FSDP2 refuses no gradient, and `update` looks at the norm of all ranks'."""
+        """Do nothing: FSDP2 refuses no gradient, and `update` checks the norm of all ranks'
+        gradients.
+        """
 
     def update(
         self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
@@ -286,14 +292,17 @@ def stranger_shapes(shards: Shards, optimizer: Any) -> list[tuple[int, ...]]:
 
 
 def tokens_forward(model: Any, microbatch: Batch) -> torch.Tensor:
-    """Call a model with `input_ids` [B, T]; return its output."""
+    """Call the model with the microbatch's `input_ids` [B, T], and return its output: the default
+    `forward`.
+    """
     output: torch.Tensor = model(microbatch[TOKENS])
     return output
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class FSDPTrainStep(SplitStep):
-    """Runs `TrainStep`'s calls on a model that torch's `fully_shard` shards; needs no Megatron.
+    """Runs one optimizer step in any number of pieces, by `TrainStep`'s methods, on a model that
+    torch's `fully_shard` shards; needs no Megatron.
 
     The gradient is, bit for bit, that of one loop over all microbatches in the same order that
     reduces in the last backward. The loss is summed, and the gradient divided by what is valid on

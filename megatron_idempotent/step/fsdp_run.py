@@ -46,7 +46,7 @@ from .snapshot import Restore, Writes
 
 
 class Shards:
-    """Works on a fully sharded model's parameter groups, each gathered and reduced as one."""
+    """Gives access to the parameter groups of an FSDP2 model: parameters, gradients and state."""
 
     def __init__(self, model: FSDPModule) -> None:
         assert isinstance(model, nn.Module)
@@ -75,7 +75,9 @@ class Shards:
 
     @property
     def is_part(self) -> bool:
-        """True if another sharded model has called this one, and keeps its iteration's state."""
+        """True if this model has run as a submodule of a larger sharded model, which holds the
+        state of FSDP2's iteration.
+        """
         return self._root._is_root is False
 
     def process_groups(self) -> list[Any]:
@@ -96,7 +98,7 @@ class Shards:
         return list(dict.fromkeys(groups))
 
     def parameters(self) -> list[nn.Parameter]:
-        """Reshard, and return the parameters in the model's order, in which norms add up."""
+        """Reshard the model, and return all of its parameters, in the model's order."""
         self.reshard()
         return list(self.model.parameters())
 
@@ -107,7 +109,9 @@ class Shards:
             return [param.to_local() for param in sharded if param.requires_grad]
 
     def writes(self) -> Writes:
-        """Return the version counters of gradients and parameters; see `Backend.writes`."""
+        """Return torch's version counters of this rank's gradients and parameters; see
+        `Backend.writes`.
+        """
         params = [param for group in self._groups for param in group.fsdp_params]
         gradients = (
             gradient
@@ -134,7 +138,7 @@ class Shards:
         return f"{order}; {'; '.join(groups)}"
 
     def reduce(self) -> None:
-        """Reduce gradients that backwards have accumulated unreduced. All ranks take part.
+        """Reduce gradients that backwards without reductions accumulated. All ranks take part.
 
         FSDP2 calls the same function at the end of each backward, for groups whose own hook did
         not fire there: it makes the same copy-in and collective per group, so the same bits.
@@ -147,7 +151,9 @@ class Shards:
         self._root._root_post_backward_final_callback()
 
     def multiply(self, factor: float) -> None:
-        """Turn the gradients from FSDP2's means over ranks into sums over ranks x factor."""
+        """Multiply the sharded gradients, in place, by `factor` and by the number that FSDP2
+        divided by, so that means over ranks become sums.
+        """
         for group in self._groups:
             divided_by = group.gradient_divide_factor or group.mesh_info.mesh.size()
             for param in group.fsdp_params:
@@ -173,7 +179,7 @@ class Shards:
             group._sharded_state = type(group._sharded_state).SHARDED
 
     def drop(self) -> None:
-        """Call `settle`, and drop all gradients, because `reset` may keep accumulated ones."""
+        """Call `settle`, and set all gradients of the model to None, accumulated ones too."""
         self.settle()
         for group in self._groups:
             for param in group.fsdp_params:
@@ -191,7 +197,8 @@ def _version(tensor: Any) -> int:
 
 @contextmanager
 def refusing_backward(output: Any) -> Iterator[None]:
-    """Make a backward through the output raise before it enters the model, where ranks meet.
+    """Make a backward through `output` raise `ValueError` in this block, before it enters the
+    model, where ranks meet.
 
     `torch.autograd.grad` with regard to the output passes.
     """
@@ -215,7 +222,9 @@ def refusing_backward(output: Any) -> Iterator[None]:
 
 
 def vocabulary_of(model: nn.Module) -> EmbeddingSizes:
-    """Return the vocabulary's size: that of the input embeddings, if the model names them."""
+    """Return the size of the vocabulary: that of the model's input embeddings, or of its largest
+    `nn.Embedding` if it names none.
+    """
     modules: list[Any] = list(model.modules())
     if callable(get_embeddings := getattr(model, "get_input_embeddings", None)):
         with contextlib.suppress(NotImplementedError):  # of a model that names none after all
@@ -246,7 +255,9 @@ def keep_gradients(shards: Shards) -> Restore:
 
 
 def keep_sync(shards: Shards) -> Restore:
-    """Keep whether each group's gradients are reduced, and whether a backward is the last."""
+    """Copy FSDP2's flags (whether each group reduces gradients, whether the next backward is the
+    last), and return a function that puts them back.
+    """
     groups = [(g, g.reduce_grads, g.all_reduce_grads) for g in shards._groups]
     context = shards._root._state_ctx
     last = context.is_last_backward
@@ -260,13 +271,17 @@ def keep_sync(shards: Shards) -> Restore:
 
 
 def keep_scheduler(scheduler: Any) -> Restore:
-    """Keep the state of a learning-rate schedule, and of the schedules that it is made of."""
+    """Copy the state of a learning-rate scheduler, with that of schedulers inside of it, and return
+    a function that puts it back.
+    """
     state = copy.deepcopy(scheduler.state_dict())
     return lambda: scheduler.load_state_dict(copy.deepcopy(state))
 
 
 def keep_scaler(scaler: Any, device: Any) -> Restore:
-    """Keep the state of a `torch.amp.GradScaler` that has not looked at gradients yet."""
+    """Copy the state of a `torch.amp.GradScaler`, and return a function that puts it back, also
+    after an `unscale_`.
+    """
     state = scaler.state_dict()
 
     def restore() -> None:
@@ -286,7 +301,9 @@ _THROUGH = "through"
 
 
 class Watch:
-    """Tracks the model's forward, and refuses one that records gradients outside of the step."""
+    """Hooks the model's forward: tracks whether it runs, and raises for one that records gradients
+    outside of the step's calls.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -297,7 +314,7 @@ class Watch:
         self.zeros: Zeros = []
 
     def is_taken(self) -> bool:
-        """Return whether another open step watches the model."""
+        """Return True if another open step has its hooks on the model."""
         hooks = self._model._forward_pre_hooks.values()
         return any(isinstance(getattr(hook, "__self__", None), Watch) for hook in hooks)
 
@@ -347,7 +364,9 @@ class Watch:
 
 
 class FSDPCall:
-    """Runs this rank's microbatches between two agreements of all ranks."""
+    """Runs this rank's microbatches. After a failure it goes on with zeros, so that no other rank
+    waits, and `settle` tells all ranks.
+    """
 
     def __init__(self, shards: Shards, watch: Watch, forward: Forward, scaler: Any) -> None:
         self._shards = shards
@@ -477,7 +496,7 @@ def check_internals(model: Any) -> None:
     lacking: list[str] = []
 
     def require(owner: Any, *names: str) -> list[Any]:
-        """Return an object's attributes of these names, and record those that it lacks."""
+        """Return an object's attributes of these names; add those that it lacks to `lacking`."""
         if owner is not None:  # else it is named already, or the model has none
             lacking.extend(f"{type(owner).__name__}.{n}" for n in names if not hasattr(owner, n))
         return [getattr(owner, name, None) for name in names]
@@ -512,7 +531,7 @@ def check_internals(model: Any) -> None:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Return the parameter groups of a module's state; before torch 2.12 one, or none."""
+    """Return the FSDP2 parameter groups of a module's state; at most one before torch 2.12."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     group = getattr(state, "_fsdp_param_group", None)
@@ -526,7 +545,7 @@ def accumulate(param: Any, grad: Any) -> None:
 
 
 def reset(model: Any) -> None:
-    """Clear what FSDP2 keeps of a forward or backward that did not end.
+    """Clear the state that FSDP2 keeps of a forward or backward that did not end.
 
     The model is a root that has run before. From 2.13 on torch does it itself. Gradients may be
     dropped or left.
@@ -564,7 +583,9 @@ def reset(model: Any) -> None:
 
 
 def _in_flight(communication: Any, groups: list[Any]) -> Iterator[Any]:
-    """Yield events after which the device uses no tensor that FSDP2 holds for collectives."""
+    """Yield device events. After all of them the device no longer uses the tensors that FSDP2 holds
+    for collectives.
+    """
     states = [communication.all_gather_state, *(group._all_reduce_state for group in groups)]
     one_state = getattr(communication, "reduce_scatter_state", None)
     states += getattr(communication, "reduce_scatter_states", [one_state])

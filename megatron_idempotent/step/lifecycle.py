@@ -36,7 +36,8 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _by_one_thread(call: _Call) -> _Call:
-    """Make a call raise while another thread is in any call of the same step.
+    """Decorate a method of a step: it raises `RuntimeError` while another thread is in any such
+    method of the same step.
 
     Two threads in one gather of gloo end the process.
     """
@@ -62,7 +63,8 @@ def _by_one_thread(call: _Call) -> _Call:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class SplitStep(Options):
-    """Has the options and calls of a step, which `TrainStep` and `FSDPTrainStep` share.
+    """Base class of `TrainStep` and `FSDPTrainStep`: the calls `begin`, `microbatch`, `finish` and
+    `abort` of an optimizer step in pieces.
 
     One process per rank calls it, one thread at a time. Every rank makes the same `begin` and
     `finish` or `abort` calls; ranks may get different numbers of batches, see `microbatch`.
@@ -271,7 +273,8 @@ class SplitStep(Options):
         divisor: Divisor | None = None,
         lr: float | None = None,
     ) -> StepResult:
-        """Reduce gradients once, divide by the count of all ranks, update, advance the scheduler.
+        """End the step: reduce gradients once, divide them by the count of all ranks, update,
+        advance the scheduler.
 
         All ranks take part, those without data too, and give the same arguments. A step in which
         nothing is valid is skipped, or updates, as the step's `nothing_valid` says.
@@ -319,7 +322,8 @@ class SplitStep(Options):
 
     @_by_one_thread
     def abort(self, step_id: str | None = None) -> None:
-        """Drop the open step, as if it had never begun; without an open step nothing happens.
+        """Drop the open step and its gradients, as if it had never begun; without an open step
+        nothing happens.
 
         All ranks call it, or `finish()`, which then raises. None waits if all ranks know already
         that the step failed.
@@ -399,7 +403,9 @@ class SplitStep(Options):
 
 
 def _argument_of_step(step: OpenStep, name: str, value: Any) -> Any:
-    """Return an argument from `begin()` or `finish()`; if both were given it, it must be equal."""
+    """Return the value of an argument that `begin()` or `finish()` takes. If both were given one,
+    raise `ValueError` unless they are equal.
+    """
     of_begin = step.begun_with[name]
     if value is None or of_begin is None:
         return of_begin if value is None else value

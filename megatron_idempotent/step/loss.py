@@ -67,7 +67,10 @@ A loss adds its own: `{**POLICY_GRADIENT_NORMALIZERS, "is_oob_ratio": "sequences
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepCounts:
-    """Holds the counts of all ranks in a step. Example: `divisor=lambda counts: counts.groups`."""
+    """Holds what a step has counted on all ranks together: the divisor may be a function of it.
+
+    Example: `divisor=lambda counts: counts.groups`.
+    """
 
     tokens: float
     """Valid tokens."""
@@ -140,13 +143,15 @@ class StepLoss(Protocol):
 
 
 def context_scope(loss: StepLoss) -> ContextScope:
-    """Return the loss's `context_parallel`, "part" if it has none."""
+    """Return the loss's attribute `context_parallel`: whether its sums are over this rank's "part"
+    of the rows (the default) or over "whole" rows.
+    """
     scope: ContextScope = getattr(loss, "context_parallel", "part")
     return scope
 
 
 def counts_groups(loss: StepLoss) -> bool:
-    """Return whether groups have to be counted for the loss or one of its metrics."""
+    """Return True if the loss's divisor, or that of one of its metrics, is the number of groups."""
     return loss.kind == "group" or "groups" in loss.normalizers.values()
 
 
@@ -268,7 +273,7 @@ _OF_LOSS: Mapping[str, tuple[Any, _Rule]] = {
 
 
 def check_arguments(call: str, **values: Any) -> None:
-    """Raise the error that `ARGUMENTS` has for an argument, unless the call takes its value.
+    """Raise for the first argument whose value is not one that `ARGUMENTS` accepts for its name.
 
     Raises:
         ValueError, TypeError: names the argument, its value, and what it takes.
@@ -280,7 +285,9 @@ def check_arguments(call: str, **values: Any) -> None:
 
 
 def check_begin(begun_with: Mapping[str, Any], step_id: str | None) -> None:
-    """Raise `ValueError` unless a step can begin with these arguments."""
+    """Raise `ValueError` if a step cannot begin with these arguments; `RuntimeError` if torch
+    records no gradient.
+    """
     _check_loss(begun_with["loss"])
     check_arguments("begin", **{name: v for name, v in begun_with.items() if name != "loss"})
     if step_id is not None:
@@ -311,7 +318,9 @@ def _check_loss(loss: Any) -> None:
 
 
 def refuse_no_grad(call: str) -> None:
-    """Raise `RuntimeError` where torch records no gradient."""
+    """Raise `RuntimeError` if torch records no gradient now, as in `no_grad` and
+    `inference_mode`.
+    """
     if not torch.is_grad_enabled():
         context = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RuntimeError(
@@ -321,7 +330,8 @@ def refuse_no_grad(call: str) -> None:
 
 
 def call_divisor(divisor: Callable[[StepCounts], float], counts: StepCounts) -> float:
-    """Call a divisor's function with the counts, and return its number; 0 if nothing is valid.
+    """Call the caller's divisor function with the step's counts, and return its number. It may be
+    0, which means that nothing is valid.
 
     Raises:
         ValueError: it returned no finite number from 0 on.
@@ -466,7 +476,9 @@ def _detached_copy(value: Any) -> Any:
 
 
 def _by_sequence(name: str, value: Any, microbatch: Microbatch) -> tuple[Tensor, ...]:
-    """Split a value that has an entry for each sequence, or for each token of a pack."""
+    """Split an output of the loss into a tensor for each sequence. The output has an entry for each
+    sequence, or for each token of a pack.
+    """
     spans, number = microbatch.spans, microbatch.entries
     is_listed = isinstance(value, (list, tuple)) and len(value) == number
     if is_listed and all(isinstance(entry, Tensor) for entry in value):
@@ -630,7 +642,7 @@ class StepTotals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """Tells what an optimizer step did.
+    """Tells whether an optimizer step has updated parameters, and the norm of the gradients.
 
     Example: `Update(skipped=None, grad_norm=1.5)`.
     """
@@ -642,7 +654,8 @@ class Update:
 
 
 def reason_to_skip(grad_norm: float, rule: NonFinite) -> str | None:
-    """Return the reason to skip the update; None if it is to be made.
+    """Return the reason to skip the update if the norm is NaN or infinite and the rule is "skip";
+    None if the update is to be made.
 
     All ranks decide the same, because the norm is that of all ranks.
 

@@ -276,7 +276,9 @@ class MegatronBackend(MegatronModel):
             )
 
     def _refuse_autocast(self) -> None:
-        """Raise `RuntimeError` in autocast, where a backward would meet weights of another type."""
+        """Raise `RuntimeError` for a float32 model inside of `torch.autocast`, whose backward would
+        meet weights of another type.
+        """
         device = self.device.type
         is_float32 = self.configs[0].params_dtype == torch.float32
         if is_float32 and torch.is_autocast_enabled(device):
@@ -420,7 +422,9 @@ def _check_routes(replay: ExpertReplay, calls: Calls, *, read: bool) -> None:
 
 
 def _spans_with_routes(microbatch: Microbatch) -> list[Span]:
-    """Return the tokens that need routes: those that predict a token that counts."""
+    """Return the spans of tokens that need expert routes: tokens that are followed by a real token
+    of their sequence. Each is (row, first, end).
+    """
     if microbatch.spans is not None:
         return [(0, start, start + max(length - 1, 0)) for start, length in microbatch.spans]
     rows, width = microbatch.shape
@@ -438,7 +442,8 @@ def _spans_with_routes(microbatch: Microbatch) -> list[Span]:
 
 
 def _check_positions(calls: Calls, config: Any, size: int) -> None:
-    """Raise `ValueError` unless ranks can share the positions, and each sequence of a pack.
+    """Raise `ValueError` if rows, or sequences of a pack, cannot be divided evenly among
+    context-parallel and sequence-parallel ranks.
 
     There are `size` context-parallel ranks.
     """

@@ -107,7 +107,9 @@ class CurrentMicrobatch:
         self._is_masked = False
 
     def start(self, microbatch: Microbatch) -> None:
-        """Make this the current microbatch, because its forward begins."""
+        """Make `microbatch` the current one, because its forward begins: set its shape in the
+        schedule's arguments.
+        """
         self._microbatch, self._is_masked = microbatch, False
         # Read where this rank's forward fails and zeros go to the next stage in its place.
         rows, positions = microbatch.shape
@@ -184,7 +186,7 @@ class MegatronModel:
         return self._groups[1]
 
     def gradient_writes(self) -> tuple[int, ...]:
-        """Return the counters of `writes` for gradients alone."""
+        """Return torch's version counters of this rank's gradients, which change with writes."""
         return tuple(number for chunk in self.chunks for number in versions(chunk))
 
     def run(
@@ -243,7 +245,9 @@ class MegatronModel:
         return results
 
     def _set_aside(self, stack: ExitStack, reduce: bool) -> None:
-        """Replace functions of the configs by those of this call, until the stack closes."""
+        """Replace functions in the models' configs (finalize, no_sync, loss scale) for one schedule
+        call; `stack` puts them back.
+        """
 
         def note_finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
             self.finalize_options = options
@@ -454,7 +458,9 @@ def _tell_no_rank(failure: str | None) -> dict[int, str]:
 
 
 class CheckedUpdate(OpenUpdate):
-    """Runs an optimizer's `step()`, checks the norm in it, and tells how far it has come."""
+    """Runs the optimizer's `step()`, checks the gradients' norm right before the update, and tells
+    whether an update stopped half-way.
+    """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, options: Options) -> None:
         super().__init__(undo=options.undo)

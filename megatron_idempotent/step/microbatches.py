@@ -105,7 +105,10 @@ Calls = Sequence[Sequence[Microbatch]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
-    """Holds a batch as it is run and counted. Example: `cut_rows(batch, 4, (), grouped=False)`."""
+    """Holds a batch that was cut into microbatches, and its valid sequences and tokens.
+
+    Example: `cut_rows(batch, 4, (), grouped=False)`.
+    """
 
     sequences: int = 0
     """The number of sequences, masked ones included."""
@@ -235,7 +238,9 @@ def kind_of(value: Any) -> str:
 
 @contextmanager
 def in_batch(place: str) -> Iterator[None]:
-    """Begin the message of a `ValueError` that the block raises with the place that it is about."""
+    """Put `place`, the part of the batch that it is about, before the message of a `ValueError`
+    that the block raises.
+    """
     try:
         yield
     except ValueError as error:
@@ -272,12 +277,15 @@ def pack_in(batch: Any) -> Any:
 
 
 def on_host(values: Tensor) -> bool:
-    """Return whether the host can look at the values without a wait for a device."""
+    """Return True if the tensor is on the CPU, where it can be read without waiting for a
+    device.
+    """
     return values.device.type == "cpu"
 
 
 def check_masks(batch: Any, *, packed: bool = False, one_more: bool = False) -> None:
-    """Raise `ValueError` for tokens and masks that are no dense tensors, or do not fit.
+    """Raise `ValueError` if tokens or masks are no dense tensors, masks have another shape than the
+    tokens, or have values other than 0 and 1.
 
     A mask of rows has the shape of its tokens [B, T]. With `one_more` a token mask may have an
     entry more than there are inputs, which are then a sequence without its last token. Nested rows
@@ -407,7 +415,8 @@ def check_ids(sizes: EmbeddingSizes, calls: Calls, *, read: bool) -> None:
 
 
 def name_the_token(error: Exception, sizes: EmbeddingSizes, inputs: Any) -> Exception:
-    """Return an error of a forward; for an embedding's IndexError, one that names the token.
+    """Return the error of a forward. For an `IndexError` of an embedding return a `ValueError` that
+    names the token and its position.
 
     The embedding's own error, on the host, names neither the token nor its position. Tokens are
     looked at after the failure, because a forward may change its inputs.

@@ -63,7 +63,8 @@ from .status import (
 
 
 def failures_of(statuses: Sequence[RankStatus], group: Any = None) -> dict[int, str]:
-    """Describe what stops the step, by global rank: failures, aborts, ranks in another step.
+    """Return the reasons for which the step stops, by global rank: failures, aborts, ranks in
+    another step or with other arguments.
 
     `group` is the group whose statuses they are, None for all ranks.
     """
@@ -103,7 +104,9 @@ def differing_arguments(statuses: Sequence[RankStatus], ranks: Sequence[int]) ->
 
 
 class OpenStep:
-    """Holds what this rank has run in a step that has begun and not ended."""
+    """Holds this rank's state of a step between `begin()` and its end, and runs the step's calls on
+    a `Backend`.
+    """
 
     def __init__(
         self,
@@ -174,7 +177,8 @@ class OpenStep:
         last: bool,
         microbatch_id: str | None,
     ) -> BatchResult:
-        """Run a batch, after the ranks that meet in the model have agreed on what each of them has.
+        """Run forward and backward of a batch, after the ranks that meet in the model have told
+        each other what each of them has to run.
 
         Raises what `SplitStep.microbatch` does.
         """
@@ -300,7 +304,9 @@ class OpenStep:
         return self.results[microbatch_id]
 
     def _note_writes(self) -> None:
-        """Note the first sign of writes into gradients or parameters that the step has not made."""
+        """Record the first write into gradients or parameters, since the last call, that the step
+        has not made.
+        """
         writes = self._backend.writes()
         gradients, parameters = writes.since(self._writes)
         if self._disturbance is None and parameters:
@@ -319,7 +325,9 @@ class OpenStep:
             )
 
     def finish(self, increment: int | None, lr: float | None, divisor: Any) -> StepResult:
-        """Agree that no rank failed, then update; in a step that has updated, return the result."""
+        """Agree with all ranks that none failed, then update, and return the result. If all ranks
+        have updated already, return the result alone.
+        """
         if not self.committed:
             with self._noting_failures(unless=WindowAborted):
                 totals, local = self._gather_totals(increment, lr, divisor)
@@ -471,7 +479,8 @@ class OpenStep:
         return totals, counts[self._loss.kind == "token"]
 
     def _check_at_the_end(self) -> tuple[tuple[float, float], str | None]:
-        """Return this rank's valid sequences and tokens, and the name of a parameter not finite.
+        """Return this rank's numbers of valid sequences and tokens, and a description of its first
+        NaN or infinite parameter, or None.
 
         The host reads all of it from the device at once.
 
@@ -621,7 +630,8 @@ class OpenStep:
         return statuses
 
     def _shift_for(self, calls: Calls) -> int | None:
-        """Return the exponent of a power of two, at least the number of terms of a replica's sum.
+        """Return the exponent of a power of two by which losses are divided; the power is at least
+        the number of terms in a replica's gradient sum.
 
         Divided by that power, gradients are no larger than those of a mean. It is chosen once in a
         step, with the first batch, because gradients of all batches are added up; it grows with the
@@ -647,7 +657,9 @@ class OpenStep:
         return max(int(max(terms, 1) - 1).bit_length(), self._shift or 0)
 
     def _agree_on_shift(self, shifts: Iterable[int | None]) -> None:
-        """Take the largest exponent of all ranks in the agreement, whose gradients add up."""
+        """Adopt the largest of the ranks' exponents: losses, and the gradients so far, are divided
+        by that power of two on all of them.
+        """
         largest = max((shift for shift in shifts if shift is not None), default=None)
         if largest is not None and largest != self._shift:
             self._shift = largest

@@ -34,7 +34,8 @@ from .microbatches import (
 
 
 def spans_in(batch: Any) -> Spans | None:
-    """Return the sequences of a microbatch that holds a pack; None if its sequences are rows.
+    """Return (first token, length) of each sequence of a microbatch that holds a pack; None if its
+    sequences are rows.
 
     A pack is a `Pack`, Megatron's `PackedSeqParams`, or a tensor `cu_seqlens`, with
     `cu_seqlens_padded` where sequences are padded. A tensor on a device is read by the host.

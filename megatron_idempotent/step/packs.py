@@ -117,7 +117,8 @@ def bin_sequences(
 
 
 def capacity_of(max_tokens: int, alignment: TokenAlignment) -> int:
-    """Return the largest multiple of the alignment that is not above `max_tokens`.
+    """Return the most tokens that a pack can hold: the largest multiple of `alignment.pack` that is
+    not above `max_tokens`.
 
     Raises:
         ValueError: `max_tokens` is below the smallest multiple.
@@ -233,7 +234,7 @@ class Budget(NamedTuple):
 
 
 class PackedRows:
-    """Checks the rows of a batch, and packs them into as many packs as ranks have agreed on."""
+    """Checks the rows of a batch, and packs them into microbatches within a budget of tokens."""
 
     def __init__(
         self,
@@ -316,7 +317,9 @@ class PackedRows:
 def _values_of(
     name: str, value: Any, rows: tuple[int, ...], source_N: Tensor, pack: Pack, tokens_BT: Tensor
 ) -> Any:
-    """Return one pack's rows of a value of the batch; the pack's tokens are at `source_N`."""
+    """Return one pack's part of a value of the batch; values with an entry per token are laid out
+    as the pack's tokens.
+    """
     if isinstance(value, (list, tuple)):
         items = [value[row] for row in rows]
         return items if isinstance(value, list) else tuple(items)

@@ -41,7 +41,8 @@ def take_ready(
     *,
     grouped: bool,
 ) -> PreparedBatch:
-    """Check and count a list of microbatches, which are run as they are.
+    """Check microbatches that the caller has made, and return them as one batch, with their shapes
+    and numbers of valid sequences and tokens.
 
     `shape` and `counts` are the step's functions; `grouped` says that groups are counted.
 

@@ -69,7 +69,8 @@ class StepResult:
 
     @property
     def own_rows(self) -> tuple[Mapping[str, float], ...]:
-        """The rows that this rank reports; over all ranks together, each row of the step once.
+        """The rows of metrics, one per microbatch, that this rank reports. Over all ranks together,
+        each row of the step comes once.
 
         One rank of each replica reports; the others have no rows.
         """
@@ -77,5 +78,7 @@ class StepResult:
 
     @property
     def replica_rows(self) -> tuple[Mapping[str, float], ...]:
-        """The rows of this rank's replica, in the order of its microbatches; on all its ranks."""
+        """The rows of metrics of this rank's replica, in the order of its microbatches; the same on
+        all ranks of the replica.
+        """
         return tuple(row for row in self.rows if row["replica"] == self.replica)

@@ -138,7 +138,9 @@ class StepSchedule:
         self.step.prepare()
 
     def begin(self) -> str:
-        """Open a step unless one is open, and return the step's id. All ranks, the first time."""
+        """Open a step if none is open, and return the id of the open step. All ranks call it for a
+        new step.
+        """
         if self.step.open_step_id is not None:
             return self.step.open_step_id
         per_token = get_model_config(self._chunks[0]).calculate_per_token_loss
@@ -208,7 +210,9 @@ class _ScheduleLoss:
 
 
 def _tokens(counts: StepCounts) -> float:
-    """Return the tokens that loss functions have counted, at least 1: a schedule's divisor."""
+    """Return the number of tokens that the loss functions have reported on all ranks, at least 1.
+    It divides the gradients.
+    """
     return max(counts.reported.get("num_tokens", 0.0), 1.0)
 
 

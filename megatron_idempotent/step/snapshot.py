@@ -26,7 +26,7 @@ Restore = Callable[[], None]
 
 
 class ModuleSnapshot:
-    """Keeps training modes and buffers of modules, as they are now."""
+    """Copies training modes and buffers of modules when it is made, and puts them back later."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = [m for module in modules for m in module.modules()]
@@ -48,14 +48,15 @@ class ModuleSnapshot:
         self.restore_buffers()
 
     def restore_buffers(self) -> None:
-        """Put the buffers back, into the memory they are in."""
+        """Copy the kept values back into the buffers, in place."""
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)
 
 
 def keep_torch() -> Restore:
-    """Keep torch's random states on host and device, and whether gradients are recorded.
+    """Copy torch's random states on host and device, and whether gradients are recorded; return a
+    function that puts them back.
 
     The states of Python and NumPy belong to the caller, who may draw numbers while a step is open.
     """
@@ -74,7 +75,8 @@ def keep_torch() -> Restore:
 
 
 def keep_values(values: Mapping[str, Any], put: Callable[[str, Any], None]) -> Restore:
-    """Keep values and tensors by name; `put(name, value)` sets one.
+    """Copy values and tensors by name, and return a function that puts them back; `put(name,
+    value)` sets one.
 
     Tensors are put back in place, because captured graphs and aliases hold their memory.
     """
@@ -91,7 +93,9 @@ def keep_values(values: Mapping[str, Any], put: Callable[[str, Any], None]) -> R
 
 
 def keep_attributes(owner: Any, names: Iterable[str] | None = None) -> Restore:
-    """Keep the plain values and tensors among an object's attributes."""
+    """Copy the plain values and tensors among an object's attributes, and return a function that
+    puts them back.
+    """
     values = vars(owner) if names is None else {name: getattr(owner, name) for name in names}
     plain = (Tensor, bool, int, float, str, list, tuple, type(None))
     kept = {name: value for name, value in values.items() if isinstance(value, plain)}
@@ -112,9 +116,11 @@ def check_scheduler(step: Any, remedy: str, *needed: str) -> None:
 
 
 def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
-    """Keep the functions that an object overrides of its class or holds as attributes.
+    """Remember which functions of these names an object has as attributes of its own, and return a
+    function that puts them back.
 
-    When they are put back, functions that it does not override now are its class's again.
+    Functions that the object did not have then are removed from it, so that its class's functions
+    are found again.
     """
     overrides = {name: vars(owner)[name] for name in names if name in vars(owner)}
 
@@ -139,7 +145,9 @@ class Writes(NamedTuple):
     parameters: tuple[int, ...]
 
     def since(self, earlier: Writes) -> tuple[int, int]:
-        """Return how many of the gradients, and of the parameters, were written or dropped."""
+        """Return how many gradients, and how many parameters, were written or dropped since
+        `earlier` was read.
+        """
         gradients, parameters = (
             sum(new > old or new < 0 <= old for new, old in zip(*pair, strict=True))
             for pair in zip(self, earlier, strict=True)
@@ -163,7 +171,9 @@ def _refused(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def keep_groups(groups: Iterable[dict[str, Any]]) -> list[Restore]:
-    """Keep the settings in an optimizer's parameter groups."""
+    """Copy the settings of each parameter group, such as `lr`; return a function for each group
+    that puts them back.
+    """
     return [
         keep_values({n: v for n, v in group.items() if n != "params"}, group.__setitem__)
         for group in groups
@@ -185,7 +195,9 @@ _OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "ch
 
 
 class MegatronSnapshot:
-    """Keeps all that a step changes, except gradients, parameters and the optimizer's state."""
+    """Copies all that a step changes, except gradients, parameters and the optimizer's state, and
+    puts it back.
+    """
 
     def __init__(
         self,
@@ -195,7 +207,7 @@ class MegatronSnapshot:
         *,
         auxiliary: bool = True,
     ) -> None:
-        """Keep the present state; with `auxiliary` also layers' logs and scales of their losses."""
+        """Copy the present state; with `auxiliary` also logs and scales of auxiliary losses."""
         from megatron.core.pipeline_parallel import schedules
 
         from megatron_idempotent.window.accumulation import configs_of
@@ -233,7 +245,9 @@ class MegatronSnapshot:
 
 
 def keep_tracker() -> Restore:
-    """Copy the states of Megatron's RNG tracker, which dropout uses; return their restore."""
+    """Copy the states of Megatron's RNG tracker, which dropout uses; return a function that puts
+    them back.
+    """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker as tracker
 
     def copied(states: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +267,9 @@ def keep_tracker() -> Restore:
 
 
 def keep_logs() -> Restore:
-    """Keep the totals that MoE, MTP and DSA layers log; later ones become zero."""
+    """Copy the totals that MoE, MTP and DSA layers log, and return a function that puts them back
+    and zeroes totals that came later.
+    """
     totals = {id(value): (value, value.clone()) for value in logged()}
 
     def restore() -> None:
@@ -280,7 +296,8 @@ def logged() -> Iterator[Tensor]:
 
 
 def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Restore:
-    """Keep copies of parameters and optimizer state on the host, from before an update.
+    """Copy parameters and optimizer state to the host, before an update, and return a function that
+    puts them back.
 
     A copy costs memory on the host and time in each step, so a step makes it only with `undo=True`.
     The copies are put back in place, and state that the update has created is deleted.
@@ -322,7 +339,9 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
 
 
 class OpenUpdate:
-    """Refuses updates while a step is open, except the step's own, and tracks how far that is."""
+    """Makes optimizers refuse `step()` while a step is open, except in the step's own update, and
+    tracks how far that has come.
+    """
 
     def __init__(self, *, undo: bool) -> None:
         self.begun = False
@@ -338,18 +357,20 @@ class OpenUpdate:
         return self.begun and self.undo is None
 
     def open(self, optimizers: Iterable[Any]) -> None:
-        """Begin a step, in which these optimizers refuse to step until `reset`."""
+        """Make these optimizers' `step()` raise until `reset`, because a step begins."""
         self.reset()
         self._allow = [refuse_update(part) for part in optimizers if part is not None]
 
     def begin(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
-        """Note that the update begins, after copies were made if the step can be undone."""
+        """Note that the step's own update begins. If the step can be undone, copy parameters and
+        optimizer state before.
+        """
         if self._keeps_copy:
             self.undo = keep_update(parameters, optimizers)
         self.begun = True
 
     def reset(self) -> None:
-        """Forget an earlier update, and let the optimizers step."""
+        """Forget the update of the last step, and let the optimizers step again."""
         self.begun, self.undo = False, None
         while self._allow:
             self._allow.pop()()
@@ -373,7 +394,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def sum_of_norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the tensors' norms, float64; it is finite only if all elements are."""
+    """Return the sum of the tensors' 2-norms, float64; it is finite only if all elements are."""
     by_kind: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         # Quantized parameters are no plain tensors, and have no NaN of their own.
@@ -387,7 +408,9 @@ def sum_of_norms(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Name the first NaN or infinite element, or return None. Reads from the device."""
+    """Describe the first NaN or infinite element of the named tensors; None if all are finite.
+    Waits for the device.
+    """
     for name, value in tensors:
         wrong = ~value.detach().isfinite()
         if wrong.any():
@@ -410,7 +433,8 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
 
 
 def lr_and_weight_decay(optimizer: Any) -> tuple[float, float] | None:
-    """Return learning rate and weight decay of a group without multipliers; None without groups.
+    """Return learning rate and weight decay of the first group whose multipliers are 1, or else of
+    the first group; None without groups.
 
     Before 0.14 the optimizer of a pipeline stage with only frozen parameters has no groups.
     """

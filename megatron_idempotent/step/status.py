@@ -113,7 +113,7 @@ def _all_gather_bytes(message: bytes, group: Any) -> list[bytes]:
 
 
 def _all_gather_padded(message: bytes, size: int, group: Any) -> list[bytes]:
-    """Return `size` bytes of each rank: its message and zeros. A collective."""
+    """Gather from each rank its message, padded with zeros to `size` bytes. A collective."""
     own_bytes = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
     shape = dist.get_world_size(group), size
     by_rank = list(torch.empty(shape, dtype=torch.uint8, device="cpu"))
