@@ -50,7 +50,9 @@ class TokenAlignment:
         return -(-tokens // self.sequence) * self.sequence
 
     def of_pack(self, lengths: Iterable[int]) -> int:
-        """Return the tokens of a pack of sequences, padding included; of one: its row's width."""
+        """Return the tokens of a pack of these sequences, padding included. For one sequence that
+        is the width of its row.
+        """
         return -(-sum(map(self.of_sequence, lengths)) // self.pack) * self.pack
 
     @classmethod
@@ -243,7 +245,7 @@ class Pack:
         *,
         device: torch.device | str | None = None,
     ) -> Pack:
-        """Return the layout of sequences of these lengths in segments of these sizes.
+        """Return the layout of sequences of these lengths in segments of these padded sizes.
 
         Example: `Pack.laid_out(pack.lengths, pack.segments)` is that pack again.
         """

@@ -61,7 +61,8 @@ from .truncated_vocab import KeptColumns, Sampling, columns_above_boundary, colu
 
 
 class TokenStats(NamedTuple):
-    """Holds the statistics of each token, [...] as the rows: float32, or float64 for such logits.
+    """Holds log-prob, entropy and log-sum-exp of each token, in the shape of the rows: float32, or
+    float64 for float64 logits.
 
     They are zero for tokens that are masked or ignored.
     """
@@ -263,7 +264,7 @@ class LogprobsFromLogits(torch.autograd.Function):
     def forward(
         ctx: Any, batch: TokenBatch, logits: Tensor, kept_N: Tensor | None, sampler: Sampler | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the statistics; `batch` has an entry for each kept token."""
+        """Compute log-prob, entropy and log-sum-exp; `batch` has an entry for each kept token."""
         rows, ctx.is_sampled = Order(logits).rows(logits), sampler is not None
         if sampler is None:
             partial = local_statistics(rows, kept_N, batch)
@@ -283,7 +284,7 @@ class LogprobsFromLogits(torch.autograd.Function):
 
 
 def _gradient_of_logits(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None) -> Tensor:
-    """Return the gradient of all columns."""
+    """Return the logits' gradient for all columns, in the logits' memory if they are consumed."""
     batch, (total, logits, kept_N) = ctx.batch, _saved(ctx)
     order, of_outputs = Order(logits), (batch, total, d_logprob_N, d_entropy_N)
     # An alias that shares the version counter: autograd tells others who have saved the logits.
@@ -305,7 +306,7 @@ def _gradient_of_logits(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tenso
 def _gradient_of_kept_logits(
     ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
 ) -> Tensor:
-    """Return the gradients of the columns that the sampler kept, and zeros elsewhere."""
+    """Return the logits' gradient with a sampler: zeros except in the columns that it kept."""
     row_E, column_E, gradient_E, kept_N, logits = _kept_gradient(ctx, d_logprob_N, d_entropy_N)
     # An alias that shares the version counter: autograd tells others who have saved the logits.
     gradient: Tensor = (
@@ -385,7 +386,8 @@ class LogprobsFromHidden(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
-        """Compute the same parts of the logits again, and both gradients from them.
+        """Compute the logits again, part by part, and from them the gradients of the hidden states
+        and the weight.
 
         With `parts.reduce` the group's ranks take part in one all-reduce, in float32.
         """
@@ -432,7 +434,8 @@ def _gradients_by_columns(
 def _gradients_by_tokens(
     ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the same gradients, by all columns of some tokens at a time, for Triton's kernels.
+    """Return the gradients of the hidden states and the weight. The logits are computed again for
+    Triton's kernels, all columns of some tokens at a time.
 
     The hidden states' gradient is in float32 if it is summed over several ranks.
     """
@@ -481,7 +484,9 @@ def _kept_gradient(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | N
 def _gradients_of_kept(
     ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the same gradients from the kept columns alone, without computing logits."""
+    """Return the gradients of the hidden states and the weight from the columns that a sampler
+    kept, without computing logits again.
+    """
     row_E, column_E, gradient_E, hidden_NH, weight_VH = _kept_gradient(
         ctx, d_logprob_N, d_entropy_N
     )

@@ -31,7 +31,8 @@ _LOGITS_BYTES_OF_ROWS = 512 << 20
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Call:
-    """Holds the checked arguments of a call, and orders values as the rows lie in memory.
+    """Checks and holds the arguments of a call such as `token_logprobs`, and orders values of each
+    token as the rows lie in memory.
 
     `ordered` puts values of each token into that order, and leaves out tokens that are not
     computed; `shaped` puts results back. Call `gather` before both. Arguments are those of
@@ -266,14 +267,18 @@ class Call:
         return rows
 
     def ordered(self, value: Any) -> Any:
-        """Return a tensor [...] as [N], or [..., K] as [N, K]; any other value as it is."""
+        """Return a tensor [...] or [..., K] as [N] or [N, K]: only computed tokens, in memory
+        order. Any other value is returned as it is.
+        """
         if not isinstance(value, Tensor):
             return value
         value = self._order.flat(value)
         return value if self._position_K is None else value.index_select(0, self._position_K)
 
     def shaped(self, values_N: Tensor | None, fill: float = 0.0) -> Any:
-        """Return [N] as [...], or [N, K] as [..., K], with `fill` for tokens not computed."""
+        """Undo `ordered`: return [N] as [...], or [N, K] as [..., K], with `fill` for tokens not
+        computed.
+        """
         if values_N is None:
             return None
         if self.kept_N is not None:
@@ -307,7 +312,9 @@ class Call:
         )
 
     def source(self, rows: Tensor) -> Source:
-        """Return the logits that `gather` returned, or those of its hidden states."""
+        """Return a reader of the logits: those that `gather` returned, or those of the hidden
+        states that it returned.
+        """
         if self.weight is not None:
             return Products(self.ordered(rows), self.weight, self.columns, self.parts())
         # Larger than the cache, because each block takes a few small operations.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def misfit(caller: str, argument: str, remedy: str) -> ValueError:
-    """Return the error of a function's argument, and of what to pass in its place."""
+    """Return a `ValueError` that says which argument does not fit, and what to pass instead."""
     return ValueError(f"{caller}() got {argument}: {remedy}")
 
 

@@ -182,7 +182,7 @@ def write_gradient(
     slopes: GradCoefficients,
     batch: TokenBatch,
 ) -> None:
-    """Write the kept tokens' gradient into panels of the same shape, or into the logits."""
+    """Write the logits' gradient of the kept tokens into `into`, which may be the logits."""
     local_N, real = batch.local, batch.columns.real
     if not real or not len(local_N):
         return

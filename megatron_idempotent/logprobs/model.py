@@ -246,7 +246,8 @@ def logprobs_processor(
     temperature: float | Tensor = 1.0,
     **arguments: Any,
 ) -> Callable[..., TokenStats]:
-    """Return the processor of `model_logprobs`, for callers who call the model themselves.
+    """Return an `output_processor` that has a GPTModel's forward return log-probs, for callers who
+    call the model themselves.
 
     Args:
         targets, temperature, arguments: as of `model_logprobs`, with the same defaults.

@@ -35,7 +35,7 @@ from .triton_kernels import (
 
 
 def local_statistics(logits: Tensor, kept_N: Tensor | None, batch: TokenBatch) -> Partial:
-    """Compute statistics of the kept tokens, without a copy of their rows."""
+    """Compute statistics of this rank's columns for each kept token, without copying the rows."""
     panels, shape = as_matrices(logits)[0], IN_USE["statistics"]
     batch = _computed(batch)
     parts: list[Tensor] = []
@@ -109,7 +109,8 @@ def write_gradient(
     slopes: GradCoefficients,
     batch: TokenBatch,
 ) -> None:
-    """Write all of `into`: gradients, and zeros for tokens not kept and in padded columns.
+    """Write the logits' gradient into all of `into`: zeros for tokens that are not kept, and in
+    padded columns.
 
     `slopes` and `batch` are of all kept tokens. Those with -1 in `token_N` get zeros, too.
     """

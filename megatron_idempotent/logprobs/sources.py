@@ -26,7 +26,7 @@ _SHORTER = 4
 
 
 class Order:
-    """Orders leading dimensions by descending stride, which is the order of rows in memory.
+    """Orders a tensor's leading dimensions by descending stride, the order of rows in memory.
 
     A view [B, S, V] of a tensor [S, B, V] is thereby read from front to back. `flat` puts vectors
     over the tokens into that order, `unflat` puts them back.
@@ -43,13 +43,13 @@ class Order:
         return tensor.permute(*self._order, tensor.dim() - 1)
 
     def flat(self, per_token: Tensor) -> Tensor:
-        """Return [...] as [N], or [..., K] as [N, K], in this order."""
+        """Flatten values of each token, [...] or [..., K], to [N] or [N, K] in this order."""
         leading = len(self._order)
         ordered = per_token.permute([*self._order, *range(leading, per_token.dim())])
         return ordered.reshape(math.prod(self._shape), *ordered.shape[leading:])
 
     def unflat(self, per_token_N: Tensor) -> Tensor:
-        """Return [N] as [...], or [N, K] as [..., K]; undo `flat`."""
+        """Undo `flat`: return [N] as [...], or [N, K] as [..., K]."""
         behind = per_token_N.shape[1:]
         dims = [*self._back, *range(len(self._back), len(self._back) + len(behind))]
         return per_token_N.view([*self._shape, *behind]).permute(dims)
@@ -72,7 +72,9 @@ def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
 
 
 class RowBlock(NamedTuple):
-    """Describes some rows of one panel, and their indices among the kept tokens."""
+    """Describes some rows of one panel (a matrix that `as_matrices` returned), and their indices
+    among the kept tokens.
+    """
 
     panel: int
     rows: slice | Tensor
@@ -151,7 +153,7 @@ def kept_places(kept_N: Tensor, count: int) -> Tensor:
 
 
 def zero_others(panels: list[Tensor], kept_N: Tensor | None, columns: int) -> None:
-    """Zero the parts without a gradient: padding, and tokens that are not kept."""
+    """Zero in place what has no gradient: padded columns, and rows of tokens not kept."""
     for panel, mask in masked(panels, kept_N):
         panel[:, columns:] = 0
         if mask is not None:
@@ -193,7 +195,7 @@ TILE = 128
 
 
 class ProductParts(NamedTuple):
-    """Describes the parts in which logits are computed, and where their gradients go."""
+    """Says how many logits are computed from hidden states at once, and where gradients go."""
 
     logits_bytes: int
     """The bytes of logits that are computed at a time."""
@@ -218,7 +220,7 @@ class ProductParts(NamedTuple):
 
 
 def _slices(stop: int, step: int) -> Iterator[slice]:
-    """Cut a range into slices; yield an empty one if there is nothing in it."""
+    """Cut the range 0 to `stop` into slices of `step`; yield one empty slice if `stop` is 0."""
     return (slice(start, min(start + step, stop)) for start in range(0, stop or 1, step))
 
 
@@ -251,7 +253,7 @@ class Logits:
         self._kept_N, self._columns, self._workspace = kept_N, columns, workspace_bytes
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits of all tokens, some tokens [n, V] at a time, with their places.
+        """Yield (slice of the tokens, their logits [n, V]) until all tokens have come.
 
         They are views if their rows follow each other, else copies.
         """
@@ -285,7 +287,7 @@ class Products:
         self._parts, self.dtype = parts, hidden_NH.dtype
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits of all tokens, some tokens [n, V] at a time, with their places."""
+        """Yield (slice of the tokens, their logits [n, V]) until all tokens have come."""
         weight_HV, product = self._weight_VH.t(), Product()
         tokens, columns = len(self._hidden_NH), len(self._weight_VH)
         for part in self._parts.of_tokens(tokens, columns, self.dtype):
@@ -388,9 +390,11 @@ def product_into(
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Apply torch's decorator at each call, because its wrapper cannot be pickled by value.
+    """Decorate the `backward` of an autograd function as torch's `once_differentiable` does, so
+    that it can be pickled by value.
 
-    If no output has a gradient, no input has one, and `backward` is not called.
+    Torch's decorator is applied at each call, because its wrapper cannot be pickled. If no output
+    has a gradient, no input has one, and `backward` is not called.
     """
 
     @functools.wraps(backward)

@@ -43,7 +43,7 @@ class Columns(NamedTuple):
 
 
 class ComputeOptions(NamedTuple):
-    """Holds the options of a computation."""
+    """Holds a call's options: entropy, its gradient, consuming logits, backend, scratch memory."""
 
     entropy: bool = False
     entropy_gradient: bool = False
@@ -53,7 +53,7 @@ class ComputeOptions(NamedTuple):
 
 
 class TokenBatch(NamedTuple):
-    """Holds the inputs of the tokens that are computed, in the order of their rows."""
+    """Holds targets, temperature and options of the computed tokens, in the order of rows."""
 
     targets: Tensor
     """Ids in the vocabulary, [N]; or [N, K] of K targets, each once, -1 where there are fewer."""
@@ -76,7 +76,7 @@ class TokenBatch(NamedTuple):
         return self.targets // self.columns.per_rank
 
     def select(self, tokens: slice | Tensor) -> TokenBatch:
-        """Return the inputs of some tokens."""
+        """Return the batch with the targets and temperatures of these tokens alone."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature[tokens]
@@ -99,12 +99,12 @@ def is_unit_temperature(temperature: Tensor | float) -> bool:
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which logits of this type are computed."""
+    """Return the type to compute logits of this type in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_local(local: Tensor, columns: int) -> Tensor:
-    """Return a mask of the columns that are among the first `columns`, those of this rank."""
+    """Return a mask of the column numbers that are on this rank: from 0 to `columns` - 1."""
     return (local >= 0) & (local < columns)
 
 
@@ -282,7 +282,7 @@ _LEAST_LOG, _MOST_LOG = -15.0, 40.0
 
 
 class GradCoefficients(NamedTuple):
-    """Holds the numbers of each kept token's gradient, each [N].
+    """Holds the coefficients of the logits' gradient of each kept token, each [N].
 
     The gradient is exp(z)·(factor + slope·z), with z = (logit - origin) / temperature, and
     `of_target` at the target's column.
@@ -303,7 +303,8 @@ class GradCoefficients(NamedTuple):
         d_logprob_N: Tensor | None,
         d_entropy_N: Tensor | None,
     ) -> GradCoefficients:
-        """Return the numbers of p·(-g_logprob - g_entropy·(H + log p)) + [is target]·g_logprob.
+        """Return the coefficients of p·(-g_logprob - g_entropy·(H + log p)) + [is
+        target]·g_logprob.
 
         It takes H + log p as z - mean, so that nothing cancels, and the target's 1 - p from its
         log-prob.
@@ -339,7 +340,8 @@ class GradCoefficients(NamedTuple):
         d_logprob_NX: Tensor,
         d_entropy_N: Tensor | None,
     ) -> GradCoefficients:
-        """Return the same for K targets and the rest, all other tokens; each has a gradient.
+        """Return the coefficients for K targets of each token and the rest, i.e. all other tokens
+        together, whose log-prob has a gradient too.
 
         The other columns' gradient is written with q = p / rest, which is a number however small
         both are: q·(g_rest·(1 - rest) - rest·Σ g_target), and for the entropy

@@ -190,7 +190,9 @@ def _positions_of(
 
 
 class _GatheredParts(torch.autograd.Function):
-    """Gathers all ranks' parts as [size, ...]; the gradient is this rank's part, or summed."""
+    """Gathers all ranks' parts as [size, ...]; the gradient is that of this rank's part, summed
+    over the ranks if `adds_up`.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any, adds_up: bool) -> Tensor:

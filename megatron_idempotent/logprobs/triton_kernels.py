@@ -76,7 +76,9 @@ _WARP = 32
 
 
 class Shape(NamedTuple):
-    """Says how many threads a program has, and how many loads each of them has in flight."""
+    """Says how the work of a Triton kernel is divided: warps of a program, loads in flight, columns
+    of a program.
+    """
 
     warps: int
     """The number of warps of a program, of 32 threads each."""
@@ -157,7 +159,7 @@ def _absorb(
     UNIT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a tile to each lane's largest logit and sums, and return them."""
+    """Add a tile of logits to each lane's largest logit, sum and moment; return the three."""
     previous_L = largest_L
     largest_L = tl.maximum(previous_L, tl.max(x_UL, 0))
     z_UL = scaled(x_UL - largest_L[None, :], temperature, inverse, UNIT)
