@@ -123,7 +123,7 @@ def older(session: nox.Session, torch: str, version: str) -> None:
 
 @nox.session(venv_backend="none")
 def untried(session: nox.Session) -> None:
-    """Test the newest release with the newest torch on the package index, above our bound, too."""
+    """Test the newest release with the newest torch on the package index, even above our bound."""
     folder = WORK / "untried"
     version = RELEASES[NEWEST]["python"]
     if _run_release(

@@ -16,7 +16,9 @@ SOURCE = (HERE / "megatron_idempotent" / "__init__.py").read_text("utf-8")
 
 
 def absolute(link: re.Match[str]) -> str:
-    """Return a link of Markdown with the address of its file; GitHub shows images as `raw`."""
+    """Return a Markdown link with the relative path replaced by the file's URL on GitHub, at this
+    version's tag.
+    """
     text, path = link.groups()
     return f"{text}({REPOSITORY}/{'raw' if text.startswith('!') else 'blob'}/v{TAG}/{path})"
 

@@ -31,7 +31,7 @@ RULES: list[Rule] = []
 
 
 def rule(function: Rule) -> Rule:
-    """Add a function to the rules."""
+    """Register a function in `RULES`, all of which `main` runs. It is a decorator."""
     RULES.append(function)
     return function
 
@@ -42,13 +42,13 @@ def text_of(root: Path, name: str) -> str:
 
 
 def sources(root: Path, *folders: str) -> Iterator[Path]:
-    """Yield the Python files of folders."""
+    """Yield the paths of all Python files below these folders of the project."""
     for folder in folders:
         yield from sorted((root / folder).rglob("*.py"))
 
 
 def project(root: Path) -> dict[str, Any]:
-    """Return pyproject.toml."""
+    """Return the parsed contents of pyproject.toml."""
     return tomllib.loads(text_of(root, "pyproject.toml"))
 
 
@@ -58,7 +58,7 @@ def table(root: Path) -> dict[str, Any]:
 
 
 def pages(root: Path) -> list[Path]:
-    """Return the pages of the documentation."""
+    """Return the paths of the documentation's Markdown pages and of README.md."""
     return sorted([*(root / "docs").rglob("*.md"), root / "README.md"])
 
 
@@ -109,7 +109,9 @@ def docstrings_are_sentences(root: Path) -> Iterator[str]:
 
 @rule
 def the_map_shows_what_is_there(root: Path) -> Iterator[str]:
-    """Yield files of CONTRIBUTING's map that are not there, and rooms that it lacks."""
+    """Yield faults of CONTRIBUTING.md: files in its map that do not exist, and packages that its
+    pictures lack.
+    """
     package, page = root / "megatron_idempotent", text_of(root, "CONTRIBUTING.md")
     rows = page.split("| question | file |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
     for row in rows:
@@ -259,7 +261,9 @@ def releases_are_those_of_the_table(root: Path) -> Iterator[str]:
 
 @rule
 def the_lock_has_what_is_asked_for_and_its_hashes(root: Path) -> Iterator[str]:
-    """Yield dependencies that the lock lacks, files without a hash, and what is of one machine."""
+    """Yield faults of the lock file: missing dependencies, packages without a hash, and paths that
+    exist on one machine only.
+    """
     lock, wanted = text_of(root, "requirements/dev.lock"), project(root)
     files = re.sub(r"\n +#.*", "", lock)  # without what asks for a file
     pins = dict(re.findall(r"(?m)^([^=\s]+)==(\S+)", files))
@@ -289,7 +293,9 @@ def the_lock_has_what_is_asked_for_and_its_hashes(root: Path) -> Iterator[str]:
 
 @rule
 def workflows_run_all_tests(root: Path) -> Iterator[str]:
-    """Yield tests that no wing of CI has, or two have, and commands of .ci/run that CI lacks."""
+    """Yield test files that no CI job runs or that several run, and commands of .ci/run that no CI
+    job runs.
+    """
     jobs = yaml.safe_load(text_of(root, ".github/workflows/ci.yml"))["jobs"]
     shards = []
     for wing in jobs["wing"]["strategy"]["matrix"]["wing"]:

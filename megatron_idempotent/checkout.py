@@ -45,7 +45,9 @@ def load_case_files(path: list[str]) -> None:
 
 
 def _is_ours(file: str) -> bool:
-    """Tell our `patches/__init__.py` from that of another folder called `patches`."""
+    """Tell if a file is this project's `patches/__init__.py`, not that of another folder
+    `patches`.
+    """
     try:
         with open(file, encoding="utf-8") as source:
             return PACKAGE in source.read()

@@ -30,7 +30,7 @@ PACKAGES = frozenset(
 
 
 def init(args: object = None) -> Report:
-    """Apply the patches, where a framework calls a function that its user names.
+    """Apply the patches; an entry point for frameworks that call a function named by their user.
 
     The first training call of a job then checks that all of its ranks have them. slime and miles
     take `--custom-megatron-init-path megatron_idempotent.init`.
@@ -56,7 +56,7 @@ def init(args: object = None) -> Report:
 
 
 def watch() -> None:
-    """Apply the patches at this process's first import of one of `PACKAGES`, or now if it has been.
+    """Apply the patches when this process first imports one of `PACKAGES`, or now if it has.
 
     `MEGATRON_IDEMPOTENT=0` turns all of them off. Safe to call any number of times.
     """
@@ -67,7 +67,7 @@ def watch() -> None:
 
 
 class _Watch:
-    """A finder that waits for the first import of a package that has patches.
+    """A finder that applies the patches at the first import of a package that has patches.
 
     At Python's start the path is not complete: it lacks the script's own folder, and the folders of
     later `.pth` files. So nothing is decided before such an import. The finder stays in

@@ -42,7 +42,8 @@ REMEDIES = {
 
 
 def untried_torch(version: str | None = None) -> str | None:
-    """Return a sentence if a torch is newer than the newest one that ranks were run on, else None.
+    """Return a sentence if torch is newer than the newest version that this package was tested
+    with, else None.
 
     The newest one is below the upper bound of the extra `trainer`.
 
@@ -72,7 +73,8 @@ def untried_torch(version: str | None = None) -> str | None:
 
 
 class naming_the_remedy:
-    """Says in the error, if the block lacks a module of `REMEDIES`, how to install it.
+    """Context manager: if its block fails to import a module of `REMEDIES`, the error says how to
+    install that module.
 
     Args:
         feature: the name that the user asked for, such as `megatron_idempotent.TrainStep`.

@@ -87,7 +87,8 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
 
 
 class SettingsReader(Generic[Record]):
-    """Reads a record from a TOML file, with texts `key=value` applied over it.
+    """Builds a record of settings from a TOML file, and from texts `key=value` that override the
+    file.
 
     Example: `SettingsReader(Config, ConfigError, path).set("optimizer.lr=1e-4").build()`.
     """

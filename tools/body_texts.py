@@ -16,7 +16,9 @@ from megatron_idempotent.patching.trees import SourceTree
 
 
 def renewed_texts(lines: Sequence[str], trees: Iterable[SourceTree]) -> list[str]:
-    """Add texts from source trees to the lines of `texts.txt`; drop unreviewed bodies."""
+    """Return the lines of `texts.txt` with the texts of reviewed functions in these trees added,
+    and those of unreviewed bodies dropped.
+    """
     bodies = {name for names in reviewed().bodies.values() for name in names}
     texts = dict(line.split() for line in lines)
     texts = {digest: name for digest, name in texts.items() if name in bodies}

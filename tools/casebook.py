@@ -368,7 +368,8 @@ the same of what is installed.
 
 
 def coverage(verdicts: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Return the number of patches that a Megatron gets, and the ids of refused ones.
+    """Return the number of patches that `apply()` installs on a Megatron, and the ids of those that
+    it refuses there.
 
     Args:
         verdicts: the Megatron's verdicts by hazard, from proven.json.

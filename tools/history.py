@@ -111,7 +111,9 @@ class _CachedVerdict(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Holds the outcome of all patches on one commit."""
+    """Holds the outcome of all patches on one commit: how many `apply()` would install, which it
+    would refuse.
+    """
 
     commit: str
     day: str
@@ -128,7 +130,9 @@ class Standing(NamedTuple):
 
 
 def walk(clone: Branches, branch: str, since: str) -> Iterator[Standing]:
-    """Yield the `Standing` of each commit of a branch since a date, oldest first."""
+    """Yield the `Standing` of each commit of a branch since a date, i.e. which patches land on it,
+    the oldest first.
+    """
     days = dict(clone.commits(branch, since))
     wrapping = [patch for patch in patches().values() if patch.distribution == MEGATRON]
     cache: dict[str, list[_CachedVerdict]] = {patch.id: [] for patch in wrapping}

@@ -39,7 +39,8 @@ _MANY, _FEW = 6, 3
 
 
 def derived(patch: Patch) -> tuple[frozenset[tuple[Read, str]], bool]:
-    """Return the reads of a patch's wrappers.
+    """Return the names of upstream that a patch's wrappers read, call or set, and whether the
+    wrappers keep state on upstream's objects.
 
     Returns:
         (Read, `module:Class` of which it is an attribute, or "" if unknown) pairs; and True if the
@@ -193,7 +194,7 @@ def _defines(text: str | None, owner: str, read: Read) -> bool:
 def _bindings_of(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree]
 ) -> list[_Binding]:
-    """Return the bindings of a read's name in upstream."""
+    """Return the modules and classes of upstream that bind a name which a wrapper reads."""
     if read.module:
         return [_imported(read, trees)]
     module, _, owner = of_class.partition(":")
@@ -246,7 +247,8 @@ def _imported(read: Read, trees: Sequence[SourceTree]) -> _Binding:
 def _bindings(
     name: str, near: Sequence[str], owners: Iterable[tuple[str, str]], trees: Sequence[SourceTree]
 ) -> list[_Binding]:
-    """Return the bindings of an attribute whose object is unknown.
+    """Return the modules and classes that bind an attribute which a wrapper reads from an object of
+    unknown class.
 
     The wrapped classes are searched first, then their modules (`near`), then all others, for
     definitions and then for code that sets the attribute on another object. If `near` has only such

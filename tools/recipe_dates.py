@@ -34,7 +34,7 @@ def outcomes(report: Path, framework: str) -> Iterator[bool]:
 
 
 def with_date(page: str, day: str) -> str:
-    """Set the day, and the page's commit, of the last pass in a recipe's page.
+    """Return a recipe's page whose line `Last passed on` has this day and the page's commit.
 
     Raises:
         ValueError: the page lacks the line with its commit.

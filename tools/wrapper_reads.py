@@ -107,7 +107,8 @@ def _is_module(name: str) -> bool:
 
 
 def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[Read], bool]:
-    """Return the reads of a wrapper, and of all functions of this package that it uses.
+    """Return the names of upstream that a wrapper, and the functions of this package that it uses,
+    read, call or set.
 
     Args:
         wrapper: a plain function of a module.
@@ -144,7 +145,7 @@ def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[
 
 
 class _Definition:
-    """Collects the reads of one function, class or constant.
+    """Collects the names of upstream that one function, class or constant reads, calls or sets.
 
     Args:
         source: the module of the definition.
@@ -272,7 +273,9 @@ class _Definition:
         return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
     def _pair(self, node: ast.Tuple) -> tuple[str, str] | None:
-        """Return upstream's module and the name in it that a tuple begins with; else None."""
+        """Return the first two items of a tuple if they are a module of Megatron and a name in it;
+        else None.
+        """
         texts = [self._constant(item) for item in node.elts[:2]]
         if len(texts) == 2 and texts[0].startswith("megatron.") and texts[1].isidentifier():
             return texts[0], texts[1]

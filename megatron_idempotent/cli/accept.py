@@ -39,7 +39,8 @@ _CHECKOUT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def accept(trees: Iterable[SourceTree], ids: Collection[str], *, label: str | None) -> list[str]:
-    """Record the bodies of reviewed trees in `reviewed.txt`, `accepted.txt` and `reads.txt`.
+    """Record in `reviewed.txt`, `accepted.txt` and `reads.txt` that a person has reviewed the
+    function bodies that these patches wrap in these trees.
 
     Args:
         trees: the releases, or the one commit, that were reviewed.
@@ -127,7 +128,9 @@ def _accept(
 
 
 def _part(target: Target, body: Body) -> str | None:
-    """Return the hash of the part that the patch relies on; None if the whole body is reviewed."""
+    """Return the hash of the body's statements that the patch relies on; None if the body lacks
+    some of them, so that only a review of the whole body counts.
+    """
     if not target.relies_on or not all(body.contains(text) for text in target.relies_on):
         return None
     return None if unmet(target.wrapper, body) is not None else part_of(target, body).hash
@@ -167,7 +170,7 @@ def _extend(
 def _with_the_same_file(
     releases: Iterable[Release], target: Target, tree: SourceTree
 ) -> list[Installed]:
-    """Return known releases that have the same file with the patched function as this tree."""
+    """Return the known releases whose file with the patched function is equal to the tree's."""
     digest = tree.digest(target.module)
     return [
         release_named(release.version)
@@ -196,5 +199,5 @@ def _drop_unwrapped(reviews: Reviewed) -> None:
 
 
 def _read(reviews: Reviewed) -> set[str]:
-    """Return the hashes of the bodies that were reviewed for a patch."""
+    """Return the hashes of the bodies that a person has reviewed for at least one patch."""
     return {name for _, name in reviews.readers}

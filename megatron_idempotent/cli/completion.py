@@ -74,7 +74,9 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _words(action: argparse.Action) -> tuple[str, ...]:
-    """Return the words that complete an argument: by its metavar, or of a trainer's setting."""
+    """Return the words that complete a command-line argument: those for its metavar, or the allowed
+    values of a trainer's setting.
+    """
     if action.metavar == "SECTION.KEY=VALUE":
         return tuple(f"{name}=" for name in _settings())
     if action.metavar in _NAMED:

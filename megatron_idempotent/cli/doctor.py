@@ -37,7 +37,8 @@ _NAMED = 3
 
 
 def doctor(*, as_json: bool, neighbour: str | None = None) -> int:
-    """Print one line of summary and the patches in groups, or all rows as JSON.
+    """Print the patches that apply to the installed Megatron: a line of summary and patches in
+    groups, or all rows as JSON.
 
     Args:
         as_json: True to print JSON.

@@ -183,7 +183,7 @@ def drift(
     accepted: Sequence[str] | None = None,
     label: str | None = None,
 ) -> int:
-    """Print a table with a row per patch and a column per tree, or record a review.
+    """Print a table comparing patches (rows) with source trees (columns), or record a review.
 
     Returns:
         The exit code: 1 if a body drifted, else 0.

@@ -22,7 +22,7 @@ Proven = Mapping[str, Mapping[str, str]]
 
 
 class Meaning(NamedTuple):
-    """Describes a verdict."""
+    """Describes what a verdict about a hazard means, for tables and for people."""
 
     mark: str
     """The word or sign for the verdict in the table."""
@@ -59,13 +59,17 @@ WORDS: Mapping[str, Meaning] = {
 
 
 def recorded() -> Proven:
-    """Return the verdicts in this package's `proven.json`."""
+    """Return the contents of this package's `proven.json`: by release or commit, and by hazard, the
+    verdict of `prove`.
+    """
     findings: Proven = json.loads("\n".join(generated(PROVEN)))
     return findings
 
 
 def meaning(word: str) -> Meaning:
-    """Return a verdict's meaning; one that `WORDS` lacks is a failure, shown by its own text."""
+    """Return the `Meaning` of a verdict. One that `WORDS` lacks is a failure, and has its own text
+    as its meaning.
+    """
     return WORDS.get(word) or Meaning(word, word, False)
 
 

@@ -18,7 +18,7 @@ def content(folder: Path, name: str) -> list[str]:
 
 
 def write(folder: Path, name: str, lines: Iterable[str]) -> None:
-    """Replace the lines below the comment of a generated file."""
+    """Replace the lines of a generated file, except for the comment lines at its top."""
     text = (folder / name).read_text(encoding="ascii")
     comment = [line for line in text.splitlines() if line.startswith("#")]
     rewrite(folder / name, "".join(f"{line}\n" for line in (*comment, *lines)))

@@ -72,7 +72,7 @@ def hook(argv: Sequence[str]) -> int:
 
 
 def hook_parser() -> argparse.ArgumentParser:
-    """Return the parser of `hook`."""
+    """Return the argument parser of the command `megatron-idempotent hook`."""
     parser = argparse.ArgumentParser(prog="megatron-idempotent hook", description=_HOOK)
     parser.add_argument("action", choices=("install", "status", "remove"))
     parser.add_argument(

@@ -24,7 +24,8 @@ Version = tuple[tuple[int, ...], bool]
 def accepted_needs(
     needs: Mapping[str, Needs], trees: Iterable[SourceTree], ids: Collection[str]
 ) -> dict[str, Needs]:
-    """Return the needs of all patches, after updating those of some patches.
+    """Return, by patch, the names that wrappers need from upstream; those of the patches in `ids`
+    are updated to the reviewed trees.
 
     Args:
         needs: the contents of `reads.txt`, by patch.
@@ -49,13 +50,15 @@ def by_version(trees: Iterable[SourceTree]) -> list[SourceTree]:
 
 
 def fits(patch: Patch, tree: SourceTree, *, read: bool) -> bool:
-    """Return whether a patch lands on a tree; with `read` drifted bodies are accepted."""
+    """Return True if `apply()` would install a patch on a tree; with `read` drifted bodies are
+    accepted.
+    """
     bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
     return judge(patch, bodies, None, release_of(tree), named=read).status is None
 
 
 def needs_of_names(names: Iterable[Need], *, keeps: bool) -> Needs:
-    """Return needs in order, without those for a module of which another need names a name."""
+    """Sort needs; drop a need for a module if another need is for a name in that module."""
     ordered = sorted(names, key=str)
     bound = {need.modules for need in ordered if need.name}
     # A module exists if a name in it does.
