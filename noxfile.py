@@ -297,7 +297,7 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gate(session: nox.Session) -> None:
-    """Run `GATE` and all proofs on the releases that .ci/run checks in addition to the newest."""
+    """Run the tests `GATE` and prove all hazards on the older releases that .ci/run checks."""
     _run_all(session, _releases(TABLE["gate"]), session.posargs or ["gate"])
 
 
@@ -398,7 +398,9 @@ def _unexpected(findings: Path, wants: dict) -> list[str]:
 
 
 def _commit(session: nox.Session, wants: dict, folder: Path) -> tuple[Path, dict[str, str], Path]:
-    """Prepare a commit; return the Python, the environment variables and the source folder."""
+    """Prepare an environment and the sources of a Megatron commit. Return the Python, the
+    environment variables and the source folder.
+    """
     python = _with_newest(session, folder / "python")
     tree = _sources(session, wants, folder, python)
     beside = [_unpacked(session, each, folder) for each in wants.get("beside", ())]

@@ -53,7 +53,7 @@ def project(root: Path) -> dict[str, Any]:
 
 
 def table(root: Path) -> dict[str, Any]:
-    """Return the releases, torches, commits and sources that the project is tested with."""
+    """Return the releases, torches, commits and sources that pyproject.toml names for tests."""
     return project(root)["tool"]["megatron-idempotent"]  # type: ignore[no-any-return]
 
 
@@ -78,7 +78,9 @@ WORDS = re.compile(r"\b(anew|whoever|behind)\b", re.IGNORECASE)
 
 @rule
 def docstrings_are_sentences(root: Path) -> Iterator[str]:
-    """Yield docstrings that begin with half of a sentence, and functions' without a verb."""
+    """Yield docstrings that begin like half of a sentence, and functions' docstrings that begin
+    without a verb.
+    """
     for path in sources(root, "megatron_idempotent", "patches", "tools", "benchmarks", "tests"):
         place = path.relative_to(root)
         verbs = place.parts[0] not in ("benchmarks", "tests")
@@ -200,7 +202,9 @@ def blocks_import_what_they_name(root: Path) -> Iterator[str]:
 
 @rule
 def releases_are_those_of_the_table(root: Path) -> Iterator[str]:
-    """Yield what differs from pyproject.toml's table of releases, torches and Pythons."""
+    """Yield differences between pyproject.toml's table of releases, torches and Pythons and the
+    files that name them.
+    """
     wanted, releases_table = project(root), table(root)
     releases = [release["megatron"] for release in releases_table["releases"]]
     torches = [*(each["torch"] for each in releases_table["torches"]), releases_table["torch"]]

@@ -15,7 +15,7 @@ class JsonError(ValueError):
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
+    """Return the value of a JSON text; raise `JsonError` for any fault in it.
 
     Raises:
         JsonError: the text is not acceptable; the caller adds where the text is from.

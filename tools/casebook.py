@@ -121,7 +121,7 @@ def hazards_markdown() -> str:
 
 
 def hazard_tables(link: Callable[[str], str]) -> Iterator[str]:
-    """Yield a table of the hazards of each kind, below the kind's title.
+    """Yield the lines of a Markdown table for each kind of hazard, below the kind's title.
 
     A row has the hazard's id as its anchor.
 
@@ -178,7 +178,9 @@ def messages(symptom: str) -> list[str]:
 
 
 def _cells(hazard: Hazard) -> tuple[str, str, str]:
-    """Return a hazard's releases, its loudness, and the patch's switch, or else the answer."""
+    """Return the cells of a hazard's row: releases, loudness, and the patch's switch or else the
+    hazard's `answer`.
+    """
     versions = hazard.versions
     if hazard.distribution != MEGATRON:
         versions = f"{hazard.distribution} {versions}"
@@ -238,7 +240,8 @@ def first_untried(releases: Sequence[Mapping[str, Any]]) -> str:
 def naming_releases(
     texts: Mapping[Path, str], releases: Sequence[Mapping[str, Any]]
 ) -> dict[Path, str]:
-    """Update the table's releases, and the package's version, in the texts of `NAMING`.
+    """Return the texts of the files `NAMING` with the tested releases and the package's version
+    updated.
 
     Raises:
         ValueError: a text lacks the line that names them.
@@ -437,7 +440,9 @@ def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -
 
 
 def _commits(walked: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
-    """Yield the page's lines about the patches that land on each commit of a branch."""
+    """Yield the page's lines about how many patches `apply()` would install on the commits of each
+    branch.
+    """
     yield from _ALL_COMMITS
     for branch, runs in walked.items():
         number = sum(run["commits"] for run in runs)

@@ -125,13 +125,13 @@ class Standing(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The fraction of the commit's patches that land."""
+        """The fraction of the commit's patches that `apply()` would install."""
         return self.landed / max(1, self.landed + len(self.refused))
 
 
 def walk(clone: Branches, branch: str, since: str) -> Iterator[Standing]:
-    """Yield the `Standing` of each commit of a branch since a date, i.e. which patches land on it,
-    the oldest first.
+    """Yield, for each commit of a branch since a date, which patches `apply()` would install and
+    which refuse; the oldest first.
     """
     days = dict(clone.commits(branch, since))
     wrapping = [patch for patch in patches().values() if patch.distribution == MEGATRON]
@@ -149,7 +149,8 @@ def walk(clone: Branches, branch: str, since: str) -> Iterator[Standing]:
 def _verdict(
     patch: Patch, tree: SourceTree, blobs: Mapping[str, str], cache: list[_CachedVerdict]
 ) -> Verdict:
-    """Return a cached verdict whose sources are unchanged, or judge the patch and cache the result.
+    """Return a cached verdict whose sources are unchanged, or decide on the patch and cache the
+    result.
 
     The last commit's verdict is first in the cache, because it is mostly that of the next one.
     """
@@ -168,7 +169,7 @@ def _verdict(
 
 
 def _judge(patch: Patch, recorder: _Recorder) -> Verdict:
-    """Judge a patch on the recorder's tree, as `apply()` does."""
+    """Decide on a patch for the recorder's source tree, as `apply()` does."""
     bodies = {}
     for target in patch.targets:
         text = recorder.text(target.module)
@@ -177,7 +178,8 @@ def _judge(patch: Patch, recorder: _Recorder) -> Verdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print, for each branch, the patches that land on its commits, and the new bodies.
+    """Print, for each branch, how many patches `apply()` would install on its commits, and why it
+    would refuse others.
 
     Returns:
         The exit code: 1 if patches are refused on a commit, 2 if there is no clone or it lacks a
@@ -208,7 +210,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def runs(walked: Iterable[Standing]) -> list[dict[str, Any]]:
-    """Group successive commits on which the same patches land, in the form of docs/history.json."""
+    """Group successive commits on which the same patches would be installed, in the form of
+    docs/history.json.
+    """
     rows: list[dict[str, Any]] = []
     for standing in walked:
         same = {"landed": standing.landed, "refused": [*standing.refused]}

@@ -50,7 +50,8 @@ _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
 def pages(root: Path) -> dict[str, str]:
-    """Return the generated pages in Markdown, by their path in the site's sources.
+    """Return the generated pages of the documentation site in Markdown, by their path in its
+    sources.
 
     `root` is a checkout of the project.
 
@@ -73,7 +74,7 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def hazard_page(hazard: Hazard, root: Path, proven: Proven, project: Mapping[str, Any]) -> str:
-    """Return the page of one hazard.
+    """Return the page of one hazard on the documentation site, in Markdown.
 
     Error messages that users paste are above the first heading, where the search weighs them most.
     """
@@ -240,7 +241,9 @@ def _filters(proven: Proven, project: Mapping[str, Any]) -> str:
 
 
 def _table(names: list[str], listed: Mapping[str, Hazard], proven: Proven) -> str:
-    """Return the matrix as an HTML table, with classes and data for CSS and `matrix.js`."""
+    """Return verdicts as an HTML table, hazards by releases, with classes and data for CSS and
+    `matrix.js`.
+    """
     alone = len(listed) == 1
     heads = "".join(f"<th>{html.escape(name)}</th>" for name in names)
     rows = []

@@ -282,7 +282,7 @@ class _Definition:
         return None
 
     def _attribute(self, node: ast.Attribute, guarded: bool, use: str = "") -> None:
-        """Collect the attributes of a chain; `use` belongs to the last one."""
+        """Collect the attributes of a chain such as `a.b.c`; `use` is the use of the last one."""
         use = use or ("" if isinstance(node.ctx, ast.Load) else "!")
         names = [node.attr]
         root: ast.expr = node.value
@@ -327,7 +327,9 @@ class _Definition:
                 self.uses.add((module, inner))
 
     def _add(self, name: str, guarded: bool, holder: ast.expr | None, use: str = "") -> None:
-        """Collect an attribute of the object that `holder` is; None for an unknown object."""
+        """Collect an attribute that the code uses; `holder` is the expression of its object, None
+        if that is unknown.
+        """
         is_self = isinstance(holder, ast.Name) and holder.id == "self"
         self.keeps = self.keeps or _PACKAGE in name
         if _PACKAGE in name or name.startswith("__") or (is_self and name in self.our_names):

@@ -149,7 +149,8 @@ def _label(distribution: str, label: str | None, tree: SourceTree) -> str:
 def _extend(
     reviews: Reviewed, patch: Patch, target: Target, body: Body | None, release: Installed
 ) -> None:
-    """Extend the labels of a body, and of a reviewed part, to a release that has them too.
+    """Extend the releases noted for a function's body, and for a reviewed part of it, by a release
+    that has them too.
 
     A body of a release before the hazard is recorded without a review: a commit with that body does
     not have the hazard yet.
@@ -180,7 +181,7 @@ def _with_the_same_file(
 
 
 def _with(label: str, release: Installed) -> str:
-    """Return the label of a body, such as `0.12.0 to 0.15.3`, extended to a release."""
+    """Return the releases of a body, such as `0.12.0 to 0.15.3`, extended by one more release."""
     first, _, last = label.partition(" to ")
     if not numbers(first):
         return label  # the name of a commit
@@ -189,7 +190,7 @@ def _with(label: str, release: Installed) -> str:
 
 
 def _drop_unwrapped(reviews: Reviewed) -> None:
-    """Remove the bodies of functions that no patch wraps any more."""
+    """Remove the bodies of functions that no patch wraps any more from `reviews`."""
     wrapped = {target.address for patch in patches().values() for target in patch.targets}
     for address in reviews.bodies.keys() - wrapped:
         for name in reviews.bodies.pop(address):

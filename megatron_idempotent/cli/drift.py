@@ -106,7 +106,7 @@ def compare(trees: Iterable[SourceTree]) -> list[Drift]:
 
 
 class _Reference(NamedTuple):
-    """Holds a reviewed body, with which a drifted one is compared."""
+    """Holds a reviewed body of a function, with which a drifted (changed) body is compared."""
 
     label: str
     reviewed: bool

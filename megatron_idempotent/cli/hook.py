@@ -40,7 +40,8 @@ Python reads them twice.
 
 
 def hook(argv: Sequence[str]) -> int:
-    """Install, show or remove the hook.
+    """Install, show or remove the hook: a `.pth` file that lets Python apply the patches in
+    programs which do not call `apply()`.
 
     Returns:
         The exit code: 1 if `status` finds no hook, or one of another version; 2 if the folder

@@ -255,7 +255,8 @@ _PROVE = (
 
 
 def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> int:
-    """Run hazards' programs, and print a table of verdicts, or JSON; `ids` None is all hazards.
+    """Run the programs of hazards, stock and patched, and print a table of verdicts, or JSON. With
+    `ids` None it runs all hazards.
 
     Returns:
         The exit code: 1 if a verdict contradicts a case file, 3 if no hazard was reproduced, else

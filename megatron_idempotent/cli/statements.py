@@ -37,7 +37,9 @@ class Statement(NamedTuple):
 
 
 def statements(body: Body) -> list[Statement]:
-    """Return the body's decorators (but those that only observe), signature, and statements."""
+    """Return a function's decorators (except those that only observe calls), signature and
+    statements.
+    """
     tree = body.tree
     decorators = [decorator for decorator in tree.decorator_list if not watches(decorator)]
     kind = type(tree).__name__
@@ -52,7 +54,9 @@ def statements(body: Body) -> list[Statement]:
 
 
 def accepted_lines(bodies: Iterable[Body]) -> list[str]:
-    """Return a line of `accepted.txt` for each body."""
+    """Return the line of `accepted.txt` for each body: its hash, and the hashes of its
+    statements.
+    """
     hashes_of = {
         body.hash: "".join(statement.hash for statement in statements(body)) for body in bodies
     }
@@ -69,7 +73,7 @@ def accepted() -> Mapping[str, tuple[str, ...]]:
 
 
 class Change(NamedTuple):
-    """Holds the difference between a body and the most similar reviewed body."""
+    """Holds the difference between a function's body and the most similar reviewed body."""
 
     label: str
     """The releases of the most similar body."""
@@ -83,7 +87,8 @@ class Change(NamedTuple):
 
 
 def change(body: Body, reviewed: Mapping[str, str]) -> Change | None:
-    """Compare a body with the most similar reviewed one.
+    """Compare a function's body, by hashes of its statements, with the most similar reviewed
+    body.
 
     Args:
         body: the unreviewed body.

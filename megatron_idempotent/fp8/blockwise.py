@@ -168,7 +168,8 @@ def check_scale_shape(caller: str, codes: Tensor, scale_inv: Tensor) -> None:
 
 
 def check_cuts(name: str, rows: int, pieces: tuple[int, ...]) -> None:
-    """Check that pieces of a weight, cut by rows, have the blocks that the whole weight has.
+    """Raise `ValueError` unless a weight's pieces, cut by rows, have the whole weight's blocks of
+    128 rows.
 
     They do if each piece but the last has a multiple of 128 rows. Otherwise the pieces have to be
     put together, or taken apart, before they are quantized: a block with rows of two pieces would

@@ -71,7 +71,8 @@ class Fp8Export:
         return weight.dim() == 3 and "experts" in module.split(".") and not self._left_out(name)
 
     def weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same weights, quantized, each followed by its scales as `name` + `_scale_inv`.
+        """Yield the given weights. Those that `converts` accepts are quantized, each followed by
+        its scales as `name` + `_scale_inv`.
 
         It keeps one weight at a time in memory. Call it after weights have the engine's names and
         layout, and after shards are concatenated: blocks are those of the engine's weights. Weights

@@ -328,7 +328,8 @@ def _differentiated(
     d_logprob_N: Tensor | None,
     d_entropy_N: Tensor | None,
 ) -> tuple[GradCoefficients, TokenBatch, Tensor | None]:
-    """Return coefficients and inputs of the tokens that have a gradient, and a mask [N] of these.
+    """Return the gradient's coefficients and the `TokenBatch` of those tokens that have a gradient,
+    and a mask [N] of these tokens.
 
     Clipped tokens have no gradient, and neither have those of a group with equal rewards. If nearly
     all tokens have one, all are returned, and None as the mask. The host waits for their number.
@@ -357,7 +358,8 @@ class LogprobsFromHidden(torch.autograd.Function):
         parts: ProductParts,
         sampler: Sampler | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute the statistics of logits `hidden_NH @ weight_VH.T`, in the type of both.
+        """Compute log-prob, entropy and log-sum-exp from the logits `hidden_NH @ weight_VH.T`,
+        which are made part by part, in the type of both.
 
         It makes some columns of all tokens at a time, so that each row of the weight is read once;
         with Triton's kernels all columns of some tokens.

@@ -312,8 +312,8 @@ class Call:
         )
 
     def source(self, rows: Tensor) -> Source:
-        """Return a reader of the logits: those that `gather` returned, or those of the hidden
-        states that it returned.
+        """Return a reader of logits: of the logits that `gather` returned, or of those made from
+        its hidden states.
         """
         if self.weight is not None:
             return Products(self.ordered(rows), self.weight, self.columns, self.parts())

@@ -85,7 +85,8 @@ class Scratch:
 
 
 def local_statistics(logits: Tensor, kept_N: Tensor | None, batch: TokenBatch) -> Partial:
-    """Return statistics of this rank's columns for each kept token.
+    """Return, for each kept token, the statistics of this rank's columns of the vocabulary, as a
+    `Partial`.
 
     `batch` has an entry for each kept token.
     """
@@ -153,7 +154,9 @@ def _sums(
     *,
     subtract_max: bool,
 ) -> None:
-    """Sum exp(logit - largest), or exp(logit), per token; and moments if entropies are computed."""
+    """Sum exp(logit - largest), or exp(logit), of each token into `partial`; and moments if
+    entropies are computed.
+    """
     per_token = partial.origin[:, None], apart_NK, partial.exponentials, partial.moments
     many = partial.target.dim() == 2
     for block, divisor, origin_n1, apart_nK, sums_n, moments_n in _blocks_with(

@@ -35,7 +35,9 @@ from .triton_kernels import (
 
 
 def local_statistics(logits: Tensor, kept_N: Tensor | None, batch: TokenBatch) -> Partial:
-    """Compute statistics of this rank's columns for each kept token, without copying the rows."""
+    """Return, for each kept token, the statistics of this rank's columns of the vocabulary, as a
+    `Partial`; rows are not copied.
+    """
     panels, shape = as_matrices(logits)[0], IN_USE["statistics"]
     batch = _computed(batch)
     parts: list[Tensor] = []
@@ -72,7 +74,8 @@ def grad_coefficients(
     d_logprob_N: Tensor | None,
     d_entropy_N: Tensor | None,
 ) -> tuple[GradCoefficients, Tensor]:
-    """Return the result of `GradCoefficients.from_outputs`, and each token's index, [N].
+    """Compute what `GradCoefficients.from_outputs` does, with Triton. Return that and each token's
+    index, [N].
 
     The index is -1 if the token's outputs have no gradient. The host does not wait.
     """

@@ -415,7 +415,9 @@ class SequenceParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: Any) -> Tensor:
-        """Return all pieces; the group's ranks take part in one all-gather."""
+        """Return the hidden states of all ranks, joined; the group's ranks take part in one
+        all-gather.
+        """
         ctx.group = group
         size = dist.get_world_size(group)
         pieces = hidden.new_empty(size * hidden.shape[0], *hidden.shape[1:])
@@ -425,7 +427,7 @@ class SequenceParallel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Return the piece's gradient; the group's ranks take part in one reduce-scatter."""
+        """Return the gradient of this rank's piece, summed over the group by one reduce-scatter."""
         size = dist.get_world_size(ctx.group)
         piece = gradient.new_empty(gradient.shape[0] // size, *gradient.shape[1:])
         dist.reduce_scatter_tensor(piece, gradient.contiguous(), group=ctx.group)

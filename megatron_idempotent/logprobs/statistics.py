@@ -83,7 +83,7 @@ class TokenBatch(NamedTuple):
         return self._replace(targets=self.targets[tokens], temperature=temperature)
 
     def in_columns(self, part: slice) -> TokenBatch:
-        """Return the same tokens for some of this rank's columns, as if it had no others."""
+        """Return the batch for a part of this rank's columns, as if the rank had no others."""
         first, real = self.columns.first + part.start, part.stop - part.start
         return self._replace(columns=self.columns._replace(first=first, real=real))
 
@@ -143,7 +143,7 @@ class Partial(NamedTuple):
         return Partial(torch.full_like(like_N, FINITE), zeros_N, zeros_N.clone(), target)
 
     def packed(self) -> Tensor:
-        """Return the tensor that a rank sends, [N, 3 + K]."""
+        """Return the fields as one tensor, [N, 3 + K], which a rank sends to the others."""
         if self.target.dim() == 1:
             return torch.stack(self, dim=-1)
         return torch.cat([torch.stack(self[:3], dim=-1), self.target], dim=-1)

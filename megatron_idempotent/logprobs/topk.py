@@ -152,7 +152,8 @@ def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) ->
 
 
 def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
-    """Merge the ranks' candidates and sums over their other columns, alike on all ranks.
+    """Gather the candidates and the sums of all ranks, and return the `TopK` of the whole
+    vocabulary, the same on all ranks.
 
     The group's ranks take part in one all-gather.
     """

@@ -93,7 +93,7 @@ class Shape(NamedTuple):
     """The number of columns that a program loads at once; None for 16 bytes of each thread."""
 
     def segments(self, columns: int) -> int:
-        """Return the number of programs that share a row."""
+        """Return the number of programs that compute one row of logits."""
         return -(-columns // self.segment)
 
     def constants(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -123,7 +123,9 @@ IN_USE: dict[Kernel, Shape] = {kernel: shapes[0] for kernel, shapes in SHAPES.it
 
 @contextlib.contextmanager
 def using(**shapes: Shape) -> Iterator[None]:
-    """Use other shapes during a block, for benchmarks: `using(gradient=Shape(4, 2, 1))`."""
+    """Run Triton's kernels with other shapes in a block, for benchmarks: `using(gradient=Shape(4,
+    2, 1))`.
+    """
     previous = dict(IN_USE)
     IN_USE.update(shapes)  # type: ignore[arg-type]
     try:

@@ -296,7 +296,8 @@ def _candidates(
     width: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return what this rank sends of a batch, [s, 3 + width], and its candidates' columns.
+    """Return the tensor [s, 3 + width] that this rank sends for a batch of tokens, and the columns
+    of its candidates.
 
     The logits come in parts. The mass counts without top-k only, and is 0 with it.
     """

@@ -27,7 +27,7 @@ def apply(
     dry_run: bool = False,
 ) -> Report:
     """Install the enabled patches whose hazards the Megatron on the path has. A patch whose module
-    is not imported yet lands when that module is imported.
+    is not imported yet is installed when that module is imported.
 
     Safe to call any number of times and from any thread. Every process calls it for itself: forked
     children inherit the patches, spawned ones and Ray workers do not.

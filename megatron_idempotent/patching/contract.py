@@ -203,7 +203,7 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
 
 
 def yields(nodes: Iterable[ast.AST]) -> bool:
-    """Tell if a function with these nodes is a generator."""
+    """Tell if a function with these syntax nodes has a `yield`, so that it is a generator."""
     return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes)
 
 

@@ -156,7 +156,7 @@ class _Original:
 
     @property
     def id(self) -> int:
-        """The function's id."""
+        """The `id()` of the replaced function."""
         return id(self.value)
 
     @property
@@ -200,8 +200,8 @@ class _Original:
         return holders
 
     def add(self, holder: Holder, counts: References) -> bool:
-        """Count a holder's references as known, and list the holder's label. Return False if all of
-        them were known before.
+        """Count a holder's references to the function as known, and list the holder for the report.
+        Return False if all of them were known before.
 
         A table with two names is listed by both. An object without a name is listed only for
         references that no other holder has. A `__wrapped__` is not listed: a replacement has it
@@ -216,14 +216,18 @@ class _Original:
         return has_more
 
     def _is_neighbour(self, holder: Holder) -> bool:
-        """Tell if a holder belongs to a package that wrapped the function before us."""
+        """Tell if a holder (a name or object that refers to the function) belongs to a package that
+        wrapped the function before us.
+        """
         if self._attribute != "innermost":
             return False
         packages = {package for site in self.sites for package in site.inside}
         return any(f" {package}." in f" {holder.label}" for package in packages)
 
     def remember(self, holder: Holder) -> None:
-        """Keep a holder of the function, so that the next `look` checks it without a search."""
+        """Remember a holder (a name or object that refers to the function), so that the next `look`
+        checks it without a search.
+        """
         if holder.lasts:
             other_holders = [
                 remembered for remembered in self._remembered if not holder.is_at(remembered)

@@ -81,12 +81,12 @@ def path_of(cls: type) -> str:
 
 
 def of_module(module: str, name: str) -> Holder:
-    """Return the holder for a name in a module."""
+    """Return the `Holder` for a name in a module."""
     return Holder(f"{module}.{name}", lambda: sys.modules.get(module), name)
 
 
 def of_class(cls: type, name: str) -> Holder:
-    """Return the holder for a name in a class; it does not keep the class alive."""
+    """Return the `Holder` for a name in a class; it does not keep the class alive."""
     return Holder(f"{path_of(cls)}.{name}", weakref.ref(cls), name)
 
 
@@ -96,7 +96,8 @@ def references(
     within: Collection[int] | None = None,
     most: int = MOST,
 ) -> dict[int, References]:
-    """Count a holder's references to functions, its own and those of containers below it.
+    """Count a holder's references to functions: its own, and those of containers that it leads
+    to.
 
     Args:
         holder: the holder.
@@ -277,7 +278,7 @@ class Climb:
 
 
 def with_attribute(holder: Holder, function_id: int) -> Holder:
-    """Return the holder with the attribute that leads to a function added to its label.
+    """Return the holder with a label that also names the attribute which leads to a function.
 
     Args:
         holder: any holder; one with a name, or that is a container, is returned unchanged.

@@ -156,8 +156,8 @@ def under_way(names: Iterable[str]) -> list[str]:
 
 
 def when_complete(names: Iterable[str], action: _Action) -> None:
-    """Have `action` called when each of the named modules has been imported; at once for one that
-    already is. `action` must not raise.
+    """Have `action` called once for each named module: when its import ends, or at once if it is
+    imported already. `action` must not raise.
 
     The caller must not hold a lock that `action` takes: another thread's import may be calling
     `action`.

@@ -303,7 +303,7 @@ def detours() -> dict[str, list[str]]:
 
 def current(patch: Outline, detours_of: Mapping[str, list[str]] = NOTHING) -> Row:
     """Return the patch's present report row; it is a `conflict` if a patched function was replaced
-    after the patch landed.
+    since the patch was installed.
 
     Args:
         patch: the patch.

@@ -53,7 +53,9 @@ def layers(
 
 
 def _below(value: Any) -> tuple[list[Any], list[Any]]:
-    """Return callables that a callable refers to directly, and those that its code names."""
+    """Return the callables that a wrapper refers to directly, and the callables that its code
+    mentions by name.
+    """
     kind = type(value)
     if issubclass(kind, _SHELLS):
         return [value.__func__], []

@@ -78,7 +78,7 @@ def _answer(
     land: str,
     undecided: int,
 ) -> str:
-    """Summarize a report in one line.
+    """Summarize a report of patches in one line: numbers by status, and the ids of problems.
 
     Args:
         report: all rows.

@@ -299,7 +299,8 @@ class PatchPoint:
         yield self.function
 
     def discard(self) -> None:
-        """Drop the references to upstream's function, if this was never installed.
+        """Drop the references to upstream's function. Only for a patch point that was never
+        installed.
 
         A patch point refers to itself, so it would keep the function until the next garbage
         collection.
@@ -310,11 +311,11 @@ class PatchPoint:
             site.discard()
 
     def same_place(self, other: PatchPoint) -> bool:
-        """Return True if `other` is for the same live function in the same owner."""
+        """Return True if `other` is for the same live function in the same module or class."""
         return (self.owner, self.raw, self.original) == (other.owner, other.raw, other.original)
 
     def add(self, patch_id: str, wrapper: Callable[..., Any]) -> None:
-        """Add a patch's wrapper to those around the function."""
+        """Add a patch's wrapper to the wrappers around the function."""
         self.layers[patch_id] = wrapper
         self._compose()
         if self._upstream is not None:

@@ -131,7 +131,8 @@ _BY_HAND = "named in "
 
 
 def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
-    """Return a sentence per group that is applied in part: what is missing, the effect, the remedy.
+    """Return a sentence for each group of patches that is applied only in part: what is missing,
+    the effect, the remedy.
 
     A patch that this Megatron does not need, or that `only=` leaves out, does not count as missing.
     """

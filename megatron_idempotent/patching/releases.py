@@ -55,7 +55,9 @@ class Installed(Record):
 
 
 def installed(distribution: str) -> Installed | None:
-    """Return the version of the distribution that `import` would find; None without a version."""
+    """Return the version of the distribution that `import` would find; None if it is not installed,
+    or its version cannot be read.
+    """
     info = _PACKAGE_INFO.get(distribution)
     if info is None:
         return _from_metadata(distribution)

@@ -478,7 +478,7 @@ def bound_by(alias: ast.alias) -> str:
 
 
 def occurrences(nodes: Iterable[ast.AST], fragment: str) -> list[ast.AST]:
-    """Return those of the nodes that have the code of a fragment.
+    """Return the syntax nodes whose code is that of a source fragment.
 
     The fragment is one expression or one statement.
     """

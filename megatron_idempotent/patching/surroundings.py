@@ -65,13 +65,15 @@ class Need(Record):
     """True if commits that a person has reviewed lack the name: `name?` in `reads.txt`."""
 
     def covers(self, key: tuple[tuple[int, ...], bool]) -> bool:
-        """Tell if the version with this key (`key_of`) has to bind the name."""
+        """Return True if sources of the version with this key (`key_of`) must define the name."""
         return not (
             (self.since and key < _key(self.since)) or (self.before and key >= _key(self.before))
         )
 
     def is_met(self, sources: Sources) -> bool:
-        """Tell if the sources bind the name; for a `use`, if no definition in them forbids it."""
+        """Return True if the sources define the name; for a need with a `use`, if no definition in
+        them forbids that use.
+        """
         texts = (sources.text(module) for module in self.modules)
         if not self.use:
             return any(text is not None and binds(text, self.owner, self.name) for text in texts)
@@ -219,7 +221,9 @@ def unmet(
 
 
 def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
-    """Return keys of the versions in the patch's range at which needs change, newest first."""
+    """Return the key of the first version in the patch's range, and of those in it at which needs
+    begin or end, newest first.
+    """
     first, end = _key(patch.since or "0"), _key(patch.before)
     bounds = {_key(bound) for need in needs for bound in (need.since, need.before) if bound}
     return [*sorted((key for key in bounds if first < key < end), reverse=True), first]
@@ -367,7 +371,8 @@ def has_slots(text: str, owner: str) -> bool:
 
 
 def fits(text: str, owner: str, name: str, use: str) -> bool | None:
-    """Return whether a module or class allows a use of a name; None if it lacks the name.
+    """Return whether a module or class allows a wrapper's use of a name: setting it, passing
+    keywords, or taking its result apart. None if it lacks the name.
 
     Args:
         text: the module's source.

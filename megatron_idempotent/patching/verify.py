@@ -18,7 +18,8 @@ from .settings import SWITCH
 
 
 def verify(group: Any = None) -> Report:
-    """Check the patches of this process and, if a process group is up, of all its ranks.
+    """Check that the patches of this process are in place and, if a process group is up, the same
+    on all its ranks. Return the report, or raise `VerificationError`.
 
     If ranks have different patches, collectives hang long after the cause. Call this once after
     initialisation, on every rank of `group`: it gathers a digest of (id, status, upstream version,
@@ -55,7 +56,8 @@ def verify(group: Any = None) -> Report:
 
 
 def verify_at_start() -> None:
-    """Check once, in a rank's first schedule call, that all ranks of the job have its patches.
+    """Check once, in this rank's first schedule call, that all ranks of the job have the same
+    patches. The ranks exchange them through the store, not by a collective.
 
     A rank without patches would not enter a collective. So each rank writes its patches to the
     default process group's store; rank 0 compares them, and prints the result to standard error.

@@ -384,7 +384,7 @@ class FSDPCall:
         return self._progress is not _THROUGH
 
     def run(self, microbatch: Microbatch, loss: StepLoss | None) -> LossResult | None:
-        """Run one forward and backward, and return what the loss returned.
+        """Run forward and backward of one microbatch, and return what the loss returned.
 
         Without a loss, or after a failure, zeros go backwards, and None is returned.
         """

@@ -546,7 +546,8 @@ class StepTotals:
         groups: Iterable[Sequence[int]],
         rows: Sequence[tuple[int, Sequence[Mapping[str, float]]]],
     ) -> None:
-        """Sum over ranks: each argument has an item per rank, and `rows` the rank's replica too.
+        """Add up the counts, groups and rows of metrics of all ranks. Each argument has an item per
+        rank; an item of `rows` also has the rank's replica.
 
         Under context parallelism several ranks of a replica have rows of the same microbatches.
         """
@@ -600,7 +601,7 @@ class StepTotals:
         return 1.0 if kind == "none" else float(getattr(self.counts, kind))
 
     def bad_losses(self) -> dict[int, str]:
-        """Name the first loss of each rank that is NaN or infinite, by global rank."""
+        """Describe, by global rank, the first loss of each rank that is NaN or infinite."""
         faults: dict[int, str] = {}
         for rank, (_, rows) in enumerate(self._rank_rows):
             for number, row in enumerate(rows, start=1):

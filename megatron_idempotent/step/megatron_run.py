@@ -192,7 +192,8 @@ class MegatronModel:
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
-        """Run the schedule on this rank's chunks; it divides no loss, and reduces if asked.
+        """Run Megatron's schedule for these microbatches on this rank's chunks. Losses are not
+        divided, and gradients are reduced only with `reduce`.
 
         Returns what the loss returned, see `Backend.run`.
         """
@@ -303,7 +304,9 @@ class MegatronModel:
                 set_for(stack, config, "grad_scale_func", scale)
 
     def _of_chunks(self, method: str) -> Any:
-        """Return a chunk's method, or a list of the chunks' methods, as a config has it."""
+        """Return the chunk's method of this name; with several chunks a list of their methods, as
+        in Megatron's config.
+        """
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
 
@@ -471,7 +474,9 @@ class CheckedUpdate(OpenUpdate):
 
     @property
     def lowers_scale(self) -> bool:
-        """True if a loss scale is lowered where gradients are not finite."""
+        """True if the optimizer has a dynamic loss scale, which gradients that are not finite
+        lower.
+        """
         scalers = grad_scalers(self._optimizer)
         return any(isinstance(scaler, DynamicGradScaler) for scaler in scalers)
 

@@ -95,7 +95,7 @@ class Microbatch:
 
     @property
     def may_be_padded(self) -> bool:
-        """True if it is known where padding is."""
+        """True if the microbatch shows where its padding is: a pack, or rows with `lengths`."""
         return self.spans is not None or field_of(self.inputs, LENGTHS) is not None
 
 
@@ -134,7 +134,8 @@ class PreparedBatch:
 def cut_rows(
     batch: Batch, size: int | None, shared: Collection[str], *, grouped: bool
 ) -> PreparedBatch:
-    """Cut a batch into microbatches of `size` rows; `grouped` says that groups are counted.
+    """Cut a batch into microbatches of `size` rows, and count its valid rows and tokens; with
+    `grouped` also take its group ids.
 
     Raises:
         ValueError: the batch cannot be cut or counted.
@@ -284,8 +285,8 @@ def on_host(values: Tensor) -> bool:
 
 
 def check_masks(batch: Any, *, packed: bool = False, one_more: bool = False) -> None:
-    """Raise `ValueError` if tokens or masks are no dense tensors, masks have another shape than the
-    tokens, or have values other than 0 and 1.
+    """Raise `ValueError` if tokens or masks are no dense tensors, a mask does not fit its tokens,
+    or a mask on the CPU has other values than 0 and 1.
 
     A mask of rows has the shape of its tokens [B, T]. With `one_more` a token mask may have an
     entry more than there are inputs, which are then a sequence without its last token. Nested rows
@@ -347,7 +348,9 @@ def flat(values: Any) -> Tensor:
 
 
 def _first_index(values: Any, wrong: Tensor) -> list[int]:
-    """Return the index of the first marked value: row and position, also if rows are nested."""
+    """Return the row and position of the first value that `wrong` marks, also if rows are
+    nested.
+    """
     index: list[int] = wrong.nonzero()[0].tolist()
     if values.is_nested:
         starts = values.offsets().tolist()
@@ -505,7 +508,9 @@ def distinct_groups(groups: Iterable[Groups]) -> tuple[int, ...]:
 
 
 def call_shape(microbatches: Sequence[Microbatch]) -> CallShape:
-    """Describe the microbatches of one call, in few bytes: there may be hundreds of them."""
+    """Return the number of microbatches in one call, their largest rows and positions, and a
+    checksum of all their shapes.
+    """
     shapes = [microbatch.shape for microbatch in microbatches]
     spans = [microbatch.spans for microbatch in microbatches if microbatch.spans is not None]
     is_uneven = bool(spans) or len(set(shapes)) > 1

@@ -286,7 +286,8 @@ class OpenStep:
         return prepared, packed
 
     def repeated(self, microbatch_id: str, batch: Batch | None, ready: Any) -> BatchResult:
-        """Return the result of a batch that was sent before.
+        """Return the result of a batch that was sent before under this id; raise `ValueError` if
+        this batch is another one.
 
         Raises:
             ValueError: this batch differs from the one that was sent before.
@@ -376,7 +377,9 @@ class OpenStep:
 
     @property
     def updates(self) -> int:
-        """The number of updates in all steps so far, this one's included."""
+        """The number of updates in all steps so far, this step's included if all ranks have made
+        it.
+        """
         has_updated = self._done is not None and isinstance(self._done[1], Update)
         return self._updates + (has_updated and self.committed)
 

@@ -340,7 +340,8 @@ def _values_of(
 
 
 def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
-    """Return the index of each row's first token, in the row or in a nested batch, and the length.
+    """Return the index of each row's first real token (in the row, or in the joined rows of a
+    nested batch), and each row's number of real tokens.
 
     The host reads once from the device.
 

@@ -27,7 +27,8 @@ _HEADER_BYTES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """Holds a rank's message to the others: its phase in the step, and its past and next runs.
+    """Holds the message that a rank sends to the others: its phase in the step, its failure, its
+    counts, and the batch that it will run next.
 
     Example: `RankStatus(phase="abort", step_id="3", updates=2)`.
     """
