@@ -130,8 +130,8 @@ class Standing(NamedTuple):
 
 
 def walk(clone: Branches, branch: str, since: str) -> Iterator[Standing]:
-    """Yield, for each commit of a branch since a date, which patches `apply()` would install and
-    which refuse; the oldest first.
+    """Yield the `Standing` of each commit of a branch since a date, the oldest first: how many
+    patches `apply()` would install, and which it would refuse.
     """
     days = dict(clone.commits(branch, since))
     wrapping = [patch for patch in patches().values() if patch.distribution == MEGATRON]
