@@ -41,7 +41,9 @@ _NO_OFFLOAD: Mapping[str, str] = MappingProxyType(
 
 
 class _Loss:
-    """Sums the loss over positions, or sequences, that count; the step divides by their number."""
+    """Sums the subject's loss over the positions, or sequences, that count; `TrainStep` divides by
+    their number.
+    """
 
     normalizers: Mapping[str, Any] = MappingProxyType({})
 
@@ -61,18 +63,20 @@ class _Loss:
 
 
 def _described(microbatch: Any) -> Rows | Packed:
-    """Turn a microbatch that the step has packed into `Subject`'s form; return rows unchanged."""
+    """Convert a microbatch that `TrainStep` packed to a dict for `Subject`; return plain rows
+    unchanged.
+    """
     return batches.described(microbatch) if "pack" in microbatch else microbatch
 
 
 class Stateful:
-    """Saves, loads and offloads a `Subject`'s tensors, with Megatron's own functions."""
+    """Saves, loads and offloads this rank's parameters and optimizer state: a base of adapters."""
 
     subject: Subject
     parts: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 
     def save(self) -> Any:
-        """Copy parameters and optimizer state of this rank, as a checkpoint would.
+        """Return copies of this rank's parameters and optimizer state.
 
         If the model is in bfloat16, "main" has the float32 parameters that the optimizer updates.
         """
@@ -103,7 +107,9 @@ class Stateful:
                 inner.state[main] = copy.deepcopy(moments)
 
     def offload(self, *, only: Part | None = None) -> None:
-        """Move optimizer state and parameters to the host, and free gradients, as Megatron does."""
+        """Move parameters and optimizer state to the host, and free gradients, by Megatron's
+        functions. With `only`, do so for one of the three.
+        """
         self._away = {*self.parts} if only is None else {only}
         # The optimizer first: the distributed one's float32 parameters are views of the model's.
         if "optimizer" in self._away:
@@ -121,7 +127,7 @@ class Stateful:
                     parameter.data = parameter.data.cpu()
 
     def onload(self, *, training: bool = True) -> None:
-        """Undo `offload`, or without `training` move back the parameters alone."""
+        """Undo `offload`; with `training=False` move back the parameters alone."""
         for chunk in self.subject.chunks:
             for buffer in buffers(chunk) if "weights" in self._away else ():
                 buffer.reload_from_cpu(move_grads=False)
@@ -134,24 +140,26 @@ class Stateful:
 
 
 def buffers(chunk: Any) -> list[Any]:
-    """Return a chunk's buffers of parameters and gradients, experts' too."""
+    """Return a DDP chunk's buffers of parameters and gradients, the experts' included."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
 def parameters_of(subject: Subject) -> list[Any]:
-    """Return the parameters of all chunks, in their order."""
+    """Return the parameters of all model chunks of a subject, in order."""
     return [p for chunk in subject.chunks for p in chunk.module.parameters()]
 
 
 def updated(subject: Subject) -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of a torch optimizer, in Megatron's, and a parameter that it updates."""
+    """Yield (torch optimizer, parameter) for each parameter that the subject's optimizer trains."""
     for inner in inner_optimizers(subject.optimizer):
         for group in inner.param_groups:
             yield from ((inner, parameter) for parameter in group["params"])
 
 
 class SplitStep(Stateful):
-    """Trains with `TrainStep`: certify `megatron_idempotent.proof.certify.adapters:SplitStep`."""
+    """Trains with this library's `TrainStep`: certify
+    `megatron_idempotent.proof.certify.adapters:SplitStep`.
+    """
 
     cannot: Mapping[str, str] = _NO_OFFLOAD
     packs = True
@@ -204,7 +212,9 @@ class SplitStep(Stateful):
         return _logprobs(self.subject, rows)
 
     def export(self) -> None:
-        """Read all parameters, as a weight sync does."""
+        """Copy this rank's parameters to `exported`, after pending gathers, as a weight sync
+        would.
+        """
         megatron_idempotent.ensure_params_synced(self.subject.chunks)
         self.exported = [p.detach().cpu().clone() for p in parameters_of(self.subject)]
 
@@ -369,7 +379,9 @@ class Window(Megatron):
         return self._update()
 
     def abort(self) -> None:
-        """Leave the block as an exception does, without the reduction at its end."""
+        """Leave the `accumulation_window` as an exception does, without a reduction of gradients,
+        and drop them with `abort_window`.
+        """
         with contextlib.suppress(Planted):
             raised = Planted("the step is dropped")
             self._window.__exit__(Planted, raised, None)
@@ -390,7 +402,8 @@ def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
 
 @contextlib.contextmanager
 def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that scales the next forward's auxiliary losses for a mean over sequences.
+    """Yield a function that scales a microbatch's auxiliary losses, before its forward, for a mean
+    over sequences.
 
     Megatron multiplies each loss by the positions of its microbatch, and divides by the number that
     the loss functions return. If that counts sequences, the result is positions / sequences times
@@ -419,7 +432,7 @@ def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
 def _schedule(
     subject: Subject, microbatches: Sequence[Rows | Packed], forward_step: Any, **options: Any
 ) -> Any:
-    """Call Megatron's schedule, and return its result."""
+    """Run Megatron's forward-backward schedule over microbatches, and return its result."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     data = [iter(microbatches) for _ in subject.chunks]
@@ -436,7 +449,9 @@ def _schedule(
 
 
 def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
-    """Compute log-probs [B, T] by the schedule, without gradients; None before the last stage."""
+    """Return the log-probs [B, T] of rows, computed by Megatron's schedule without gradients; None
+    before the last stage.
+    """
 
     def forward_step(data: Any, chunk: Any) -> Any:
         microbatch = next(data)

@@ -26,7 +26,8 @@ _EACH_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "scale", "sha
 
 
 def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn a microbatch that `TrainStep` or `pack_batches` has packed into a pack for `Subject`.
+    """Convert a microbatch that `TrainStep` or `pack_batches` packed to a dict for
+    `Subject.forward`.
 
     Example: `subject.forward(chunk, described(microbatch))`.
     """
@@ -55,7 +56,8 @@ def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_pack(rows: Rows, config: Any, tokens: int) -> dict[str, Any]:
-    """Pack rows in their order; pad each to the multiple that `config` needs, all to `tokens`.
+    """Pack rows in their order into one pack of `tokens` tokens, for `Subject.forward`. Each row is
+    padded to the multiple that `config` needs, and the end to `tokens`.
 
     Example: `subject.forward(chunk, one_pack(rows, subject.config, subject.max_tokens))`.
     """
@@ -80,12 +82,14 @@ def one_pack(rows: Rows, config: Any, tokens: int) -> dict[str, Any]:
 
 
 def is_pack(rows: Mapping[str, Any]) -> bool:
-    """Return whether a microbatch is a pack, and not rows."""
+    """Return True if a microbatch is a pack (it has `packed_seq_params`), and not plain rows."""
     return _BORDERS in rows
 
 
 def forward(chunk: Any, rows: Rows | Packed) -> Tensor:
-    """Call a chunk; the last one returns the negative log-probability of each label, [B, T]."""
+    """Run a model chunk on this rank's positions of rows, or of a pack; return its output. On the
+    last pipeline stage that is the negative log-probability of each label.
+    """
     if is_pack(rows):
         inputs, masks = token_fields(rows), {"packed_seq_params": rows[_BORDERS]}
         hidden, loss_mask = None, inputs["loss_mask"]
@@ -109,14 +113,15 @@ def forward(chunk: Any, rows: Rows | Packed) -> Tensor:
 
 
 def token_fields(pack: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the fields of a pack's tokens, cut to the positions that this rank computes."""
+    """Return a pack's per-token tensors, cut to the positions of this context-parallel rank."""
     borders = _padded(pack)
     names = (name for name in _EACH_TOKEN if name in pack)
     return {name: own_positions(pack[name], cu_seqlens=borders) for name in names}
 
 
 def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return each token's weight in its sequence's mean, and 1 where a sequence begins, [1, S].
+    """Return two tensors [1, S]: each token's weight in its sequence's mean, and 1 at the first
+    token of a sequence, else 0.
 
     Both are 0 throughout a sequence of which no position counts.
     """
@@ -130,7 +135,7 @@ def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _padded(pack: Mapping[str, Any]) -> Tensor:
-    """Return where a pack's sequences begin and end, padding included."""
+    """Return a pack's padded `cu_seqlens`, or the unpadded ones if it has no others."""
     borders = pack[_BORDERS]
     padded = borders.cu_seqlens_q_padded
     cu_seqlens: Tensor = borders.cu_seqlens_q if padded is None else padded
@@ -138,7 +143,9 @@ def _padded(pack: Mapping[str, Any]) -> Tensor:
 
 
 def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
-    """Give rows new lengths, and mask the tokens that become padding."""
+    """Return the rows with the field `lengths`; zero their token mask after these lengths, in
+    place.
+    """
     lengths_B = torch.tensor(lengths, dtype=torch.int64, device=rows["input_ids"].device)
     place_T = torch.arange(rows["input_ids"].shape[1], device=lengths_B.device)
     rows["token_mask"] *= place_T < lengths_B[:, None]
@@ -146,7 +153,9 @@ def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
 
 
 def of_positions(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses that count, each times its row's scale, and their number."""
+    """Return the token loss as a sum and a count: the losses at this rank's counted positions, each
+    times its row's scale, and the number of these positions.
+    """
     if is_pack(rows):
         fields = token_fields(rows)
         return (output * fields["loss_mask"] * fields["scale"]).sum(), fields["loss_mask"].sum()
@@ -155,7 +164,8 @@ def of_positions(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
 
 
 def of_sequences(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
-    """Return the sum of the sequences' means, each times its scale, and the number of sequences.
+    """Return the sequence loss as a sum and a count: each sequence's mean loss times its scale, and
+    the number of sequences.
 
     Each mean is over the positions that count. Where ranks share positions, a rank returns its part
     of these means, and counts the sequences of which it has the first position.

@@ -30,12 +30,16 @@ from .tolerances import of_gradient, of_logprobs
 
 
 class Bench(LayoutModel, LayoutRows):
-    """Holds one adapter around one model; `parameters` has the whole model's current parameters."""
+    """Runs an adapter's steps on this rank, and compares each with its definition in float64.
+    `parameters` has the whole model's parameters after the last step.
+    """
 
     def __init__(
         self, adapter: Adapter, layout: Layout, *, draw: Draw | None = None, thorough: bool = False
     ) -> None:
-        """Build the model and give it to the adapter; `draw` is the check's, equal on all ranks."""
+        """Build the layout's model and give it to the adapter. `draw` is the check's random source,
+        equal on all ranks.
+        """
         super().__init__(adapter, layout)
         self.draw = draw or Draw(0, layout.name)
         self.thorough = thorough
@@ -59,13 +63,16 @@ class Bench(LayoutModel, LayoutRows):
 
     @property
     def multiple(self) -> int:
-        """The factor of a call's number of microbatches: pp if the pipeline interleaves, else 1."""
+        """The number of which a call's number of microbatches must be a multiple: pp with virtual
+        stages, else 1.
+        """
         return self.layout.sizes["pp"] if self.layout.sizes["vpp"] > 1 else 1
 
     def take(
         self, calls_of: Calls, *, between: Callable[[], object] | None = None, cause: str = ""
     ) -> None:
-        """Take a step, and compare it with the definition over the rows of all replicas.
+        """Run one step of the adapter; raise `Wrong` unless its update, norm and loss are right for
+        the rows of all replicas.
 
         `between` is called before each microbatch and after the last. `cause` names what came
         before the step, for errors.
@@ -87,9 +94,10 @@ class Bench(LayoutModel, LayoutRows):
         self.step_name = ""
 
     def step(self, calls_of: Calls, *, between: Callable[[], object] | None = None) -> Finished:
-        """Take a step, and do not judge it. A rank on which a call raises calls `abort()`.
+        """Run one step of the adapter, and return its `Finished` without a comparison. A rank on
+        which it raises calls `abort()`, and raises on.
 
-        Without the abort other ranks would wait.
+        Other ranks would wait without the abort.
         """
         try:
             finished = self.drive(calls_of(self.replica), between=between)
@@ -106,7 +114,8 @@ class Bench(LayoutModel, LayoutRows):
         between: Callable[[], object] | None = None,
         failing_call: int | None = None,
     ) -> Any:
-        """Call the adapter's methods for a step; return the value of `finish`, of any type.
+        """Call the adapter's `begin`, its `microbatch` with each call's rows, and its `finish`;
+        return what `finish` returns.
 
         `between` is called before each microbatch and after the last. The loss of `failing_call`
         fails.
@@ -120,7 +129,7 @@ class Bench(LayoutModel, LayoutRows):
         return self.adapter.finish()
 
     def checked(self, finished: Any) -> Finished:
-        """Return the result of an adapter's `finish`, with numbers as floats.
+        """Check the type of what an adapter's `finish` returned; return it with numbers as floats.
 
         Raises:
             Wrong: the result has the wrong type.
@@ -238,7 +247,8 @@ class Bench(LayoutModel, LayoutRows):
         )
 
     def hold_logprobs(self, rows: Rows, lengths_B: Tensor, logprobs_BT: Any) -> None:
-        """Compare the adapter's log-probs with their definition, at positions with a next token.
+        """Raise `Wrong` unless the adapter's log-probs are right at all positions with a next
+        token.
 
         Raises:
             Wrong: other values, no tensor [B, T], or None on all ranks of a replica.
@@ -275,18 +285,21 @@ class Bench(LayoutModel, LayoutRows):
 
     @property
     def _computing(self) -> dict[str, Tensor]:
-        """The parameters that the model computes with."""
+        """The whole model's parameters, in 16-bit layouts rounded to the type that the model
+        computes in.
+        """
         if not self.half:
             return self.parameters
         dtype = self.subject.config.params_dtype
         return {name: value.to(dtype) for name, value in self.parameters.items()}
 
     def tolerance(self, truth: Truth) -> float:
-        """Return the bound of a gradient's error, relative to its norm."""
+        """Return the largest allowed error of a step's gradient, relative to its norm."""
         return of_gradient(self.layout, truth)
 
     def away_and_back(self, *, freeing: bool = True) -> None:
-        """Offload and onload between two steps; parameters must keep their bits.
+        """Call the adapter's `offload` and `onload` between two steps; raise `Wrong` if a parameter
+        changes.
 
         Raises:
             Wrong: `freeing`, and no memory was freed; or a tensor is not back on the device.
@@ -295,7 +308,9 @@ class Bench(LayoutModel, LayoutRows):
         self.unchanged("offload() and onload()")
 
     def digest(self) -> str:
-        """Return a digest of the whole model's parameters, the same on all ranks."""
+        """Return 16 hexadecimal digits of a hash of the whole model's parameters, the same on all
+        ranks.
+        """
         sha = hashlib.sha256()
         for name in sorted(self.parameters):
             sha.update(name.encode())
@@ -303,11 +318,13 @@ class Bench(LayoutModel, LayoutRows):
         return sha.hexdigest()[:16]
 
     def unchanged(self, cause: str) -> None:
-        """Raise `Wrong` unless the parameters have the same bits as before."""
+        """Raise `Wrong` if a parameter of the whole model differs from what it was after the last
+        step. `cause` says in the error what may have changed it.
+        """
         self._same(self.gather_parameters(), cause)
 
     def hold_export(self, exported: Any) -> None:
-        """Compare an export with the model's current parameters.
+        """Raise `Wrong` unless the exports of all ranks have the model's current parameters.
 
         Raises:
             Wrong: values differ, or no rank exports a parameter.
@@ -340,7 +357,9 @@ class Bench(LayoutModel, LayoutRows):
         finished: Finished,
         everybody: Sequence[Rows],
     ) -> None:
-        """Compare the effect of this step's gradient: the difference from `coasting`."""
+        """Raise `Wrong` if a step's change of the parameters is not the one of the right gradient.
+        `coasting` are the parameters after a step with a zero gradient.
+        """
         names = list(expected)
 
         def between(end: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
@@ -388,7 +407,8 @@ class Bench(LayoutModel, LayoutRows):
     def _miscounted(
         self, everybody: Sequence[Rows], truth: Truth, moved: Tensor, right: Tensor, near: float
     ) -> str:
-        """Return how often each call's rows count in a wrong gradient, if that explains the fault.
+        """Return in words how often each call's rows count in a wrong gradient; "" if that does not
+        explain the fault.
 
         All ranks take part. A step is the sum of its calls, each of which may have a factor.
         """
@@ -425,7 +445,9 @@ class Bench(LayoutModel, LayoutRows):
         )
 
     def _refuse_clipping(self, cause: BaseException | None) -> None:
-        """Raise `Wrong` if Megatron's optimizer is set to clip, which it can in float32 alone."""
+        """Raise `Wrong` if Megatron's optimizer is set to clip gradients: checks judge unclipped
+        ones.
+        """
         for optimizer in unchained(self.subject.optimizer):
             limit = getattr(getattr(optimizer, "config", None), "clip_grad", 0.0)
             if limit:
@@ -442,12 +464,12 @@ class Bench(LayoutModel, LayoutRows):
 
 
 def names_moved(current: Mapping[str, Tensor], previous: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the parameters whose values have changed."""
+    """Return the names of the parameters whose values in `current` and `previous` differ."""
     return [name for name, value in current.items() if not torch.equal(value, previous[name])]
 
 
 def in_words(value: Any) -> str:
-    """Return a value's type in words, for an error: `a list`."""
+    """Return a value's type in words, such as `a list` or `None`, for an error."""
     if isinstance(value, Tensor):
         return f"a tensor {[*value.shape]}"
     return "None" if value is None else f"a {type(value).__name__}"

@@ -39,7 +39,7 @@ Saved = tuple[tuple[int, int, int], str]
 
 
 class DistCheckpoint(SplitStep):
-    """Saves and loads with `megatron.core.dist_checkpointing`, as `megatron.training` does."""
+    """Trains with `TrainStep`, and saves and loads with `megatron.core.dist_checkpointing`."""
 
     keeps = ("scheduler", "random", "loss scale", "expert bias", "counters")
     reshards: tuple[str, ...] = ("dp",)
@@ -117,7 +117,9 @@ class DistCheckpoint(SplitStep):
         return str(folder)
 
     def _models(self) -> dict[str, Any]:
-        """Return the sharded state of each chunk, by upstream's name for the chunk."""
+        """Return each chunk's sharded state dict, by Megatron's key for the chunk: "model",
+        "model0".
+        """
         several = len(self.subject.chunks) > 1
         return {
             f"model{index if several else ''}": chunk.module.sharded_state_dict()
@@ -145,7 +147,9 @@ class DistCheckpoint(SplitStep):
 
 
 def _ranks() -> tuple[int, int, int]:
-    """Return the numbers of pipeline stages, tensor-parallel ranks and replicas."""
+    """Return the numbers of pipeline stages, of tensor-parallel, and of data x context-parallel
+    ranks.
+    """
     return (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -154,7 +158,7 @@ def _ranks() -> tuple[int, int, int]:
 
 
 def _rank() -> tuple[int, int, int]:
-    """Return this rank's pipeline stage, tensor-parallel rank and replica."""
+    """Return this rank's pipeline stage, tensor-parallel rank, and data x context-parallel rank."""
     return (
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
@@ -166,33 +170,35 @@ _ALL = ("dp", "tp", "pp", "ep", "cp")
 
 
 class DPReshardable(DistCheckpoint):
-    """Writes the optimizer's buffers as they are."""
+    """Saves in the format "dp_reshardable": the distributed optimizer's flat buffers unchanged."""
 
     sharding = "dp_reshardable"
 
 
 class Persistent(DPReshardable):
-    """Saves asynchronously by a process that stays (`--use-persistent-ckpt-worker`)."""
+    """Saves asynchronously in one long-lived process (`--use-persistent-ckpt-worker`)."""
 
     persistent = True
 
 
 class FullyReshardable(DistCheckpoint):
-    """Gathers the optimizer's state on one rank, and writes it by parameter."""
+    """Saves in the format "fully_reshardable": optimizer state by parameter, from one rank."""
 
     sharding = "fully_reshardable"
     reshards = _ALL
 
 
 class ModelSpace(DistCheckpoint):
-    """Writes the optimizer's state by parameter, each rank its own shards."""
+    """Saves in the format "fully_sharded_model_space": each rank writes its optimizer state by
+    parameter.
+    """
 
     sharding = "fully_sharded_model_space"
     reshards = _ALL
 
 
 class OnHost(DPReshardable):
-    """Keeps half of the optimizer on the host (`--optimizer-cpu-offload`)."""
+    """Keeps half of the optimizer's state on the host (`--optimizer-cpu-offload`)."""
 
     parts = ()  # moments are on the host already
     optimizer_overrides = MappingProxyType(
@@ -205,9 +211,9 @@ class OnHost(DPReshardable):
 
 
 class LowRank(DPReshardable):
-    """Trains low-rank adapters of 32 bits over a frozen base, and saves them alone.
+    """Trains float32 low-rank factors over a frozen base; saves only them and the experts' biases.
 
-    It saves the experts' biases, too: they move although the base is frozen.
+    The biases move although the base is frozen.
     """
 
     saves_all = False
@@ -264,7 +270,9 @@ class Training(DistCheckpoint):
         return finished
 
     def counters(self) -> dict[str, Any]:
-        """Return upstream's counters, and the samples that its sampler yields next."""
+        """Return Megatron's iteration, its consumed samples, and the samples that its sampler
+        yields next.
+        """
         from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
         consumed = self.args.consumed_train_samples
@@ -344,7 +352,7 @@ class Resilient(Training):
 
 
 class ResilientPersistent(Resilient):
-    """Saves as `Resilient`, by a process that stays (`--use-persistent-ckpt-worker`)."""
+    """Saves as `Resilient`, in one long-lived process (`--use-persistent-ckpt-worker`)."""
 
     persistent = True
 

@@ -30,7 +30,7 @@ CALL = 2 * MICRO_BATCH
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """Describes a check: what it demands of an adapter, and what it needs.
+    """Describes a check: its function, what it demands of an adapter, and what it needs to be run.
 
     Example: `CHECKS["split-step"].summary`.
     """
@@ -57,9 +57,11 @@ Run = TypeVar("Run", bound=Callable[..., None])
 
 
 def entering(checks: dict[str, Check], **defaults: Any) -> Callable[..., Callable[[Run], Run]]:
-    """Return a decorator that enters a function into `checks`, under its own name or `name`.
+    """Return a decorator that registers a function as a `Check` in `checks`, under its own name or
+    `name`.
 
-    It takes the check's summary and other fields of `Check`, for which there are `defaults`.
+    The decorator takes the check's summary and other fields of `Check`, for which there are
+    `defaults`.
     """
 
     def check(summary: str, *, name: str = "", **traits: Any) -> Callable[[Run], Run]:
@@ -89,7 +91,7 @@ def whole_step(bench: Bench) -> None:
 
 
 def _steps(bench: Bench, rows: int = CALL) -> None:
-    """Take two steps of one call with `rows` rows."""
+    """Run two steps, each of one call with `rows` rows, and compare each with its definition."""
     for seed in range(2):
         bench.take(bench.alike(seed, rows))
 
@@ -161,7 +163,8 @@ def rows_left_over(bench: Bench) -> None:
 def _refused(
     bench: Bench, calls_of: Calls, name: str, between: Callable[[], object] | None = None
 ) -> bool:
-    """Return whether all ranks refuse a step; if none does, compare it with its definition.
+    """Run a step; return whether all ranks refuse it. If none does, compare it with its definition;
+    if some do, raise `Wrong`.
 
     `name` is the step's in errors, and `between` is called before each microbatch and after the
     last.
@@ -194,7 +197,8 @@ def sizes_change(bench: Bench) -> None:
 
 
 def _many_counted(bench: Bench) -> Calls:
-    """Make a step that counts 2,049 positions or more, the last of them one by one.
+    """Return the rows of a step in which more than 2,048 positions count, the last of them one by
+    one.
 
     float16 has no odd numbers above 2,048: a count in it does not grow by ones, and an odd sum is
     rounded. That changes the gradient by 1 / 2,200, which is above the bound of float64.
@@ -219,7 +223,7 @@ def _many_counted(bench: Bench) -> Calls:
 
 
 def _many_alike(bench: Bench) -> Calls:
-    """Make a step of one microbatch 81 times, the first of them 512 times as large.
+    """Return the rows of a step: one microbatch 81 times, the first with a loss 512 times as large.
 
     Each of the others is less than half of the last bit of a sum in bfloat16 that begins with the
     first: it would be lost. All others are 13.5 % of the gradient, above the bounds of bfloat16.
@@ -271,7 +275,8 @@ def drawn_sizes(bench: Bench) -> None:
 
 
 def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = (), size: float = 1.0) -> Calls:
-    """Draw a step of `calls` calls; unless the adapter declares it cannot, replicas differ.
+    """Draw a random step of `calls` calls. Replicas have different sizes, unless the adapter
+    declares that it cannot.
 
     The calls in `empty` have no rows, on some replicas or all. `size` is that of the rows' scales.
     """
@@ -396,7 +401,9 @@ def _hold_logprobs(bench: Bench, microbatches: int = 2) -> tuple[Rows, Tensor]:
 
 
 def _some(bench: Bench, microbatches: int) -> tuple[Rows, Tensor]:
-    """Return rows of this replica for `microbatches` microbatches, and their lengths [B]."""
+    """Return random rows of this replica for `microbatches` microbatches, and the rows' lengths
+    [B].
+    """
     return bench.ragged(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * microbatches)
 
 
@@ -464,7 +471,8 @@ def nan(bench: Bench) -> None:
 
 
 def _not_finite(bench: Bench, replica: int, point: Point, number: float | None) -> str:
-    """Take a step that is not finite; raise `Wrong` if a rank updates. Return what happened.
+    """Run a step with a loss or gradient that is not finite; raise `Wrong` if a rank updates, or
+    only some raise. Return in words what was not finite.
 
     The loss of a row of the replica is multiplied by `number`. If that is None, the loss stays as
     it is, and a gradient is NaN on one rank of the replica.

@@ -16,17 +16,17 @@ Item = TypeVar("Item")
 
 
 class Draw:
-    """Draws numbers and orders, from a seed and from names that tell draws apart.
+    """Draws random numbers and orders for a check; an equal seed and names give equal draws.
 
     Example: `Draw(7, "dp2", "drawn-sizes").shuffled([1, 2, 3])`.
     """
 
     def __init__(self, seed: int, *names: str) -> None:
-        """Take a seed and names, such as a layout and a check; other names give other draws."""
+        """Seed the generator with `seed` and `names`, such as those of a layout and a check."""
         self._random = random.Random(" ".join((str(seed), *names)))
 
     def number(self, least: int, most: int) -> int:
-        """Draw a whole number from `least` to `most`."""
+        """Draw a whole number from `least` to `most`, both included."""
         return self._random.randint(least, most)
 
     def share(self, least: float, most: float) -> float:
@@ -34,21 +34,23 @@ class Draw:
         return self._random.uniform(least, most)
 
     def shuffled(self, values: Sequence[Item]) -> list[Item]:
-        """Return the values in a drawn order."""
+        """Return the values as a new list in a random order."""
         return self._random.sample(list(values), len(values))
 
     def dealt(self, values: Sequence[Item], number: int) -> list[Item]:
-        """Return `number` items in a drawn order; counts of any two values differ by 1 at most."""
+        """Draw `number` items from `values`, each value almost equally often; return them in random
+        order.
+        """
         dealt: list[Item] = []
         while len(dealt) < number:
             dealt += self.shuffled(values)
         return dealt[:number]
 
     def sizes(self, calls: int, multiple: int = 1, *, most: int = MICROBATCHES) -> list[int]:
-        """Draw the number of microbatches of each call: odd and even ones, in a drawn order.
+        """Draw how many microbatches each of a step's `calls` calls has; return the numbers.
 
-        Of CALLS calls one has one microbatch, and one has MICROBATCHES. All numbers are multiples
-        of `multiple`, as an interleaved schedule needs them.
+        They are odd and even, in random order. With CALLS calls one of them is 1, and one
+        MICROBATCHES. All are rounded to multiples of `multiple`, as an interleaved schedule needs.
         """
         sizes = [self.number(1, most if calls < 3 else min(most, 3)) for _ in range(calls)]
         if calls == CALLS:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def or_aborted(
     bench: Bench, rows_of_calls: Sequence[Rows], **options: Any
 ) -> tuple[str | None, Finished | None]:
-    """Take a step; return (None, its result) or, after an error and an abort, (error, None).
+    """Run one step of the adapter; if it raises, call `abort()`. Return (None, the step's
+    `Finished`), or (the error's first line, None).
 
     `options` are those of `Bench.drive`.
     """
@@ -42,7 +43,7 @@ SPANS = ((0, 0), (1, 3), (4, CALLS - 1))
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Holds the call and the microbatch of a step at which it fails."""
+    """Says where a step is made to fail: in which of its calls, and at which microbatch."""
 
     sizes: tuple[int, ...]
     """Microbatches of each call."""
@@ -52,7 +53,9 @@ class Point:
 
     @classmethod
     def drawn(cls, bench: Bench, span: tuple[int, int]) -> Point:
-        """Draw a call's index from the range `span`, the sizes of all calls, and a microbatch."""
+        """Draw at random a call from the range `span`, one of its microbatches, and all calls'
+        sizes.
+        """
         draw, multiple = bench.draw, bench.multiple
         call = draw.number(*span)
         calls = draw.number(call + 1, min(call + 2, CALLS)) if call else 1
@@ -68,7 +71,9 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Holds the ranks, the phase and the point at which a step fails, and the error."""
+    """Describes a failure to inject into a step: the ranks, the phase, the microbatch, the error
+    type.
+    """
 
     ranks: tuple[int, ...]
     phase: _Phase
@@ -85,7 +90,9 @@ class Failure:
 
 
 def failures(bench: Bench) -> list[Failure]:
-    """Draw failures: in the loss on each rank that computes it, in the model on all ranks.
+    """Draw the failures that a check injects, one for each step. Each rank that computes the loss
+    fails in it once or more. If `bench.fails_within_model`, forwards and backwards fail too, on all
+    ranks of a pipeline stage.
 
     Errors are of types that frameworks catch, such as those of missing memory or a bad sample; in
     the model also of types that end a process or a task.
@@ -128,7 +135,10 @@ def failures(bench: Bench) -> list[Failure]:
 
 
 def fail(bench: Bench, failure: Failure) -> None:
-    """Take a step with this failure; raise `Wrong` unless all ranks raise and drop the step."""
+    """Run a step with `failure` injected; raise `Wrong` if a rank finishes it, or a parameter
+    changes. If nothing has failed, because the adapter runs other microbatches, the step must be
+    right.
+    """
     seed = bench.draw.number(1, 10**5)
     point = failure.point
     calls_of = bench.alike(seed, *(MICRO_BATCH * size for size in point.sizes))

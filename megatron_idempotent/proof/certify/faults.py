@@ -36,7 +36,9 @@ def attempt(function: Callable[..., Any], *args: Any) -> tuple[str | None, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first line; for an error that collects those of ranks, the first rank's."""
+    """Return the first line of an error's message; of a `CheckpointException`, that of the first
+    failed rank's error.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     if isinstance(error, CheckpointException):
@@ -46,7 +48,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _replace(blocks: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until the blocks end."""
+    """Set an attribute of `owner`, and restore the old value when `blocks` closes."""
     blocks.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
@@ -64,11 +66,12 @@ def _limited(limit: int, number: int, *, yes: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
-    """Limit files that this process and its children write in the block to `room` bytes.
+    """Let writes fail in the block as on a full disk: limit each file that is written to `room`
+    bytes.
 
-    With `yes=False` nothing is limited. With `forked` the limit is on processes forked in the block
-    alone, because locks are files, too. The error is `OSError` (EFBIG). What the block prints is
-    dropped: it may go to a file.
+    This process and its children are limited. With `yes=False` nothing is. With `forked` the limit
+    is on processes forked in the block alone, because locks are files, too. The error is `OSError`
+    (EFBIG). What the block prints is dropped: it may go to a file.
     """
     with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as blocks:
         if yes:
@@ -96,7 +99,8 @@ def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
 
 
 class SlowDisk:
-    """Delays writes of all threads and processes but the check's own thread until `release`.
+    """Delays a save's background threads and processes until `release`, as a slow disk would. The
+    check's own thread is not delayed.
 
     Args:
         folder: the folder of the checkpoints; files elsewhere are written at once.
@@ -113,7 +117,8 @@ class SlowDisk:
         self._starts = contextlib.ExitStack()
 
     def hold_starts(self) -> None:
-        """Delay each thread that starts, and each call that an executor gets, before `returned`.
+        """Until `returned`, delay each new thread, and each call given to a thread pool, at its
+        start.
 
         Their whole work is late then, and not the writing alone.
         """
@@ -137,16 +142,18 @@ class SlowDisk:
         threading.setprofile(before_first_call)
 
     def returned(self) -> None:
-        """Note that the saving call has returned: threads that start later are not its own."""
+        """Note that the saving call has returned; threads that start later are not delayed at their
+        start.
+        """
         self._starts.close()
         self._has_returned[0] = 1
 
     def release(self) -> None:
-        """End all delays."""
+        """End all delays: waiting writers go on."""
         self._is_released[0] = 1
 
     def hold(self) -> None:
-        """Wait until `release`; at most a second while the saving call may wait for its writer."""
+        """Wait until `release`; at most 1 s before the saving call has returned, 20 s after it."""
         begun_s = time.monotonic()
         while not self._is_released[0]:
             has_returned = self._has_returned[0]
@@ -156,12 +163,14 @@ class SlowDisk:
             time.sleep(0.01)
 
     def hold_process(self) -> None:
-        """Delay the calling process if it was forked after this disk was made."""
+        """Delay the calling process if it is not the one that made this object, as after a fork."""
         if os.getpid() != self._process:
             self.hold()
 
     def hold_file(self, path: Any) -> None:
-        """Delay the calling thread if it is not the check's own and opens a file of the folder."""
+        """Delay the calling thread if it opens a file of the folder, and is not the check's own
+        thread.
+        """
         if (
             os.getpid() == self._process
             and threading.get_ident() != self._thread
@@ -176,7 +185,7 @@ _slow_disks: list[SlowDisk] = []
 
 @functools.cache
 def _watch_files() -> None:
-    """Install a hook through which the open `slow_disk` delays each `open` for writing."""
+    """Install, once, an audit hook by which an active `slow_disk` delays opens for writing."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and _slow_disks:
@@ -189,7 +198,8 @@ def _watch_files() -> None:
 
 @contextlib.contextmanager
 def slow_disk(bench: States) -> Iterator[SlowDisk]:
-    """Delay writes of other threads, and of processes forked in the block, until its end.
+    """In the block, delay file writes of other threads and of forked processes; yield the
+    `SlowDisk`.
 
     The check calls `returned` as soon as the saving call has returned, and may call `release`
     before the end of the block.
@@ -227,7 +237,8 @@ _STUCK = "stuck-"
 
 @contextlib.contextmanager
 def ending_hangs(bench: States, reason: str) -> Iterator[None]:
-    """End this rank if the block takes longer than `LONGEST_S`, and leave a note for `stuck`.
+    """Kill this rank if the block takes longer than `LONGEST_S`, after it has written `reason` and
+    its stacks to a file for `stuck`.
 
     A collective would wait for ever for a rank that does not join it. All ranks enter.
     """
@@ -254,7 +265,9 @@ def ending_hangs(bench: States, reason: str) -> Iterator[None]:
 
 
 def _write_note(path: Path, reason: str) -> None:
-    """Lift the check's limits on files, and write a reason and the stacks of all threads."""
+    """Write a reason and the stacks of all threads to a file, after lifting this process's file
+    limits.
+    """
     _slow_disks.clear()
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
         _, hard = resource.getrlimit(limit)
@@ -266,7 +279,9 @@ def _write_note(path: Path, reason: str) -> None:
 
 
 def stuck(folder: Path) -> tuple[int, str, str] | None:
-    """Return the first rank that `ending_hangs` has ended, the reason, and the rank's stacks."""
+    """Return the first rank that `ending_hangs` killed, the reason, and the rank's stacks; None if
+    it killed none.
+    """
     for note in sorted(folder.glob(f"{_STUCK}*")):
         reason, _, stacks = note.read_text(encoding="utf-8").partition("\n")
         return int(note.name.removeprefix(_STUCK)), reason, stacks
@@ -275,7 +290,7 @@ def stuck(folder: Path) -> tuple[int, str, str] | None:
 
 @contextlib.contextmanager
 def _unreadable(bench: States, path: Path) -> Iterator[str]:
-    """Refuse to open files on the last rank (EMFILE)."""
+    """In the block, let the last rank fail to open any file (EMFILE); yield the fault in words."""
     rank = bench.ranks - 1
     with _limited(resource.RLIMIT_NOFILE, 3, yes=bench.rank == rank):
         yield f"rank {rank} cannot open files"
@@ -283,7 +298,9 @@ def _unreadable(bench: States, path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _cut(bench: States, path: Path, *, share: float | None = None) -> Iterator[str]:
-    """Truncate the file to `share` of its size; remove it if `share` is None."""
+    """In the block, truncate a file to the fraction `share` of its size, or remove it for None.
+    Yield the fault in words, and restore the file at the end.
+    """
     content = path.read_bytes()
     bench.gather(None)
     if bench.rank == 0:
@@ -311,7 +328,7 @@ Stamps = Mapping[Path, tuple[int, int]]
 
 
 def stamps(bench: States) -> Stamps:
-    """Return time and size of each file of checkpoints. All ranks take part."""
+    """Return the time of change and the size of each checkpoint file. A collective."""
     bench.gather(None)  # all have written
     files = [path for path in bench.folder.rglob("*") if not path.name.endswith(LATER)]
     stats = {path: path.stat() for path in files if path.is_file()}
@@ -319,7 +336,7 @@ def stamps(bench: States) -> Stamps:
 
 
 def saved_files(bench: States, older: Stamps = MappingProxyType({})) -> list[tuple[int, Path]]:
-    """Return size and path of the largest saved file of each kind of name, the largest first.
+    """Return (size, path) of the largest saved file of each kind of name, the largest first.
 
     Second is another file of the first one's kind, such as another rank's, if there is one. Names
     are of one kind if they differ in numbers only. A file that is unchanged since `older` is
@@ -351,7 +368,8 @@ def _kind_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def no_memory(calls_before: float) -> Iterator[list[str]]:
-    """Raise `MemoryError` where a tensor is copied or moved, after `calls_before` such calls.
+    """In the block, let copies and moves of tensors raise `MemoryError`, after `calls_before` that
+    succeed.
 
     Yield a list that gets the name of each call.
     """

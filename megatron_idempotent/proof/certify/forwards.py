@@ -27,13 +27,14 @@ Phase = Literal["forward", "backward", "gradient"]
 
 
 class Forwards:
-    """Counts the training forwards of this rank's first chunk, and fails or reads in them.
+    """Hooks the training forwards of this rank's model chunks, to make one fail or to read
+    parameters.
 
     Example: `with forwards.failing(2, "backward"): adapter.microbatch(rows)`.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
-        """Put hooks on the innermost module of each chunk."""
+        """Put a forward hook on each chunk's innermost module, inside DDP and other wrappers."""
         self.evaluated: str | None = None
         """A module that got a gradient after a forward in eval mode; None if there was none."""
         self.has_failed = False
@@ -52,11 +53,10 @@ class Forwards:
 
     @contextmanager
     def failing(self, count: int | None, phase: Phase) -> Iterator[None]:
-        """Raise `Planted` in the block after `count` training forwards of the first chunk.
+        """In the block, let the first chunk's training forward that follows `count` others fail.
 
-        The next forward raises at its end, or in its backward, when only the first layer is left;
-        with the phase "gradient" its backward begins with NaN instead. With `count` None nothing
-        fails.
+        It raises `Planted` at its end, or in its backward, when only the first layer is left; with
+        the phase "gradient" its backward begins with NaN instead. With `count` None nothing fails.
         """
         self._plan = None if count is None else (count, phase)
         self._forwards_done, self.has_failed = 0, False
@@ -67,7 +67,7 @@ class Forwards:
 
     @contextmanager
     def reading(self, read: Callable[[int], None]) -> Iterator[None]:
-        """Call `read` with a chunk's number after its first training forward in the block.
+        """In the block, call `read(index)` after the first training forward of each chunk.
 
         The parameters are then those of the forward: gathers that were pending have ended, and
         the framework alone has waited for them.
@@ -125,7 +125,7 @@ class Forwards:
 
 
 def innermost(chunk: Any) -> Any:
-    """Return the module inside DDP and other wrappers."""
+    """Return a chunk's module without its wrappers, such as DDP and `Float16Module`."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -149,7 +149,7 @@ def _on_gradient(output: Any, act: Callable[[Tensor], Tensor | None]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SeenPart:
-    """Holds one rank's part of a pack, on the CPU."""
+    """Holds the tokens of a pack that one context-parallel rank computed, on the CPU."""
 
     place_s: Tensor
     """The indices of its tokens in the pack."""
@@ -162,13 +162,15 @@ class SeenPart:
 
 
 class PacksSeen:
-    """Notes each pack of a training forward of a model's first chunk.
+    """Records the packed sequences that a model chunk gets in each training forward.
 
     Example: `PacksSeen(chunk).of_rows(rows, replica=0, gather=bench.gather)`.
     """
 
     def __init__(self, chunk: Any) -> None:
-        """Put a hook on a chunk's innermost module. Stages after the first get no tokens."""
+        """Put a hook on a chunk's innermost module, if it is of the first stage: others get no
+        tokens.
+        """
         chunk = innermost(chunk)
         self._shares: list[SeenPart] = []
         if getattr(chunk, "pre_process", True):
@@ -201,10 +203,11 @@ class PacksSeen:
     def of_rows(
         self, rows: Iterable[Rows], *, replica: int, gather: Callable[[Any], list[Any]]
     ) -> list[PackSeen]:
-        """Return the packs of all ranks that hold these rows, and forget all packs noted so far.
+        """Gather the packs that all ranks recorded; return those that contain `rows`, and clear the
+        record. A collective.
 
-        All ranks take part. A pack is left out if all its rows are in later packs, because an
-        aborted step made it, or if it has none, as on a replica that has run out of rows.
+        A pack is left out if all its rows are in later packs, because an aborted step made it, or
+        if it has none, as on a replica that has run out of rows.
 
         Raises:
             Wrong: a row that counts is in no pack.
@@ -234,14 +237,16 @@ class PacksSeen:
 
 
 def _sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tokens of each row without padding, and 1 where a position counts."""
+    """Yield each row's tokens without padding, and a mask that is 1 where a position counts."""
     mask_BT = counted(rows).cpu()
     for row, length in enumerate(rows["lengths"].tolist()):
         yield rows["input_ids"][row, :length].cpu(), mask_BT[row, :length]
 
 
 def _joined(shares: Sequence[SeenPart], missing: dict[tuple[int, ...], Tensor]) -> PackSeen | None:
-    """Join ranks' parts of a pack, and remove its rows from `missing`; None without such a row."""
+    """Join the ranks' parts of one pack, and remove its rows from `missing`. Return None if
+    `missing` has none of its rows.
+    """
     first = shares[0]
     size = first.starts[-1]
     fields = {name: torch.zeros(size, dtype=part.dtype) for name, part in first.fields.items()}

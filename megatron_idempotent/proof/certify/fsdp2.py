@@ -37,7 +37,7 @@ class _Layer(nn.Module):
 
 
 class _GPT(nn.Module):
-    """Computes the negative log-probability [B, T] of the token after each position."""
+    """A small GPT; its forward returns the negative log-probability [B, T] of each next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,8 @@ class _GPT(nn.Module):
 
 
 def build(lr: float, momentum: float) -> tuple[Any, Any]:
-    """Return a model in float64, sharded over all ranks, and SGD; with the same weights each time.
+    """Build a small GPT in float64, sharded over all ranks by `fully_shard`, and its SGD optimizer.
+    Each call gives the same weights.
 
     Example: `model, optimizer = build(0.5, 0.5)`.
     """
@@ -80,13 +81,15 @@ def build(lr: float, momentum: float) -> tuple[Any, Any]:
 
 
 def forward(model: Any, rows: Rows) -> Tensor:
-    """Call the model; return the negative log-probability of the next token [B, T]."""
+    """Run the model on `input_ids`; return the negative log-probability [B, T] of next tokens."""
     output: Tensor = model(rows["input_ids"])
     return output
 
 
 def shards(model: Any) -> dict[str, Tensor]:
-    """Copy this rank's shards of all parameters, by name; each is cut in its first dimension."""
+    """Copy this rank's shard of each FSDP2 parameter to the CPU; return the copies by parameter
+    name. Each parameter is sharded along its first dimension.
+    """
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()

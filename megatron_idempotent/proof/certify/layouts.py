@@ -64,7 +64,7 @@ KINDS = (*_SIZES, *_FLAGS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Describes one model on some ranks.
+    """Describes how a model is spread over ranks, in which precision, and with which loss.
 
     Example: `layout("tp2-pp2").ranks` is 4.
     """
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
+        """The number of ranks: data x tensor x pipeline x context parallel."""
         return math.prod(self.sizes[word] for word in ("dp", "tp", "pp", "cp"))
 
     @property
@@ -94,26 +94,28 @@ class Layout:
 
     @property
     def experts(self) -> int:
-        """The number of experts of each layer; 0 without."""
+        """The number of experts of each layer; 0 for a dense model."""
         return EXPERTS if "moe" in self.flags else 0
 
     @property
     def auxiliary(self) -> bool:
-        """True if layers add losses of their own to the gradient."""
+        """True if MoE or MTP layers add losses of their own to the gradient."""
         return bool(self.flags & {"moe", "mtp"})
 
     @property
     def packs(self) -> bool:
-        """True if rows have lengths, to be trained on as packs."""
+        """True if rows have lengths, and the adapter trains on packs of them."""
         return "packs" in self.flags
 
     @property
     def plain(self) -> bool:
-        """True if a microbatch may have any number of rows, and any rows may share one."""
+        """True if a call's rows may be cut into microbatches in any way: no packs, stages,
+        auxiliary losses.
+        """
         return not (self.packs or self.stages > 1 or self.auxiliary)
 
     def lacks(self, feature: str) -> str | None:
-        """Return why a check that needs `feature` is not for this layout; None if it is."""
+        """Return why this layout lacks `feature`, which a check needs; None if it has it."""
         has_it, reason = {
             "": (True, ""),
             "replicas": (self.replicas > 1, "one replica"),
@@ -129,12 +131,12 @@ class Layout:
 
     @property
     def loss_kind(self) -> LossKind:
-        """The unit of the loss's mean."""
+        """The unit over which the loss is a mean: "token" or "sequence"."""
         return "sequence" if "sequences" in self.flags else "token"
 
     @property
     def fsdp2(self) -> bool:
-        """True for a plain model on FSDP2."""
+        """True if the model is a plain torch module on FSDP2, without Megatron."""
         return "fsdp2" in self.flags
 
     @property
@@ -146,7 +148,7 @@ class Layout:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the arguments of `cpu.tiny.build`."""
+        """Return the arguments of `cpu.tiny.build` that make this layout's model."""
         sharded = "distopt" in self.flags
         return {
             "tp": self.sizes["tp"],
@@ -168,7 +170,7 @@ class Layout:
 
 
 def layout(name: str) -> Layout:
-    """Read a layout's name.
+    """Parse a layout's name, such as `tp2-pp2`, into a `Layout`.
 
     Raises:
         ValueError: a word is unknown or stands twice, or the model does not fit.
@@ -218,7 +220,9 @@ def layout(name: str) -> Layout:
 
 
 def _share_experts(name: str, sizes: dict[str, int], flags: set[str], kinds: set[str]) -> None:
-    """Fill in `etp` and `dp` where the name does not say them, and check that experts fit."""
+    """Set `etp` and `dp` in `sizes` where the name lacks them; raise `ValueError` if experts do not
+    fit.
+    """
     if "etp" not in kinds:
         sizes["etp"] = sizes["tp"]
     shared = sizes["ep"] * sizes["etp"]
@@ -257,7 +261,7 @@ STATE_LAYOUTS = ("dp2-distopt", "dp2-bf16-distopt", "dp2-fp16-distopt", "ep2-bf1
 
 
 def resharded(start: Layout, word: str) -> Layout | None:
-    """Return the layout with another number for `word`; None if no other number fits.
+    """Return the layout with another size of `word`, such as "tp"; None if no other size fits.
 
     1 becomes 2, and any other number 1. Replicas and expert-parallel ranks are doubled if that
     fits, and else halved. A `word` of "" gives the layout itself.

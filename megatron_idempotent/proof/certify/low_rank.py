@@ -38,7 +38,8 @@ _SUMS = 16.0
 
 
 class LowRank(Bench):
-    """Holds a model with low-rank adapters in its linear layers; `parameters` has base and factors.
+    """Runs steps on a model with LoRA or DoRA factors in its linear layers, and checks them.
+    `parameters` has the base and the factors.
 
     The base is frozen, and must keep its bits.
 
@@ -46,7 +47,9 @@ class LowRank(Bench):
     """
 
     def __init__(self, host: Bench, *, rank: int, **kinds: bool) -> None:
-        """Build a model with adapters in the host's layout; `kinds` are arguments of `add`."""
+        """Build a model with low-rank factors in the layout of `host`, and a new adapter of its
+        class. `kinds` are arguments of `add`.
+        """
         self._rank, self._kinds = rank, kinds
         self._frozen_factors: tuple[str, ...] = ()
         self._host, self._ratio = host, 1.0
@@ -54,7 +57,9 @@ class LowRank(Bench):
         self._base = {n: value for n, value in self.parameters.items() if not n.endswith(_FACTORS)}
 
     def expect(self, finished: Finished, calls_of: Calls, **options: Any) -> None:
-        """Compare the step with its definition; raise if the base has changed a bit."""
+        """Compare a step with its definition; raise `Wrong` if a frozen parameter has changed a
+        bit.
+        """
         frozen = self._base | {name: self.parameters[name] for name in self.update.frozen}
         super().expect(finished, calls_of, **options)
         moved = [
@@ -67,7 +72,9 @@ class LowRank(Bench):
         return self._host._within(error, bound)
 
     def make_model(self) -> None:
-        """Build the model, put adapters into it before DDP, and draw their factors."""
+        """Build the model, put low-rank factors into it before DDP wraps it, and set them to random
+        values.
+        """
         from megatron.core import parallel_state
 
         self.model = self.built(before_ddp=self._put)
@@ -92,7 +99,9 @@ class LowRank(Bench):
                     part.value.copy_(values)
 
     def freeze(self, *factors: str) -> None:
-        """Freeze these factors, such as "linear_in", from the next step on; train all others."""
+        """Freeze the factors of these names, such as "linear_in", in all layers; let all other
+        factors train.
+        """
         self._frozen_factors = tuple(f".adapter.{factor}.weight" for factor in factors)
         for chunk in self.model.chunks:
             for name, parameter in chunk.module.named_parameters():
@@ -103,7 +112,7 @@ class LowRank(Bench):
         )
 
     def tolerance(self, truth: Truth) -> float:
-        """Return the bound of a gradient's error, from independent roundings except in float64."""
+        """Return the largest allowed error of the factors' gradient, relative to its norm."""
         if self.double:
             return super().tolerance(truth) * self._ratio
         if self.half:
@@ -113,7 +122,9 @@ class LowRank(Bench):
 
     @property
     def _rounded(self) -> dict[str, Tensor]:
-        """Base and factors as the model computes with them, in float64."""
+        """The base and the factors in float64, rounded before to the type that the model computes
+        in.
+        """
         wide = not self.half or self._kinds.get("wide")
         dtype = None if wide else self.subject.config.params_dtype
         return {name: value.to(dtype).double() for name, value in self.parameters.items()}
@@ -151,7 +162,8 @@ class LowRank(Bench):
 
 
 def merged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a model without adapters that computes the same.
+    """Merge low-rank factors into the base: return the weights of an equivalent model without
+    factors.
 
     With DoRA a row's norm is its magnitude; the gradient takes the row's own norm as a constant.
     """
@@ -168,7 +180,8 @@ def merged(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def add(module: Any, *, rank: int, magnitudes: bool = False, wide: bool = False) -> None:
-    """Put adapters into the linear layers of a chunk's module, before DDP wraps it.
+    """Replace the linear layers of a chunk's module by ones with low-rank factors (`Adapted`), in
+    place. Call it before DDP wraps the module.
 
     `magnitudes` adds those of DoRA; `wide` makes factors of 32 bits over a base of 16. Experts that
     several ranks share get no adapter.
@@ -182,7 +195,9 @@ def add(module: Any, *, rank: int, magnitudes: bool = False, wide: bool = False)
 def _factor(
     shape: tuple[int, int], base: Any, dimension: int | None, dtype: torch.dtype
 ) -> nn.Linear:
-    """Return a linear layer of weight `shape`, which ranks share along `dimension`, or copy."""
+    """Return a low-rank factor as a linear layer with a weight of `shape`. Ranks have shards of it
+    along `dimension`, or for None copies.
+    """
     # If both factors were zero, so would be both gradients, and no step would move them. The values
     # are drawn from no generator, so all replicas have the same.
     number = torch.arange(shape[0] * shape[1], device=base.weight.device, dtype=torch.float32)
@@ -198,12 +213,16 @@ class _Adapter(nn.Module):
         self.linear_in, self.linear_out = linear_in, linear_out
 
     def forward(self) -> Tensor | None:
-        """Return DoRA's magnitudes, in a call: DDP gathers updated parameters at each."""
+        """Return DoRA's magnitudes, or None. Callers get them in a forward, because DDP's hook on
+        it gathers updated parameters.
+        """
         return getattr(self, "weight_magnitude", None)
 
 
 class Adapted(nn.Module):
-    """Adds an adapter to a parallel linear layer; one factor is cut as the weight is."""
+    """Wraps a tensor-parallel linear layer, and adds two low-rank factors to it: one is sharded as
+    the layer's weight, the other is replicated.
+    """
 
     def __init__(self, base: Any, rank: int, magnitudes: bool, wide: bool) -> None:
         super().__init__()
@@ -260,7 +279,7 @@ class Adapted(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return base and factors as distributed checkpoints take them, each cut as it is here."""
+        """Return the sharded state of the base and the factors, for a distributed checkpoint."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         base, adapter = (f"{prefix}{name}." for name in ("to_wrap", "adapter"))
@@ -272,7 +291,7 @@ class Adapted(nn.Module):
 
 
 def _sharing(base: Any) -> int:
-    """Return the number of ranks that share a layer's weight."""
+    """Return the number of tensor-parallel ranks that a layer's weight is split over."""
     from megatron.core import parallel_state as ps
 
     if base.is_expert:
@@ -281,7 +300,8 @@ def _sharing(base: Any) -> int:
 
 
 def mark(parameter: Any, base: Any, dimension: int | None) -> Any:
-    """Mark how ranks share a factor: cut along `dimension` as the layer's weight is, or copied.
+    """Set the attributes that tell Megatron how ranks share a factor; return the factor. It is
+    split along `dimension` as the layer's weight is, or for None copied.
 
     Sequence-parallel ranks compute a copy's gradient of their own positions; finalizing sums it.
     """

@@ -22,7 +22,7 @@ from .state_checks import EVERY, STATE_CHECKS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Certify an adapter and print the verdict.
+    """Run the command `certify`: certify an adapter, and print the results.
 
     Returns:
         The exit code: 0; 1 if a check failed; 2 for an unknown adapter, check or layout, and if
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of `certify`."""
+    """Return the argument parser of `megatron-idempotent certify`."""
     parser = argparse.ArgumentParser(
         prog="megatron-idempotent certify",
         description="Judges a framework's training step against its definition in float64, on CPU "
@@ -122,7 +122,9 @@ _MARKS = {"passed": "ok", "failed": "FAILED", "declared": "declared"}
 
 
 def as_table(results: Sequence[Result]) -> str:
-    """Return a table of checks and layouts, the fewer as columns, and a line for each fault."""
+    """Format results as a table of checks by layouts, a line for each fault, and the totals. The
+    columns are the checks or the layouts, whichever are fewer.
+    """
     layouts = list(dict.fromkeys(row.layout for row in results))
     marks = {(row.check, row.layout): _MARKS.get(row.verdict, "-") for row in results}
     checks = [name for name in EVERY if any(row.check == name for row in results)]
@@ -160,7 +162,9 @@ def as_table(results: Sequence[Result]) -> str:
 
 
 def words_unseen(results: Sequence[Result]) -> list[str]:
-    """Return the words of layouts that are in no layout on which a step was judged."""
+    """Return the words of layout names, such as "tp", that occur in no layout on which a step was
+    judged.
+    """
     judged = [
         layout(result.layout)
         for result in results
@@ -173,7 +177,7 @@ def words_unseen(results: Sequence[Result]) -> list[str]:
 
 
 def suspects(result: Result) -> list[str]:
-    """Return the hazards that may have caused a fault.
+    """Return the ids of the known hazards that may have caused a failed result.
 
     For an exception they are the hazards whose reproduction raises it on stock. A wrong number does
     not tell its cause: then they are the check's silent hazards.
@@ -213,7 +217,7 @@ def _package(hazard: Hazard) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return the verdict in one line."""
+    """Return one line with the numbers of passed, failed, declared and skipped checks."""
     number = {word: sum(row.verdict == word for row in results) for word in _MARKS}
     skipped = len(results) - sum(number.values())
     seconds = sum(row.seconds for row in results)

@@ -13,7 +13,7 @@ from .protocol import Subject, Wrong
 
 
 class Memories:
-    """Checks in which memory a subject's parameters, gradients and optimizer state are.
+    """Checks that an adapter's `offload` frees device memory, and `onload` brings tensors back.
 
     Example: `memories.offload(adapter)`.
     """
@@ -25,7 +25,7 @@ class Memories:
         """Call the adapter's `offload(**kwargs)`; with `freeing`, check that it frees memory.
 
         Raises:
-            Wrong: all tensors are on the device as before.
+            Wrong: `freeing` is true, and no tensor was moved or freed.
         """
         # References keep the storages alive, so that no new one gets an old address.
         memory_before = {name: (_storage(t), _size(t)) for name, t in self._tensors().items()}
@@ -44,7 +44,8 @@ class Memories:
             )
 
     def onload(self, adapter: Any, *, training: bool = True) -> None:
-        """Call the adapter's `onload`, and check the parameters, or with `training` all tensors.
+        """Call the adapter's `onload`; raise `Wrong` if a tensor is not back on the device. With
+        `training=False` only parameters and buffers are checked.
 
         Raises:
             Wrong: a tensor is still on the host, or has no memory.
@@ -61,12 +62,14 @@ class Memories:
                 raise Wrong(f"after {call} {len(names)} tensors {fault}, the first is {names[0]}")
 
     def away_and_back(self, adapter: Any, *, freeing: bool = True, **kwargs: Any) -> None:
-        """Call the adapter's `offload` and `onload`, and check both."""
+        """Call the adapter's `offload(**kwargs)` and then `onload()`; raise `Wrong` if one fails
+        its check.
+        """
         self.offload(adapter, freeing=freeing, **kwargs)
         self.onload(adapter)
 
     def _parameters(self) -> dict[str, Any]:
-        """Return parameters and buffers, by name."""
+        """Return this rank's parameters and buffers, by names that include the chunk's index."""
         return {
             f"{name} of chunk {index}": tensor
             for index, chunk in enumerate(self._subject.chunks)
@@ -74,7 +77,7 @@ class Memories:
         }
 
     def _tensors(self) -> dict[str, Any]:
-        """Return parameters, buffers, gradients and optimizer state, by name."""
+        """Return this rank's parameters, buffers, gradients and optimizer moments, by name."""
         tensors = self._parameters()
         for name, parameter in list(tensors.items()):
             for kind in ("main_grad", "grad"):
@@ -103,7 +106,7 @@ def _storage(tensor: Any) -> Any:
 
 
 def _size(tensor: Any) -> int:
-    """Return the bytes of the memory that a tensor is in: 0 once that is freed."""
+    """Return the size of a tensor's storage in bytes; 0 once the storage is freed."""
     return int(_storage(tensor).nbytes())
 
 

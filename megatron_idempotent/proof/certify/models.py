@@ -43,13 +43,13 @@ _LR_OF_EXPERTS = 0.005
 
 
 class LayoutModel(Ranks):
-    """Holds the model of a layout, and the adapter that trains it, on a rank.
+    """Builds a layout's model on this rank, gives it to an adapter, and gathers its parameters.
 
     Example: `LayoutModel(Megatron(), layout("dp2")).gather_parameters()`.
     """
 
     def __init__(self, adapter: Adapter, layout: Layout) -> None:
-        """Build the model and give it to the adapter."""
+        """Build the layout's model, and call the adapter's `build` with it."""
         super().__init__()
         self.adapter: Any = adapter  # typed Any, because it may have optional methods
         self.layout = layout
@@ -61,7 +61,7 @@ class LayoutModel(Ranks):
         self.rank_names: list[str] = self.gather(self._rank_name)
 
     def set_up(self) -> None:
-        """Build a new model, and give it to the adapter."""
+        """Build a new model of the layout, and call the adapter's `build` with it."""
         self.make_model()
         self.adapter.build(self.subject)
         self.memories, self.forwards = Memories(self.subject), Forwards(self.subject.chunks)
@@ -72,7 +72,9 @@ class LayoutModel(Ranks):
         return rate if self.double else rate * _EPSILON
 
     def make_model(self) -> None:
-        """Build the model and its optimizer, with the same weights each time."""
+        """Build the layout's model and optimizer, and set `subject`. Each call gives the same
+        weights.
+        """
         if self.layout.fsdp2:
             self.sharded, optimizer = fsdp2.build(_LR, SGD["momentum"])
             self.replica = self.rank
@@ -89,7 +91,7 @@ class LayoutModel(Ranks):
         self.subject = self.subject_of(self.model, forward)
 
     def built(self, **more: Any) -> tiny.Tiny:
-        """Build a model of the layout, with `more` arguments of `tiny.build`."""
+        """Return the model that `tiny.build` makes for the layout; `more` adds to its arguments."""
         settings = self._settings()
         if "mtp" in self.layout.flags:
             # With MTP upstream's arguments refuse learned positions, which would be added twice.
@@ -104,7 +106,9 @@ class LayoutModel(Ranks):
         return tiny.build(**arguments)
 
     def _settings(self) -> dict[str, Any]:
-        """Return the arguments of `tiny.build` for steps that are compared with a definition."""
+        """Return settings of `tiny.build` under which a step can be compared with its definition in
+        float64: no clipping, no weight decay, a constant rate.
+        """
         rates = {"lr": self.rate, "min_lr": self.rate, "weight_decay": 0.0, "clip_grad": 0.0}
         adam = {"adam_beta1": ADAM["beta1"], "adam_beta2": ADAM["beta2"], "adam_eps": _EPSILON}
         optimizer: dict[str, Any] = rates | adam
@@ -125,7 +129,7 @@ class LayoutModel(Ranks):
         return {"config_overrides": config, "optimizer_overrides": optimizer, **precise}
 
     def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
-        """Return the `Subject` of a model, for an adapter."""
+        """Return the `Subject` that hands a model and its `forward` to the adapter."""
         # Only packs have to be seen: the rows of each auxiliary loss are known.
         looks = self.layout.packs and self.layout.auxiliary
         self.packs_seen = PacksSeen(model.chunks[0]) if looks else None
@@ -171,7 +175,7 @@ class LayoutModel(Ranks):
 
     @property
     def fails_within_model(self) -> bool:
-        """True if one replica can fail in its model without leaving others in a collective.
+        """True if one replica can fail in its model without leaving other replicas in a collective.
 
         Replicas that share experts or shards have collectives in the model.
         """
@@ -180,10 +184,11 @@ class LayoutModel(Ranks):
     def gather_parameters(
         self, own_parts: Sequence[ParameterPart] | None = None
     ) -> dict[str, Tensor]:
-        """Gather the whole model's parameters by Megatron's names. All ranks take part.
+        """Gather the whole, unsharded model's parameters on every rank, by Megatron's names. A
+        collective.
 
-        `own_parts` are this rank's; None to copy them now. In bfloat16 the result is the main
-        parameters, and the model's must be equal to them, rounded.
+        `own_parts` are this rank's; None to copy them now. In bfloat16 and float16 the result is
+        the main parameters, and the model's must be equal to them, rounded.
 
         Raises:
             Wrong: two replicas have different bits.
@@ -212,7 +217,9 @@ class LayoutModel(Ranks):
     def _own_parts(
         self, *, synced: bool = True, chunks: Sequence[int] | None = None
     ) -> list[ParameterPart]:
-        """Copy this rank's parts of these chunks; `synced` waits for pending gathers."""
+        """Copy this rank's parameters of `chunks`, or of all for None, to the CPU. With `synced`,
+        first wait for pending parameter gathers.
+        """
         if self.layout.fsdp2:
             return [
                 ParameterPart(name=name, dimension=0, rank=self.rank, size=self.ranks, value=shard)

@@ -41,7 +41,7 @@ these margins, as tests/proof/certify/test_oracle.py finds."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Truth:
-    """Holds the gradient and the loss of a step, by definition.
+    """Holds the right gradient and loss of a step, computed in float64.
 
     Example: `truth_of(parameters, rows).grad_norm`.
     """
@@ -73,7 +73,7 @@ class Truth:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PackSeen:
-    """Holds a pack that went through a model. S: its tokens, with padding."""
+    """Holds one pack of sequences on which a model was trained. S: its tokens, with padding."""
 
     tokens_S: Tensor
     positions_S: Tensor
@@ -100,7 +100,7 @@ def truth_of(
     share: tuple[int, int] = (0, 1),
     add: Callable[[Tensor], object] = lambda tensor: tensor,
 ) -> Truth:
-    """Compute loss and gradient of all rows together.
+    """Compute the right loss and gradient of a step over all its rows, in float64.
 
     Args:
         parameters: all parameters of the whole model, by Megatron's names.
@@ -161,7 +161,9 @@ def truth_of(
 
 
 def _equal_lengths(rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield tokens [B, T], their mask, and scales [B, 1]; row by row if rows have lengths."""
+    """Yield tokens [B, T], a mask of the positions that count, and scales [B, 1]; one row at a time
+    if rows have lengths.
+    """
     tokens_BT, mask_BT = rows["input_ids"], counted(rows).double()
     scale_B1 = rows["scale"].double()[:, None]
     if "lengths" not in rows:
@@ -174,7 +176,9 @@ def _equal_lengths(rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def counted(rows: Rows) -> Tensor:
-    """Return 1 where position t predicts a token that counts, [B, T]; 0 at the last one."""
+    """Return a mask [B, T]: 1 where position t's next token counts in the loss, and 0 at the last
+    position.
+    """
     mask_BT = rows["token_mask"] * rows["sample_mask"][:, None]
     return functional.pad(mask_BT[:, 1:], (0, 1))
 
@@ -186,13 +190,16 @@ def negative_logprobs(parameters: Parameters, tokens_BT: Tensor) -> Tensor:
 
 
 class Gpt:
-    """Writes out a GPT of LAYERS layers with layer norms and GELU, with learned positions or none.
+    """Computes a GPT of LAYERS layers in plain torch, with layer norms, GELU, and learned positions
+    or none.
 
     Example: `Gpt(parameters).hidden(tokens_BT)`.
     """
 
     def __init__(self, parameters: Parameters) -> None:
-        """Take the parameters. `routed` collects the logits [B, T, E] of each router."""
+        """Take the parameters by Megatron's names. Forwards append each router's logits [B, T, E]
+        to `routed`.
+        """
         self._parameters = parameters
         self._attending: int | None = None
         self.routed: list[Tensor] = []
@@ -200,7 +207,7 @@ class Gpt:
     def hidden(
         self, tokens_BT: Tensor, *, positions_T: Tensor | None = None, attending: int | None = None
     ) -> Tensor:
-        """Return the hidden states [B, T, H] after the last norm.
+        """Run the model on tokens; return the hidden states [B, T, H] after the last norm.
 
         Positions are counted from 0 unless given. Those from `attending` on attend to nothing.
         """
@@ -211,7 +218,9 @@ class Gpt:
         return self.norm(x_BTH, "decoder.final_layernorm")
 
     def negative_logprobs(self, x_BTH: Tensor, tokens_BT: Tensor, offset: int) -> Tensor:
-        """Return -log p of the token `offset` after each position, [B, T]; rows wrap around."""
+        """Return -log p [B, T] of the token `offset` after each position, from hidden states; rows
+        wrap around.
+        """
         output = "output_layer.weight"
         if output not in self._parameters:  # tied
             output = "embedding.word_embeddings.weight"
@@ -261,7 +270,7 @@ class Gpt:
 
 
 class _Auxiliary:
-    """Adds up the auxiliary losses of layers, microbatch by microbatch."""
+    """Adds up the auxiliary losses of routers and MTP layers over a step's microbatches."""
 
     def __init__(
         self, parameters: Parameters, *, kind: LossKind, balance_mean: bool, mtp_sum: bool
@@ -277,7 +286,7 @@ class _Auxiliary:
         self.terms = 0.0
 
     def of_rows(self, gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor) -> None:
-        """Add the auxiliary losses of a forward, in microbatches of MICRO_BATCH rows."""
+        """Add the auxiliary losses of a forward over rows, in microbatches of MICRO_BATCH rows."""
         unit = 1 / mask_BT.shape[1] if self._kind == "sequence" else 1.0
         if self._mtp:
             losses_and_mask = after_the_next(gpt, x_BTH, tokens_BT, mask_BT)
@@ -291,7 +300,9 @@ class _Auxiliary:
         self.routed += mask_BT.numel()
 
     def of_pack(self, parameters: Parameters, pack: PackSeen) -> None:
-        """Add the losses of a pack: segments run one by one, means are over all of them."""
+        """Add the auxiliary losses of a pack: run its segments one by one, and take means over all
+        of them.
+        """
         predictions: list[tuple[Tensor, Tensor, Tensor]] = []
         routed: list[list[Tensor]] = []
         ends = pack.starts[1:]
@@ -323,7 +334,9 @@ class _Auxiliary:
     def _predict(
         self, losses_BT: Tensor, predicted_BT: Tensor, mask_BT: Tensor, unit: float
     ) -> None:
-        """Add MTP_FACTOR x the sum of losses, or x their mean times the number that counts."""
+        """Add a microbatch's MTP loss: MTP_FACTOR x the sum of losses, or x their mean times the
+        number of positions that count.
+        """
         total, number = losses_BT.sum(), float(mask_BT.sum())
         if not self._mtp_sum:
             total = number * total / predicted_BT.sum().clamp(min=1)
@@ -338,7 +351,8 @@ class _Auxiliary:
 def after_the_next(
     gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return -log p of the token after the next [B, T] by the MTP layer, and 1 where it counts.
+    """Return the MTP layer's -log p [B, T] of the token after the next, and a mask of where that
+    counts.
 
     Position t sees its hidden state and the next token, and predicts the one after that, where
     t + 1 counts; elsewhere the loss is 0.
@@ -354,7 +368,7 @@ def after_the_next(
 
 
 class TrueUpdate:
-    """Predicts what an optimizer does with a gradient: SGD with momentum, or Adam.
+    """Computes the parameters after each step of an optimizer: SGD with momentum, or Adam.
 
     Example: `TrueUpdate("sgd", lr=0.5, momentum=0.5).next(parameters, gradient)`.
     """
@@ -368,7 +382,9 @@ class TrueUpdate:
         """The names of parameters that steps leave as they are, with their moments."""
 
     def next(self, parameters: Parameters, gradient: Parameters) -> dict[str, Tensor]:
-        """Return the parameters after one more step, in float64."""
+        """Take a step with `gradient`, which updates the moments; return the parameters after it,
+        in float64.
+        """
         self._steps += 1
         return {
             name: value.detach().double()
@@ -453,7 +469,7 @@ def balance(logits_BTE: Tensor) -> Tensor:
 
 
 def decided(name: str, shape: Sequence[int]) -> Tensor:
-    """Return the change to a whole parameter by which routers decide by wide margins.
+    """Return what to add to a whole parameter so that routers choose experts by wide margins.
 
     Each token of the vocabulary gets an order of the experts, written into the first E hidden
     values of its embedding so large that no layer changes it; routers read these values, and the

@@ -29,7 +29,7 @@ Sums over the tokens of a microbatch stay below that, and few gradients of a tok
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Main:
-    """Holds a rank's part of a main parameter: all of it, or with distopt a shard."""
+    """Holds a rank's part of a float32 main parameter: all of it, or with distopt a shard."""
 
     start: int
     """The index in the parameter of the part's first element."""
@@ -38,7 +38,9 @@ class Main:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPart:
-    """Holds a parameter of this rank: its name in the whole model, and which shard it is."""
+    """Describes one parameter of this rank: its name in the whole model, and the shard that is
+    here.
+    """
 
     name: str
     dimension: int | None
@@ -65,7 +67,7 @@ class ParameterPart:
 
 
 def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
-    """Yield the parameters of a chunk, by Megatron's names in an unsharded model.
+    """Yield a `ParameterPart` for each parameter of a model chunk, named as in an unsharded model.
 
     An output layer that shares the embedding's weight has the embedding's name.
     """
@@ -101,12 +103,14 @@ def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
 
 
 def model_in(chunk: Any) -> Any:
-    """Return the model of a chunk, which may be in a Float16Module."""
+    """Return the GPT inside a DDP chunk, without the `Float16Module` that may be around it."""
     return chunk.module if hasattr(chunk.module, "decoder") else chunk.module.module
 
 
 def numbered(module: Any, name: str) -> str:
-    """Return the name of a parameter or buffer, its layer numbered as in the whole model."""
+    """Return a parameter's or buffer's name with its layer's number in the whole model, in the
+    place of that in this stage.
+    """
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
         words[2] = str(module.decoder.layers[int(words[2])].layer_number - 1)
@@ -114,7 +118,8 @@ def numbered(module: Any, name: str) -> str:
 
 
 def spread(chunk: Any, layout: Layout) -> None:
-    """Change weights so that a fault in any of them shows; copies of a weight change alike.
+    """Add fixed noise to a chunk's weights, in place, so that a fault in any of them shows. Ranks
+    with copies of a weight add the same noise.
 
     Biases, norms and experts differ from each other then, and routers decide by wide margins.
     """
@@ -128,14 +133,17 @@ def spread(chunk: Any, layout: Layout) -> None:
 
 
 def drawn(part: ParameterPart, size: float) -> Tensor:
-    """Return this rank's shard of normal numbers of a size, which all ranks draw alike."""
+    """Return this rank's shard of a random normal tensor times `size`, with a seed from the
+    parameter's name. Ranks with copies of the parameter get equal values.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
     normal = torch.randn(part.whole_shape, generator=generator, dtype=torch.float64)
     return part.shard_of(size * normal)
 
 
 def joined(shards: Sequence[ParameterPart]) -> Tensor:
-    """Join the shards of one parameter, of which each rank has one.
+    """Concatenate the shards of one parameter, one of each tensor-parallel rank, to the whole
+    tensor.
 
     Raises:
         Wrong: one is missing.
@@ -149,14 +157,16 @@ def joined(shards: Sequence[ParameterPart]) -> Tensor:
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Return torch's optimizers, in Megatron's or bare; a stub without parameters has none."""
+    """Return the torch optimizers inside a Megatron optimizer, or a bare torch optimizer in a list.
+    One without parameters has none.
+    """
     inner = (getattr(outer, "optimizer", outer) for outer in optimizers.unchained(optimizer))
     return [optimizer_of_torch for optimizer_of_torch in inner if optimizer_of_torch is not None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
-    """Holds an optimizer's state of a parameter on this rank."""
+    """Holds the optimizer state that this rank has for one model parameter, or for its shard."""
 
     parameter: Any
     """The model's."""
@@ -169,7 +179,9 @@ class Kept:
 
 
 def kept_by(optimizer: Any) -> Iterator[Kept]:
-    """Yield the optimizer's state of each parameter that Megatron updates on this rank."""
+    """Yield this rank's optimizer state of each parameter that its optimizer updates, without
+    copies.
+    """
     for outer in optimizers.unchained(optimizer):
         for parameter, main in optimizers.stepped(outer):
             state = outer.optimizer.state.get(main, {})
@@ -183,7 +195,9 @@ def kept_by(optimizer: Any) -> Iterator[Kept]:
 
 
 def mains_of(optimizer: Any) -> dict[Any, Main]:
-    """Copy the main parameters of this rank, by the parameter of the model."""
+    """Copy this rank's main parameters to the CPU; return them by model parameter. Float32
+    parameters have none.
+    """
     return {
         kept.parameter: Main(
             start=kept.start, values=kept.tensors["main"].detach().to("cpu", copy=True).flatten()
@@ -194,7 +208,9 @@ def mains_of(optimizer: Any) -> dict[Any, Main]:
 
 
 def copied_for_adam(optimizer: Any) -> list[Kept]:
-    """Copy this rank's main parameters and Adam's moments in float64; missing ones are zeros."""
+    """Copy this rank's main parameters and Adam moments to float64; moments not there yet are
+    zeros.
+    """
     copies = []
     for kept in kept_by(optimizer):
         zeros = torch.zeros_like(kept.tensors["main"])
@@ -216,7 +232,8 @@ def not_of_adam(
     beta2: float,
     epsilon: float,
 ) -> str | None:
-    """Return how a step's result differs from Adam's in float32, for any gradient; else None.
+    """Return in words how a parameter's update differs from every possible Adam step in float32;
+    None if it is one.
 
     The gradient is solved for from the first moments. Adam's sums of products are off by as many
     roundings as they have terms, this gradient by twice as many, and its square by four times as
@@ -249,7 +266,8 @@ def not_of_adam(
 
 
 def joined_main(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
-    """Join the parts of a main parameter, in the shape of `rounded`, the model's own.
+    """Join the ranks' parts of a float32 main parameter, in the shape of the model's parameter
+    `rounded`.
 
     Raises:
         Wrong: a part is missing, two ranks have other bits, or the model has other values.
@@ -274,7 +292,8 @@ def joined_main(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
 def compared(
     exported: Any, own_parts: Sequence[ParameterPart], model: Mapping[str, Tensor]
 ) -> tuple[set[str], str | None]:
-    """Return the names of parameters that a rank has exported, and how they differ from the model.
+    """Compare what a rank exported with the model. Return the exported parameters' names, and the
+    difference in words, or None.
 
     Exported tensors may be the rank's own parameters in their order, or whole ones, or have names.
     If names and shapes are not Megatron's, the export must contain all numbers of the rank's
@@ -320,7 +339,7 @@ def _tensors(exported: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _same(has: Tensor, right: Tensor) -> bool:
-    """Return whether exported values are the right ones, in the export's precision."""
+    """Return whether exported values equal the right ones, cast to the export's type."""
     return torch.equal(has, right.detach().cpu().to(has.dtype))
 
 

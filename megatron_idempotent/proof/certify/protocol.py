@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Wrong(Exception):
-    """Says how a step differs from its definition, in one line."""
+    """Reports, in one line, what an adapter does wrong, such as a step with a wrong gradient."""
 
 
 class Planted(BaseException):
-    """Is raised in a loss, or in the model, at a point that a check has chosen.
+    """The error that a check raises in a loss or in the model, to see how a framework fails.
 
     An instance is also an error of the type that the check has drawn, such as `KeyError`: a
     framework may not take that for a bad sample, and go on.
@@ -35,7 +35,7 @@ class Planted(BaseException):
     """The type of the next failure on this rank."""
 
     def __new__(cls, *args: Any) -> Planted:
-        """Make an error that is of the drawn type too."""
+        """Return an error that is also an instance of `Planted.drawn`, such as a `KeyError`."""
         kind = type(f"Planted{cls.drawn.__name__}", (Planted, cls.drawn), {})
         return super().__new__(kind, *args)
 
@@ -61,7 +61,7 @@ Packed = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """Holds the model that an adapter trains, on one rank.
+    """Holds the model, optimizer, forward and loss that an adapter trains with, on one rank.
 
     Example: `TrainStep(subject.chunks, subject.optimizer, forward=subject.forward)`.
     """
@@ -104,7 +104,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """Holds the report of an adapter's `finish`, equal on all ranks that report it.
+    """Holds the result of an adapter's `finish`, equal on all ranks that report it.
 
     Example: `Finished(grad_norm=1.5, loss=4.2)`.
     """
@@ -119,7 +119,9 @@ class Finished:
 
 
 def why_not(cannot: Mapping[str, str], check: str, layout: Layout) -> str | None:
-    """Return why an adapter does not promise a check on a layout; None if it does."""
+    """Return the reason that an adapter's `cannot` gives for a check on a layout; None if it gives
+    none.
+    """
     names = [check, *(f"{check}/{word}" for word in sorted(layout.words))]
     return next((cannot[name] for name in names if name in cannot), None)
 
@@ -146,7 +148,8 @@ SAYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class Adapter(Protocol):
-    """Drives a framework's training step on one rank; all ranks call the same methods in order.
+    """The interface by which checks drive a framework's training step on one rank. Frameworks
+    implement it; all ranks call the same methods in the same order.
 
     An adapter may also have `logprobs(rows)`, the log-probability [B, T] of the token after each
     position on ranks of the last stage, and None on others; `export()`, which returns the
@@ -191,23 +194,29 @@ class Adapter(Protocol):
     the verdict."""
 
     def build(self, subject: Subject) -> None:
-        """Take over the model; called again for a second run over the same model."""
+        """Prepare the framework to train the subject's model; called again for a second run over
+        it.
+        """
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Open a training step, to which calls of `microbatch` then add gradients."""
 
     def microbatch(self, rows: Rows, *, fail: bool = False) -> None:
-        """Add the gradients of this rank's rows to the step.
+        """Run forward and backward on this rank's rows, and accumulate their gradients in the open
+        step. The rows may make several microbatches.
 
         With `fail`, raise in the loss of its first microbatch, on ranks that compute the loss. A
         rank on which any call raises calls `abort()` next.
         """
 
     def finish(self) -> Finished:
-        """Divide by the number of positions, or sequences, that count in all replicas, and update.
+        """Divide the step's gradients by the number of positions, or sequences, that count in all
+        replicas, and update the parameters.
 
         One step updates once.
         """
 
     def abort(self) -> None:
-        """Drop the step, so that the next one begins as if this one had never begun."""
+        """Drop the open step and its gradients, so that the next step begins as if this one had
+        never begun.
+        """

@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(
 
 
 class CertifyItem(pytest.Item):
-    """Runs one check on one layout."""
+    """Runs one certification check on one layout, as a pytest test."""
 
     judge: Callable[[], Result]
 

@@ -15,7 +15,8 @@ from .protocol import Wrong
 
 
 class Ranks:
-    """Holds a group of all ranks; all of them call its methods in the same order.
+    """Exchanges values and faults among all ranks, in a process group that it makes for itself. All
+    ranks call its methods in the same order.
 
     Example: `Ranks().stop_at(None)`.
     """
@@ -28,18 +29,20 @@ class Ranks:
         self._group = group
 
     def add_up(self, tensor: Tensor) -> None:
-        """Add up a tensor over the ranks, in place."""
+        """Sum a tensor over all ranks, in place on each. A collective."""
         # A method: cloudpickle takes `torch.distributed.config` along where a function names both.
         dist.all_reduce(tensor, group=self._group)
 
     def stop_at(self, fault: str | None) -> None:
-        """Raise `Wrong` on all ranks if one has a fault: they would wait for that one."""
+        """Raise `Wrong` on every rank if any rank passes a `fault`; pass None for no fault. A
+        collective: otherwise ranks would wait for one that has raised.
+        """
         faults = [text for text in self.gather(fault) if text]
         if faults:
             raise Wrong(faults[0])
 
     def gather(self, value: Any) -> list[Any]:
-        """Gather a value of each rank, by rank. All ranks take part."""
+        """Gather a picklable value of each rank; return the list in rank order. A collective."""
         buffer = io.BytesIO()
         _Pickler(buffer).dump(value)
         everybody: list[Any] = [None] * self.ranks
@@ -48,12 +51,12 @@ class Ranks:
 
 
 def bits_of(value: Tensor) -> Tensor:
-    """Return a tensor's bytes."""
+    """Return a tensor's bytes, as a tensor of type uint8."""
     return value.contiguous().view(torch.uint8)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles plain tensors by their bytes: torch's own way takes longer than the whole gather."""
+    """Pickles plain CPU tensors as raw bytes, because torch's own pickling is too slow."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or not obj.numel():

@@ -21,7 +21,7 @@ T = tiny.SEQUENCE
 
 
 class LayoutRows:
-    """Makes the rows of a layout's replicas, from seeds.
+    """Makes token sequences (rows) for the data-parallel replicas of a layout, from a seed.
 
     Example: `bench.rows(replica=0, seed=1, number=4)`.
     """
@@ -29,9 +29,10 @@ class LayoutRows:
     layout: Layout
 
     def rows(self, replica: int, seed: int, number: int) -> dict[str, Any]:
-        """Return rows [B, T] of a replica in which all positions count; the same on all ranks.
+        """Return `number` random rows [B, T] for a replica; the loss counts all their positions.
+        All ranks get the same rows.
 
-        In a layout of packs each has a length of three quarters of T.
+        In a layout of packs each row has a length of three quarters of T.
         """
         generator = torch.Generator().manual_seed(1000 * seed + replica)
         shape = number, T
@@ -46,13 +47,16 @@ class LayoutRows:
         return shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
 
     def alike(self, seed: int, *numbers: int) -> Calls:
-        """Return a step with a call for each of `numbers`, of that many rows on each replica."""
+        """Return a step in which call i has `numbers[i]` rows on each replica. The step is a
+        function from a replica's number to the list of its calls' rows.
+        """
         return lambda replica: [
             self.rows(replica, 10 * seed + call, number) for call, number in enumerate(numbers)
         ]
 
     def mixed(self, replica: int, seed: int, number: int) -> dict[str, Any]:
-        """Return rows of lengths from 1 to T; one does not count, and one has a gap.
+        """Return rows of lengths from 1 to T for a replica. The loss leaves out row 1, and a span
+        of positions in row 2.
 
         For a mean over sequences lengths are from 2: in a sequence of length 1 nothing counts.
         """
@@ -68,11 +72,12 @@ class LayoutRows:
     def sparse(
         self, replica: int, seed: int, number: int, share: float, *, size: float = 1.0
     ) -> dict[str, Any]:
-        """Return rows in which about `share` of the positions counts, at least two in each row.
+        """Return rows with random masks, in which the loss counts about the fraction `share` of the
+        positions. The token mask keeps at least two positions of each row.
 
-        Some rows do not count. In a layout of packs lengths are from 3 to T. Each row has a scale
-        between `size` / 2 and 2 * `size`, like an advantage. In float64 its sign is drawn, too:
-        there a sum that cancels is still within the bound.
+        The loss leaves out some rows. In a layout of packs lengths are from 3 to T. Each row has a
+        scale between `size` / 2 and 2 * `size`, like an advantage. In float64 its sign is drawn,
+        too: there a sum that cancels is still within the bound.
         """
         rows = self.rows(replica, seed, number)
         generator = torch.Generator().manual_seed(1000 * seed + replica + 500)
@@ -92,7 +97,9 @@ class LayoutRows:
         return shorten(rows, lengths)
 
     def ragged(self, replica: int, seed: int, number: int) -> tuple[dict[str, Any], Tensor]:
-        """Return rows whose mask ends at drawn lengths from 2 to T, and these lengths [B]."""
+        """Return rows of random lengths from 2 to T, after which the mask is 0, and these lengths
+        [B].
+        """
         rows = self.rows(replica, seed, number)
         rows["token_mask"][:] = 1
         generator = torch.Generator().manual_seed(1000 * seed + replica + 700)

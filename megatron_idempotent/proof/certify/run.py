@@ -39,7 +39,7 @@ With `thorough` the deadline is four times as long, and on a busy machine up to 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Holds the outcome of a check on a layout.
+    """Holds the outcome of one check of an adapter on one layout.
 
     Example: `Result(check="whole-step", layout="dp2", verdict="passed", seconds=1.2)`.
     """
@@ -64,7 +64,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Holds the options of checks. Example: `Options(seed=7)`."""
+    """Holds the options of checks, such as the seed of their draws. Example: `Options(seed=7)`."""
 
     stock: bool = False
     """True without this library's patches."""
@@ -80,7 +80,9 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """Says what an adapter offers. Example: `Facts(offers=frozenset({"export"}), cannot={})`."""
+    """Says which optional methods an adapter has, and which checks it declares to fail. Example:
+    `Facts(offers=frozenset({"export"}), cannot={})`.
+    """
 
     offers: frozenset[str]
     """The optional methods that it has, its attributes that are true, and `'name' in attribute` for
@@ -96,7 +98,7 @@ _OPTIONAL = _FLAGS.union(*(check.needs for check in EVERY.values()))
 
 
 class Certification:
-    """Runs checks of one adapter on a pool's ranks; only ranks import the adapter.
+    """Runs checks of one adapter on a pool's ranks; only these ranks import the adapter.
 
     Example: `Certification("mine:Adapter", pool).judge("whole-step", "dp2").verdict`.
     """
@@ -126,7 +128,8 @@ class Certification:
         raise ValueError(offer)
 
     def judge(self, check: str, layout: str) -> Result:
-        """Run a check on a layout; for a check of steps run `whole-step` first, which must pass.
+        """Run one check on one layout, and return its `Result`. A check of steps runs `whole-step`
+        first, and is not judged if that fails.
 
         Raises:
             ValueError: the adapter cannot be imported, or lacks a method.
@@ -249,13 +252,14 @@ def certify(
 
 
 def pool_of(ranks: int, **options: Any) -> RankPool:
-    """Make a pool that imports the modules of checks once, for all ranks."""
+    """Return a new pool of ranks that imports the modules of the checks once, for all ranks."""
     modules = (f"{__package__}.adapters", f"{__package__}.bench")
     return RankPool(ranks, preload=(*PRELOAD, *modules), **options)
 
 
 def load(adapter: str) -> type:
-    """Import an adapter's class, on a rank, because its imports may need a GPU or the emulation.
+    """Import and return an adapter's class, on a rank, because its imports may need a GPU or the
+    emulation.
 
     Raises:
         ValueError: `adapter` is not of the form "module:Class", does not exist, or lacks a method.
@@ -308,7 +312,9 @@ def _refuses_packs_with_mtp() -> bool:
 
 
 def facts(adapter: str) -> Facts | str:
-    """Return what an adapter offers, or why it cannot be loaded; this runs on a rank."""
+    """Return the `Facts` of an adapter, or as a string why it cannot be loaded; this runs on a
+    rank.
+    """
     try:
         kind = load(adapter)
     except ValueError as error:
@@ -319,7 +325,9 @@ def facts(adapter: str) -> Facts | str:
 
 
 def _in_words(need: str) -> str:
-    """Return a need as an adapter has it: `save()`, `packs = True`, `'dp' in reshards`."""
+    """Return a method or attribute that a check needs as an adapter writes it: `save()`, `packs =
+    True`, `'dp' in reshards`.
+    """
     if need in _FLAGS:
         return f"{need} = True"
     return need if " in " in need or need in SAYS else f"{need}()"
@@ -337,7 +345,9 @@ def _checks_in_order(checks: Iterable[str]) -> list[str]:
 
 
 def alike(layout: str) -> str:
-    """Return a layout's name without its number of replicas; "dp" if it says nothing else."""
+    """Return a layout's name without the word for its replicas, such as "dp2"; "dp" if no word is
+    left.
+    """
     return (
         "-".join(word for word in layout.split("-") if not re.fullmatch("dp[0-9]+", word)) or "dp"
     )
@@ -346,7 +356,7 @@ def alike(layout: str) -> str:
 def outcome_of(
     pool: RankPool, adapter: str, check: Check, layout: Layout, options: Options | None = None
 ) -> tuple[str, float, str]:
-    """Run one check on fresh ranks.
+    """Run one check of an adapter on fresh ranks of a pool.
 
     Returns:
         The fault in one line, or an empty string; the largest error of a step, as a part of its
@@ -397,7 +407,7 @@ def _outcome(
 
 
 def _waits(stacks: str) -> str:
-    """Describe where a rank waits, and in which collective; its stacks begin with the innermost."""
+    """Say where a rank waits, and in which collective, from its stacks (innermost frame first)."""
     # The thread that makes the check, if autograd or the framework has others.
     thread = next((part for part in stacks.split("\n\n") if " in examine\n" in part), stacks)
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', thread)
@@ -413,7 +423,7 @@ def _waits(stacks: str) -> str:
 
 
 def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[int, str, float, str]:
-    """Run one check, on a rank.
+    """Run one check of an adapter on this rank; all ranks of the layout call this function.
 
     Returns:
         A number, the fault, the largest error of a step as a part of its bound, and the digest of
@@ -457,7 +467,7 @@ def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[in
 
 
 def _place_of(error: BaseException) -> str:
-    """Name the function that raised, and the file by its package."""
+    """Return where an error was raised, as "file:line (function)"."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{_short(Path(frame.filename))}:{frame.lineno} ({frame.name})"
 

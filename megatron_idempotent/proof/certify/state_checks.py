@@ -130,7 +130,9 @@ def saved_again(bench: States) -> None:
 
 
 def _saved_after_two(bench: States) -> Any:
-    """Take the undisturbed run, then its first two steps again, and save."""
+    """Record the undisturbed run, run its first two steps again, and return what the adapter saves
+    then.
+    """
     bench.run_through()
     bench.advance(0, 1)
     state = _saved(bench)
@@ -139,7 +141,7 @@ def _saved_after_two(bench: States) -> Any:
 
 
 def _saved(bench: States, save: str = "save") -> Any:
-    """Save, and wait until all is written."""
+    """Call the adapter's method `save`, wait until all is written, and return its result."""
     state = getattr(bench.adapter, save)()
     if save == "save_async":
         bench.adapter.saved()
@@ -147,7 +149,7 @@ def _saved(bench: States, save: str = "save") -> Any:
 
 
 def _save_aside(bench: States) -> tuple[Any, Snapshot]:
-    """Save once more, not judged; return the result of `save()`, and the state before it.
+    """Save without a comparison; return the result of `save()`, and the snapshot before it.
 
     The state is put back: `save_and_go_on` judges a save that changes it.
     """
@@ -158,7 +160,7 @@ def _save_aside(bench: States) -> tuple[Any, Snapshot]:
 
 
 def _saves(bench: States) -> list[str]:
-    """Return the adapter's methods that save."""
+    """Return the names of the adapter's methods that save: "save" and "save_async"."""
     return [save for save in ("save", "save_async") if bench.offers(save)]
 
 
@@ -247,7 +249,7 @@ def load_into_new_process(bench: States) -> None:
 
 
 def _handover_of(bench: States, rank: int) -> Any:
-    """Read the record that a rank which saved has written for the ranks that load."""
+    """Read the file that rank `rank` of the saving processes wrote for the processes that load."""
     import torch
 
     return torch.load(bench.folder / f"{rank}-{LATER}", weights_only=False)
@@ -260,7 +262,9 @@ def _load_later(bench: States) -> None:
 
 
 def _reshard(bench: States) -> None:
-    """Load what another layout saved; compare the run with one that plain copies set up."""
+    """Load what another layout saved; raise `Wrong` unless the run goes on as one that was set up
+    by plain copies.
+    """
     state, _, model_state, snapshots, older = _handover_of(bench, 0)
     bench.advance(0, 1)
     counters = bench.snapshot()["counters"]
@@ -361,7 +365,9 @@ def offload_one_part(bench: States) -> None:
 
 
 def _follow_with_offload(bench: States, number: int, part: str) -> None:
-    """Take a step that offloads a part before each microbatch, unless the adapter refuses."""
+    """Run a step that offloads and onloads a part before each microbatch. Raise `Wrong` unless it
+    is the undisturbed step, or all ranks refuse it.
+    """
     before_step = bench.snapshot()
     away_and_back = functools.partial(
         bench.memories.away_and_back, bench.adapter, only=part, freeing=False
@@ -413,7 +419,9 @@ def offload_again(bench: States) -> None:
 
 
 def _fail_to_offload(bench: States, calls_before: int, cause: str) -> None:
-    """Offload, and fail after `calls_before` copies; `onload()` has to move everything back."""
+    """Make an offload fail after `calls_before` copies; raise `Wrong` unless `onload()` restores
+    all state.
+    """
     with bench.keeping(cause):
         with no_memory(calls_before):
             attempt(functools.partial(bench.memories.offload, bench.adapter, freeing=False))
@@ -491,7 +499,9 @@ def failed_save(bench: States) -> None:
 
 
 def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
-    """Save while each file of `rank` has room for `room` bytes only."""
+    """Save while `rank` can write only `room` bytes to each file. Raise `Wrong` if other ranks take
+    the run for saved, or any state changes.
+    """
     adapter, is_async = bench.adapter, save == "save_async"
     yes, cannot_write = bench.rank == rank, f"rank {rank} could not write"
     with (
@@ -528,7 +538,9 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
 def _failed_load(
     bench: States, fault: str, spoilers: Sequence[Callable[..., Any]], kinds: int
 ) -> None:
-    """Load with files spoilt one by one, and then with all of them intact."""
+    """Load checkpoints with files spoilt one by one, and then with all intact; raise `Wrong` if a
+    load misbehaves.
+    """
     bench.run_through()
     for save in _saves(bench):
         if save != "save":
@@ -560,7 +572,8 @@ def _fail_to_load(
     older: Stamps = MappingProxyType({}),
     method: str = "load",
 ) -> bool:
-    """Load with the largest file spoilt, and then with one of each other kind, `kinds` in all.
+    """Call the adapter's load with one file spoilt at a time: the largest, then one of each other
+    kind, `kinds` in all.
 
     Return whether a load has succeeded, after which steps were taken. A load may do so without the
     other kinds, and without a rank that reads nothing; one of weights alone may need none of them.

@@ -67,11 +67,15 @@ class States(Bench):
         return [kind for kind in KEEPS if kind in getattr(self.adapter, "keeps", ())]
 
     def built(self, **more: Any) -> tiny.Tiny:
-        """Build a model with dropout, which the adapter may change before DDP."""
+        """Build the layout's model; the adapter's `before_ddp`, if it has one, may change it before
+        DDP wraps it.
+        """
         return super().built(**{"before_ddp": getattr(self.adapter, "before_ddp", None), **more})
 
     def _settings(self) -> dict[str, Any]:
-        """Return settings of training runs that the definition lacks: no step is held to it."""
+        """Return settings of `tiny.build` as in training runs, such as dropout and clipping. Steps
+        are not compared with a definition.
+        """
         config: dict[str, Any] = {"hidden_dropout": 0.1}
         if self.layout.experts:
             config |= {
@@ -125,23 +129,26 @@ class States(Bench):
         return dataclasses.replace(subject, scheduler=scheduler, folder=self.folder)
 
     def _refuse_clipping(self, cause: BaseException | None) -> None:
-        """Allow clipping, as in training runs: no step is held to its definition."""
+        """Do nothing: an optimizer may clip here, because no step is compared with a definition."""
 
     def begin_again(self) -> None:
-        """Build a new model, and an adapter of the same kind for it."""
+        """Build a new model, and a new adapter of the same class for it, as after a restart."""
         self.adapter = type(self.adapter)()
         self.set_up()
         for total in logged():
             total.zero_()
 
     def begin_in(self, folder: str) -> None:
-        """Begin again in a subfolder: a new adapter numbers its saves from the start."""
+        """Call `begin_again` with a subfolder for checkpoints: a new adapter numbers its saves from
+        the start.
+        """
         self.folder /= folder
         self.folder.mkdir(exist_ok=True)
         self.begin_again()
 
     def advance(self, *numbers: int, between: Callable[[], object] | None = None) -> Finished:
-        """Take a step with the rows of each number, and advance the scheduler; return the last.
+        """Run one step for each of `numbers`, which choose its rows, and advance the scheduler
+        after each. Return the last step's result.
 
         `between` is called before each of a step's two microbatch calls and after the last.
         """
@@ -175,7 +182,9 @@ class States(Bench):
                 buffer += 0.01 * torch.randn(buffer.shape, generator=generator).to(buffer.device)
 
     def _draw(self) -> None:
-        """Draw from each random state, as data and layers do; generators still keep a number."""
+        """Draw from each random generator, as data and layers do. Python's and NumPy's then still
+        hold the second number of a pair.
+        """
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         _ = random.gauss(0.0, 1.0), random.gauss(0.0, 1.0), numpy.random.normal(size=2)
@@ -185,14 +194,16 @@ class States(Bench):
                 torch.rand(1, device="cuda")
 
     def run_through(self) -> None:
-        """Take the undisturbed run, record it in `course`, and begin again."""
+        """Run the undisturbed steps, record each result and state in `course`, and call
+        `begin_again`.
+        """
         for number in range(STEPS):
             finished = self.advance(number)
             self.course.append((finished, self.snapshot()))
         self.begin_again()
 
     def snapshot(self) -> dict[str, Any]:
-        """Copy this rank's state, after pending gathers have ended."""
+        """Return a copy of this rank's state, by kind, after pending parameter gathers."""
         ensure_params_synced(self.model.chunks)
         counters = getattr(self.adapter, "counters", None) or dict
         return {
@@ -238,7 +249,8 @@ class States(Bench):
         )
 
     def load(self, state: Any, expected: int | Snapshot = 1, *, cause: str = "load()") -> None:
-        """Load a save, and compare all state; put back the kinds that the adapter need not keep.
+        """Call the adapter's `load(state)`; raise `Wrong` unless this rank's state is then the
+        expected one. Kinds that the adapter's checkpoints need not keep are put back first.
 
         `expected` is the state to expect, or the number of the step after which it was saved.
         """
@@ -246,14 +258,17 @@ class States(Bench):
         self.hold_loaded(expected, cause)
 
     def hold_loaded(self, expected: int | Snapshot, cause: str) -> None:
-        """Compare all state after a load, and put back the kinds that the adapter need not keep."""
+        """Raise `Wrong` unless this rank's state after a load is the expected one. Kinds that the
+        adapter's checkpoints need not keep are put back first.
+        """
         if isinstance(expected, int):
             _, expected = self.course[expected]
         self.loaded(expected, cause)
         self.hold(expected, cause)
 
     def loaded(self, expected: Snapshot, cause: str, kinds: Iterable[str] | None = None) -> None:
-        """Note the kinds of state that the adapter keeps and a load has lost; put all kinds back.
+        """Note in `lost` the kinds of state that the adapter keeps and a load did not restore. Then
+        put all kinds back, except weights and optimizer.
 
         If other loads lose a kind, too, the check `keeps-...` reports it.
         """
@@ -265,7 +280,7 @@ class States(Bench):
         self.put(expected)
 
     def put(self, saved: Snapshot) -> None:
-        """Put back all state but weights and optimizer."""
+        """Write a snapshot's state back, except weights and optimizer state."""
         scheduler, optimizer = self.subject.scheduler, self.model.optimizer
         rates = saved["scheduler"]
         vars(scheduler).update({name: rates[name] for name in _plain(scheduler)})
@@ -305,18 +320,23 @@ class States(Bench):
         self.hold(before, cause, before)
 
     def follow(self, number: int, cause: str) -> None:
-        """Take a step; raise `Wrong` unless its result and state are the undisturbed run's."""
+        """Run step `number`; raise `Wrong` unless its result and the state after it are the
+        undisturbed run's.
+        """
         self.hold_step(number, cause, self.advance(number))
 
     def hold_step(self, number: int, cause: str, finished: Finished) -> None:
-        """Raise `Wrong` unless a step's result and state are the undisturbed run's."""
+        """Raise `Wrong` unless a step's result and the state after it are those of the undisturbed
+        run.
+        """
         actual = finished, self.snapshot()
         self._compare(f"{cause} and step {number + 1}", actual, self.course[number])
 
     def follow_as(
         self, model_state: Mapping[str, Any], rank_state: Snapshot, number: int, cause: str
     ) -> None:
-        """Take a step, and again in a new model that plain copies set up; compare the two.
+        """Run a step, then run it again in a new model that is set to the given state; raise
+        `Wrong` if they differ.
 
         Args:
             model_state: the weights and optimizer state of the whole model before the step.
@@ -341,12 +361,16 @@ class States(Bench):
     # The whole model, for another layout.
 
     def hold_whole(self, expected: Mapping[str, Any], cause: str) -> None:
-        """Raise `Wrong` unless the whole model's state is `expected`, bit for bit."""
+        """Raise `Wrong` unless the whole model's weights and optimizer state are `expected`, bit
+        for bit.
+        """
         difference = first_difference(expected, self.whole_state())
         self.stop_at(difference and f"after {cause} the whole model has another {difference}")
 
     def groups_at(self, rates: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the options of the optimizer's groups if a group without factors has `rates`."""
+        """Return each optimizer group's options at the scheduler's `rates`, times the group's own
+        factors.
+        """
         return [
             {
                 **options,
@@ -359,7 +383,9 @@ class States(Bench):
         ]
 
     def whole_state(self) -> dict[str, dict[str, Tensor]]:
-        """Gather each parameter, its main one and its moments, by Megatron's names. Collective."""
+        """Gather the whole model's weights, main parameters and moments on every rank, by
+        Megatron's names. A collective.
+        """
         everybody = self.gather(
             [
                 (dataclasses.replace(part, value=_copied(part.value)), key, start, _copied(value))
@@ -384,7 +410,9 @@ class States(Bench):
         return state
 
     def put_whole(self, model_state: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
-        """Write the whole model's state into this rank's shards, without any loader."""
+        """Copy the whole model's state into this rank's shards of weights and optimizer state,
+        without any loader.
+        """
         self.advance(STEPS)  # there is no state to write into before a step
         ensure_params_synced(self.model.chunks)
         with torch.no_grad():
@@ -398,9 +426,10 @@ class States(Bench):
                     state["step"] = torch.tensor(float(steps + _SKIPPED))
 
     def _shards(self) -> Iterator[tuple[ParameterPart, str, int, Tensor]]:
-        """Yield the weight, main values and moments [N] of each parameter of this rank.
+        """Yield this rank's weight, main values and moments [N] of each of its parameters.
 
-        Each comes with the parameter, its own name, and its first index in the parameter.
+        Each comes with the `ParameterPart`, the tensor's name, and its first index in the
+        parameter.
         """
         kept_of = {kept.parameter: kept for kept in kept_by(self.model.optimizer)}
         for chunk in self.model.chunks:
@@ -414,7 +443,9 @@ class States(Bench):
 def first_fault(
     expected: Snapshot, actual: Snapshot, moment: str, kinds: Iterable[str]
 ) -> str | None:
-    """Return the first kind that differs, and how; None if none does."""
+    """Return in words which of `kinds` differs first between two snapshots, and how; None if none
+    does.
+    """
     for kind in kinds:
         difference = first_difference(expected[kind], actual[kind])
         if difference is not None:
@@ -484,12 +515,16 @@ def _kind(buffer: str) -> str | None:
 
 
 def steppers(optimizer: Any) -> list[Any]:
-    """Return the optimizers of torch that step, those in hybrid ones too."""
+    """Return the torch optimizers that update parameters, also those inside CPU-offloading hybrid
+    ones.
+    """
     return [stepper for inner in inner_optimizers(optimizer) for stepper in stepping(inner)]
 
 
 def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the state of torch's optimizers, with the parameters, and counts of steps as floats."""
+    """Yield a name and a copy of the torch optimizer's state for each parameter, with its value;
+    step counts are floats.
+    """
     for number, inner in enumerate(steppers(optimizer)):
         parameters = [p for group in inner.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -506,7 +541,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _rates(optimizer: Any) -> list[dict[str, Any]]:
-    """Copy the groups' options, without the count of steps that Megatron leaves in some."""
+    """Copy the options of the optimizer's groups, without parameters and step counts."""
     left_out = ("params", "step")
     return [{n: v for n, v in group.items() if n not in left_out} for group in _groups(optimizer)]
 
@@ -529,7 +564,7 @@ def random_states() -> dict[str, Any]:
 
 
 def put_random(states: Mapping[str, Any]) -> None:
-    """Put back what `random_states` has copied."""
+    """Set the random states to those that `random_states` returned."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     random.setstate(states["python"])

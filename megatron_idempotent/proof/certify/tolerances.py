@@ -33,7 +33,7 @@ _FINER = {"bf16": 1.0, "fp16": 8.0}
 
 
 def of_logprobs(layout: Layout) -> float:
-    """Return the bound of a log-probability's error, relative to its size."""
+    """Return the largest allowed error of log-probabilities in a layout, relative to their norm."""
     if layout.dtype in _FINER:
         return _HALF_LOGPROBS / _FINER[layout.dtype]
     if layout.dtype == "fp32":
@@ -43,7 +43,7 @@ def of_logprobs(layout: Layout) -> float:
 
 
 def of_gradient(layout: Layout, truth: Truth) -> float:
-    """Return the bound of a gradient's error, relative to its norm."""
+    """Return the largest allowed error of a step's gradient in a layout, relative to its norm."""
     if layout.dtype in _FINER:
         bound = OF_BFLOAT16[layout.loss_kind, layout.auxiliary]
         return bound / _FINER[layout.dtype]
