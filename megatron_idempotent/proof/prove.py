@@ -84,7 +84,7 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """True if case file and release disagree."""
+        """True if the verdict is a failure: the case file and the installed release disagree."""
         return self.verdict not in ("proven", "documented", "not_applicable")
 
 
@@ -94,7 +94,8 @@ def prove(
     pool: RankPool | None = None,
     device: str | None = None,
 ) -> Iterator[Finding]:
-    """Run the reproductions of hazards, and yield a finding for each, in order of id.
+    """Run hazards' reproductions on stock and on patched Megatron; yield a `Finding` for each, by
+    id.
 
     Args:
         ids: the hazards to run; None for all.
@@ -148,7 +149,7 @@ def affected() -> list[str]:
 
 
 def _runs(hazard: Hazard) -> bool:
-    """Return whether all packages are installed that the hazard's programs need."""
+    """Return whether all packages are installed that the hazard's reproduction needs."""
     return not _missing(hazard) and check_installed(hazard).status is None
 
 
@@ -158,7 +159,9 @@ def _missing(hazard: Hazard) -> str:
 
 
 def _left_out(hazard: Hazard, decided: Report) -> str | None:
-    """Return why `apply()` leaves the patch out, or why the hazard does not exist; else None."""
+    """Return why `apply()` leaves a hazard's patch out, or why the installed release lacks the
+    hazard; else None.
+    """
     if not isinstance(hazard, Patch):
         verdict = check_installed(hazard)
         if verdict.status is None:
@@ -180,7 +183,8 @@ def outcome(
     applied: Iterable[str],
     helped: bool = False,
 ) -> str:
-    """Run one reproduction with some patches; return `ok` or `Type: message`.
+    """Run a hazard's reproduction on ranks with these patches; return `ok`, or the error as `Type:
+    message`.
 
     Args:
         run: `RankPool.run`, or the pytest fixture `megatron_ranks`.
@@ -193,7 +197,8 @@ def outcome(
 
 
 def neighbour_outcome(run: Callable[..., list[Any]], hazard_id: str) -> str:
-    """Run a hazard's neighbour on stock, and with all patches and the hazard's helper.
+    """Run a hazard's neighbour, a correct program close to the hazard, on stock and with all
+    patches. Both runs must end without an error, and give the same bits.
 
     Args:
         run: as for `outcome`.

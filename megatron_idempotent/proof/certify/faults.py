@@ -117,8 +117,8 @@ class SlowDisk:
         self._starts = contextlib.ExitStack()
 
     def hold_starts(self) -> None:
-        """Until `returned`, delay each new thread, and each call given to a thread pool, at its
-        start.
+        """Delay each new thread, and each call given to a thread pool, at its start, until
+        `returned`.
 
         Their whole work is late then, and not the writing alone.
         """
@@ -198,7 +198,7 @@ def _watch_files() -> None:
 
 @contextlib.contextmanager
 def slow_disk(bench: States) -> Iterator[SlowDisk]:
-    """In the block, delay file writes of other threads and of forked processes; yield the
+    """Delay file writes of other threads and of forked processes in the block; yield the
     `SlowDisk`.
 
     The check calls `returned` as soon as the saving call has returned, and may call `release`
@@ -290,7 +290,7 @@ def stuck(folder: Path) -> tuple[int, str, str] | None:
 
 @contextlib.contextmanager
 def _unreadable(bench: States, path: Path) -> Iterator[str]:
-    """In the block, let the last rank fail to open any file (EMFILE); yield the fault in words."""
+    """Let the last rank open no files in the block (EMFILE); yield the fault in words."""
     rank = bench.ranks - 1
     with _limited(resource.RLIMIT_NOFILE, 3, yes=bench.rank == rank):
         yield f"rank {rank} cannot open files"
@@ -298,8 +298,8 @@ def _unreadable(bench: States, path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _cut(bench: States, path: Path, *, share: float | None = None) -> Iterator[str]:
-    """In the block, truncate a file to the fraction `share` of its size, or remove it for None.
-    Yield the fault in words, and restore the file at the end.
+    """Truncate a file to the fraction `share` of its size, or for None remove it; yield the fault
+    in words. The file is restored after the block.
     """
     content = path.read_bytes()
     bench.gather(None)
@@ -368,7 +368,7 @@ def _kind_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def no_memory(calls_before: float) -> Iterator[list[str]]:
-    """In the block, let copies and moves of tensors raise `MemoryError`, after `calls_before` that
+    """Let copies and moves of tensors in the block raise `MemoryError`, after `calls_before` that
     succeed.
 
     Yield a list that gets the name of each call.

@@ -53,7 +53,8 @@ class Forwards:
 
     @contextmanager
     def failing(self, count: int | None, phase: Phase) -> Iterator[None]:
-        """In the block, let the first chunk's training forward that follows `count` others fail.
+        """Let the training forward of the first chunk that follows `count` others in the block
+        fail.
 
         It raises `Planted` at its end, or in its backward, when only the first layer is left; with
         the phase "gradient" its backward begins with NaN instead. With `count` None nothing fails.
@@ -67,7 +68,7 @@ class Forwards:
 
     @contextmanager
     def reading(self, read: Callable[[int], None]) -> Iterator[None]:
-        """In the block, call `read(index)` after the first training forward of each chunk.
+        """Call `read(index)` after the first training forward of each chunk in the block.
 
         The parameters are then those of the forward: gathers that were pending have ended, and
         the framework alone has waited for them.

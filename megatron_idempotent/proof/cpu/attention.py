@@ -41,7 +41,8 @@ _REFUSED = {
 
 
 class ExactAttention(DotProductAttention):  # type: ignore[misc]
-    """Replaces `DotProductAttention` as core attention, in the same arithmetic.
+    """Computes core attention in the arithmetic of `DotProductAttention`, for rows, packs and
+    context parallelism.
 
     It takes query [T, B, N, D], key and value [T, B, G, D], or in a pack [T, N, D] and [T, G, D]
     with `PackedSeqParams(qkv_format="thd")`, and returns [T, B, N * D], or [T, N * D]. It may be
@@ -165,7 +166,9 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         return context.squeeze(1) if packed else context
 
     def _keys(self, block: QueryBlock, causal: bool | None) -> range:
-        """Return the segment's keys that queries of the block see; all if `causal` is None."""
+        """Return the range of keys that a block's queries may attend to; all keys if `causal` is
+        None.
+        """
         if causal is None:
             return range(block.keys)
         before_query, after_query = self._reach(causal)
@@ -174,14 +177,16 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         return range(first, last if after_query >= 0 else block.keys)
 
     def _reach(self, causal: bool) -> tuple[int, int]:
-        """Return the numbers of positions that a query sees before and after it; -1 for all."""
+        """Return how many positions before and after itself a query attends to; -1 for all."""
         before_query, after_query = self._window or (-1, -1)
         return before_query, 0 if causal else after_query
 
     def _hidden(
         self, queries: int, position: int, keys: range, causal: bool, device: torch.device
     ) -> Tensor | None:
-        """Return a mask of keys that queries, the first at `position`, may not see; or None."""
+        """Return a mask, True at keys that a query may not attend to; None if nothing is hidden.
+        The first query is at `position`.
+        """
         before_query, after_query = self._reach(causal)
         if before_query < 0 and after_query < 0:
             return None
@@ -241,7 +246,7 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
 
 
 def with_exact_attention(spec: Any) -> Any:
-    """Copy the spec of a layer or a block, with `ExactAttention` for each core attention.
+    """Return a copy of a layer's or block's spec, with `ExactAttention` as each core attention.
 
     Args:
         spec: a spec that upstream's functions return: of a layer, `TransformerBlockSubmodules`, or
@@ -287,7 +292,9 @@ def _block_positions(starts: list[int], positions: int) -> Tensor:
 
 
 def _states_at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
-    """Return the states of a block of rows [P, B, N, D], or of G blocks of a pack [P, G, N, D]."""
+    """Select the states at the indices `place_PG`: of one block of rows [P, B, N, D], or of G
+    blocks of a pack [P, G, N, D].
+    """
     positions, number = place_PG.shape
     if number == 1:
         first = int(place_PG[0, 0]) if positions else 0
@@ -299,7 +306,9 @@ def _states_at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
 def _in_order(
     parts: list[Tensor], position_parts: list[Tensor], query: Tensor, value: Tensor
 ) -> Tensor:
-    """Return the parts [P, B, N * D] at their positions in [T, B, N * D], and zeros elsewhere."""
+    """Put the blocks' outputs [P, B, N * D] at their positions in one tensor [T, B, N * D], with
+    zeros elsewhere.
+    """
     positions = len(query)
     place_P = torch.cat(position_parts) if position_parts else torch.arange(0)
     missing = positions - len(place_P)
@@ -314,7 +323,9 @@ def _in_order(
 
 
 def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
-    """Return the positions that this layer's queries see before and after them, if limited."""
+    """Return how many positions before and after itself a query of this layer sees; None if there
+    is no limit.
+    """
     window = getattr(config, "window_size", None)
     if not window:
         return None
@@ -352,7 +363,8 @@ class RowSpan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class QueryBlock:
-    """Gives the positions of consecutive queries of this rank in a segment, and of their keys.
+    """Describes consecutive queries of this rank in one row or sequence, and the keys of that
+    sequence.
 
     Example: `QueryBlock(query=0, queries=4, position=12, key=0, keys=16)`, the last 4 of 16.
     """
@@ -370,7 +382,9 @@ class QueryBlock:
 
 
 def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
-    """Yield this rank's part of each segment: one block, or under context parallelism two."""
+    """Yield this rank's queries of each row or sequence as one block, or under context parallelism
+    as two.
+    """
     for segment in segments:
         local = segment.padded // cp.size
         halves = [(0, local, 0)]
@@ -388,7 +402,9 @@ def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
 
 
 class Part:
-    """Holds this rank's part of the positions; without context parallelism that is all of them."""
+    """Holds this rank's place in the context-parallel group, and gathers keys and values over it.
+    Without a group the size is 1.
+    """
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -433,7 +449,7 @@ class _Gather(torch.autograd.Function):
 
 
 def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
-    """Check rows, which all have one length, and return one segment of that length."""
+    """Check the shapes of rows, which have one length; return a `RowSpan` of that length."""
     queries, keys = len(query), len(key)
     if cp.size > 1 and (queries != keys or queries % 2):
         raise ValueError(
@@ -454,7 +470,9 @@ def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
 def pack_segments(
     packed: Any, query: Tensor, key: Tensor, cp: Part
 ) -> tuple[list[RowSpan], Tensor | None]:
-    """Check a pack; return its sequences, and their ends with padding [n + 1]."""
+    """Check a pack's shapes; return a `RowSpan` for each sequence, and the sequences' ends with
+    padding [n + 1].
+    """
     if packed.qkv_format != "thd":
         raise ValueError(
             f"ExactAttention got PackedSeqParams(qkv_format={packed.qkv_format!r}): pass 'thd'"
@@ -534,7 +552,9 @@ def _ends(packed: Any, of_queries: str, of_keys: str) -> Tensor | None:
 
 
 def own_mask(mask_BNQK: Tensor | None, query: Tensor, key: Tensor, cp: Part) -> Tensor | None:
-    """Return the rows of an attention mask (true where hidden) that belong to this rank."""
+    """Return the part of an attention mask (true where hidden) that this rank's queries need; None
+    for None.
+    """
     if mask_BNQK is None:
         return None
     local, total = len(query), len(key)

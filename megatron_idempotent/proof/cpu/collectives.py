@@ -34,7 +34,9 @@ GROUP_MAKERS = ("init_process_group", "new_group", "new_subgroups", "new_subgrou
 
 
 def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `original` so that gloo replaces "nccl", and no backend, which means NCCL on CUDA."""
+    """Wrap a torch function that makes process groups, so that it takes gloo for "nccl" and for no
+    backend.
+    """
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +119,9 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Copying:
-    """Stands for a collective on copies; `wait` copies the results into the outputs."""
+    """The handle of a collective that ran on copies; `wait` copies the results into the real
+    outputs.
+    """
 
     def __init__(self, work: Any, copies: Copies) -> None:
         self._work, self._copies = work, copies
@@ -130,11 +134,11 @@ class _Copying:
         return True
 
     def is_completed(self) -> bool:
-        """Return True once the outputs are written."""
+        """Return whether the collective has ended; if so, copy its results into the outputs."""
         return bool(self._work.is_completed()) and self.wait()
 
     def copy_back(self) -> None:
-        """Copy to the outputs; a second call does nothing."""
+        """Copy the collective's results into the real outputs; a second call does nothing."""
         copies, self._copies = self._copies, []
         with torch.no_grad():
             for tensor, copy in copies:
@@ -142,7 +146,7 @@ class _Copying:
 
 
 def holding_the_storage(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap isend so that it sends an alias, whose memory lives until the message has left.
+    """Wrap isend so that the sent tensor's memory stays alive until the message has left.
 
     The interleaved schedule frees a stage's output (`deallocate_output_tensor`) while its send is
     in flight. NCCL keeps the storage; gloo keeps the tensor object only, and would send what the
@@ -199,12 +203,16 @@ _coalesced: dict[Any, Copies] = {}
 
 
 def begin(device: str) -> None:
-    """Run this process's collectives on copies in host memory from now on, over gloo."""
+    """Run this process's collectives from now on over gloo, on host copies of tensors on
+    `device`.
+    """
     _state.device = device
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """Return (owner, attribute, replacement) for all names of torch's collectives."""
+    """Return (owner, attribute, replacement) for torch's collectives and makers of groups. A
+    replacement calls the original until `begin`.
+    """
     on_gloo = {name: value for _, name, value in collective_replacements()}
     owners = {(owner, name) for owner, name, _ in collective_replacements()}
     owners |= {(owner, name) for owner in (dist, distributed_c10d) for name in WRITES}
@@ -235,7 +243,7 @@ def _while_staging(original: Callable[..., Any], staged: Callable[..., Any]) -> 
 
 
 def _staged(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a collective so that it runs on copies in host memory."""
+    """Wrap a collective so that it runs on host copies, and its outputs are copied back."""
     signature = inspect.signature(original)
     index = WRITES[original.__name__]
     writes = "" if index is None else list(signature.parameters)[index]

@@ -113,7 +113,7 @@ _PLAIN = (
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Return the keys that CUDA's allocator reports, each 0."""
+    """Return a dict with the keys that CUDA's allocator reports, and 0 for each."""
     stats = {
         f"{counter}.{pool}.{moment}": 0
         for counter in _POOLED
@@ -160,7 +160,7 @@ _ids = itertools.count()
 
 
 class Event:
-    """Marks a point in time. `elapsed_time` is measured wall time in milliseconds."""
+    """Emulates `torch.cuda.Event`: `elapsed_time` is measured wall time in milliseconds."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class Event:
 
 
 class Stream:
-    """Emulates a queue of work that is always done already."""
+    """Emulates `torch.cuda.Stream`, a queue of work that is always done already."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
         self.device = device
@@ -264,7 +264,7 @@ _nvtx_depth = 0
 
 
 def range_push(msg: str) -> int:
-    """Open a range, and return its depth, from 0, as NVTX counts."""
+    """Open an emulated NVTX range, and return its depth of nesting, counted from 0."""
     global _nvtx_depth
     _nvtx_depth += 1
     return _nvtx_depth - 1
@@ -347,7 +347,7 @@ _SUBMODULES = (graphs, memory, nvtx, profiler, random, streams)
 
 
 def refused_names() -> list[str]:
-    """Return every name that is refused, e.g. "torch.cuda.CUDAGraph"."""
+    """Return the names whose calls raise `NotEmulatedError`, e.g. "torch.cuda.CUDAGraph"."""
     emulated = table.emulated_names()
     public = [
         f"torch.cuda.{name}"
@@ -400,7 +400,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _elsewhere(original: Any, replacement: Any, owner: Any) -> list[tuple[Any, str, Any]]:
-    """Return replacements for an object's other names in torch.cuda's modules."""
+    """Return (module, name, replacement) for an object's other names in torch.cuda's modules."""
     return [
         (module, name, replacement)
         for module in (torch.cuda, *_SUBMODULES)

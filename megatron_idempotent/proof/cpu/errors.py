@@ -25,7 +25,7 @@ class NotEmulatedError(RuntimeError):
 
 
 class NoDeviceError(RuntimeError):
-    """Ranks on CUDA are asked for, and there is no GPU that they could use."""
+    """Raised if ranks on CUDA are asked for, and this machine has no GPU that they can use."""
 
 
 class LauncherLost(RuntimeError):
@@ -33,7 +33,7 @@ class LauncherLost(RuntimeError):
 
 
 class PlacementError(RuntimeError):
-    """An operation would fail on a GPU, because its tensors are not where it needs them."""
+    """Raised for an operation that would fail on a GPU, because a tensor is in the wrong memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +144,7 @@ _ENDED = "rank {} was still running and has been ended"
 
 
 def _location(stack: str) -> str:
-    """Return " at file:line" of the innermost frame outside of site-packages, or ""."""
+    """Return " at file:line" of a stack's innermost frame outside of site-packages, or ""."""
     newest_first = "most recent call first" in stack
     locations = re.findall(r'File "(.+)", line (\d+)', stack)
     own_locations = [(file, line) for file, line in locations if "site-packages" not in file]

@@ -48,7 +48,8 @@ _NOT_INITIALIZED = 3
 
 
 def prepare() -> None:
-    """Prepare the launcher, before it imports Megatron, for ranks that share a GPU.
+    """Replace torch's collectives in the launcher, before it imports Megatron, so that ranks can
+    share a GPU.
 
     Megatron binds collectives by names of its own while it is imported, so they are replaced here;
     each is torch's until a rank calls `collectives.begin`.
@@ -66,7 +67,7 @@ def prepare() -> None:
 
 
 def require() -> None:
-    """Raise NoDeviceError if torch finds no GPU; leave the driver alone in a launcher."""
+    """Raise NoDeviceError if torch finds no GPU; do not start the CUDA driver in a launcher."""
     import torch
 
     from .errors import NoDeviceError
@@ -87,7 +88,7 @@ def require() -> None:
 
 
 def check_untouched(module: str) -> None:
-    """Check in the launcher, after an import, that the driver was not started.
+    """Raise an error in the launcher if the import of `module` has started the CUDA driver.
 
     Raises:
         RuntimeError: naming the module that has started it.
@@ -114,7 +115,8 @@ def driver_started(maps: Path = Path("/proc/self/maps")) -> bool:
 
 
 def settle(rank: int, world_size: int) -> None:
-    """Take this rank's GPU, with deterministic kernels, since ranks are compared bit by bit.
+    """Select this rank's GPU, and turn on deterministic kernels, since ranks are compared bit by
+    bit. Ranks that outnumber the GPUs get collectives over gloo.
 
     Kernels that have no deterministic form run all the same. LOCAL_RANK becomes the GPU's number,
     because programs use it as such.

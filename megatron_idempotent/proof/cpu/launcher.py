@@ -53,7 +53,9 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class PoolGone(Exception):
-    """The pool's end of the connection is closed: nobody waits for the ranks any more."""
+    """Raised when the pool has closed its end of the connection: nobody waits for the ranks any
+    more.
+    """
 
 
 class ForkedCall:
@@ -180,7 +182,7 @@ class ForkedCall:
         return rank in self._exit_codes
 
     def _dump(self, ranks: list[int]) -> None:
-        """Make `ranks` write their Python stacks, and read them."""
+        """Make `ranks` write their Python stacks, by a signal, and add these to the outcome."""
         for rank in ranks:
             if not self._has_exited(rank):
                 os.kill(self._pids[rank], signal.SIGUSR1)
@@ -222,7 +224,9 @@ class ForkedCall:
 
 
 def children() -> set[int]:
-    """Return this process's children, and what it has adopted; nothing without Linux's /proc."""
+    """Return the ids of this process's children, with orphans that it adopted; none without
+    /proc.
+    """
     try:
         pids = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
     except OSError:
@@ -273,7 +277,8 @@ def _listening() -> socket.socket:
 
 
 def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> None:
-    """Import `modules`, then serve calls until the connection closes.
+    """Run the launcher process: import `modules`, then serve a pool's calls until the connection
+    closes.
 
     It turns the runtime on before the imports; for ranks on a GPU it leaves it off, and checks that
     no import starts the driver.
@@ -332,7 +337,9 @@ def _serve(connection: Connection, *, applied: bool = False) -> None:
 
 
 def _with_patches(inherited: Connection) -> Connection:
-    """Fork a launcher of ranks that have the patches; return the connection to it."""
+    """Fork a second launcher, which applies all patches and serves calls; return the connection to
+    it.
+    """
     parent_end, child_end = Pipe()
     if os.fork() == 0:
         die_with_the_parent()
@@ -350,7 +357,9 @@ def _with_patches(inherited: Connection) -> Connection:
 
 
 def begin(device: Device) -> None:
-    """Ready a process for ranks on a device, before it imports Megatron."""
+    """Prepare this process for ranks on `device`, before it imports Megatron. Unless that is
+    "cuda", turn the CPU runtime on.
+    """
     if device == "cuda":
         prepare()
     else:
@@ -371,7 +380,7 @@ def set_for_process(option: int, value: int) -> None:
 
 @contextlib.contextmanager
 def _reporting_failure(connection: Connection) -> Iterator[None]:
-    """Send the pool, which waits for "ready", the error if the imports fail."""
+    """Send the pool, which waits for "ready", a `RankFailure` if the block raises, and raise on."""
     try:
         yield
     except BaseException as error:
@@ -414,7 +423,7 @@ def _read_ahead() -> None:
 
 
 def _look_up_once() -> None:
-    """Cache lookups here that each rank would repeat with the same result.
+    """Cache two slow lookups in the launcher, so that each rank inherits their results.
 
     torch 2.15 reads the entry points of all installed packages for a backend whenever ranks join:
     30 ms, half of a rank's own time before its function begins. Megatron's parser takes help texts
@@ -481,7 +490,7 @@ def collapse_pages() -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSetup:
-    """Holds the data that the launcher gives to one rank."""
+    """Holds a rank's number, and the connection, sockets and files that the launcher gives it."""
 
     rank: int
     #: The rank sends R and a result, or F and a failure; a message comes back once all are done.
@@ -537,7 +546,7 @@ def _called(call: Call, setup: RankSetup) -> object:
 
 
 def describe(rank: int, error: BaseException) -> RankFailure:
-    """Return the record of an exception on a rank."""
+    """Return the `RankFailure` of an exception on a rank: its type, message and traceback."""
     kind = type(error)
     name = kind.__qualname__
     if kind.__module__ != "builtins":

@@ -62,11 +62,15 @@ def on_cpu(device: Any) -> Any:
 
 
 class _OfGroup(str):
-    """Marks the "cpu" that a group uses for objects: with NCCL it would be the GPU."""
+    """The string "cpu" as the device that a group uses for objects: with NCCL it would be the
+    GPU.
+    """
 
 
 def placed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `original` so that its `device` argument means the CPU, and nothing is pinned."""
+    """Wrap a torch function so that a CUDA `device` means the CPU, and `pin_memory` is ignored.
+    Tensors that would be in host memory are recorded as such.
+    """
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +99,9 @@ def placed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that copies or casts, so that the result stays in its tensor's memory."""
+    """Wrap a tensor method that copies or casts: the result of a host tensor counts as a host
+    tensor.
+    """
 
     @functools.wraps(original)
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +178,7 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Pickle a tensor for another process, which could not know its memory otherwise."""
+    """Pickle a tensor for another process, with its emulated memory, "host" or "device"."""
     reduced = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     return _rebuilt, (memory_of(tensor), *reduced)
 
@@ -187,7 +193,9 @@ def _rebuilt(
 
 
 def tensor_replacements() -> list[tuple[Any, str, Any]]:
-    """Return (owner, attribute, replacement) for all names that decide a tensor's memory."""
+    """Return (owner, attribute, replacement) for torch's names that decide in which memory a tensor
+    is.
+    """
     # torch lists the functions that `with torch.device(...)` is for once, at the first such block.
     # It must list the originals, which the replacements call in such a block.
     _device_constructors()
@@ -247,7 +255,7 @@ _state = _NewTensors(__name__, "_state")
 
 
 def memory_of(tensor: torch.Tensor) -> str | None:
-    """Return "host" or "device", or None if the tensor's memory is not known."""
+    """Return the emulated memory that a tensor is in: "host", "device", or None if not known."""
     storage = _storage(tensor)
     if storage is None:
         return None
@@ -275,7 +283,7 @@ def _put(tensor: torch.Tensor, memory: str) -> None:
 
 @contextlib.contextmanager
 def making(memory: str) -> Iterator[None]:
-    """Make tensors in `memory` inside of the block, and refuse nothing."""
+    """Let tensors that are made in the block be in `memory`, and check no operation in it."""
     previous, _state.making = _state.making, memory
     try:
         yield
@@ -284,7 +292,7 @@ def making(memory: str) -> Iterator[None]:
 
 
 def _moved(tensor: torch.Tensor, memory: str) -> torch.Tensor:
-    """Return the tensor if it is in `memory`, else a copy there."""
+    """Return the tensor if it is in `memory`, "host" or "device", else a copy that is."""
     current = memory_of(tensor)
     # On unchecked ranks a tensor is on the device unless it is known to be on the host.
     if current == memory if _state.checked else memory in (current or "device", "unknown"):
@@ -302,7 +310,9 @@ def _moved(tensor: torch.Tensor, memory: str) -> torch.Tensor:
 
 
 def _memory_meant(device: Any) -> str:
-    """Return the memory that `device` means; "unknown" for the CPU: it may be `other.device`."""
+    """Return the memory that a `device` argument means: "host", "device", or "unknown" for
+    `torch.device("cpu")`, which may be another tensor's `device`.
+    """
     if isinstance(device, torch.Tensor):
         return memory_of(device) or ("unknown" if _state.checked else "device")
     if on_cpu(device) is not device:
@@ -313,7 +323,7 @@ def _memory_meant(device: Any) -> str:
 
 @contextlib.contextmanager
 def naming_devices() -> Iterator[None]:
-    """Let `device` be "cuda:0" for tensors on the device, inside of the block.
+    """Let `tensor.device` be "cuda:0" for tensors in emulated device memory, inside of the block.
 
     There `to(torch.device("cpu"))` moves to the host; elsewhere it may just repeat a tensor's own
     `device`. C code reads `device` as well, so code in the block may move tensors, and not compute.
@@ -451,7 +461,8 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def checking() -> Iterator[None]:
-    """Check this thread's operations inside of the block, in a rank with the runtime on.
+    """Raise `PlacementError` for operations in the block on host and device tensors together, on
+    this thread. The runtime is on.
 
     Functions of torch stay replaced until the process ends.
     """

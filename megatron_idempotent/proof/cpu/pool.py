@@ -74,7 +74,8 @@ _MARGIN_S = 30.0
 
 
 class RankPool:
-    """Runs functions on ranks that start within milliseconds, because it imports only once.
+    """Runs functions on ranks, which it forks in milliseconds from a process that has imported
+    Megatron.
 
     A launcher process imports torch and Megatron with the CPU runtime on and forks fresh ranks
     for every call, so that a call finds everything as it is after the import: no process
@@ -230,7 +231,7 @@ class RankPool:
         return list(results.values())
 
     def close(self) -> None:
-        """End the launcher and its ranks; a later `run` starts a new one."""
+        """End the launcher process and its ranks; a later `run` starts a new one."""
         if self._rehashing_pool is not None:
             self._rehashing_pool.close()
         if self._launcher is not None:
@@ -253,7 +254,8 @@ def run_ranks(
     device: str | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call `RankPool.run` on a pool of its own: it imports for each call, and leaves no process.
+    """Call a function on ranks of a `RankPool` that is made for this call; return their results, by
+    rank. It imports torch and Megatron each time, and leaves no process.
 
     Example:
         from megatron_idempotent.proof import cpu
@@ -336,13 +338,14 @@ class _Launcher:
 
 
 def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
-    """Close the connection; the launcher then ends its ranks and itself."""
+    """Close the connection, which makes the launcher end its ranks and itself; wait for its end."""
     connection.close()
     _reap(process)
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Wait some seconds for the launcher, kill the rest of its session; return its exit code.
+    """Wait up to 5 s for the launcher to end, then kill the rest of its session; return its exit
+    code.
 
     A launcher that was killed has ended none of the processes that its ranks started.
     """
@@ -373,7 +376,9 @@ MAIN_IN_RANK = "__mp_main__"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Asks for one run of a function on all ranks, which look it up by its name."""
+    """The message that asks a launcher to run a function on all ranks, with arguments and
+    environment.
+    """
 
     #: The function's module.
     module: str
@@ -401,13 +406,15 @@ class Call:
 
     @property
     def longest_s(self) -> float:
-        """The seconds after which the ranks are ended, however long they waited for processors."""
+        """The seconds after which the ranks are ended, even if they waited for processors."""
         return self.timeout_s * max(self.patience, 1.0)
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """Holds the outcome of a call. `results` is complete exactly if nothing failed or hung."""
+    """Holds the results and failures of one call on all ranks. `results` is complete exactly if
+    nothing failed or hung.
+    """
 
     #: The pickled return value of each rank.
     results: dict[int, bytes] = field(default_factory=dict)
@@ -420,14 +427,16 @@ class Outcome:
 
 
 def send_pipes(connection: Connection, descriptors: Sequence[int]) -> None:
-    """Send descriptors to the process at the other end, which gets duplicates of them."""
+    """Send file descriptors over a connection; the process at the other end gets duplicates."""
     with socket.socket(fileno=os.dup(connection.fileno())) as way:
         for descriptor in descriptors:
             socket.send_fds(way, [b"p"], [descriptor])
 
 
 def receive_pipes(connection: Connection, count: int) -> list[int]:
-    """Return the descriptors that `send_pipes` has sent."""
+    """Receive `count` file descriptors that `send_pipes` sent over the connection, and return
+    them.
+    """
     descriptors: list[int] = []
     with socket.socket(fileno=os.dup(connection.fileno())) as way:
         while len(descriptors) < count:
@@ -452,7 +461,9 @@ def _typed_in(function: Callable[..., Any]) -> bool:
 
 
 def _by_name(fn: Callable[..., Any], *arguments: Any) -> bytes:
-    """Pickle a call whose ranks import the function by name; refuse one that they could not."""
+    """Pickle a function, by its name, and its arguments; raise `ValueError` for a lambda or a
+    closure.
+    """
     try:
         pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError) as error:
@@ -522,7 +533,7 @@ _importing: list[str] = []
 
 
 def resolve(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a call's function and its arguments, in a rank.
+    """Unpickle a call's function, args and kwargs on a rank, and return them.
 
     The function's module is imported, if needed from a file.
     """
@@ -552,7 +563,7 @@ def _load_main(file: str) -> None:
 
 
 class StoragePickler(pickle.Pickler):
-    """Pickles storages without Megatron, whose import replaces the function that they name."""
+    """Pickles tensor storages so that a process can read them without importing Megatron."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")

@@ -12,7 +12,8 @@ from typing import Any
 
 
 def allocations(run: Callable[[], Any]) -> list[int]:
-    """Return the bytes that are allocated (positive) and freed (negative), in order of time.
+    """Run a function; return the bytes of its allocations (positive) and frees (negative), in
+    order.
 
     Memory that gloo's threads free counts as held: the profiler does not see them.
     """
@@ -32,7 +33,7 @@ def _events(run: Callable[[], Any], *, on_device: bool = False, **options: Any) 
 
 
 def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
-    """Return the most bytes that `run` holds at a time, above those held before it.
+    """Return the most bytes that `run` holds at a time, in addition to those held before it.
 
     It calls `run` several times, and returns the least.
 
@@ -77,7 +78,9 @@ _OPERATORS = ("aten::", "c10d::")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """Counts what ran. Example: `activity(step).operators["aten::mm"] == 12`."""
+    """Counts what a program ran: operators, launches, waits, copies. Example:
+    `activity(step).operators["aten::mm"] == 12`.
+    """
 
     #: The number of calls of each of torch's operators and collectives, by name.
     operators: Counter[str]
@@ -89,7 +92,7 @@ class Activity:
     copies_to_host: int
 
     def totals(self) -> dict[str, int]:
-        """Return the total of each count."""
+        """Return the four counts as a dict; that of operators is the sum over their names."""
         return {
             "operators": self.operators.total(),
             "launches": self.launches,

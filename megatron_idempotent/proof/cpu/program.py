@@ -29,7 +29,7 @@ HORIZON_ITERS = 1000
 
 @dataclass(kw_only=True)
 class Program:
-    """Holds a program of Megatron that is set up, and can `train` as often as Megatron can."""
+    """Holds a `megatron.training` program that is set up, and can `train` several times."""
 
     args: Any
     config: Any
@@ -43,7 +43,9 @@ class Program:
     losses: list[float] = field(default_factory=list)
 
     def train(self, n: int) -> None:
-        """Raise `args.train_iters` by n and call upstream's `train`. All ranks take part."""
+        """Train `n` more iterations: raise `args.train_iters` by n, and call Megatron's `train`.
+        All ranks take part.
+        """
         training = importlib.import_module("megatron.training.training")
         self.args.train_iters += n
         offered = {
@@ -75,7 +77,7 @@ class Program:
         return iteration
 
     def parameters(self) -> torch.Tensor:
-        """Return all parameters of this rank, as `tiny.parameters_of` does."""
+        """Return this rank's parameters as one float32 vector, a copy on the host."""
         return tiny.parameters_of(self.chunks)
 
     def _forward_step(self, data_iterator: Any, model: Any, *_: Any) -> tuple[Any, Any]:
@@ -108,7 +110,8 @@ def start(
     data_seed: int = 7,
     quiet: bool = True,
 ) -> Program:
-    """Set up a tiny GPT through upstream's own argument parser and initialisation.
+    """Set up a tiny GPT by Megatron's own argument parser and initialisation; return it as a
+    `Program`.
 
     Call it once per rank, on all ranks. `extra_args` are Megatron's command-line options, and
     override those set here. `shared_config` gives all virtual stages one config object, as
@@ -202,7 +205,9 @@ def _provider(
     exact_attention: bool | None,
     before_ddp: Callable[[Any], None] | None,
 ) -> Callable[..., Any]:
-    """Return a builder of pipeline stages as in upstream's pretrain_gpt, with the local spec."""
+    """Return a model provider for Megatron: a function that builds one pipeline stage of the GPT,
+    with the local layer spec.
+    """
     from megatron.training.arguments import core_transformer_config_from_args
 
     from megatron_idempotent.megatron.layer_specs import gpt_stage

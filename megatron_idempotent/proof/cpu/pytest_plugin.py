@@ -44,7 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def megatron_rank_pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    """Yield the pool of `megatron_ranks`, one per test session; start with the first call."""
+    """Yield the test session's `RankPool`; its processes start with the first call of
+    `megatron_ranks`.
+    """
     from .pool import PROGRAM_PRELOAD, RankPool
 
     max_world_size = int(request.config.getini("megatron_ranks_max"))

@@ -53,7 +53,7 @@ def dressed(original: Any, replacement: Any) -> Any:
 
 
 class _Active:
-    """Holds one activation: the names that it has replaced, and the finder of later modules."""
+    """Puts the emulation in place: replaces names of torch, adapts modules, and can undo both."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, str, Any]] = []
@@ -89,7 +89,7 @@ class _Active:
         setattr(owner, name, self._dressed[key])
 
     def stop(self) -> None:
-        """Put all back by identity, the last one first."""
+        """Set every replaced name back to the original object, the last one first."""
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         while self.entries:
@@ -139,7 +139,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Undo one `enable()`; with the last one every replaced name is back, by identity.
+    """Undo one `enable()`; the last one sets every replaced name back to the original object.
 
     A call without a matching `enable()` does nothing.
     """
@@ -178,7 +178,9 @@ def replaced_names() -> set[str]:
 
 
 def replaced_name_in(error: BaseException) -> str | None:
-    """Return the replaced name that stands in the line which raised `error`, or None."""
+    """Return the emulated name, such as "torch.cuda.Event", in the source line that raised `error`,
+    or None.
+    """
     raised = traceback.extract_tb(error.__traceback__)[-1:]
     names = [name for frame in raised for name in replaced_names() if name in (frame.line or "")]
     return max(names, key=len, default=None)
@@ -230,7 +232,8 @@ def _compiler(module: ModuleType, replace: Complete) -> None:
 
 
 class _Forked:
-    """Stands for `torch.multiprocessing` and starts all processes of CPU ranks by a fork.
+    """Stands in for the module `torch.multiprocessing`, and forks all processes that a CPU rank
+    starts.
 
     One that is spawned would import Megatron, which takes some ten seconds, without this runtime.
     On a GPU it has to be spawned: a fork cannot use the driver.
@@ -244,7 +247,9 @@ class _Forked:
 
 
 def _writers(module: ModuleType, complete: Complete) -> None:
-    """Let the writers of an asynchronous save be forks of a CPU rank."""
+    """Replace `mp` in a checkpoint module, so that a CPU rank forks the writers of its asynchronous
+    saves.
+    """
     complete(module, "mp", _Forked())
 
 
@@ -264,7 +269,9 @@ COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
 
 
 class Completer(importlib.abc.MetaPathFinder):
-    """Adapts the modules of COMPLETE right after they are loaded; stands in `sys.meta_path`."""
+    """An import finder in `sys.meta_path` that adapts the modules of COMPLETE right after they are
+    loaded.
+    """
 
     def __init__(self, complete: Complete) -> None:
         self._complete = complete
@@ -292,7 +299,9 @@ class Completer(importlib.abc.MetaPathFinder):
 
 
 def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a decorator so that it decorates plain functions late, and other objects at once."""
+    """Wrap a decorator so that it decorates a plain function only in its first call with the
+    runtime off. Other objects are decorated at once.
+    """
 
     @functools.wraps(decorate)
     def decorator(*args: Any, **options: Any) -> Any:

@@ -159,7 +159,7 @@ def emulated_names() -> set[str]:
 
 
 def as_markdown() -> str:
-    """Return the table as it stands in docs/cpu-runtime.md."""
+    """Return EMULATED as a Markdown table, as it stands in docs/cpu-runtime.md."""
     rows = [
         f"| {', '.join(f'`{name}`' for name in names.split())} | {answer} |"
         for names, answer in EMULATED

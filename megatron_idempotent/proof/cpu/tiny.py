@@ -38,7 +38,9 @@ Strategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params", "v2
 
 @dataclasses.dataclass(kw_only=True)
 class Tiny:
-    """Holds model chunks in Megatron's DDP and their optimizer, and runs their schedule."""
+    """Holds model chunks in Megatron's DDP and their optimizer, and runs Megatron's schedule on
+    them.
+    """
 
     config: Any
     chunks: list[Any]
@@ -64,7 +66,8 @@ class Tiny:
         forward_only: bool = False,
         zero_first: bool = True,
     ) -> list[float]:
-        """Run one window through upstream's schedule; return the losses on the last stage.
+        """Run `num_microbatches` through Megatron's schedule; return their losses, on the last
+        stage only.
 
         It zeroes the gradients first, unless forward-only or told otherwise. All ranks take part.
         Global microbatch g = i * DP size + DP rank has the same data in every layout, so that two
@@ -94,7 +97,8 @@ class Tiny:
         forward_step: Callable[..., Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Call upstream's schedule on the chunks, and zero nothing; return what it returns.
+        """Call Megatron's forward-backward schedule on the chunks; return its result. Gradients are
+        not zeroed.
 
         Args:
             data: the data iterator.
@@ -120,17 +124,19 @@ class Tiny:
         return (1, sum(self.lengths)) if self.lengths else (self.batch, self.sequence)
 
     def step(self) -> tuple[bool, Any, Any]:
-        """Run the optimizer; return upstream's (success, gradient norm, number of zeros)."""
+        """Call the optimizer's `step`; return its (success, gradient norm, number of zeros)."""
         result: tuple[bool, Any, Any] = self.optimizer.step()
         return result
 
     def train_step(self, num_microbatches: int, *, data_seed: int) -> None:
-        """Run one window and the optimizer. All ranks take part."""
+        """Run `num_microbatches` forward and backward, and step the optimizer. All ranks take
+        part.
+        """
         self.forward_backward(num_microbatches, data_seed=data_seed)
         self.step()
 
     def gradients(self) -> torch.Tensor:
-        """Return all gradient buffers of this rank as one vector, a copy.
+        """Return a copy of this rank's gradient buffers, as one float32 vector.
 
         With the distributed optimizer only this rank's shards are reduced. Under Megatron-FSDP they
         are the gradients that the optimizer would step with. The vector is on the host.
@@ -187,7 +193,9 @@ class Tiny:
         return forward_step
 
     def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
-        """Return a function that cuts [B, T] for this rank; cut positions; mask; pack arguments."""
+        """Return a function that cuts [B, T] to this context-parallel rank's positions, the
+        position ids, the attention mask, and the arguments for packs.
+        """
         # The runtime makes "cuda" the CPU.
         rows, length = self._shape
         lengths = self.lengths or (length,)
@@ -250,7 +258,7 @@ def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
 def microbatches(
     data_seed: int, batch: int = BATCH, sequence: int = SEQUENCE, vocabulary: int = VOCABULARY
 ) -> Iterator[torch.Tensor]:
-    """Yield this data-parallel rank's token ids [B, T], without end."""
+    """Yield this data-parallel rank's microbatches of random token ids [B, T], without end."""
     from megatron.core import parallel_state
 
     index = parallel_state.get_data_parallel_rank()
@@ -262,7 +270,9 @@ def microbatches(
 
 
 def inputs(data_seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens [B, T], positions [B, T] and a mask [1, 1, T, T], True where hidden."""
+    """Return one microbatch: tokens [B, T], positions [B, T] and a mask [1, 1, T, T], True where
+    hidden.
+    """
     tokens_BT = next(microbatches(data_seed))
     positions_BT = torch.arange(SEQUENCE, device="cuda").expand(BATCH, -1)
     return tokens_BT, positions_BT, torch.ones(1, 1, SEQUENCE, SEQUENCE).tril().cuda() < 0.5
@@ -490,7 +500,7 @@ def build(
 
 @contextlib.contextmanager
 def _stream_of_a_graph() -> Iterator[None]:
-    """Queue the block's work on the stream that upstream captures, or on a new one before 0.19.
+    """Run the block on the CUDA stream that upstream captures graphs on; before 0.19 on a new one.
 
     Autograd runs a parameter's hooks on the stream that DDP registered them on, and a capture
     refuses to wait for the default stream.
@@ -574,19 +584,20 @@ _MODULE = "megatron.core.optimizer.layer_wise_optimizer"
 
 
 def has_layer_wise() -> bool:
-    """Return whether this release has the layer-wise optimizer."""
+    """Return whether the installed Megatron has the layer-wise optimizer."""
     return importlib.util.find_spec(_MODULE) is not None
 
 
 def has_layout() -> bool:
-    """Return whether this release lays DDP's buffers out for the optimizer."""
+    """Return whether the installed Megatron lays DDP's buffers out for the layer-wise optimizer."""
     return hasattr(_optimizer_class(), "compute_full_param_layout")
 
 
 def _layer_wise_layout(
     module: Any, ddp_config: Any, *, by_layout: bool, muon: bool
 ) -> dict[str, Any]:
-    """Prepare a model that is not in DDP yet; return further arguments for its DDP.
+    """Mark the parameters of a model for the layer-wise optimizer; return the arguments for its
+    DDP. Without `by_layout` do nothing, and return none.
 
     With Muon the vectors and embeddings go to a DistributedOptimizer of their own, as upstream
     routes them; without, the layer-wise optimizer has everything.
@@ -693,7 +704,7 @@ def _fsdp_options(strategy: Strategy) -> dict[str, Any]:
 
 
 def _fsdp_wrapped(config: Any, ddp_config: Any, module: Any) -> Any:
-    """Return the model chunk in Megatron-FSDP, with each transformer layer as a unit."""
+    """Wrap a model chunk in Megatron-FSDP, with each transformer layer as a unit, and return it."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
 
     options = {"config": config, "ddp_config": ddp_config, "module": module}
@@ -711,7 +722,7 @@ def _fsdp_wrapped(config: Any, ddp_config: Any, module: Any) -> Any:
 
 
 def _in_fsdp(chunk: Any) -> bool:
-    """Return whether the chunk is in Megatron-FSDP."""
+    """Return whether a model chunk is wrapped in Megatron-FSDP."""
     return hasattr(chunk.module, "param_and_grad_buffer") or _is_second(chunk)
 
 
