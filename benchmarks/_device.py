@@ -104,6 +104,6 @@ def fast_kernels() -> None:
 def aim(
     value: float, at_most: float | None = None, *, at_least: float | None = None
 ) -> dict[str, float]:
-    """Return a number together with its target, an upper or lower bound, for a report."""
+    """Return a number together with its target, an upper or lower bound, as a dict for a report."""
     bounds = {"at_most": at_most, "at_least": at_least}
     return {"value": value} | {name: each for name, each in bounds.items() if each is not None}

@@ -56,7 +56,8 @@ def number(value: float) -> str:
 
 
 def bars(title: str, one: str, rows: Sequence[Bar]) -> str:
-    """Draw a bar for each ratio, a mark at its limit, and a vertical line at 1.0.
+    """Return an SVG picture with a bar for each ratio, a mark at its limit, and a vertical line at
+    1.0.
 
     `one` is the label of that line: the program to which the others are compared.
     """

@@ -32,7 +32,7 @@ def require_cuda(benchmark: str) -> None:
 
 
 def about() -> dict[str, Any]:
-    """Describe the device, its driver, and the versions of CUDA and of packages."""
+    """Return a description of the GPU, its driver, and the versions of CUDA and of packages."""
     import torch
 
     found = torch.cuda.get_device_properties(0)
@@ -75,7 +75,7 @@ class Call:
 
 
 def measured(prepare: Callable[[], Any], run: Callable[[Any], Any], rounds: int) -> Call:
-    """Measure `run` on new inputs of `prepare` in each round.
+    """Measure the time and memory of `run` on the GPU, with new inputs of `prepare` in each round.
 
     Freeing the result is not part of the measured time.
     """

@@ -18,17 +18,17 @@ Section = Mapping[str, Any]
 
 
 def section(title: str, *blocks: Block) -> Section:
-    """Return a section, which the site folds below its title."""
+    """Return a grid's section: a title and blocks, which the site folds below the title."""
     return {"title": title, "blocks": blocks}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Block:
-    """Return a table."""
+    """Return a table as a block of a grid: its column titles and rows."""
     return {"head": head, "rows": [*rows]}
 
 
 def text(sections: Iterable[Section]) -> str:
-    """Return a grid's file."""
+    """Return the JSON text of a grid's file: the list of its sections, one a line."""
     lines = ",\n".join(json.dumps(section, ensure_ascii=False) for section in sections)
     return f"[\n{lines}\n]\n"
 

@@ -23,7 +23,9 @@ _LEFT, _RIGHT, _TOP, _HEIGHT = 40, 770, 120, 150
 
 
 def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]]) -> str:
-    """Draw a row for each branch, with a line at each commit that a framework pins."""
+    """Return an SVG picture of the share of patches that land over time: a row for each branch of
+    Megatron, and a line at each pinned commit.
+    """
     ends = [run[end] for runs in found.values() for run in runs for end in ("since", "until")]
     days = [date.fromisoformat(end) for end in ends]
     first = min(days)
@@ -76,7 +78,7 @@ def main(argv: list[str], root: Path) -> int:
 
 
 def pinned(found: dict[str, Any], root: Path) -> list[dict[str, Any]]:
-    """List the commits of Megatron's own repository that frameworks pin."""
+    """Return the commits of Megatron's own repository that frameworks pin, from pyproject.toml."""
     table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     commits = table["tool"]["megatron-idempotent"]["commits"]
     return [each for each in commits if each["name"] not in found and "repository" not in each]

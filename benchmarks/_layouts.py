@@ -86,7 +86,7 @@ def read(folder: Path, known: Collection[str] = ADAPTERS) -> Found:
 
 
 def page(found: Found) -> str:
-    """Return the page: a line for each adapter, and the faults."""
+    """Return the text of docs/layouts.md: a table line for each adapter, and the faults."""
     lines = [line("", *found), line(*["---"] * (len(found) + 1))]
     told = []
     for adapter, title in ADAPTERS.items():
@@ -107,7 +107,9 @@ def _runs(found: Found, adapter: str) -> dict[str, Verdicts]:
 
 
 def _summary(run: Verdicts) -> str:
-    """Return how many layouts passed, of how many, and the largest part of a bound."""
+    """Return a table cell: how many layouts passed, of those judged, and the largest error as a
+    part of its bound.
+    """
     made = [
         [checks[name] for name in (*STEPS, "same-bits") if name in checks]
         for checks in run.values()
@@ -122,7 +124,9 @@ def _summary(run: Verdicts) -> str:
 
 
 def grid(found: Found) -> Iterator[_grid.Section]:
-    """Yield a section for each adapter, with its faults, and one of the other checks."""
+    """Yield a grid section for each adapter, with its faults, and one for the other checks of
+    `TrainStep`.
+    """
     for adapter, title in ADAPTERS.items():
         runs = _runs(found, adapter)
         if runs:
@@ -144,7 +148,9 @@ def _table(runs: Mapping[str, Verdicts]) -> _grid.Block:
 
 
 def _bits(runs: Mapping[str, Verdicts]) -> list[_grid.Block]:
-    """Return a table of layouts that differ in their number of replicas alone."""
+    """Return a text and a table of layouts that differ in their number of replicas alone: on which
+    numbers the bits are equal.
+    """
     alike: dict[str, list[str]] = {}
     for layout in dict.fromkeys(layout for run in runs.values() for layout in run):
         alike.setdefault(without_replicas(layout), []).append(layout)
@@ -169,7 +175,9 @@ def _bits(runs: Mapping[str, Verdicts]) -> list[_grid.Block]:
 
 
 def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
-    """Return a line for each fault of these verdicts: the Megatrons, layouts and checks."""
+    """Return a line for each fault with one of these verdicts: the Megatrons, layouts, checks, and
+    the fault.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for name, layouts in runs.items():
         for layout, checks in layouts.items():
@@ -225,12 +233,14 @@ def _cell(checks: Mapping[str, Sequence[Any]]) -> str:
 
 
 def line(*cells: str) -> str:
-    """Return a line of a table."""
+    """Return a line of a Markdown table with these cells."""
     return f"| {' | '.join(cells)} |"
 
 
 def write(folders: Sequence[str], found: Path, read: Callable[[Path], Found]) -> Found:
-    """Merge the findings of the folders into a file, check by check, and return all of it."""
+    """Merge the results in the folders into the JSON file `found`, check by check; return all that
+    it then has.
+    """
     known = json.loads(found.read_text("utf-8")) if found.exists() else {}
     for folder in folders:
         for megatron, adapters in read(Path(folder)).items():
@@ -246,7 +256,9 @@ def write(folders: Sequence[str], found: Path, read: Callable[[Path], Found]) ->
 
 
 def main(argv: Sequence[str], root: Path) -> int:
-    """Merge the findings of the folder that is given, if one is; write the page and its grid."""
+    """Merge the results in the given folders, if any, into docs/layouts.json; write docs/layouts.md
+    and its grid.
+    """
     found = write(argv, root / FOUND, read)
     (root / PAGE).write_text(page(found), encoding="utf-8")
     _grid.write(root, PAGE.stem, grid(found))

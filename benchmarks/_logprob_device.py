@@ -95,7 +95,9 @@ def _group() -> Any:
 
 
 def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[dict[str, Any]]:
-    """Yield a row for each implementation: its forward alone, and forward with backward."""
+    """Yield a row for each implementation: the time of its forward, and of forward with backward,
+    as fractions of the attainable speed.
+    """
     import torch
 
     group = _group()
@@ -203,7 +205,7 @@ def aims(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main(asked: Any) -> None:
-    """Print each case as it is measured, or with `--json` everything as one object."""
+    """Measure all cases; print each when it is measured, or with `--json` all as one object."""
     copied, multiplied = copied_bytes_per_s(), multiplied_flops_per_s()
     told = about() | {"copied_bytes_per_s": copied, "multiplied_flops_per_s": multiplied}
     results: dict[str, Any] = {"about": told, "published_gb_and_s": PUBLISHED}

@@ -66,7 +66,9 @@ def _verl(case: Case) -> list[Side]:
 
 
 def _verl_parallel() -> list[Side]:
-    """Return the calls of verl's Megatron engine, without the division by the temperature."""
+    """Return verl's implementation for a split vocabulary, as its Megatron engine calls it, without
+    the division by the temperature.
+    """
     from verl.utils.megatron.tensor_parallel import (
         vocab_parallel_entropy,
         vocab_parallel_log_probs_from_logits,
@@ -85,7 +87,9 @@ def _verl_parallel() -> list[Side]:
 
 
 def _verl_logits() -> list[Side]:
-    """Return the calls of verl's FSDP engine, whose entropy is compiled by default."""
+    """Return verl's implementations for one rank, as its FSDP engine calls them; by default the
+    entropy is compiled.
+    """
     import torch
     from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 
@@ -144,7 +148,7 @@ def _liger(case: Case) -> list[Side]:
         return _negated(Scaled.apply(*arguments, return_entropy=wanted), wanted)
 
     def chunked(given: Given) -> tuple[Any, Any]:
-        """Compute the parts of Liger's GRPO loss on the whole batch."""
+        """Compute log-probs as Liger's GRPO loss does for a chunk, here for the whole batch."""
         hidden_NH, weight_VH = given.inputs
         found = LigerFusedLinearPPOBase.chunk_forward(
             hidden_NH[None], weight_VH, given.targets[None]
@@ -158,7 +162,7 @@ def _liger(case: Case) -> list[Side]:
 
 
 def _liger_logits(case: Case) -> list[Side]:
-    """Return Liger's cross entropies of logits, which need Triton."""
+    """Return Liger's cross entropies of logits as implementations; they need Triton."""
     from liger_kernel.megatron import LigerMegatronCrossEntropy
     from liger_kernel.transformers.functional import liger_cross_entropy
 

@@ -39,7 +39,8 @@ Found = dict[str, "Measured | str"]
 
 
 def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
-    """Measure all implementations of one case.
+    """Measure all implementations of one case on this rank, alternately; return the results by
+    name.
 
     Call it on a new rank per case: torch.compile stops compiling a function after a number of
     recompilations, which earlier cases would use up.

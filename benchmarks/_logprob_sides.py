@@ -12,7 +12,7 @@ from benchmarks._logprob_cases import Case, Given, Side
 
 
 def sides(case: Case) -> list[Side]:
-    """Return all implementations of a case; this library's come first."""
+    """Return all implementations that are compared in a case; this library's come first."""
     borrow, consume = (
         Side(name=name, run=_ours_from_logits(name)) for name in ("borrow", "consume")
     )
@@ -61,7 +61,9 @@ def _ours_from_hidden(given: Given) -> tuple[Any, Any]:
 def _through_logits(
     from_logits: Callable[[Given], tuple[Any, Any]],
 ) -> Callable[[Given], tuple[Any, Any]]:
-    """Compute the logits of all tokens as Megatron's output layer does, then call `from_logits`."""
+    """Return an implementation from hidden states: it computes all logits as Megatron's output
+    layer does, then calls `from_logits`.
+    """
 
     def run(given: Given) -> tuple[Any, Any]:
         hidden_NH, weight_VH = given.inputs
@@ -75,7 +77,7 @@ def _through_logits(
 
 
 def _megatron() -> list[Side]:
-    """Return Megatron's two cross entropies, which have no entropy.
+    """Return Megatron's two cross entropies as implementations; they compute no entropy.
 
     Both overwrite float32 logits; they copy logits of other dtypes to float32.
     """
@@ -98,7 +100,7 @@ def _megatron() -> list[Side]:
 
 
 def _torch() -> list[Side]:
-    """Return the textbook formula with `log_softmax` in float32, eager and compiled."""
+    """Return plain torch's implementations: `log_softmax` in float32, eager and compiled."""
     import torch
 
     def formula(logits_NV: Any, targets_N: Any, wanted: bool) -> tuple[Any, Any]:

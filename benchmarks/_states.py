@@ -81,7 +81,7 @@ from [state.json](state.json), and this runs a single check:
 
 
 def page(found: Found) -> str:
-    """Return the page: a line for each format."""
+    """Return the text of docs/state.md, with a table line for each checkpoint format."""
     lines = [line("", *found), line(*["---"] * (len(found) + 1))]
     for adapter, title in ADAPTERS.items():
         runs = _runs(found, adapter)
@@ -95,7 +95,7 @@ def _runs(found: Found, adapter: str) -> dict[str, Verdicts]:
 
 
 def _summary(run: Verdicts) -> str:
-    """Return how many checks passed, of how many that were run."""
+    """Return a table cell: how many checks of state passed, of those that were run."""
     cells = [_cell(name, run) for name in STATE_CHECKS]
     passed, failed = cells.count("ok"), cells.count("no")
     if not passed + failed:
@@ -104,7 +104,7 @@ def _summary(run: Verdicts) -> str:
 
 
 def grid(found: Found) -> Iterator[_grid.Section]:
-    """Yield a section for each format, with its faults."""
+    """Yield a grid section for each checkpoint format: its checks by Megatron, and its faults."""
     for adapter, title in ADAPTERS.items():
         runs = _runs(found, adapter)
         if not any(runs.values()):
@@ -137,7 +137,9 @@ def _cell(check: str, run: Verdicts) -> str:
 
 
 def main(argv: Sequence[str], root: Path) -> int:
-    """Merge the findings of the folder that is given, if one is; write the page and its grid."""
+    """Merge the results in the given folders, if any, into docs/state.json; write docs/state.md and
+    its grid.
+    """
     found = write(argv, root / FOUND, functools.partial(read, known=ADAPTERS))
     (root / PAGE).write_text(page(found), encoding="utf-8")
     _grid.write(root, PAGE.stem, grid(found))

@@ -121,7 +121,9 @@ class Sides:
         self.scheduler.step(increment=self.microbatches * self.rows)
 
     def split(self, chunks: int, *, last: bool) -> Callable[[], None]:
-        """Return a function that takes the step in `chunks` calls of `TrainStep.microbatch`."""
+        """Return a function that takes a step in `chunks` calls of `TrainStep.microbatch`. `last`
+        marks the last call as such.
+        """
 
         def step() -> None:
             step_id = self.step.begin(
@@ -136,7 +138,9 @@ class Sides:
         return step
 
     def ready(self, *, last: bool) -> Callable[[], None]:
-        """Return a function that takes the step in one call, with a list of all microbatches."""
+        """Return a function that takes a step in one call of `TrainStep.microbatch`, with a list of
+        all microbatches.
+        """
 
         def step() -> None:
             step_id = self.step.begin(self._loss, global_batch_size=self.microbatches * self.rows)

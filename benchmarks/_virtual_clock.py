@@ -24,7 +24,8 @@ _ASYNCIO = Path(asyncio.__file__).parent
 
 
 def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
-    """List the lines of code at which tasks wait, with their numbers of tasks, most tasks first.
+    """Return a text with the lines of code at which tasks wait, and how many wait at each, most
+    tasks first.
 
     Example: `  3 tasks in Engine.generate (engine.py:80): await slot`.
     """
@@ -33,7 +34,7 @@ def describe_tasks(tasks: Iterable[asyncio.Task[Any]]) -> str:
 
 
 def _stands_at(task: asyncio.Task[Any]) -> str:
-    """Describe the innermost line at which a task waits, outside of asyncio itself."""
+    """Return the innermost line of code at which a task waits, outside of asyncio itself."""
     inner: Any = task.get_coro()
     name, frame = getattr(inner, "__qualname__", repr(inner)), getattr(inner, "cr_frame", None)
     while (inner := getattr(inner, "cr_await", None)) is not None:
@@ -73,7 +74,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Calls `jump` with the timeout, which advances the clock, instead of waiting."""
+    """A selector that calls `jump` with the timeout, to advance the clock, instead of waiting."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ def _cpu_ms(before: str, program: str, environ: dict[str, str]) -> float:
 
 
 def _printed(program: str, environ: dict[str, str]) -> float:
-    """Return the last number that a program prints in a fresh interpreter."""
+    """Run a program in a fresh interpreter; return the last number that it prints."""
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
         capture_output=True,
@@ -101,7 +101,9 @@ def _measure(
     yardstick: str,
     rounds: int,
 ) -> dict[str, dict[str, float]]:
-    """Return median and least milliseconds of each program, and the ratio of medians."""
+    """Time programs in fresh interpreters; return the median and least CPU milliseconds of each,
+    and its median ÷ that of `yardstick`.
+    """
     progress(f"{part}: {rounds} rounds of {len(programs)} programs")
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
@@ -119,7 +121,9 @@ def _measure(
 
 
 def _commit_of(folder: Path) -> Path:
-    """Copy the installed Megatron into a folder, with a line more in each file."""
+    """Copy the installed Megatron into a folder, with a line more in each file, to stand for a
+    commit that is no release.
+    """
     (place,) = find_spec("megatron.core").submodule_search_locations  # type: ignore[union-attr]
     shutil.copytree(Path(place).parent, folder / "megatron")
     for file in (folder / "megatron").rglob("*.py"):
@@ -135,7 +139,7 @@ def _with_megatron(part: str, environ: dict[str, str], rounds: int) -> dict[str,
 
 
 def main() -> None:
-    """Print median and minimum per program, and the ratio to the yardstick."""
+    """Print the median and least CPU time of each program, and its ratio to the yardstick."""
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="a third of them import Megatron")
     asked = parser.parse_args()

@@ -77,7 +77,9 @@ def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:
 
 
 def main() -> None:
-    """Print a row for each length of responses."""
+    """Train synchronously and asynchronously for each response length; print tokens per second and
+    ratios.
+    """
     parser = options(__doc__)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--tokens", default="8,32", help="longest responses")

@@ -87,7 +87,7 @@ async def score(group_id: int, prompt: Any, samples: Sequence[Sample]) -> list[f
 
 
 class Engine:
-    """Implements `RolloutEngine` in virtual time.
+    """Simulates an engine: implements `RolloutEngine` in virtual time, without a model.
 
     A sample has one entry for each piece of up to `PIECE` tokens.
     """
@@ -233,7 +233,9 @@ class WatchedFleet(Fleet):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """The results of a run. All except the two sums cover the steps after the window was full."""
+    """The results of one simulated run. All except the two sums cover the steps after the window
+    was full.
+    """
 
     busy: float
     """Seconds in which the trainer trained ÷ all seconds."""
@@ -249,7 +251,8 @@ class Cell:
 
 
 def measure(engines: int, window: int, steps: int) -> Cell:
-    """Run the controller for `steps` optimizer steps.
+    """Simulate a run of `steps` optimizer steps with so many engines and this window of staleness;
+    return its results.
 
     Raises:
         ValueError: `steps` is too small for a measurement after the window is full.

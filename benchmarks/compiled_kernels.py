@@ -58,7 +58,9 @@ class Program:
 
 
 def programs(every_shape: bool) -> Iterator[Program]:
-    """Yield every kernel that calls on logits with adjacent columns launch."""
+    """Yield a `Program` for each Triton kernel: of log-probs on logits with adjacent columns, and
+    of quantization.
+    """
     from megatron_idempotent.fp8 import triton_blockwise
     from megatron_idempotent.logprobs.triton_kernels import SHAPES
 
@@ -142,7 +144,9 @@ def _of_logprobs(kernel: str, shape: Any, name: str, entropy: bool) -> Program:
 
 
 def compile_one(program: Program, capability: int) -> Compiled:
-    """Compile one kernel for a GPU of this compute capability."""
+    """Compile one kernel for a GPU of this compute capability; return its registers, spills and
+    widths.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -182,7 +186,7 @@ def compile_one(program: Program, capability: int) -> Compiled:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Return registers per thread, and bytes of local memory and stack.
+    """Return a kernel's registers per thread, and its bytes of local memory and stack.
 
     The numbers come from CUDA's cuobjdump in Triton's wheel.
     """
@@ -202,25 +206,25 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _widths(ptx: str, kind: str) -> int:
-    """Return the bits of the widest access to global memory: `kind` is "ld" or "st"."""
+    """Return the bits of a kernel's widest access to global memory: `kind` is "ld" or "st"."""
     found = re.findall(rf"\b{kind}\.global\S*?(?:\.v(\d))?\.[a-z](\d+)\b", ptx)
     return max((int(vector or 1) * int(bits) for vector, bits in found), default=0)
 
 
 def _copied(ptx: str) -> int:
-    """Return the bits of the widest asynchronous copy to shared memory."""
+    """Return the bits of a kernel's widest asynchronous copy to shared memory; 0 if it has none."""
     found = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* \[.*?\], \[.*?\], (?:0x)?(\w+)", ptx)
     return max((int(each, 16) * 8 for each in found), default=0)
 
 
 def compiled(*, every_shape: bool = False, capability: int = 90) -> Iterator[Compiled]:
-    """Compile all kernels of `programs`, which takes about a second each."""
+    """Compile all kernels of `programs`, about a second each, and yield the facts about each."""
     for program in programs(every_shape):
         yield compile_one(program, capability)
 
 
 def main() -> None:
-    """Print one line per kernel."""
+    """Compile the kernels, and print one line per kernel."""
     parser = options(__doc__)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--capability", type=int, default=90)

@@ -26,7 +26,9 @@ MICROBATCHES = 8
 
 @contextlib.contextmanager
 def bare() -> Iterator[None]:
-    """Restore torch's own functions that `placement` wraps; torch.cuda stays emulated."""
+    """Restore torch's own functions that `placement` wraps, within the block; torch.cuda stays
+    emulated.
+    """
     import torch
 
     from megatron_idempotent.proof.cpu import placement
@@ -55,7 +57,9 @@ def _without_device(original: Any) -> Any:
 
 
 def measure(rounds: int) -> dict[str, float]:
-    """Measure one window with and without the emulation, on a rank; return median milliseconds."""
+    """Measure forward and backward of MICROBATCHES microbatches on a rank, with and without the
+    emulation; return median milliseconds.
+    """
     from megatron_idempotent.proof.cpu import tiny
 
     bench = tiny.build(with_optimizer=False, overlap_grad_reduce=False)

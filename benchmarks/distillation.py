@@ -53,7 +53,9 @@ class Row:
 
 
 def _torch(what: str) -> Run:
-    """Return the textbook formula, in float64 for float64 logits and else in float32."""
+    """Return plain torch's implementation of `what`, in float64 for float64 logits and else in
+    float32.
+    """
     import torch
 
     def run(logits_NV: Any, topk: Any) -> Any:
@@ -156,7 +158,7 @@ def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -
 
 
 def main() -> None:
-    """Print a table, or the rows as JSON."""
+    """Measure all computations and dtypes; print a table, or the rows as JSON."""
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1024)

@@ -66,7 +66,7 @@ def whole(attention: float) -> Packer:
 
 
 def each_rank(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
-    """Bin each rank's own sequences, into the same number of bins on all ranks."""
+    """Pack each rank's own sequences into the same number of bins on all ranks; return them."""
     shares = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
     given = [[lengths[index] for index in share] for share in shares]
     number = max(len(bin_sequences(each, budget)) for each in given)
@@ -77,7 +77,7 @@ def each_rank(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list
 
 
 def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) -> dict[str, float]:
-    """Measure how full a packer's microbatches are, and how equal they are between ranks."""
+    """Run a packer; return how full its microbatches are, and how equal between ranks."""
     start = time.perf_counter()
     found = packer(lengths, budget, ranks)
     took = time.perf_counter() - start
@@ -101,7 +101,7 @@ def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) ->
 
 
 def bins(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all packers; return means over seeds, and the maximum of `above`."""
+    """Measure all packers on drawn lengths; return means over seeds, and the maximum of `above`."""
     sides: dict[str, Packer | str] = {
         "ours, of the whole batch": whole(0.0),
         "ours, of the whole batch, by work": whole(1 / WORK),
@@ -188,7 +188,7 @@ def steps(hidden: int, rounds: int, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the measurements of all packers, and of packed steps ÷ padded ones."""
     parser = options(__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=8)

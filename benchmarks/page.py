@@ -84,7 +84,9 @@ def read(folder: Path) -> Runs:
 
 
 def ratios(name: str, found: Any) -> dict[str, float]:
-    """Return the ratios among what a benchmark found, by their names."""
+    """Return those numbers of a benchmark's results that are ratios, by name, as meanings.toml
+    selects them.
+    """
     numbers = {
         label.removesuffix(", value"): float(value)
         for label, value in leaves("", found)
@@ -95,7 +97,7 @@ def ratios(name: str, found: Any) -> dict[str, float]:
 
 
 def page(machines: Mapping[str, Runs]) -> str:
-    """Return the page: the ratios that decide something, for each machine.
+    """Return the text of docs/benchmarks.md: the ratios that decide something, for each machine.
 
     `machines` has the runs of each machine, by its label.
     """
@@ -113,13 +115,17 @@ def page(machines: Mapping[str, Runs]) -> str:
 
 
 def _each(machines: Mapping[str, Runs], name: str) -> Iterator[Runs]:
-    """Yield each machine's runs, with an empty one in the place of what it has not run."""
+    """Yield the runs of each machine; for one that has not run the benchmark `name`, yield `{name:
+    {}}`.
+    """
     for runs in machines.values():
         yield runs if name in runs else {name: {}}
 
 
 def _decided(name: str, template: str, run: Mapping[str, Any]) -> str:
-    """Return a cell, which is empty if this machine has not measured the number."""
+    """Return a table cell with this machine's ratios in the template; "" if it has not measured
+    one.
+    """
     told = _filled(template, ratios(name, run["found"])) if run else None
     return "" if told is None else f"{told}{', busy' if _busy(run) else ''}"
 
@@ -152,7 +158,7 @@ def grid(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> Iterator
 
 
 def pictures(machines: Mapping[str, Runs]) -> dict[str, str]:
-    """Return the pictures, by the benchmark."""
+    """Return an SVG bar chart for each benchmark that has bars, by the benchmark's name."""
     drawn = {}
     for name, meaning in MEANINGS.items():
         shown = {label: runs[name] for label, runs in machines.items() if name in runs}
@@ -186,7 +192,7 @@ def _filled(template: str, numbers: Mapping[str, float]) -> str | None:
 
 
 def _bars(name: str, shown: Runs) -> list[Bar]:
-    """Return the bars of a benchmark's picture, those of a group beside each other."""
+    """Return the bars of a benchmark's picture, the bars of a group one after the other."""
     meaning = MEANINGS[name]
     found = []
     for label, run in shown.items():
@@ -236,7 +242,9 @@ def summaries(root: Path) -> dict[str, str]:
 
 
 def known(root: Path) -> dict[str, Runs]:
-    """Read what each machine's file in docs/ has, by the machine's label."""
+    """Read the results of all machines in docs/benchmarks*.json; return them by machine, such as
+    "CPU".
+    """
     files = sorted((root / DOCS).glob("benchmarks*.json"), key=lambda path: path.stem)
     return {
         path.stem.partition("-")[2].upper() or "CPU": json.loads(path.read_text("utf-8"))
@@ -245,7 +253,9 @@ def known(root: Path) -> dict[str, Runs]:
 
 
 def main(argv: Sequence[str], root: Path) -> int:
-    """Merge the results of the folders that are given, and write the page and its pictures."""
+    """Merge the results in the given folders, if any, into docs/; write docs/benchmarks.md, its
+    grid and pictures.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__)
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--machine", default="", help="of these results, if it is not the CPU")

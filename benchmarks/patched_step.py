@@ -51,7 +51,9 @@ AIM = 1.01
 def measure(
     rounds: int, hidden: int, real: bool, limit_s: float | None
 ) -> tuple[Seconds, dict[str, Any]]:
-    """Measure patched and stock steps on a rank; return wall and CPU seconds, and event counts."""
+    """Measure steps with and without the patches on a rank; return wall and CPU seconds, and counts
+    of operators and launches.
+    """
     import logging
 
     from megatron_idempotent.proof.cpu import tiny
@@ -88,7 +90,9 @@ def measure(
 
 
 def _counts(step: Callable[[], None], sides: dict[str, Any]) -> dict[str, Any]:
-    """Count the device's events in a patched and a stock step, and the added ones by name."""
+    """Count operators, launches, waits and copies of a patched and a stock step, and those that the
+    patches add.
+    """
     seen = {}
     for name, side in sides.items():
         side()
@@ -101,7 +105,7 @@ def _counts(step: Callable[[], None], sides: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the median step of both sides and the median ratio."""
+    """Print the median time of patched and of stock steps, their median ratio, and the counts."""
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ranks", type=int, default=2)

@@ -143,7 +143,7 @@ def memory(hidden: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print ratios of times, exposed communication, and memory."""
+    """Print the ratios of step times, the exposed communication, and the memory of steps."""
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--hidden", type=int, help="size of the hidden layers")

@@ -72,7 +72,9 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def rows(case: Case, found: Found) -> Iterator[dict[str, Any]]:
-    """Yield the table's row of each implementation."""
+    """Yield a table row for each implementation of a case, with its times ÷ those of two of this
+    library's.
+    """
     references = [found[name] for name in case.references]
     for name, side in found.items():
         row: dict[str, Any] = {"side": name}
@@ -89,7 +91,7 @@ def rows(case: Case, found: Found) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print a table for each case, or all rows as JSON."""
+    """Measure all cases; print a table for each, or all rows as JSON."""
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=2048)

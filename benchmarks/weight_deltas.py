@@ -172,7 +172,9 @@ def _others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
 
 
 def updates(transport: str, rounds: int) -> dict[str, float]:
-    """Send updates from rank 0 to rank 1; return the ranks' median CPU seconds on rank 0."""
+    """Send full updates and deltas from rank 0 to rank 1; return on rank 0 the median CPU seconds
+    of both ranks together.
+    """
     import torch
     import torch.distributed as dist
 
@@ -267,7 +269,7 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
 
 
 def on_device(rounds: int) -> dict[str, Any]:
-    """Encode and write deltas of weights on a rank's device; return rates and their ratio.
+    """Encode and apply deltas of weights on a rank's device; return their rates, and a ratio.
 
     The two encodings compare on the device, and on the host after a copy.
     """

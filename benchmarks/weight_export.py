@@ -86,7 +86,7 @@ def make_source(megabytes: int, layout: dict[str, int], senders: Sequence[int] =
 
 
 def _fetch_only(source: Any, bucket_bytes: int) -> None:
-    """Fetch all buckets of a source, without computing checksums."""
+    """Fetch all buckets of a weight source, without computing checksums."""
     from megatron_idempotent.rl.hf.buckets import split
 
     for members in split([info.nbytes for info in source.tensors()], bucket_bytes):
@@ -96,7 +96,7 @@ def _fetch_only(source: Any, bucket_bytes: int) -> None:
 def measure(
     rounds: int, megabytes: int, bucket_bytes: int, layout: dict[str, int]
 ) -> tuple[dict[str, list[float]], int, float]:
-    """Measure exports and `save_file` on a rank.
+    """Measure exports of a model's weights and `save_file` on a rank.
 
     Returns:
         The seconds of each round, the bytes of the model, and the peak memory ÷ (bucket + largest
@@ -137,7 +137,7 @@ def measure(
 
 
 def quantized(asked: argparse.Namespace) -> None:
-    """Measure quantization on this GPU, and print the results."""
+    """Measure FP8 quantization on this GPU, by Triton and by torch, and print the results."""
     import torch
 
     from megatron_idempotent.fp8 import triton_blockwise
@@ -175,7 +175,7 @@ def quantized(asked: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print bandwidths, their ratios, and memory."""
+    """Print the rates of exports, their ratios to that of `save_file`, and their memory."""
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=128)

@@ -135,7 +135,7 @@ async def measure(engines: int, rounds: int, checkpoint: Path, folder: Path) -> 
 
 
 def main() -> None:
-    """Print the seconds of an update for each number of engines."""
+    """Print the seconds of a weight update for each number of engines, by sending process."""
     parser = options(__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)

@@ -41,13 +41,13 @@ class Worker(Exports):
         super().__init__(self._sources[0])
 
     def send_from(self, senders: int) -> int:
-        """Set the number of ranks that send; return the model's size in bytes."""
+        """Set how many ranks send in the next exports; return the model's size in bytes."""
         self._export_source = self._sources[SENDERS.index(senders)]
         return sum(info.nbytes for info in self._export_source.tensors())
 
 
 async def measure(rounds: int, megabytes: int, folder: Path) -> dict[str, Any]:
-    """Measure updates for each transport and number of senders.
+    """Measure the seconds of weight updates for each transport and number of sending ranks.
 
     Returns:
         Median seconds, and their ratios to those with one sender.

@@ -42,7 +42,7 @@ CHANGED = 0.022
 def measure(
     rounds: int, hidden: int, streams: int, vllm_python: str, device: str, limit_s: float | None
 ) -> dict[str, Any]:
-    """Measure syncs on a rank, while requests run.
+    """Measure weight syncs from a rank to an engine, while requests run on the engine.
 
     Returns:
         The seconds of pauses and syncs, the numbers of requested and sampled tokens, and the most

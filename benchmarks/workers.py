@@ -61,7 +61,7 @@ def make(megabytes: int) -> Worker:
 async def measure(
     calls: int, rounds: int, megabytes: int, make_ranks: Callable[[WorkerSpec, int], RankGroup]
 ) -> dict[str, float]:
-    """Measure calls, losses and starts of ranks; return medians in milliseconds."""
+    """Measure calls of ranks, losses of a rank, and new starts; return medians in milliseconds."""
     import torch
 
     ranks = make_ranks(WorkerSpec(factory="benchmarks.workers:make", argument=megabytes), RANKS)

@@ -23,7 +23,7 @@ class Loss:
 
 
 class SplitStepWorker:
-    """Takes NeMo-RL's optimizer steps; the result does not depend on the number of calls."""
+    """Takes NeMo-RL's optimizer steps with `TrainStep`, in any number of microbatch calls."""
 
     def begin_train_step(self, loss_fn, gbs=None, mbs=None):
         if self._router_replay_enabled:

@@ -16,7 +16,7 @@ VOCABULARY = 64
 
 
 def run() -> list[float]:
-    """Compute the log-prob of each sequence on a rank, from the pack."""
+    """Compute each sequence's log-prob out of one packed row, with a rank's columns of logits."""
     import torch
     import torch.distributed as dist
 
@@ -37,7 +37,7 @@ def run() -> list[float]:
 
 
 def alone() -> list[float]:
-    """Compute the same log-probs on one rank, one sequence at a time, with torch's log_softmax."""
+    """Compute each sequence's log-prob on one rank, one at a time, with torch's log_softmax."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -33,7 +33,7 @@ class PolicyGradient:
 
 
 class Worker(Exports):
-    """Trains the model on a rank, with this rank's rows of each batch."""
+    """Trains a replica of the model on each rank, with this rank's rows of each batch."""
 
     def __init__(self, sequences: int) -> None:
         from megatron.core import distributed, optimizer, parallel_state, tensor_parallel

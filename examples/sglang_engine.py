@@ -146,7 +146,7 @@ class SglangEngine:
             self._staged = None
 
     async def health(self) -> EngineHealth:
-        """Return the status. SGLang's own /health is not used, because it fails during a pause."""
+        """Return the engine's status. SGLang's own /health is not used: it fails during a pause."""
         try:
             await self._done("GET", "/server_info", timeout_s=10.0)
         except EngineError as error:

@@ -13,7 +13,7 @@ from megatron_idempotent.step import StepSchedule
 
 
 class StepModelWrapper(skyrl.MegatronModelWrapper):
-    """SkyRL's wrapper, whose calls accumulate gradients in one open step."""
+    """SkyRL's model wrapper, whose forward-backward calls accumulate gradients in one open step."""
 
     def __init__(self, config, actor_module, actor_optimizer=None, **options):
         super().__init__(config, actor_module, actor_optimizer, **options)
@@ -31,7 +31,7 @@ class StepModelWrapper(skyrl.MegatronModelWrapper):
 
 
 class StepWorker:
-    """Overrides `optim_step`; put it before `MegatronPolicyWorkerBase` in the worker's bases."""
+    """Has an `optim_step` that ends the open step; put it before `MegatronPolicyWorkerBase`."""
 
     def optim_step(self):
         """Update the weights once; if any rank has failed, raise on all, and undo the step."""

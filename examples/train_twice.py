@@ -13,7 +13,7 @@ from megatron_idempotent.proof import cpu
 
 
 def run(calls: list[int], patched: bool) -> tuple[list[float], bytes]:
-    """Call `train()` several times on a rank; return all losses, and the parameters' bits."""
+    """Call `train()` on a rank, once for each of `calls`; return all losses and parameter bits."""
     from megatron_idempotent.proof.cpu import program
 
     if patched:

@@ -10,7 +10,7 @@ from megatron_idempotent.step import StepSchedule
 
 
 class StepEngine:
-    """Makes one step of all calls between `optimizer_zero_grad` and `optimizer_step`."""
+    """Runs all forward-backward calls of an optimizer step as one step of `StepSchedule`."""
 
     def initialize(self):
         super().initialize()

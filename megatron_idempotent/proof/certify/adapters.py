@@ -212,9 +212,7 @@ class SplitStep(Stateful):
         return _logprobs(self.subject, rows)
 
     def export(self) -> None:
-        """Copy this rank's parameters to `exported`, after pending gathers, as a weight sync
-        would.
-        """
+        """Copy this rank's parameters to `exported`, after pending gathers, like a weight sync."""
         megatron_idempotent.ensure_params_synced(self.subject.chunks)
         self.exported = [p.detach().cpu().clone() for p in parameters_of(self.subject)]
 

@@ -203,9 +203,7 @@ _coalesced: dict[Any, Copies] = {}
 
 
 def begin(device: str) -> None:
-    """Run this process's collectives from now on over gloo, on host copies of tensors on
-    `device`.
-    """
+    """Run this process's collectives from now on over gloo, on host copies of the tensors."""
     _state.device = device
 
 

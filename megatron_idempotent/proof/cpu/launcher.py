@@ -224,9 +224,7 @@ class ForkedCall:
 
 
 def children() -> set[int]:
-    """Return the ids of this process's children, with orphans that it adopted; none without
-    /proc.
-    """
+    """Return the ids of this process's children and adopted orphans; none without /proc."""
     try:
         pids = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
     except OSError:

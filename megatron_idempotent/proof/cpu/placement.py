@@ -62,9 +62,7 @@ def on_cpu(device: Any) -> Any:
 
 
 class _OfGroup(str):
-    """The string "cpu" as the device that a group uses for objects: with NCCL it would be the
-    GPU.
-    """
+    """The string "cpu" as the device that a group uses for objects, which with NCCL is the GPU."""
 
 
 def placed(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -434,9 +434,7 @@ def send_pipes(connection: Connection, descriptors: Sequence[int]) -> None:
 
 
 def receive_pipes(connection: Connection, count: int) -> list[int]:
-    """Receive `count` file descriptors that `send_pipes` sent over the connection, and return
-    them.
-    """
+    """Receive `count` file descriptors from `send_pipes` over the connection; return them."""
     descriptors: list[int] = []
     with socket.socket(fileno=os.dup(connection.fileno())) as way:
         while len(descriptors) < count:

@@ -129,8 +129,8 @@ class Tiny:
         return result
 
     def train_step(self, num_microbatches: int, *, data_seed: int) -> None:
-        """Run `num_microbatches` forward and backward, and step the optimizer. All ranks take
-        part.
+        """Run forward and backward of `num_microbatches`, and step the optimizer. All ranks call
+        it.
         """
         self.forward_backward(num_microbatches, data_seed=data_seed)
         self.step()

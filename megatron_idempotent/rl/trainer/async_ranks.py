@@ -23,7 +23,8 @@ from .policy import start_policy
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RankPolicy:
-    """Implements `controller.OneShotPolicy` with ranks that run `PolicyWorker`.
+    """Implements `controller.OneShotPolicy` in the controller's process, by calls of `PolicyWorker`
+    on all ranks.
 
     Row i of a batch always goes to replica i modulo the number of replicas.
 
@@ -49,7 +50,7 @@ class RankPolicy:
         await self._call("begin", step_id)
 
     async def logprobs(self, batch: Batch, which: LogprobsOf) -> torch.Tensor:
-        """Return log-probs [B, T] of the targets; 0 where the loss mask is 0."""
+        """Compute log-probs [B, T] of the batch's targets on the ranks; 0 where the mask is 0."""
         replicas = self.layout.replicas
         shares = self._shares(batch)
         if self.meet:
@@ -82,7 +83,7 @@ class RankPolicy:
         return outcomes[0]
 
     async def abort(self, step_id: str | None = None) -> None:
-        """Undo the open step, if any."""
+        """Undo the open step on all ranks, if there is one."""
         await self._call("abort", step_id)
 
     def _shares(self, batch: Batch) -> list[Batch]:

@@ -42,7 +42,7 @@ from .rewards import Evaluation, GrpoRecipe, Scorer, make_requests
 
 
 def make_sampler(config: Config) -> async_controller.Sampler:
-    """Make the configured sampler.
+    """Make the configured sampler, which decides which groups of samples start and train.
 
     Raises:
         ConfigError: the sampler or an option is invalid.
@@ -241,7 +241,9 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
-    """Return the transport to engines in this process; None if no engine is in this process."""
+    """Return a factory of weight senders to engines in this process; None if no engine is in this
+    process.
+    """
     if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
         return None
     return local_sender(config, out)

@@ -16,7 +16,8 @@ from megatron_idempotent.rl.engines import Sample
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Sequences, padded on the right to one length.
+    """A training batch: token sequences, padded on the right to one length, with log-probs,
+    advantages and masks.
 
     `tokens_BT`, `targets_BT` and `lengths_B` are int64, the others float32. Every tensor with
     positions, except `tokens_BT`, is aligned with the targets.
@@ -52,7 +53,7 @@ class Batch:
         return self._map(lambda tensor: tensor[index])
 
     def padded(self, rows: int) -> Batch:
-        """Append rows of zeros, which do not affect the loss, up to `rows` rows."""
+        """Return a batch of `rows` rows; those appended are zeros, which do not affect the loss."""
         more = rows - len(self)
         if not more:
             return self
@@ -72,7 +73,7 @@ class Batch:
         return dataclasses.replace(self, **changed)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors for `TrainStep.microbatch`, by name.
+        """Return the batch's tensors by the names that `TrainStep.microbatch` and the loss read.
 
         `token_mask` is [B, T + 1]: an entry for the first token, which is never predicted, followed
         by the T targets.
@@ -88,7 +89,9 @@ class Batch:
         return tensors
 
     def _by_target(self) -> dict[str, torch.Tensor]:
-        """Return the tensors with a value per target, by the names that the loss reads."""
+        """Return the tensors [B, T] that have a value for each target, by the names that the loss
+        reads.
+        """
         tensors = {
             "targets": self.targets_BT,
             "old_logprobs": self.old_logprobs_BT,
@@ -98,7 +101,7 @@ class Batch:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def sequences(self) -> dict[str, torch.Tensor]:
-        """Return the tensors, by name, for a step that packs entire sequences.
+        """Return the batch's tensors, by name, for a `TrainStep` that packs entire sequences.
 
         `input_ids` and `token_mask` are [B, T + 1], with an entry per token. Tensors that are
         aligned with the targets are padded to [B, T + 1] with a last 0; `response_mask`, the loss
@@ -170,7 +173,9 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool
 
 
 def _routes(rows: Sequence[Row], lengths: Sequence[int], width: int) -> torch.Tensor:
-    """Return the experts that the engine selected, [B, width, layers, topk]."""
+    """Return the experts that the engine selected for each token, [B, width, layers, topk]; 0 where
+    there are none.
+    """
     routes_of_rows = [sample.routed_experts for _, sample, _ in rows]
     like = next((routes for routes in routes_of_rows if routes is not None), None)
     if like is None:

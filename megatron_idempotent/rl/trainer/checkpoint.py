@@ -32,7 +32,7 @@ _MEGATRON, _CONTROLLER = "megatron", "controller.json"
 
 
 def save_checkpoint(job: Job, policy: MegatronPolicy, rollouts: int) -> None:
-    """Write a checkpoint after some rollouts, and remove the oldest checkpoints. A collective.
+    """Write the checkpoint after `rollouts` rollouts, and remove the oldest ones. A collective.
 
     Megatron's checkpoint has weights, optimizer, schedule and random states. The loop adds only the
     number of rollouts, because prompts, microbatch order and sampling are functions of it and the

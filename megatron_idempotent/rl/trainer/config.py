@@ -583,7 +583,8 @@ SECTIONS: dict[str, Any] = {
 
 @functools.cache
 def declared(mark: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return the values of an argument of `setting`, by section and key, where it was given.
+    """Return, by section and key, the value that each setting has for `mark`, an argument of
+    `setting`. Settings without it are left out.
 
     Example: `declared("with_async")["run"]["rollouts"]` is 600.
     """

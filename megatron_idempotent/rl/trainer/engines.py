@@ -44,7 +44,8 @@ class Engines:
         *,
         shared: bool,
     ) -> None:
-        """
+        """Take the engines, and make the event loop that they run in.
+
         Args:
             engines: the engines that this rank calls; if shared, empty on all ranks except 0.
             source: exports the trainer's weights.
@@ -186,7 +187,7 @@ class SpreadBuckets(Iterator[Bucket]):
 
 
 def sync_settings(config: Config) -> SyncSettings:
-    """Return the limits of a publish."""
+    """Return the settings of a weight sync, from the configuration: the size of a bucket."""
     return SyncSettings(bucket_bytes=config.sync.bucket_mb << 20)
 
 
@@ -226,7 +227,7 @@ def server_engines(
     out: Path,
     on_ranks: Callable[[Callable[[], Sender]], Sender] | None = None,
 ) -> Sequence[RolloutEngine]:
-    """Make engines of the vLLM servers at `rollout.engine_url`.
+    """Return an engine for each vLLM server in `rollout.engine_url`.
 
     `on_ranks` makes a sender that sends from the ranks; None to send from this process.
     """
@@ -250,7 +251,7 @@ def routing_layers(config: Config, checkpoint: Path) -> Sequence[int]:
 
 
 def make_sender(config: Config, directory: Path) -> Sender:
-    """Make the configured sender, in the process that has the weights."""
+    """Make the sender of weights that `sync.transport` names, in the process with the weights."""
     sync = config.sync
     make: dict[str, Callable[[], Sender]] = {
         "bucket": functools.partial(transports.BucketSender, sync.directory or str(directory)),

@@ -55,7 +55,7 @@ class RankLayout:
         return tuple(rank for rank in range(self.ranks) if self.replica(rank) == replica)
 
     def share(self, items: Sequence[Item], rank: int) -> tuple[Item, ...]:
-        """Return a rank's items.
+        """Return the items, such as prompts, of which a rank takes care, from those of all ranks.
 
         Replica r gets items r, r + `replicas`, …; of those, its member m gets every `members`-th
         item, from the m-th on.
@@ -64,13 +64,15 @@ class RankLayout:
 
     @staticmethod
     def merge(shares: Sequence[Sequence[Item]]) -> list[Item]:
-        """Merge the items of a replica's members, in order of member, into the replica's order."""
+        """Interleave the item lists of a replica's members, in order of member: the inverse of
+        `share` within a replica.
+        """
         longest = max(map(len, shares), default=0)
         return [share[index] for index in range(longest) for share in shares if index < len(share)]
 
 
 class Replica:
-    """The replica of this rank, with its process group.
+    """The replica of the model that this rank belongs to, with the process group of its ranks.
 
     The replica's ranks sample and score different prompts, and train on all of them.
 
@@ -101,11 +103,12 @@ class Replica:
         self.group = group
 
     def share(self, items: Sequence[Item]) -> tuple[Item, ...]:
-        """Return this rank's items, given the items of all ranks."""
+        """Return this rank's items, such as prompts to sample, from the items of all ranks."""
         return self._layout.share(items, self._rank)
 
     def gather(self, results: Sequence[Item]) -> list[Item]:
-        """Gather the results of the replica's ranks, in the order of the replica's items.
+        """Gather the results of all ranks of this replica on each, in the order of the replica's
+        items.
 
         A collective of the replica's ranks; each passes a result per item of its `share`.
         """

@@ -72,7 +72,7 @@ def work(job: Job) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
-    """The training loop of one rank.
+    """The synchronous training loop of one rank: sample, score, train, send weights to the engines.
 
     Example: `Loop(job, policy, prompts, tokenizer, engines, loggers).run(0)`.
     """
@@ -220,6 +220,6 @@ class Stopwatch:
                 self._metrics[f"memory/train/{name}_{kind}_gib"] = size / _GIB
 
     def metrics(self, tokens: float) -> dict[str, float]:
-        """Return all measurements, the total seconds, and `tokens` per second."""
+        """Return all measurements by metric name, the total seconds, and `tokens` per second."""
         total = time.perf_counter() - self._started
         return {**self._metrics, TOTAL_S: total, TOKENS_PER_S: tokens / total}

@@ -88,7 +88,8 @@ _MOST = 80.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """The corrected inputs of a loss, and metrics.
+    """The result of `importance_correction`: token weights, a loss mask without rejected tokens,
+    and metrics.
 
     Example: `correction.metrics["rejected"]`.
     """
@@ -190,7 +191,7 @@ def corrected(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsOf:
-    """Computes log-probs from a rank's columns and positions of the logits.
+    """Computes log-probs from logits of which this rank may have only some columns and positions.
 
     Example: `LogitsOf(temperature=0.7).logprobs(logits_BTV, targets_BT, mask_BT)`.
     """

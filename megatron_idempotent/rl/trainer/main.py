@@ -36,7 +36,7 @@ _NEEDED_BY = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments after `train`; return the exit code.
+    """Run the command `train` with the arguments after it; return the exit code.
 
     It is 0 for a complete run, 1 if ranks or the controller failed, 2 for a mistake in the
     settings, the data, the output directory or the checkpoint, 130 after Ctrl-C, and 143 if SIGTERM
@@ -272,7 +272,7 @@ def run_rank(job: Job) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of `train`."""
+    """Return the argument parser of `megatron-idempotent train`."""
     from megatron_idempotent.settings import schema
 
     from .config import SECTIONS, declared, default
@@ -322,7 +322,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where the reader of `--help` has left, which argparse ignores from 8 KiB on."""
+    """Raises if `--help` is written to a pipe that its reader has closed; argparse ignores that
+    error.
+    """
 
     def _print_message(self, message: str, file: Any = None) -> None:
         (file or sys.stderr).write(message)

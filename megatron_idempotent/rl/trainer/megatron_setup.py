@@ -26,7 +26,7 @@ from .output import write_sums
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MegatronModel:
-    """The result of Megatron's `setup_model_and_optimizer`.
+    """The result of Megatron's `setup_model_and_optimizer`: model chunks, optimizer and scheduler.
 
     Example: `MegatronModel(args=args, chunks=[ddp], optimizer=optimizer, scheduler=scheduler)`.
     """
@@ -137,7 +137,7 @@ PLAIN_ARGUMENTS = (
 
 
 def megatron_arguments(config: Config, arch: Architecture, *, positions: int) -> list[str]:
-    """Return command-line arguments for `megatron.training`.
+    """Return the command-line arguments for `megatron.training` that a configuration amounts to.
 
     `arch` is the shape of the model and `positions` the length of training sequences. Fixed choices
     of this trainer are the distributed optimizer with both overlap flags, Megatron's local layers
@@ -220,7 +220,7 @@ def write_checkpoint(
 
 
 def _random_decoder(model: ModelConfig, tokenizer: TextTokenizer, positions: int) -> Any:
-    """Make a Llama or, if the model has experts, a Qwen3-MoE."""
+    """Make a Hugging Face Llama with random weights or, if the model has experts, a Qwen3-MoE."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes: dict[str, Any] = {

@@ -38,7 +38,9 @@ SYNC = "sync"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One start of a run. Example: `Job(config=Config(), out=Path("runs/a"))`."""
+    """Describes one start of a run: configuration, output directory, checkpoint to resume from.
+    Example: `Job(config=Config(), out=Path("runs/a"))`.
+    """
 
     config: Config
     """The configuration of the run."""
@@ -121,7 +123,9 @@ def prepare(config: Config, *, resume: bool, quiet: bool, began_s: float | None 
 
 
 def resume_state(config: Config) -> dict[str, Any]:
-    """Return the settings that a continuation must share, and a hash of the prompts."""
+    """Return the settings that a resumed run may not change, by "section.key", and a hash of the
+    prompts.
+    """
     state = {
         f"{section}.{key}": value
         for section in SECTIONS
@@ -136,7 +140,8 @@ def resume_state(config: Config) -> dict[str, Any]:
 
 
 def seal_checkpoint(directory: Path, rollouts: int, config: Config, *, digest: str) -> None:
-    """Complete the checkpoint after `rollouts` rollouts, and remove the oldest checkpoints.
+    """Complete a checkpoint whose files are written: list their hashes, rename its folder, and
+    remove the oldest checkpoints.
 
     The list of its files has sizes, hashes and `digest`, the digest of the weights; then the folder
     is renamed. Files are flushed to disk before the list, and the list before the rename, so that a

@@ -254,7 +254,8 @@ class MegatronPolicy:
         return logprobs_BT[:rows].cpu()
 
     def _decoded(self, module: Any, weights: _Weights | None, batch: Batch) -> torch.Tensor:
-        """Compute a chunk's logits, replaying the engine's experts if it has its own weights.
+        """Compute a chunk's logits on a batch; with the chunk's own weights, replay the engine's
+        experts.
 
         The reference has other weights, and selects its own experts.
         """
@@ -293,7 +294,7 @@ def _forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _filled(batch: Batch, multiple: int) -> Batch:
-    """Pad a batch with rows up to a multiple of `multiple`.
+    """Pad a batch with rows of zeros, up to a multiple of `multiple` rows.
 
     In an interleaved schedule the number of microbatches must be a multiple of the stages.
     """
@@ -301,7 +302,7 @@ def _filled(batch: Batch, multiple: int) -> Batch:
 
 
 def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> None:
-    """Disable DDP's gathers and reductions in schedules until the stack is closed.
+    """Disable DDP's gathers and reductions in Megatron's schedule until the stack is closed.
 
     This is a separate function, because a function that refers to both torch.distributed and the
     name `config` cannot be pickled by value.
@@ -314,7 +315,7 @@ def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> N
 
 
 def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> dict[str, float]:
-    """Return the metrics of a rollout's steps.
+    """Return the metrics of a rollout, by name, from the results of its optimizer steps.
 
     `loss`, `kl` and `clip_fraction` are means over response tokens, `grad_norm` over updates.
     """

@@ -22,7 +22,8 @@ CURVES_FILE = "curves.png"
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Summarize a metrics file, with at least one evaluation, in seven numbers.
+    """Return seven numbers about a run, by name, from the rows of its metrics file, such as the
+    best held-out reward and tokens per second. One row or more must have an evaluation.
 
     A resumed run counts as one run. Set-up time does not count.
     """
@@ -51,7 +52,7 @@ def print_summary(rows: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any:
-    """Draw reward and loss over steps as a PNG; `step` names their unit, such as "rollout".
+    """Draw reward and loss over steps to a PNG file; `step` names the unit, such as "rollout".
 
     At least one row must have an evaluation. Returns matplotlib's figure.
     """

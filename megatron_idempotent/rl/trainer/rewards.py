@@ -107,7 +107,8 @@ class Scorer:
 
 
 def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Return sums over samples and groups, by name, for `group_means`.
+    """Return the sum of rewards, and the numbers of samples, solved samples, groups and tied
+    groups, for `group_means`.
 
     Sums of several ranks can be added first.
     """
@@ -197,7 +198,9 @@ class GrpoRecipe:
     _corrections: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Return a reason for a group whose rewards are all equal, with `controller.drop_tied`."""
+        """Return why a group is dropped: all its rewards are equal, and `controller.drop_tied` is
+        set. Return "" to keep it.
+        """
         if not self.config.controller.drop_tied or len(set(group.rewards)) > 1:
             return ""
         samples, reward = len(group.rewards), group.rewards[0]
@@ -225,7 +228,9 @@ class GrpoRecipe:
         inputs: Any,
         logprobs: Mapping[LogprobsOf, torch.Tensor],
     ) -> Batch:
-        """Add reference log-probs and importance weights to `inputs`, as the loss needs them."""
+        """Return the batch `inputs` with reference log-probs and importance weights, if the loss
+        needs them.
+        """
         loss = self.config.loss
         batch: Batch = inputs
         reference_BT = logprobs.get("reference")
@@ -240,7 +245,9 @@ class GrpoRecipe:
         return batch
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> Mapping[str, float]:
-        """Return means over the samples or groups of one optimizer step."""
+        """Return metrics of the groups of one optimizer step, most of them means over samples or
+        groups.
+        """
         sums = group_sums(groups)
         samples, means = sums["samples"], {}
         # Means of corrections over response tokens; none without recomputed log-probs.

@@ -62,7 +62,8 @@ def check(config: Config) -> None:
 
 
 def join(config: Config, job: Job | None = None) -> Job:
-    """Join the default process group; return rank 0's job.
+    """Set this process up as a rank that torchrun started: join the default process group, and
+    return the job of rank 0, which is broadcast.
 
     The process is set up like a rank of `cpu.RankPool`. It ends together with its torchrun, and
     with exit code 1 after `run.timeout_s`.
@@ -105,7 +106,8 @@ def join(config: Config, job: Job | None = None) -> Job:
 
 
 def _store_of_this_start(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Return torchrun's store, with a prefix for this start of the ranks, the rank and the size.
+    """Return `store`, `rank` and `world_size` for `init_process_group`: torchrun's store, with a
+    prefix for this start of the ranks.
 
     torchrun's store survives a restart, with addresses of dead ranks. Its restart counter is no
     prefix, because it is per machine, and may differ between machines.
@@ -133,7 +135,7 @@ def _store_of_this_start(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def train(job: Job) -> None:
-    """Train as this rank.
+    """Train as this rank of a torchrun job until the job is complete, and leave the process group.
 
     Raises:
         RankError: training raised an error.

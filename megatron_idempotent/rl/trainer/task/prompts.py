@@ -105,7 +105,7 @@ def read_prompts(path: Path, *, words: bool = True) -> PromptSet:
 def check_answers_fit(
     prompts: PromptSet, encode_answer: Callable[[str], Sequence[int]], *, max_response_tokens: int
 ) -> None:
-    """Check that every answer, with the end token, fits into a response.
+    """Raise `ConfigError` if a prompt's answer, with the end token, exceeds `max_response_tokens`.
 
     `encode_answer` returns the tokens of a complete response.
 
@@ -140,7 +140,7 @@ class PromptStream:
         ]
 
     def epoch(self, index: int) -> int:
-        """Return the number of complete passes over the data before that index."""
+        """Return the number of complete passes over the prompts before the prompt at an index."""
         return index // len(self._prompts)
 
 

@@ -24,7 +24,8 @@ class Reward(Protocol):
 
 
 class FieldsOf:
-    """Selects the fields of a row for a verifier's parameters; with `**name`, all fields.
+    """Selects those fields of a data row for which a reward function has parameters; with `**name`,
+    all fields.
 
     Example: `FieldsOf(reward)(prompt.fields)`.
     """
@@ -47,7 +48,7 @@ class FieldsOf:
         return {name: value for name, value in fields.items() if self._all or name in self._names}
 
     def check(self, prompts: PromptSet) -> None:
-        """Check that every row has the fields that the verifier requires.
+        """Check that every prompt's row has the fields that the reward function requires.
 
         Raises:
             DataError: a row lacks a field; the message has its line.
@@ -62,8 +63,8 @@ class FieldsOf:
 
 
 def check_reward(reward: Reward, prompts: PromptSet) -> None:
-    """Check a verifier's parameters against the rows, and call it with a correct and an empty
-    response.
+    """Check a reward function against the prompts before a run, and call it twice. The calls pass
+    the first prompt's correct answer, and an empty response.
 
     Raises:
         DataError: a row lacks a field that the verifier requires.
@@ -94,7 +95,7 @@ def check_reward(reward: Reward, prompts: PromptSet) -> None:
 def score(
     reward: Reward, response: str, prompt: Prompt, *, finished: bool, fields: Mapping[str, Any]
 ) -> float:
-    """Call a verifier and return the reward.
+    """Call the reward function on one response, and return the reward, from 0 to 1.
 
     Raises:
         ConfigError: the reward is not a number from 0 to 1.
@@ -113,7 +114,8 @@ def score(
 
 
 def position_reward(response: str, answer: str, *, finished: bool) -> float:
-    """Return the fraction of correct positions, where the response's end counts as a position.
+    """Return the fraction of a response's word positions that match the answer's. The end of the
+    response counts as one more position.
 
     It is `(right words + right end) / (max(words in response, words in answer) + 1)`, from 0 to 1.
     Only the exact answer, ended after its last word, gets 1.0. Extra words increase the
@@ -128,7 +130,8 @@ def position_reward(response: str, answer: str, *, finished: bool) -> float:
 
 
 def load_reward(path: str) -> Reward:
-    """Import the function at `"package.module:name"`, also from the current directory.
+    """Import and return the reward function at `"package.module:name"`, also from the current
+    directory.
 
     Raises:
         ConfigError: there is no such module or function.
