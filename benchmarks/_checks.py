@@ -17,7 +17,9 @@ PATH = _grid.FOLDER / "certify.json"
 
 
 def grid() -> Iterator[_grid.Section]:
-    """Yield a section for the checks of the step, for those of state, and for words of layouts."""
+    """Yield the sections of docs/certify.md's grid: the checks of a step, those of state, and the
+    words of layouts.
+    """
     for title, checks in (("Checks of a step", CHECKS), ("Checks of state", STATE_CHECKS)):
         rows = [(f"`{check.name}`", check.summary) for check in checks.values()]
         yield _grid.section(title, _grid.table(("check", "demands that"), rows))

@@ -14,17 +14,18 @@ from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen_device
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add `--device`, whose default is the environment's device, else the CPU."""
+    """Add the option `--device`, whose default is the environment's device, else the CPU."""
     parser.add_argument("--device", choices=DEVICES, type=str, default=chosen_device())
 
 
 def add_seconds(parser: argparse.ArgumentParser) -> None:
-    """Add `--seconds`, after which a benchmark on a GPU starts no further round."""
+    """Add the option `--seconds`, after which a benchmark on a GPU starts no further round."""
     parser.add_argument("--seconds", type=float, help="on a GPU: start no round after these")
 
 
 def rounds_within(rounds: int, seconds: float | None) -> Iterator[int]:
-    """Yield the indices of `rounds` rounds, or fewer, but at least three, after `seconds` seconds.
+    """Yield the indices of `rounds` rounds; end earlier once `seconds` have passed, but after three
+    rounds or more.
 
     Pass None for `seconds` if there are several ranks: each has its own clock, so they could run
     different numbers of rounds.

@@ -61,7 +61,7 @@ def about() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """Time and memory of one call.
+    """The time of a call on the GPU in milliseconds, and the memory that it takes.
 
     Example:
         call = measured(make_inputs, lambda given: given[0].sum(), rounds=5)

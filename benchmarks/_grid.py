@@ -28,13 +28,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Block:
 
 
 def text(sections: Iterable[Section]) -> str:
-    """Return the JSON text of a grid's file: the list of its sections, one a line."""
+    """Return the JSON text of a grid, which is a list of sections for the docs site, one a line."""
     lines = ",\n".join(json.dumps(section, ensure_ascii=False) for section in sections)
     return f"[\n{lines}\n]\n"
 
 
 def write(root: Path, name: str, sections: Iterable[Section]) -> None:
-    """Write a grid's file, `docs/assets/grids/NAME.json`."""
+    """Write a grid, sections for the docs site, to `docs/assets/grids/NAME.json`."""
     path = root / FOLDER / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text(sections), encoding="utf-8")

@@ -23,8 +23,8 @@ _LEFT, _RIGHT, _TOP, _HEIGHT = 40, 770, 120, 150
 
 
 def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]]) -> str:
-    """Return an SVG picture of the share of patches that land over time: a row for each branch of
-    Megatron, and a line at each pinned commit.
+    """Return an SVG picture of the share of patches that apply to Megatron over time: a row for
+    each of its branches, and a line at each pinned commit.
     """
     ends = [run[end] for runs in found.values() for run in runs for end in ("since", "until")]
     days = [date.fromisoformat(end) for end in ends]

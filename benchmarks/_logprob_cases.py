@@ -69,7 +69,7 @@ class Given(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """An implementation of log-probs and entropy."""
+    """One implementation of log-probs and entropy that the benchmark compares."""
 
     name: str
     run: Callable[[Given], tuple[Any, Any]]
@@ -114,7 +114,7 @@ class Inputs:
         return whole.chunk(self.case.ranks, -1 if name == "logits" else 0)[rank].contiguous()
 
     def fresh(self) -> Given:
-        """Return the inputs for one run.
+        """Return this rank's inputs for one run of an implementation, which can be differentiated.
 
         Logits are the output of an autograd function, hidden states and weight are leaves.
         """

@@ -18,7 +18,7 @@ _COMPARED = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The results of one implementation on one rank."""
+    """The seconds, memory, collectives and errors of one implementation on one rank."""
 
     seconds: list[float]
     """Seconds of forward and backward in each round."""

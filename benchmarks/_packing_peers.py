@@ -23,7 +23,7 @@ Packer = Callable[[Sequence[int], int, int], list[list[list[int]]]]
 
 
 def peers() -> dict[str, Packer | str]:
-    """Return each packer by its name, or the reason why it is missing."""
+    """Return the sequence packers of NeMo-RL and verl by name, or the reason why one is missing."""
     found: dict[str, Packer | str] = {}
     nemo, verl = os.environ.get("NEMO_RL_SOURCE"), os.environ.get("VERL_SOURCE")
     for name in ("modified_first_fit_decreasing", "first_fit_decreasing", "concatenative"):

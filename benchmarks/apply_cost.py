@@ -133,7 +133,9 @@ def _commit_of(folder: Path) -> Path:
 
 
 def _with_megatron(part: str, environ: dict[str, str], rounds: int) -> dict[str, dict[str, float]]:
-    """Measure `apply()` after Megatron is imported: its seconds, and the memory it keeps."""
+    """Measure `apply()` and `report()` after Megatron is imported: CPU milliseconds, and the memory
+    that they keep.
+    """
     found = _measure(part, environ, WITH_MEGATRON, "import Megatron", rounds)
     return {**found, "kept": {"MiB": _printed(_KEPT, environ) / 2**20}}
 

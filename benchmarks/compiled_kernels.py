@@ -29,7 +29,7 @@ _ONE = ("column_stride", "into_column_stride")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """Facts about one compiled kernel.
+    """The registers, spilled bytes, threads, and widths of loads and stores of one compiled kernel.
 
     Example:
         [each] = [each for each in compiled() if each.spilled_bytes]

@@ -35,7 +35,7 @@ Run = Callable[[Any, Any], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """The results of one implementation.
+    """The results of one implementation of one computation, in one dtype.
 
     Example:
         Row(what="K targets", side="PyTorch", seconds=1.2, memory=3.0, ...)
@@ -93,7 +93,7 @@ WHAT = ("K targets", "top-k", "KL, top-k and a tail")
 
 
 def measured(what: str, dtype: str, tokens: int, vocabulary: int, rounds: int) -> list[Row]:
-    """Measure all implementations of one computation on a rank, alternately."""
+    """Measure all implementations of one computation on a rank, alternately; return their rows."""
     import torch
 
     from megatron_idempotent.logprobs import TopK, vocab_topk

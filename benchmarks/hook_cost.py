@@ -47,7 +47,9 @@ def _measure(python: Path, environ: dict[str, str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the CPU time and memory of a Python start, and what the hook adds to them."""
+    """Print the CPU time and memory of a Python start, and what this package's .pth hook adds to
+    them.
+    """
     asked = options(__doc__).parse_args()
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MEGATRON_IDEMPOTENT")}
     kept = {**kept, "PYTHONDONTWRITEBYTECODE": ""}

@@ -27,7 +27,9 @@ def rank_sum() -> float:
 
 
 def main() -> None:
-    """Print the first call's time, the median of the later ones, and their ratio."""
+    """Call ranks of a `RankPool`; print the first call's seconds, the median of the later ones, and
+    the ratio.
+    """
     asked = options(__doc__).parse_args()
     seconds = []
     with RankPool(2) as pool:

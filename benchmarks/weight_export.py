@@ -37,7 +37,7 @@ LAYOUTS = {"tensor parallel": {"tp": 2}, "two stages": {"pp": 2}}
 
 
 def make_source(megabytes: int, layout: dict[str, int], senders: Sequence[int] = (1,)) -> list[Any]:
-    """Make a float32 model of about `megabytes` on a rank.
+    """Make a float32 model of about `megabytes` on a rank; return sources that export its weights.
 
     Returns:
         A source of its weights for each number in `senders`.

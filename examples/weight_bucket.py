@@ -24,7 +24,7 @@ STEPS = 6
 
 
 def train(url: str) -> list[str]:
-    """Train on a rank, and publish each version; return the lines to print."""
+    """Train on a rank, and publish each version to the bucket; return the lines to print."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from transformers import AutoConfig
@@ -52,7 +52,7 @@ def train(url: str) -> list[str]:
 
 
 async def serve(url: str) -> None:
-    """Follow the bucket up to the last version, in the engine's process."""
+    """Load new versions from the bucket into an engine, until it has the last one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_idempotent.rl.engines.transformers import TransformersEngine

@@ -53,7 +53,8 @@ On a busy machine the deadline grows up to `PATIENCE` times."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Holds the outcome of one hazard's reproduction.
+    """Holds the outcome of one hazard's reproduction, a program that shows a defect of Megatron,
+    with and without patches.
 
     Example:
         Finding(id="train-interval-timer", verdict="proven", seconds=1.4,
@@ -139,7 +140,8 @@ def prove(
 
 
 def affected() -> list[str]:
-    """Return the ids of the hazards that the installed Megatron has, as far as `apply()` can tell.
+    """Return the ids of the hazards, known defects, that the installed Megatron has, judged as
+    `apply()` does.
 
     `apply()` judges by the contents of files. A hazard without a patch counts if the installed
     release is in its range.

@@ -153,7 +153,8 @@ class Bench(LayoutModel, LayoutRows):
         return dataclasses.replace(finished, **numbers)
 
     def unwatched(self, steps: Sequence[Calls]) -> None:
-        """Take several steps, and compare each with its definition after the last one.
+        """Run several steps without a look at the parameters in between, then compare each with its
+        definition in float64.
 
         The parameters after a step are read in the next step's forward. Reading them earlier would
         wait for gathers, which the framework itself has to wait for.
@@ -195,7 +196,8 @@ class Bench(LayoutModel, LayoutRows):
         *,
         parameters: dict[str, Tensor] | None = None,
     ) -> None:
-        """Compare a finished step with its definition over the rows of all replicas.
+        """Raise `Wrong` unless a finished step is right for the rows of all replicas: its
+        parameters, gradient norm and loss.
 
         `parameters` are the whole model's after the step; None to gather them now. A step in which
         nothing counts has a gradient of zero, and may be skipped.
@@ -433,7 +435,9 @@ class Bench(LayoutModel, LayoutRows):
         return f"; the rows {', '.join(wrong[:4])}" if wrong else ""
 
     def _clipped(self, finished: Finished, truth: Truth, factor: float) -> str:
-        """Return a hint at clipping if a gradient is too small and its reported norm is right."""
+        """Return a hint, for an error, that the step may clip: its gradient is too small, and its
+        reported norm right. Return "" otherwise.
+        """
         norm = finished.grad_norm
         if not 0 < factor < 1 or norm is None:
             return ""

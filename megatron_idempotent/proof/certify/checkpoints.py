@@ -182,7 +182,7 @@ class Persistent(DPReshardable):
 
 
 class FullyReshardable(DistCheckpoint):
-    """Saves in the format "fully_reshardable": optimizer state by parameter, from one rank."""
+    """Saves in the format "fully_reshardable": one rank gathers optimizer state by parameter."""
 
     sharding = "fully_reshardable"
     reshards = _ALL
@@ -346,7 +346,7 @@ class TrainingFully(Training):
 
 
 class Resilient(Training):
-    """Saves asynchronously by nvidia-resiliency-ext, upstream's choice from 0.17 on."""
+    """Saves asynchronously by nvidia-resiliency-ext, Megatron's choice from 0.17 on."""
 
     strategy = "nvrx"
 

@@ -197,8 +197,8 @@ def sizes_change(bench: Bench) -> None:
 
 
 def _many_counted(bench: Bench) -> Calls:
-    """Return the rows of a step in which more than 2,048 positions count, the last of them one by
-    one.
+    """Return the rows of a step in which more than 2,048 positions count, too many for a count in
+    float16.
 
     float16 has no odd numbers above 2,048: a count in it does not grow by ones, and an odd sum is
     rounded. That changes the gradient by 1 / 2,200, which is above the bound of float64.
@@ -223,7 +223,8 @@ def _many_counted(bench: Bench) -> Calls:
 
 
 def _many_alike(bench: Bench) -> Calls:
-    """Return the rows of a step: one microbatch 81 times, the first with a loss 512 times as large.
+    """Return the rows of a step with one microbatch 81 times, the first with a loss 512 times as
+    large: a sum in bfloat16 loses the others.
 
     Each of the others is less than half of the last bit of a sum in bfloat16 that begins with the
     first: it would be lost. All others are 13.5 % of the gradient, above the bounds of bfloat16.

@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 
 class Draw:
-    """Draws random numbers and orders for a check; an equal seed and names give equal draws.
+    """Draws random numbers and orders for a check; the same seed and names give the same draws.
 
     Example: `Draw(7, "dp2", "drawn-sizes").shuffled([1, 2, 3])`.
     """
@@ -47,7 +47,8 @@ class Draw:
         return dealt[:number]
 
     def sizes(self, calls: int, multiple: int = 1, *, most: int = MICROBATCHES) -> list[int]:
-        """Draw how many microbatches each of a step's `calls` calls has; return the numbers.
+        """Draw how many microbatches each call of a step with `calls` calls has; return the
+        numbers.
 
         They are odd and even, in random order. With CALLS calls one of them is 1, and one
         MICROBATCHES. All are rounded to multiples of `multiple`, as an interleaved schedule needs.

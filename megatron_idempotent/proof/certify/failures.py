@@ -92,7 +92,7 @@ class Failure:
 def failures(bench: Bench) -> list[Failure]:
     """Draw the failures that a check injects, one for each step. Each rank that computes the loss
     fails in it once or more. If `bench.fails_within_model`, forwards and backwards fail too, on all
-    ranks of a pipeline stage.
+    ranks of a replica's pipeline stage.
 
     Errors are of types that frameworks catch, such as those of missing memory or a bad sample; in
     the model also of types that end a process or a task.

@@ -66,8 +66,7 @@ def _limited(limit: int, number: int, *, yes: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
-    """Let writes fail in the block as on a full disk: limit each file that is written to `room`
-    bytes.
+    """Let writes fail in the block as on a full disk: limit each written file to `room` bytes.
 
     This process and its children are limited. With `yes=False` nothing is. With `forked` the limit
     is on processes forked in the block alone, because locks are files, too. The error is `OSError`
@@ -290,7 +289,7 @@ def stuck(folder: Path) -> tuple[int, str, str] | None:
 
 @contextlib.contextmanager
 def _unreadable(bench: States, path: Path) -> Iterator[str]:
-    """Let the last rank open no files in the block (EMFILE); yield the fault in words."""
+    """Let the last rank open no file in the block (EMFILE); yield the fault in words."""
     rank = bench.ranks - 1
     with _limited(resource.RLIMIT_NOFILE, 3, yes=bench.rank == rank):
         yield f"rank {rank} cannot open files"

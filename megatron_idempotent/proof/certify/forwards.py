@@ -53,8 +53,8 @@ class Forwards:
 
     @contextmanager
     def failing(self, count: int | None, phase: Phase) -> Iterator[None]:
-        """Let the training forward of the first chunk that follows `count` others in the block
-        fail.
+        """Let one training forward of the first chunk fail in the block: the one after `count`
+        others.
 
         It raises `Planted` at its end, or in its backward, when only the first layer is left; with
         the phase "gradient" its backward begins with NaN instead. With `count` None nothing fails.

@@ -177,7 +177,8 @@ def words_unseen(results: Sequence[Result]) -> list[str]:
 
 
 def suspects(result: Result) -> list[str]:
-    """Return the ids of the known hazards that may have caused a failed result.
+    """Return the ids of the hazards, known defects of Megatron, that may have caused a failed
+    result.
 
     For an exception they are the hazards whose reproduction raises it on stock. A wrong number does
     not tell its cause: then they are the check's silent hazards.

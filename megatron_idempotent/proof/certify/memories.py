@@ -22,7 +22,7 @@ class Memories:
         self._subject = subject
 
     def offload(self, adapter: Any, *, freeing: bool = True, **kwargs: Any) -> None:
-        """Call the adapter's `offload(**kwargs)`; with `freeing`, check that it frees memory.
+        """Call the adapter's `offload`; with `freeing`, raise `Wrong` if it frees or moves nothing.
 
         Raises:
             Wrong: `freeing` is true, and no tensor was moved or freed.

@@ -229,7 +229,9 @@ class Gpt:
         return -logits_BTV.log_softmax(-1).gather(-1, targets_BT1)[..., 0]
 
     def embedded(self, tokens_BT: Tensor, positions_T: Tensor | None = None) -> Tensor:
-        """Return embeddings [B, T, H] of tokens and their positions."""
+        """Return the embeddings [B, T, H] of tokens, plus those of their positions if the model has
+        any.
+        """
         x_BTH = self._parameters["embedding.word_embeddings.weight"][tokens_BT]
         learned = self._parameters.get("embedding.position_embeddings.weight")
         if learned is None:
@@ -259,12 +261,12 @@ class Gpt:
         return x_BTH + self.linear(inner, f"{prefix}.mlp.linear_fc2")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        """Return x times a weight, plus its bias if there is one."""
+        """Apply the linear layer `name` to x: times its weight, plus its bias if there is one."""
         bias = self._parameters.get(f"{name}.bias")
         return functional.linear(x, self._parameters[f"{name}.weight"], bias)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """Return x after a layer norm."""
+        """Apply the layer norm `name` to x."""
         weight, bias = self._parameters[f"{name}.weight"], self._parameters[f"{name}.bias"]
         return functional.layer_norm(x, weight.shape, weight, bias)
 
@@ -334,8 +336,8 @@ class _Auxiliary:
     def _predict(
         self, losses_BT: Tensor, predicted_BT: Tensor, mask_BT: Tensor, unit: float
     ) -> None:
-        """Add a microbatch's MTP loss: MTP_FACTOR x the sum of losses, or x their mean times the
-        number of positions that count.
+        """Add a microbatch's MTP loss, times MTP_FACTOR: the sum of its losses, or their mean times
+        the number of positions that count.
         """
         total, number = losses_BT.sum(), float(mask_BT.sum())
         if not self._mtp_sum:
@@ -454,7 +456,7 @@ def mixture(
 
 
 def balance(logits_BTE: Tensor) -> Tensor:
-    """Return a router's auxiliary loss of one microbatch, times its positions.
+    """Return a router's load-balancing loss of one microbatch, times the microbatch's positions.
 
     Of a microbatch of M tokens it is COEFFICIENT x E x the sum over experts of f x p: f is the
     share of the M x TOPK choices that took the expert, and p the mean over tokens of the expert's

@@ -38,8 +38,8 @@ class Main:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPart:
-    """Describes one parameter of this rank: its name in the whole model, and the shard that is
-    here.
+    """Describes one parameter of this rank: its name in the whole model, and this rank's shard of
+    it.
     """
 
     name: str
@@ -158,7 +158,7 @@ def joined(shards: Sequence[ParameterPart]) -> Tensor:
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """Return the torch optimizers inside a Megatron optimizer, or a bare torch optimizer in a list.
-    One without parameters has none.
+    A Megatron optimizer without parameters has none.
     """
     inner = (getattr(outer, "optimizer", outer) for outer in optimizers.unchained(optimizer))
     return [optimizer_of_torch for optimizer_of_torch in inner if optimizer_of_torch is not None]

@@ -165,7 +165,7 @@ def _saves(bench: States) -> list[str]:
 
 
 def hold_kept(bench: States) -> None:
-    """Raise `Wrong` if a load of this check lost a kind of state that checkpoints keep.
+    """Raise `Wrong` if a load of this check lost a kind of state that a plain save and load keep.
 
     If every load loses the kind, the check of its name reports that.
     """

@@ -51,7 +51,7 @@ class States(Bench):
     """Runs an adapter's steps, and compares the ranks' state with that of an undisturbed run."""
 
     def __init__(self, adapter: Any, layout: Layout, *, folder: Path, **options: Any) -> None:
-        """Take the folder of checkpoints, and the arguments of `Bench`."""
+        """Build the layout's model as `Bench` does, with `folder` for the checkpoints."""
         self.root = self.folder = folder
         if layout.dtype == "fp64":  # Megatron's optimizers keep no state of it
             layout = dataclasses.replace(layout, flags=layout.flags | {"fp32"})
@@ -168,7 +168,9 @@ class States(Bench):
         return finished
 
     def _age(self) -> None:
-        """Make state look like a long run's: step counts, a lowered loss scale, inexact biases."""
+        """Change optimizer and routers so that their state looks like a long run's: step counts, a
+        lowered loss scale, inexact biases.
+        """
         for inner in steppers(self.model.optimizer):
             for state in inner.state.values():
                 state["step"] += _SKIPPED
@@ -297,7 +299,7 @@ class States(Bench):
                 buffer.copy_(values[name])
 
     def hold(self, expected: int | Snapshot, cause: str, kinds: Iterable[str] = RUN) -> None:
-        """Raise `Wrong` on all ranks unless each rank's state is the expected one.
+        """Raise `Wrong` on all ranks unless each rank's state is the expected one, bit for bit.
 
         Args:
             expected: the state to expect, or the number of the step of the undisturbed run after

@@ -203,7 +203,9 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
     def _attend(
         self, query_QBND: Tensor, key_KBND: Tensor, value_KBND: Tensor, hidden: Tensor | None
     ) -> Tensor:
-        """Compute attention [Q, B, N * D], by upstream's operations in upstream's order."""
+        """Compute the attention [Q, B, N * D] of blocks, by Megatron's operations in Megatron's
+        order.
+        """
         queries, rows, heads, _ = query_QBND.shape
         query = query_QBND.reshape(queries, rows * heads, -1).transpose(0, 1)
         key = key_KBND.reshape(len(key_KBND), rows * heads, -1).transpose(0, 1)
@@ -412,7 +414,8 @@ class Part:
         self.rank = 0 if group is None else dist.get_rank(group)
 
     def gather(self, key: Tensor, value: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gather keys and values of all ranks [S, B, G, D], in their order in the sequences.
+        """Gather the keys and values of all context-parallel ranks, [S, B, G, D], in sequence
+        order.
 
         The group's ranks take part in one all-gather.
         """
@@ -427,7 +430,9 @@ class Part:
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers parts [T, …] over a group, and puts them in order; sums gradients the other way."""
+    """All-gathers each rank's part [T, …], and puts the positions in order; its backward reduces
+    and scatters the gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, place_S: Tensor, group: Any) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class NotEmulatedError(RuntimeError):
-    """The CPU runtime does not emulate a call, because any result would be wrong."""
+    """Raised by a call that the CPU runtime does not emulate, because any result would be wrong."""
 
     def __init__(self, call: str) -> None:
         super().__init__(
@@ -29,7 +29,7 @@ class NoDeviceError(RuntimeError):
 
 
 class LauncherLost(RuntimeError):
-    """The process that starts the ranks has ended, and its ranks with it."""
+    """Raised when the process that starts the ranks has ended, and its ranks with it."""
 
 
 class PlacementError(RuntimeError):
@@ -38,7 +38,7 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """Says why one rank failed.
+    """Describes why one rank failed: its exception and traceback, or its exit code if it died.
 
     Example: `RankFailure(rank=1, exception_type="ValueError", message="bad", traceback="…")`.
     """
@@ -73,7 +73,7 @@ class RankFailure:
 
     @property
     def folded(self) -> str:
-        """The failure in one line, with its place in the caller's code."""
+        """The failure in one line, with the file and line in the caller's code."""
         # gloo's messages begin with its own file, and end with advice: both are cut off.
         message = re.sub(r"^\[[^]]*/gloo/[^]]*\] ", "", self._first_line).partition(". ")[0]
         head = self._death or f"rank {self.rank}: {self.exception_type}: {message}"
@@ -81,7 +81,7 @@ class RankFailure:
 
 
 class RankError(RuntimeError):
-    """One or more ranks raised or died; the first to fail by itself comes first.
+    """Raised if one or more ranks raised or died; the first to fail by itself comes first.
 
     `rank`, `exception_type`, `message` and `traceback` are those of the first failure;
     `failures` has all of them. The text has a line for each rank that failed because another one
@@ -123,7 +123,7 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(TimeoutError):
-    """The ranks missed their deadline and were ended.
+    """Raised if the ranks missed their deadline; they have been killed.
 
     `stacks` has the Python stacks of each, and `results` what those returned that had finished.
     """

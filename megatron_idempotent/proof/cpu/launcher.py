@@ -304,7 +304,8 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
 
 
 def _serve(connection: Connection, *, applied: bool = False) -> None:
-    """Run calls until the connection closes, then end all children and what they have started.
+    """Serve calls over the connection until it closes, then kill all children and what they
+    started.
 
     `applied` is True if this process has the patches.
     """

@@ -459,8 +459,8 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def checking() -> Iterator[None]:
-    """Raise `PlacementError` for operations in the block on host and device tensors together, on
-    this thread. The runtime is on.
+    """Raise `PlacementError` on this thread for operations in the block on host and device tensors
+    together. Turn the CPU runtime on before.
 
     Functions of torch stay replaced until the process ends.
     """

@@ -498,7 +498,9 @@ def _rewritten_by_pytest() -> dict[str, str]:
 
 
 class RewritingFinder(importlib.abc.MetaPathFinder):
-    """Finds a test's modules in a rank for a loader that rewrites assertions as pytest does."""
+    """An import finder on a rank, for a test's modules: it has their assertions rewritten as pytest
+    does.
+    """
 
     def __init__(self, files: dict[str, str]) -> None:
         self._files = files

@@ -268,7 +268,7 @@ def _options(**values: Any) -> list[str]:
 
 @contextlib.contextmanager
 def arguments_of(argv: list[str]) -> Iterator[None]:
-    """Put arguments into sys.argv inside of the block: upstream's parser reads nothing else."""
+    """Put arguments into sys.argv inside of the block: Megatron's parser reads nothing else."""
     outer = sys.argv
     sys.argv = [outer[0], *argv]
     try:

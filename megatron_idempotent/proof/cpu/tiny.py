@@ -155,7 +155,7 @@ class Tiny:
         return torch.cat([tensor.float().flatten() for tensor in tensors]).cpu()
 
     def parameters(self) -> torch.Tensor:
-        """Return all parameters of this rank as one float32 vector, a copy.
+        """Return this rank's parameters as one float32 vector, a copy on the host.
 
         Under `overlap_param_gather` those of other ranks are as old as the last gather. Under
         Megatron-FSDP they are the parts that this rank's optimizer holds.
@@ -238,7 +238,7 @@ def own_part(values: Any, cu_seqlens: Any = None) -> Any:
 
 
 def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
-    """Return this rank's share of the mean over all context-parallel ranks, and the mean.
+    """Return this rank's part of the loss's mean over all context-parallel ranks, and that mean.
 
     A loss function without tokens returns such a share: shares add up over these ranks, because the
     schedule multiplies by their number, and DDP then averages.
@@ -279,7 +279,8 @@ def inputs(data_seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def mtp_labels(chunk: Any, labels_BT: torch.Tensor) -> dict[str, Any]:
-    """Return labels of MTP layers as a keyword, if the chunk computes their loss only with it.
+    """Return the labels of MTP layers as a keyword argument, if the chunk needs it to compute their
+    loss; else nothing.
 
     The commits that slime and miles pin do so.
     """
@@ -340,7 +341,8 @@ def build(
     before_ddp: Callable[[Any], None] | None = None,
     seed: int = 1234,
 ) -> Tiny:
-    """Build a GPT (hidden 64, 4 heads, vocabulary 128, 2 rows of 32 tokens) on every rank.
+    """Build a tiny GPT (hidden 64, 4 heads, vocabulary 128, 2 rows of 32 tokens) in Megatron's DDP
+    on every rank, with its optimizer.
 
     It initialises model parallelism unless it is up; tp, pp, vpp, ep, etp and cp must then be those
     it is up with. `etp` is the tensor parallel size of experts; None means tp. `layers_per_stage`
@@ -500,7 +502,7 @@ def build(
 
 @contextlib.contextmanager
 def _stream_of_a_graph() -> Iterator[None]:
-    """Run the block on the CUDA stream that upstream captures graphs on; before 0.19 on a new one.
+    """Run the block on the CUDA stream that Megatron captures graphs on; before 0.19 on a new one.
 
     Autograd runs a parameter's hooks on the stream that DDP registered them on, and a capture
     refuses to wait for the default stream.

@@ -103,7 +103,7 @@ class RankPolicy:
 
 
 class PolicyWorker(Exports):
-    """The policy on one rank; executes the controller's calls.
+    """Trains the policy on one rank: its methods are what the controller calls on all ranks.
 
     All methods are collectives of the default group.
 
@@ -121,7 +121,7 @@ class PolicyWorker(Exports):
         )
 
     def begin(self, step_id: str) -> None:
-        """Open an optimizer step."""
+        """Open an optimizer step with this id."""
         self._policy.begin(step_id)
 
     def logprobs(self, which: LogprobsOf, batch: Batch) -> torch.Tensor:
@@ -183,7 +183,8 @@ PRELOAD = (*PROGRAM_PRELOAD, "megatron_idempotent.rl.trainer.async_ranks")
 
 
 def make_ranks(job: Job, *, pool: RankPool | None = None) -> RankGroup:
-    """Make the configured ranks, embedded or on Ray, without starting them.
+    """Return the group of training ranks that the configuration asks for: local processes or Ray
+    actors, which are not started yet.
 
     `pool` is an existing launcher for embedded ranks; None to make one.
     """

@@ -26,7 +26,7 @@ Transport = Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "bucket
 def setting(
     default: Any, *, with_async: Any = None, flag: str = "", may_change: bool = False, **limits: Any
 ) -> Any:
-    """Declare a setting of a section.
+    """Declare a field of a settings class: its default, its range and its option of the command.
 
     Args:
         default: its default.
@@ -519,7 +519,7 @@ class Config:
 
     @property
     def layout(self) -> RankLayout:
-        """The layout of ranks and replicas."""
+        """The `RankLayout` of the run: the sizes of model parallelism, the number of replicas."""
         parallel = self.parallel
         return RankLayout(tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, replicas=self.replicas)
 

@@ -71,7 +71,8 @@ class Engines:
             )
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Send the current weights to all engines, as `version`; a collective if shared.
+        """Send the current weights to the run's engines, as `version`; all ranks that export call
+        it.
 
         Engines that could not be updated get no requests. Returns metrics of this rank's engines.
 

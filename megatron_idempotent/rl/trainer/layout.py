@@ -42,7 +42,7 @@ class RankLayout:
         return self.members * self.replicas
 
     def replica(self, rank: int) -> int:
-        """Return the replica of a rank, which is its data-parallel rank."""
+        """Return the index of the replica that a rank belongs to: its data-parallel rank."""
         return rank // (self.tp * self.cp) % self.replicas
 
     def member(self, rank: int) -> int:
@@ -55,7 +55,8 @@ class RankLayout:
         return tuple(rank for rank in range(self.ranks) if self.replica(rank) == replica)
 
     def share(self, items: Sequence[Item], rank: int) -> tuple[Item, ...]:
-        """Return the items, such as prompts, of which a rank takes care, from those of all ranks.
+        """Return the items, such as prompts, that are assigned to a rank, out of those of all
+        ranks.
 
         Replica r gets items r, r + `replicas`, …; of those, its member m gets every `members`-th
         item, from the m-th on.

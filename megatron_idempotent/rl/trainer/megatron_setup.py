@@ -137,7 +137,7 @@ PLAIN_ARGUMENTS = (
 
 
 def megatron_arguments(config: Config, arch: Architecture, *, positions: int) -> list[str]:
-    """Return the command-line arguments for `megatron.training` that a configuration amounts to.
+    """Return the command-line arguments for `megatron.training` of a run with this configuration.
 
     `arch` is the shape of the model and `positions` the length of training sequences. Fixed choices
     of this trainer are the distributed optimizer with both overlap flags, Megatron's local layers

@@ -224,7 +224,7 @@ def _numbered(directory: Path, name: str) -> list[Path]:
 
 
 def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its list; return its state.
+    """Compare every file of a checkpoint with its list of hashes; return the state in that list.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed; the message names it.

@@ -285,7 +285,7 @@ class MegatronPolicy:
 
 
 def _forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
-    """Call the model on a microbatch.
+    """Return the model's output for a microbatch, without a check of the token ids.
 
     `TrainStep` is given this function because its default forward checks the range of all token ids
     before each call, which is unnecessary for ids that the tokenizer made.
@@ -348,7 +348,7 @@ def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokeni
 
 
 def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> None:
-    """Check that the longest possible sequence fits into a pack.
+    """Raise `ConfigError` if sequences are packed and the longest possible one exceeds a pack.
 
     Raises:
         ConfigError: it does not fit.

@@ -164,7 +164,7 @@ class Evaluation:
     """The held-out prompts, of which the first `evaluation.prompts` are used."""
 
     async def __call__(self, version: int) -> Mapping[str, float]:
-        """Return metrics of a version, or nothing if it is not due."""
+        """Evaluate a version of the weights, and return metrics; {} if it is not due."""
         if not self.due(version):
             return {}
         prompts = self.held_out[: self.config.evaluation.prompts]
@@ -172,7 +172,7 @@ class Evaluation:
         return evaluation_means(group_sums(await asyncio.gather(*drawn)))
 
     def due(self, version: int) -> bool:
-        """Return whether a version is evaluated; `evaluation.every` counts rollouts."""
+        """Return whether a weight version is evaluated; `evaluation.every` counts rollouts."""
         every = self.config.evaluation.every * self.config.optimizer.steps_per_rollout
         return version == 0 or due(version, every, self.config.last_version)
 
@@ -185,7 +185,7 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GrpoRecipe:
-    """Implements `controller.Recipe` for GRPO.
+    """Implements `controller.Recipe` for GRPO: makes advantages and batches of groups of samples.
 
     Example: `recipe.batch(groups, recipe.inputs(groups), {})`.
     """

@@ -133,7 +133,7 @@ class PromptStream:
         self._seed = seed
 
     def prompt(self, index: int) -> Prompt:
-        """Return the prompt at an index from 0."""
+        """Return the prompt at an index, from 0, of the endless sequence of prompts."""
         position = index % len(self._prompts)
         return self._prompts[
             _epoch_order(len(self._prompts), self.epoch(index), self._seed)[position]

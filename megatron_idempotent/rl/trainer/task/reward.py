@@ -17,7 +17,7 @@ class Reward(Protocol):
     """Scores a response from 0 to 1, as a pure function; `position_reward` is one."""
 
     def __call__(self, response: str, answer: str, *, finished: bool, **fields: Any) -> float:
-        """Return the reward; `finished` is True if the response ended with an end token.
+        """Return the reward of a response; `finished` is True if it ended with an end token.
 
         `fields` are the row's other fields for which the function has parameters.
         """
