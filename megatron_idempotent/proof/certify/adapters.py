@@ -157,7 +157,7 @@ def updated(subject: Subject) -> Iterator[tuple[Any, Any]]:
 
 
 class SplitStep(Stateful):
-    """Trains with this library's `TrainStep`: certify
+    """Adapts this library's `TrainStep` to the checks, which know it as
     `megatron_idempotent.proof.certify.adapters:SplitStep`.
     """
 
@@ -218,13 +218,13 @@ class SplitStep(Stateful):
 
 
 class OrderStable(SplitStep):
-    """Trains with `TrainStep(order_stable=True)`."""
+    """Adapts `TrainStep(order_stable=True)` to the checks."""
 
     order_stable = True
 
 
 class FSDPSplitStep(SplitStep):
-    """Trains an FSDP2 model with `FSDPTrainStep`."""
+    """Adapts `FSDPTrainStep`, which trains an FSDP2 model, to the checks."""
 
     packs = False
     parts = ()
@@ -279,7 +279,9 @@ class FSDPSplitStep(SplitStep):
 
 
 class Megatron(Stateful):
-    """Trains with Megatron alone: one call of its schedule in `finish`, over all rows of a step."""
+    """Adapts Megatron alone to the checks: `finish` calls its schedule once, over all rows of a
+    step.
+    """
 
     cannot: Mapping[str, str] = MappingProxyType(
         {
@@ -352,7 +354,9 @@ class Megatron(Stateful):
 
 
 class Window(Megatron):
-    """Trains with Megatron's schedule, called for each part of a step in `accumulation_window`."""
+    """Adapts `accumulation_window` to the checks: each part of a step is a call of Megatron's
+    schedule.
+    """
 
     cannot: Mapping[str, str] = MappingProxyType(
         {

@@ -39,7 +39,9 @@ Saved = tuple[tuple[int, int, int], str]
 
 
 class DistCheckpoint(SplitStep):
-    """Trains with `TrainStep`, and saves and loads with `megatron.core.dist_checkpointing`."""
+    """An adapter that trains with `TrainStep`, and saves and loads with
+    `megatron.core.dist_checkpointing`.
+    """
 
     keeps = ("scheduler", "random", "loss scale", "expert bias", "counters")
     reshards: tuple[str, ...] = ("dp",)
@@ -234,7 +236,7 @@ class LowRank(DPReshardable):
 
 
 class Training(DistCheckpoint):
-    """Saves and loads with `megatron.training.checkpointing`, as `pretrain` does."""
+    """An adapter that saves and loads by `megatron.training.checkpointing`, as `pretrain` does."""
 
     flags: tuple[str, ...] = ("--ckpt-format", "torch_dist")
     strategy = "mcore"
@@ -358,7 +360,9 @@ class ResilientPersistent(Resilient):
 
 
 class Legacy(Training):
-    """Saves and loads with `--ckpt-format torch`: a file for each model-parallel rank."""
+    """An adapter that saves and loads with `--ckpt-format torch`, a file per model-parallel
+    rank.
+    """
 
     reshards = ()
     flags = ("--ckpt-format", "torch")

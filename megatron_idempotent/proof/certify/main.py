@@ -22,7 +22,7 @@ from .state_checks import EVERY, STATE_CHECKS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command `certify`: certify an adapter, and print the results.
+    """Run the command `certify`: judge an adapter's training step by checks, and print the results.
 
     Returns:
         The exit code: 0; 1 if a check failed; 2 for an unknown adapter, check or layout, and if

@@ -101,7 +101,7 @@ class Activity:
         }
 
     def added_to(self, base: Activity) -> dict[str, int]:
-        """Return each count that exceeds that of `base`, and by how much; operators by name."""
+        """Return the counts that are larger than in `base`, and by how much; operators by name."""
         more = {name: n - base.operators[name] for name, n in self.operators.items()}
         base_totals = base.totals()
         more |= {k: v - base_totals[k] for k, v in self.totals().items() if k != "operators"}

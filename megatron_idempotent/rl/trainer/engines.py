@@ -140,7 +140,9 @@ class SpreadWeights:
         self._source, self._group = source, group
 
     def tensors(self) -> tuple[TensorInfo, ...]:
-        """Return all tensors in the order of sending; see `WeightSource.tensors`."""
+        """Return name, shape and dtype of all tensors, in the order in which they are sent; see
+        `WeightSource.tensors`.
+        """
         return self._source.tensors()
 
     def buckets(self, *, bucket_bytes: int) -> SpreadBuckets:
