@@ -36,6 +36,27 @@ def flat(config):
     }
 
 
+#: The settings that a resumed run may have other values of: none of them affects a number.
+MAY_CHANGE = """
+    run: rollouts out checkpoint_every keep_checkpoints timeout_s
+    task: data
+    rollout: engine_url vllm_python vllm_arguments request_timeout_s
+    sync: address bucket_mb deltas directory senders transport workers
+    optimizer: chunks_per_step
+    controller: engines cluster ray_address plane loggers timeline restarts drain_s stall_s
+        call_timeout_s group_timeout_s group_attempts step_attempts rejected_steps
+        cpus_per_engine cpus_per_rank gpus_per_engine gpus_per_rank
+    evaluation: every
+"""
+
+
+def test_a_resumed_run_may_change_these_settings_and_no_other():
+    expected = re.sub(r"\n {8}", " ", MAY_CHANGE).strip().splitlines()
+    sections = dict(line.strip().split(": ") for line in expected)
+    declared_keys = {name: set(keys) for name, keys in declared("may_change").items() if keys}
+    assert declared_keys == {name: set(keys.split()) for name, keys in sections.items()}
+
+
 def changed(config, base):
     return {key: value for key, value in flat(config).items() if value != flat(base)[key]}
 
