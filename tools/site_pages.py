@@ -34,7 +34,7 @@ from megatron_idempotent.patching.record import LOUDNESS, SECTIONS, Hazard, Patc
 
 #: Files of the root → the paths of their pages.
 ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-_HAZARDS, _MATRIX = "hazards/index.md", "matrix.md"
+_HAZARDS, _MATRIX, _READY = "hazards/index.md", "matrix.md", "ready-to-send.md"
 _APPLY = """\
 ```python
 import megatron_idempotent
@@ -68,6 +68,7 @@ def pages(root: Path) -> dict[str, str]:
     }
     texts[_HAZARDS] = _list()
     texts[_MATRIX] = _matrix(proven, project)
+    texts[_READY] = _ready(root, proven)
     for name, page in ROOT_PAGES.items():
         texts[page] = (root / name).read_text(encoding="utf-8")
     return texts
@@ -204,6 +205,45 @@ def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
     legend = [f"- {kind.mark}: {kind.sentence}" for word, kind in WORDS.items() if word in verdicts]
     table = _table([*proven], of_megatron, proven)
     return "\n".join([head, *legend, "", _filters(proven, project), "", table, ""])
+
+
+def _ready(root: Path, proven: Proven) -> str:
+    """Return the page of upstream's own repairs: a row for each hazard, with its state."""
+    rows: dict[str, list[str]] = {"repair": [], "by design": [], "none yet": [], "not in main": []}
+    for hazard in hazards().values():
+        folder = f"upstream/{hazard.id}"
+        link = f"[`{hazard.id}`](hazards/{hazard.id}.md)"
+        word = proven["main"].get(hazard.id, NOT_RUN)
+        if (root / folder / "repair.py").is_file():
+            title = (root / folder / "message.md").read_text("utf-8").splitlines()[0]
+            sent = title.removeprefix("# ")
+            rows["repair"].append(f"| {link} | [{sent}](../{folder}/message.md) |")
+        elif not isinstance(hazard, Patch):
+            until = " ".join(hazard.case_file["Remove when"].split())
+            rows["by design"].append(f"| {link} | left to the caller, until {until} |")
+        elif hazard.distribution == MEGATRON and not meaning(word).present:
+            rows["not in main"].append(f"| {link} | {meaning(word).sentence} |")
+        else:
+            rows["none yet"].append(f"| {link} | {hazard.distribution} |")
+    head = (
+        "---\nsearch: {exclude: true}\n---\n\n# Ready to send\n\n"
+        "A patch of ours can go once upstream has repaired the hazard. Each repair here is a small "
+        "change of upstream's own code with a unit test and the text of a pull request. It is "
+        "proven on a checkout: without a patch of ours, the hazard's program runs, the correct "
+        "program beside it keeps its bits, and `apply()` says `fixed_upstream` by itself. "
+        "[Take one and send it](../upstream/README.md).\n"
+    )
+    titles = {
+        "repair": ("Repairs", "pull request"),
+        "none yet": ("Without a repair yet", "package"),
+        "by design": ("By design", "who repairs it"),
+        "not in main": ("Not on Megatron's main", "why"),
+    }
+    parts = [head]
+    for state, (title, column) in titles.items():
+        parts += [f"## {title}: {len(rows[state])}", "", f"| hazard | {column} |", "|---|---|"]
+        parts += [*rows[state], ""]
+    return "\n".join(parts)
 
 
 def _filters(proven: Proven, project: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from megatron_idempotent.patching.trees import SourceTree
 
 from .statements import change
 from .trees import installed_trees, open_trees, release_of
+from .upstream import repair_folder
 
 Standing = Literal["reviewed", "holds", "fixed_upstream", "missing", "drifted", "not_affected"]
 
@@ -215,11 +216,27 @@ def drift(
     else:
         print(_grid(rows))
         print(LEGEND)
+        for line in _repairs_that_can_go(rows):
+            print(f"\n{line}")
         for row in drifted:
             print(f"\n{row.id} on {_name(row)}: {row.reason}")
             if with_diff:
                 print(row.diff)
     return 1 if drifted else 0
+
+
+def _repairs_that_can_go(rows: Sequence[Drift]) -> list[str]:
+    """Return a sentence for each repair in upstream/ whose hazard a released version has repaired.
+
+    Versions of commits (`0.20.0rc0`, `unknown`) do not count.
+    """
+    return [
+        f"upstream/{row.id} can go: {_name(row)} has repaired the hazard"
+        for row in rows
+        if row.standing == "fixed_upstream"
+        and row.version.replace(".", "").isdigit()
+        and repair_folder(row.id) is not None
+    ]
 
 
 def _installed() -> list[SourceTree]:

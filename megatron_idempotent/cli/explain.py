@@ -13,6 +13,7 @@ from megatron_idempotent.patching.settings import SWITCH, unknown_id
 from megatron_idempotent.patching.table import render, wrapped
 
 from .findings import meaning, recorded, seen
+from .upstream import repair_text
 
 #: The most hazards that are listed for an error message.
 _SHOWN = 5
@@ -21,22 +22,27 @@ _LINE = 96
 _WORD = re.compile(r"[a-z][a-z0-9]{2,}")
 
 
-def explain(text: str) -> int:
+def explain(text: str, *, upstream: bool = False) -> int:
     """Print a hazard's case file, the hazards that may cause an error message, or all hazards.
 
     Args:
         text: an id, or the name of its file; words of an error message or a symptom; or "".
+        upstream: True to print the repair of upstream's own code in place of the case file.
 
     Returns:
         The exit code, 0.
 
     Raises:
         UnknownPatchError: no case file has that id, or a title or symptom like the text.
+        ValueError: `upstream` is given without an id.
     """
     listed = hazards()
     if as_id(text) in listed:
-        print(case_text(listed[as_id(text)]))
+        hazard = listed[as_id(text)]
+        print(repair_text(hazard) if upstream else case_text(hazard))
         return 0
+    if upstream and len(text.split()) != 1:
+        raise ValueError("--upstream prints the repair of one hazard: name its id")
     rows = [(hazard.id, hazard.summary) for hazard in listed.values()]
     if text:
         if len(text.split()) == 1:

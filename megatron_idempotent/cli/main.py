@@ -106,7 +106,7 @@ def _run(argv: list[str]) -> int:
 
             return doctor(as_json=arguments.json, neighbour=arguments.beside)
         if arguments.command == "explain":
-            return explain(" ".join(arguments.text))
+            return explain(" ".join(arguments.text), upstream=arguments.upstream)
         if arguments.command == "completion":
             from .completion import completion
 
@@ -175,6 +175,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, Any]:
         metavar="ID",
         help="a hazard, also by its file's name, or the words of a message; default: list all",
     )
+    explain.add_argument(
+        "--upstream",
+        action="store_true",
+        help="print the repair of upstream's own code: the pull request's message and the edits",
+    )
 
     prove = commands.add_parser(
         "prove", help="run hazards on CPU ranks, stock and patched", description=_PROVE
@@ -234,7 +239,8 @@ _EXPLAIN = (
     "Prints a hazard's case file: symptom, cause, releases, who met it in public, when the patch "
     "may go, and on which releases and commits it was seen. For words of a message or symptom, "
     "lists the hazards whose case files "
-    "resemble them most. Exit code 0; 2 for an unknown id, or if no case file resembles the words."
+    "resemble them most. With --upstream it prints the repair of Megatron itself. Exit code 0; 2 for "
+    "an unknown id, or if no case file resembles the words."
 )
 _DOCTOR = (
     "Decides every patch against the Megatron on the path, without importing it. The first line "

@@ -1,0 +1,45 @@
+"""Finds upstream's own repairs of hazards in a checkout of this project: the folders upstream/ID.
+
+An installed package does not have them; then the text says where they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_idempotent.patching.record import Hazard, Patch
+
+#: The checkout's folder of repairs; an installed package has none beside it.
+FOLDER = Path(__file__).parents[2] / "upstream"
+_ADDRESS = "https://github.com/megatron-idempotent/megatron-idempotent/tree/main/upstream"
+
+
+def repair_folder(hazard_id: str) -> Path | None:
+    """Return the checkout's folder with the repair of a hazard; None if there is none."""
+    folder = FOLDER / hazard_id
+    return folder if (folder / "repair.py").is_file() else None
+
+
+def repair_text(hazard: Hazard) -> str:
+    """Return the pull request's message and the edits of upstream's code, for a terminal.
+
+    Without a repair, the text says when the patch can go, and where repairs are kept.
+    """
+    folder = repair_folder(hazard.id)
+    if folder is not None:
+        message = (folder / "message.md").read_text("utf-8").rstrip()
+        edits = (folder / "repair.py").read_text("utf-8").rstrip()
+        commands = (
+            f"python tools/repairs.py diff path/to/checkout {hazard.id}",
+            f"python tools/repairs.py prove path/to/checkout {hazard.id}",
+        )
+        lines = [message, "", "What changes (repair.py):", "", edits, "", "See it:"]
+        return "\n".join([*lines, *(f"    {command}" for command in commands)])
+    until = " ".join(hazard.case_file["Remove when"].split())
+    if not FOLDER.is_dir():
+        where = f"Repairs are kept in the repository: {_ADDRESS}/{hazard.id}, if there is one."
+    elif isinstance(hazard, Patch):
+        where = "Nobody has written upstream's repair yet: upstream/README.md says how."
+    else:
+        where = "It is by design: upstream leaves it to the caller, and there is no repair to send."
+    return f"{where}\nRemove when: {until}"
