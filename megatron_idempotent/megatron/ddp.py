@@ -18,7 +18,8 @@ from typing import Any
 
 
 def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
-    """Return whether a `no_sync_func` consists of the bound `no_sync` methods of these chunks.
+    """Return whether a config's `no_sync_func`, `installed`, is the `no_sync` methods of `chunks`.
+    It must be one bound method per chunk, in the chunks' order.
 
     The `no_sync` attribute of a Megatron-FSDP wrapper is that of the module inside of it.
     """
@@ -31,7 +32,7 @@ def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
-    """Return all bucket groups of a chunk in Megatron's DDP, dense ones first, as upstream does.
+    """Return all bucket groups of a chunk in Megatron's DDP, dense ones before those of experts.
 
     The list is empty for a module without a wrapper.
     """
@@ -42,13 +43,17 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 def forget_first_window(group: Any) -> None:
-    """Drop a bucket group's counts of its first window, so that the next one counts as first."""
+    """Clear the gradient counts that a bucket group records in its first batch.
+    The next batch then is recorded as the first. After the first batch this does nothing.
+    """
     if group.is_first_batch:
         group.per_param_grad_ready_counts = {}
 
 
 def drain(group: Any) -> None:
-    """Wait for a bucket group's reduction in flight, if there is one."""
+    """Wait for a bucket group's gradient reduction in flight, if there is one.
+    For a reduction without a handle the current CUDA stream waits, not the host.
+    """
     handle = group.grad_reduce_handle
     if handle is not None:
         group.grad_reduce_handle = None
@@ -69,7 +74,8 @@ _ENTRIES = "_megatron_idempotent_no_sync"
 
 
 class NoSync(ContextDecorator):
-    """Replaces the context of `ddp.no_sync()`; it also ends if it is dropped without an exit.
+    """Replaces upstream's generator as the context of DDP's `no_sync()`: it prevents reductions.
+    It also ends if it is garbage-collected without an exit.
 
     The schedules drop it that way at the end of a forward-only pass.
     """
@@ -116,14 +122,16 @@ def _arm(chunk: Any, armed: bool) -> None:
 
 
 def no_sync(original: Callable[..., Any], self: Any) -> NoSync:
-    """Return a `NoSync` instead of upstream's generator."""
+    """Wrap DDP's `no_sync`: return a `NoSync` of the chunk instead of upstream's generator."""
     # The result is not used; the call runs the wrappers of other case files.
     original(self)
     return NoSync(self)
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
-    """Detach the open `no_sync` contexts, which belong to a window that has ended."""
+    """Wrap DDP's `zero_grad_buffer`: detach the chunk's open `no_sync` contexts, then zero it.
+    A detached context that exits late does not end a `no_sync` of the next step.
+    """
     setattr(self, _ENTRIES, None)
     original(self)
 
@@ -135,7 +143,9 @@ _LATE = "late"
 
 
 def watch(group: Any, purpose: str) -> None:
-    """Record, for `purpose`, the next parameter of a bucket group whose gradient is ready."""
+    """Begin to record, as `purpose`, the first parameter of `group` whose gradient becomes ready.
+    Gradients before this call do not count; `arrived` returns the parameter.
+    """
     vars(group).setdefault(_WATCHES, {})[purpose] = None
     if not _is_hooked(group):
         # Set on the instance and removed after the first gradient: a wrapper of the method would
@@ -144,12 +154,14 @@ def watch(group: Any, purpose: str) -> None:
 
 
 def arrived(group: Any, purpose: str) -> Any:
-    """Return the first parameter whose gradient became ready since `watch`; None if none did."""
+    """Return the first parameter of a bucket group whose gradient became ready since `watch`.
+    None if none did. `purpose` is the one given to `watch`.
+    """
     return vars(group).get(_WATCHES, {}).get(purpose)
 
 
 def unwatch(group: Any, purpose: str) -> None:
-    """Stop recording the first gradient for `purpose`, and drop the record."""
+    """End what `watch(group, purpose)` began: stop recording, and drop the recorded parameter."""
     watches = vars(group).get(_WATCHES, {})
     watches.pop(purpose, None)
     if not watches and _is_hooked(group):
@@ -173,7 +185,9 @@ def _register(
 
 
 def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch a reduction, then record a gradient that becomes ready too late for it."""
+    """Wrap a bucket group's `start_grad_sync`: dispatch it, then watch for late gradients.
+    With overlap_grad_reduce, `late` then returns the first parameter whose gradient came after it.
+    """
     original(self, *args, **kwargs)
     if self.ddp_config.overlap_grad_reduce and not vars(self).get(_POSTPONED, False):
         if not vars(self).get(_DISPATCHED, False):
@@ -182,7 +196,9 @@ def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
 
 
 def postpone(group: Any, postponed: bool) -> None:
-    """Set whether a bucket group's next `start_grad_sync` calls postpone the reduction."""
+    """Set whether `start_grad_sync` calls of a bucket group are postponed by a patch.
+    `dispatched` does not count a postponed reduction as dispatched.
+    """
     setattr(group, _POSTPONED, postponed)
 
 
@@ -192,12 +208,16 @@ def dispatched(group: Any) -> bool:
 
 
 def late(group: Any) -> Any:
-    """Return the first parameter whose gradient became ready after its reduction began, or None."""
+    """Return the first parameter whose gradient became ready after its group's reduction began.
+    None if there is none in this bucket group.
+    """
     return arrived(group, _LATE)
 
 
 def ended(chunk: Any) -> None:
-    """Record that the chunk's reductions are finished, or that its gradients are zeroed."""
+    """Clear the records of dispatched reductions and late gradients in a chunk's bucket groups.
+    It is called when the reductions are finished, or the gradients zeroed.
+    """
     for group in bucket_groups(chunk):
         setattr(group, _DISPATCHED, False)
         unwatch(group, _LATE)
@@ -211,13 +231,15 @@ _REDUCED = "_megatron_idempotent_reduced"
 
 
 def reduced(chunk: Any) -> tuple[int, ...] | None:
-    """Return the gradients' `versions` after their reduction; None before it."""
+    """Return the version counters (see `versions`) that a chunk's gradients had when last reduced.
+    None if they were not reduced since they were zeroed.
+    """
     recorded: tuple[int, ...] | None = getattr(chunk, _REDUCED, None)
     return recorded
 
 
 def grown(chunk: Any) -> bool:
-    """Return whether gradients were added to reduced ones, or are being reduced again."""
+    """Return whether a chunk's reduced gradients had new ones added, or are being reduced again."""
     reduced_versions = reduced(chunk)
     if reduced_versions is None:
         return False
@@ -231,7 +253,7 @@ def grown(chunk: Any) -> bool:
 
 
 def is_idle(chunk: Any) -> bool:
-    """Return whether all gradients of a chunk are reduced, with none added since."""
+    """Return whether all gradients of a chunk are reduced, and none was added since."""
     return reduced(chunk) is not None and not grown(chunk)
 
 
@@ -245,7 +267,7 @@ def finished(chunk: Any) -> None:
 
 
 def began(chunk: Any) -> None:
-    """Record that a window begins, so that no gradient is reduced; called by `zero_grad_buffer`."""
+    """Record that a chunk's gradients were zeroed and none is reduced; for `zero_grad_buffer`."""
     setattr(chunk, _REDUCED, None)
     ended(chunk)
     for group in bucket_groups(chunk):
@@ -253,7 +275,9 @@ def began(chunk: Any) -> None:
 
 
 def _replays(config: Any) -> bool:
-    """Return whether CUDA graphs may write gradients, which torch's counters do not see."""
+    """Return whether a model with this config may replay CUDA graphs that write gradients.
+    Torch's version counters do not see such writes.
+    """
     return bool(
         getattr(config, "enable_cuda_graph", False)
         or getattr(config, "external_cuda_graph", False)
@@ -262,14 +286,16 @@ def _replays(config: Any) -> bool:
 
 
 def registered(group: Any) -> dict[Any, int]:
-    """Return how many gradients each parameter got, in backwards that reduce, since `reset`."""
+    """Return how many gradients each parameter of a bucket group has registered since `reset`.
+    Backwards inside of `no_sync` register none.
+    """
     counts = getattr(group, "per_param_grad_ready_counts", None)
     # Releases before 0.16 keep a set, because they allow one gradient per parameter.
     return dict.fromkeys(group.params_with_grad, 1) if counts is None else counts
 
 
 def drop_registered(group: Any) -> None:
-    """Clear the counts that `registered` returns."""
+    """Clear the counts of a bucket group that `registered` returns."""
     if hasattr(group, "params_with_grad"):
         group.params_with_grad = set()
     else:
@@ -277,7 +303,8 @@ def drop_registered(group: Any) -> None:
 
 
 def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch the reductions that `no_sync` has prevented, as `finish_grad_sync` expects.
+    """Dispatch the gradient reductions of a chunk that `no_sync` has prevented.
+    `finish_grad_sync` can then wait for them.
 
     It does nothing in a first batch: there `finish_grad_sync` dispatches by itself, and would
     dispatch a reduction without a handle a second time.
@@ -288,7 +315,9 @@ def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def wait(chunk: Any) -> None:
-    """Wait for a chunk's reductions in flight, whose results are dropped."""
+    """Wait for a chunk's gradient reductions in flight, and drop their handles.
+    It is for gradients that will not be used.
+    """
     for group in bucket_groups(chunk):
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
@@ -296,13 +325,13 @@ def wait(chunk: Any) -> None:
 
 
 def name_of(chunk: Any, param: Any) -> str:
-    """Return the parameter's name in the wrapped module, for messages."""
+    """Return the name of a parameter in the module that a chunk wraps; "?" if it has no such."""
     names = (name for name, parameter in chunk.module.named_parameters() if parameter is param)
     return next(names, "?")
 
 
 def gradients(chunk: Any) -> list[Any]:
-    """Return the tensors that hold the chunk's gradients."""
+    """Return the flat gradient buffers of a chunk in DDP, and the extra main gradients of each."""
     return [
         tensor
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
@@ -311,7 +340,8 @@ def gradients(chunk: Any) -> list[Any]:
 
 
 def trained(chunk: Any) -> list[Any]:
-    """Return tensors with the chunk's trained parameters: DDP's flat buffers if these have them.
+    """Return tensors that together hold a chunk's trained parameters.
+    They are DDP's flat parameter buffers if all of these are floating-point, else the parameters.
 
     Flat buffers include padding, whose values are arbitrary.
     """
@@ -336,7 +366,7 @@ def bits(chunk: Any) -> Any:
 
 
 def versions(chunk: Any) -> tuple[int, ...]:
-    """Return torch's version counters of the gradients, which in-place writes increase."""
+    """Return torch's version counters of a chunk's gradient buffers; in-place writes raise them."""
     return tuple(tensor._version for tensor in gradients(chunk))
 
 

@@ -33,7 +33,7 @@ _Output = TypeVar("_Output")
 
 
 class ExpertReplay:
-    """Runs forwards of a model whose routers use given experts.
+    """Runs forwards in which a model's MoE routers use given experts instead of choosing them.
 
     `routed_experts` [B, T, L, K] has, for each token and each decoder layer with a router, K
     different experts, from 0. A token that the engine did not run, such as padding or a sequence's
@@ -124,10 +124,11 @@ class ExpertReplay:
             self._installed = None
 
     def take_counts(self) -> Tensor:
-        """Return and reset the counts of tokens whose router chose other experts than the engine.
+        """Return two counts of (token, layer) pairs, as float64 [2], and reset them.
+        First, the pairs whose router would choose another set of experts than the engine did;
+        second, all pairs for which the engine chose experts.
 
-        float64 [2]: token-layer pairs for which the router would choose another set of experts, and
-        all pairs with a route. Recomputation does not count.
+        Recomputation does not count.
         """
         counts, self._counts = self._counts, torch.zeros_like(self._counts)
         return counts.double()
@@ -135,7 +136,7 @@ class ExpertReplay:
     def fault(
         self, routed_experts: Any, shape: tuple[int, int], spans: Sequence[Span] | None
     ) -> str | None:
-        """Return an error text about a microbatch's routes; None if they are valid.
+        """Return an error text about the given experts of a microbatch; None if they are valid.
 
         Args:
             routed_experts: the microbatch's experts.
@@ -193,7 +194,7 @@ class ExpertReplay:
 
 
 class _Replay:
-    """Replaces a router's `RouterReplay`, with the experts of one microbatch."""
+    """Replaces the `RouterReplay` of one router, and gives it the experts of one microbatch."""
 
     #: Megatron's code that clears its own replay reads this list.
     replay_backward_list: ClassVar[list[Tensor]] = []
@@ -214,7 +215,10 @@ class _Replay:
         group_topk: int | None = None,
         default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and experts [N, K], as `RouterReplay.get_replay_topk` does."""
+        """Return the scores and indices [N, K] of the experts that the router is to use.
+        They are the given experts, or in mode "measure" the router's own. The signature is that of
+        `RouterReplay.get_replay_topk`.
+        """
         values_NK, own_NK = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
@@ -240,14 +244,16 @@ class _Replay:
 
 
 def _has_route(experts: Tensor) -> Tensor:
-    """Return a mask of the tokens with a route: their K experts differ, or K is 1."""
+    """Return a mask of tokens for which the engine chose experts: K different ones, or K = 1."""
     if experts.shape[-1] == 1:
         return torch.ones(experts.shape[:-1], dtype=torch.bool, device=experts.device)
     return (experts[..., 1:] != experts[..., :1]).any(-1)
 
 
 def _lacking(routed_BTL: Tensor, spans: Sequence[Span]) -> str | None:
-    """Describe the first sequence with tokens that need a route and have none in some layer."""
+    """Return an error text about the first sequence whose tokens need given experts and lack them.
+    None if each token of the `spans` has experts in every layer.
+    """
     for index, (row, start, stop) in enumerate(spans):
         routed_L = routed_BTL[row, start:stop].sum(0)
         if bool((routed_L < stop - start).any()):
@@ -261,7 +267,7 @@ def _lacking(routed_BTL: Tensor, spans: Sequence[Span]) -> str | None:
 
 
 def _refuse(caller: str, config: Any) -> None:
-    """Raise unless the routers of a model with this config call `RouterReplay`."""
+    """Raise an error unless the routers of a model with this config call `RouterReplay`."""
     if not getattr(config, "num_moe_experts", None):
         raise ValueError(
             f"{caller} got a model without experts (num_moe_experts is not set), and "
@@ -290,7 +296,9 @@ def _refuse(caller: str, config: Any) -> None:
 
 
 def _routers(caller: str, chunk: Any, numbers: Sequence[int]) -> list[tuple[int, Any]]:
-    """Return (index in the whole model, router) for each router of a chunk's decoder."""
+    """Return (position of its layer in `numbers`, router) for each router of a chunk's decoder.
+    `numbers` are the layers with a router. Routers of MTP heads are left out.
+    """
     from megatron.core.transformer.moe.router import TopKRouter
 
     modules = list(chunk.modules())

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_wrapped(chunk: Any) -> bool:
-    """Return whether the chunk is wrapped by Megatron-FSDP."""
+    """Return whether a chunk is wrapped by the first version of Megatron-FSDP."""
     return hasattr(getattr(chunk, "module", None), "grad_reduce_pipeline")
 
 
@@ -24,7 +24,9 @@ def was_interrupted(fsdp: Any) -> bool:
 
 
 def start_over(fsdp: Any) -> None:
-    """Drop the state of an interrupted backward; call it before gradients are zeroed."""
+    """Drop the state that an interrupted backward has left in a `MegatronFSDP`.
+    It waits for reductions first. Call it before gradients are zeroed.
+    """
     reductions = fsdp.grad_reduce_pipeline
     # First, because reductions in flight write into the gradients that are zeroed next.
     reductions.wait_for_previous_grad_reduce(0)

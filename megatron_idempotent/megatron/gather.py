@@ -54,23 +54,23 @@ def is_layer_wise(group: Any) -> bool:
 
 
 def gathers_by_lists(group: Any) -> bool:
-    """Return whether the group gathers lists of whole parameters, not slices of its buffer."""
+    """Return whether a bucket group gathers lists of whole parameters, not slices of a buffer."""
     return any(getattr(bucket, "layerwise_params_list", None) for bucket in group.buckets)
 
 
 def mark(group: Any) -> None:
-    """Record that the parameters of `group` are about to change on the rank that owns them."""
+    """Record that parameters of `group` are about to change on the rank that owns them."""
     setattr(group, _MARK, True)
 
 
 def marked(group: Any) -> bool | None:
-    """Return whether an update of `group` waits for its gather; None before the first mark."""
+    """Return whether `group` has updated parameters not gathered yet; None before any `mark`."""
     pending: bool | None = getattr(group, _MARK, None)
     return pending
 
 
 def hold_gradients(group: Any, waiting: bool) -> None:
-    """Set whether `group` has reduced gradients that wait for a step."""
+    """Record whether `group` has reduced gradients that wait for an optimizer step."""
     setattr(group, _HELD, waiting)
 
 
@@ -83,17 +83,17 @@ def holds_gradients(group: Any) -> bool:
 
 
 def watch(chunk: Any) -> None:
-    """Keep a weak reference to a chunk that an optimizer updates."""
+    """Add a chunk that an optimizer updates to `watched_chunks()`, by a weak reference."""
     _watched.setdefault(chunk, None)
 
 
 def watched_chunks() -> list[Any]:
-    """Return the chunks that were passed to `watch`, in the order of their first update."""
+    """Return the chunks that were passed to `watch`, in the order of their first call."""
     return list(_watched)
 
 
 def updating(original: Callable[..., Any], self: Any) -> Any:
-    """Mark the bucket groups that an optimizer writes, then run its update.
+    """Wrap an optimizer's update: mark the bucket groups that it writes, then run it.
 
     The marks are set first, because without overlap_param_gather upstream gathers in the update.
     """
@@ -103,7 +103,9 @@ def updating(original: Callable[..., Any], self: Any) -> Any:
 
 
 def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Run a bucket group's gather; clear the group's mark if the gather has the updated values."""
+    """Wrap a bucket group's `start_param_sync`: run the gather, and clear the group's mark.
+    The mark stays if the gather was in flight before, with old values.
+    """
     stale_in_flight = force_sync and self.param_gather_handle is not None
     result = original(self, force_sync=force_sync)
     # With a gather in flight `force_sync` only waits for it, and it has the values of its start.
@@ -113,7 +115,7 @@ def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool =
 
 
 def wait(group: Any) -> None:
-    """Wait for a gather of `group` in flight, if any, without dispatching one.
+    """Wait for the parameter gather of `group` that is in flight, if any; never start one.
 
     It calls upstream's `finish_param_sync`, which completes a gather.
     """
@@ -123,7 +125,7 @@ def wait(group: Any) -> None:
 
 
 def gather(chunk: Any) -> None:
-    """Gather the marked bucket groups of `chunk`, and wait for all gathers in flight.
+    """Gather the parameters of the marked bucket groups of `chunk`, and wait for gathers in flight.
 
     All ranks of the chunk's data-parallel groups must enter if any group is marked: the
     all-gathers below hang otherwise.
@@ -142,7 +144,8 @@ def gather(chunk: Any) -> None:
 
 
 def finish_update(chunks: list[Any]) -> None:
-    """Gather the updates in these chunks, wrapped or not, that a step left to the next forward.
+    """Gather the updated parameters that a step with overlap_param_gather left to the next forward.
+    `chunks` may be wrapped in DDP or not; those without that option are skipped.
 
     All ranks of the chunks' data-parallel groups take part. A group that no patch watches is always
     gathered. MXFP8 parameters that share memory with gradients are left alone.
@@ -162,7 +165,7 @@ def finish_update(chunks: list[Any]) -> None:
 
 
 def shares_memory_with_gradients(chunk: Any) -> bool:
-    """Return whether parameters share memory with gradients (reuse_grad_buf_for_mxfp8_param_ag).
+    """Return whether a chunk's parameters share memory with its gradients, as MXFP8 ones can.
 
     Then only the training loop can copy the update there for a gather.
     """
@@ -173,13 +176,16 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:
-    """Store the chunks on the optimizer, which 0.17 and commits up to 0.18 do not."""
+    """Wrap a method of a layer-wise optimizer that gets its model chunks: also store them on it.
+    Upstream does not store them in 0.17 and in commits up to 0.18.
+    """
     original(self, model_chunks)
     setattr(self, _CHUNKS, list(model_chunks))
 
 
 def deferred_groups(optimizer: Any) -> list[Any]:
-    """Return the bucket groups whose gather this optimizer leaves to the forward pre-hooks.
+    """Return the bucket groups that a layer-wise optimizer leaves forward pre-hooks to gather.
+    Empty for any other optimizer, and without overlap.
 
     All ranks get the same ones, even a rank that owns none of the parameters.
     """
@@ -194,14 +200,16 @@ def deferred_groups(optimizer: Any) -> list[Any]:
 
 
 def watch_layer_wise(optimizer: Any) -> None:
-    """Call `watch` for a layer-wise optimizer's chunks, so that a checkpoint gathers them first."""
+    """Call `watch` for a layer-wise optimizer's chunks if it leaves gathers to the next forward.
+    A checkpoint then gathers them first.
+    """
     if _defers(optimizer):
         for chunk in _chunks(optimizer):
             watch(chunk)
 
 
 def outdate(group: Any) -> None:
-    """Mark the group's gathered parameters as out of date, as they are after a step."""
+    """Mark a bucket group's gathered parameters as out of date; the next forward gathers them."""
     if group.param_gather_handle is not None:
         # Only wait: the gathered values are about to be overwritten.
         group.param_gather_handle.wait()

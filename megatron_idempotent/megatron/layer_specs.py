@@ -27,7 +27,8 @@ def gpt_stage(
     fused: bool = False,
     **model: Any,
 ) -> Any:
-    """Return a `GPTModel` with upstream's local layers; `model` holds its other arguments.
+    """Return a `GPTModel` with upstream's local layers, for one pipeline stage.
+    `model` holds the other arguments of `GPTModel`.
 
     `change_spec` takes upstream's layer spec, and returns the one to use. If the config has
     `mtp_num_layers`, layers for multi-token prediction are built from the same spec, unless `model`
@@ -61,12 +62,12 @@ def gpt_stage(
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:
-    """Return whether this release's `function` has the parameter."""
+    """Return whether `function` has a parameter of this name in the installed Megatron."""
     return parameter in inspect.signature(function).parameters
 
 
 class MarkedNorm:
-    """Creates the torch norm of `config.normalization`, marked for sequence parallelism.
+    """Creates torch's LayerNorm or RMSNorm, with parameters marked for sequence parallelism.
 
     Layer specs call it as a class.
     """
@@ -80,7 +81,7 @@ class MarkedNorm:
 
 
 def _mtp_block(layer_spec: Any, config: Any, vp_stage: int | None) -> Any:
-    """Return the submodules of a stage's MTP layers; None for a stage without MTP layers."""
+    """Return the block spec of a pipeline stage's MTP layers; None for a stage without any."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
     stage = {"vp_stage": vp_stage} if takes(get_gpt_mtp_block_spec, "vp_stage") else {}

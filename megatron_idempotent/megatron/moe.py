@@ -22,7 +22,9 @@ def reset_shared_experts(shared: Any) -> None:
 
 
 def forget_tokens(chunk: Any) -> None:
-    """Reset the token counts of a chunk's routers since the last complete window."""
+    """Zero the token counts of a chunk's routers that a window adds up.
+    They are those for the expert bias, the global auxiliary loss and quantile balancing.
+    """
     for module in chunk.modules():
         counted = getattr(module, "local_tokens_per_expert", None)
         if counted is not None:
@@ -35,7 +37,7 @@ def forget_tokens(chunk: Any) -> None:
 
 
 def ranks_of_a_sequence() -> int:
-    """Return the number of tensor- and context-parallel ranks that share each sequence."""
+    """Return the number of ranks that share each sequence: TP size times CP size."""
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_and_context_parallel_group()
@@ -44,7 +46,8 @@ def ranks_of_a_sequence() -> int:
 
 @functools.cache
 def losses_count_all_ranks() -> bool:
-    """Return whether routers multiply losses by the tokens of all ranks that share a sequence.
+    """Return whether this Megatron's routers multiply auxiliary losses by all ranks' tokens.
+    All ranks are those that share a sequence.
 
     They do so from 0.19 on; earlier releases multiply by the tokens of one rank.
     """
@@ -60,7 +63,9 @@ def losses_count_all_ranks() -> bool:
 
 @contextmanager
 def multiplied(config: Any, name: str, factor: int) -> Iterator[None]:
-    """Multiply a coefficient of the config, or a list of them, during the block."""
+    """Multiply a coefficient of the config, or a list of them, by `factor` during the block.
+    `name` is the config's attribute; its value is restored at the end.
+    """
     original = getattr(config, name)
     if not original or factor == 1:
         yield
@@ -74,7 +79,7 @@ def multiplied(config: Any, name: str, factor: int) -> Iterator[None]:
 
 
 def agreed_metrics(sizes: dict[str, int], *, pg_collection: Any = None) -> dict[str, int]:
-    """Return the metrics of all pipeline stages, in the same order on all ranks.
+    """Return all pipeline stages' names and sizes of metrics, in the same order on all ranks.
 
     If the pipeline has several stages this is a collective: all its ranks gather their sizes.
 
@@ -161,7 +166,9 @@ _LOGS = (
 
 
 def scalers() -> Iterator[Any]:
-    """Yield the loaded classes whose `main_loss_backward_scale` the schedules set."""
+    """Yield Megatron's auxiliary-loss scalers, such as `MoEAuxLossAutoScaler`, that are imported.
+    They are the classes whose `main_loss_backward_scale` the schedules set.
+    """
     for module, name in _SCALERS:
         scaler = getattr(sys.modules.get(module), name, None)
         if scaler is not None:
@@ -169,7 +176,7 @@ def scalers() -> Iterator[Any]:
 
 
 def layer_logs() -> Iterator[Any]:
-    """Yield the tensors in which MTP and DSA layers log their losses; MoE layers have others."""
+    """Yield the tensors in which MTP and DSA layers log their losses. MoE layers log elsewhere."""
     import torch
 
     for module, name in _LOGS:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def is_torch_adam(optimizer: Any) -> bool:
-    """Return whether an optimizer is torch's Adam, which alone counts steps per parameter."""
+    """Return whether a Megatron optimizer steps with torch's Adam or AdamW.
+    That is the fallback without Apex and Transformer Engine; it alone counts steps per parameter.
+    """
     import torch
     from megatron.core.optimizer import distrib_optimizer
 
@@ -23,12 +25,12 @@ def is_torch_adam(optimizer: Any) -> bool:
 
 
 def is_hybrid(inner: Any) -> bool:
-    """Return whether a torch optimizer is Megatron's hybrid one, which can step on the host."""
+    """Return whether `inner` is Megatron's `HybridDeviceOptimizer`, which can step on the host."""
     return hasattr(inner, "param_to_inner_param")
 
 
 def mark_part(parameter: Any, dimension: int) -> None:
-    """Mark a parameter as a shard along a dimension, as Megatron's own layers do.
+    """Mark a parameter as a tensor-parallel shard along a dimension, as Megatron's own layers do.
 
     Without the mark the gradient norm counts the parameter on the first rank only.
     """
@@ -38,12 +40,13 @@ def mark_part(parameter: Any, dimension: int) -> None:
 
 
 def stepping(inner: Any) -> list[Any]:
-    """Return the torch optimizers in a hybrid optimizer, or the optimizer itself."""
+    """Return the torch optimizers inside a hybrid optimizer; `[inner]` for any other optimizer."""
     return list(inner.sub_optimizers) if is_hybrid(inner) else [inner]
 
 
 def renew_copies(hybrid: Any, *, widened: bool = True) -> None:
-    """Update the copies, on the host or in float32, that a hybrid optimizer steps.
+    """Copy current parameter values into the copies that a hybrid optimizer steps instead.
+    The copies are on the host or in float32.
 
     Without `widened` float32 copies of 16-bit parameters are skipped, to keep their extra bits.
     """
@@ -127,7 +130,7 @@ def in_fsdp(optimizer: Any) -> bool:
 
 
 def frozen(optimizer: Any) -> list[Tensor]:
-    """Return the tensors that an optimizer steps and whose parameters are frozen now."""
+    """Return the tensors that an optimizer steps although their parameter is frozen now."""
     mains = [main for model, main in stepped(optimizer) if not model.requires_grad]
     if in_fsdp(optimizer) and optimizer.optimizer is not None:
         for group in optimizer.optimizer.param_groups:
@@ -140,7 +143,7 @@ def frozen(optimizer: Any) -> list[Tensor]:
 
 
 def leave_out(inner: Any, mains: Iterable[Any]) -> None:
-    """Drop the gradients of main parameters, so that a torch optimizer does not step them."""
+    """Drop the gradients of main parameters, so that the torch optimizer `inner` skips them."""
     for main in mains:
         main.grad = None
         if hasattr(main, "decoupled_grad"):
@@ -152,7 +155,7 @@ def leave_out(inner: Any, mains: Iterable[Any]) -> None:
 
 
 def count_step(inner: Any, mains: Iterable[Any]) -> None:
-    """Set the step counts of main parameters that `leave_out` skipped to that of the others.
+    """Set the step counts of main parameters that `leave_out` skipped to that of stepped ones.
 
     Megatron saves one count for all. A tensor that was never stepped gets an optimizer state like
     that of a stepped one, with moments of zero.
@@ -180,7 +183,8 @@ def count_step(inner: Any, mains: Iterable[Any]) -> None:
 
 
 def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask of elements that were written into the model after the last step.
+    """Return a mask of elements that were written into `model` after the last optimizer step.
+    The second result is `model` on the device of `main`.
 
     Their main parameter does not round to the model's value, as it does after a step. The second
     result has the model's values, on the main parameter's device.
@@ -190,7 +194,7 @@ def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def count_outdated(optimizer: Any, device: Any) -> Tensor:
-    """Return this rank's number of `outdated` elements, a float64 scalar, without a sync."""
+    """Return this rank's number of `outdated` elements, a float64 scalar on `device`."""
     import torch
 
     count = torch.zeros((), dtype=torch.float64, device=device)
@@ -206,7 +210,9 @@ OURS = "_megatron_idempotent_scaling"
 
 
 class LossScale:
-    """Calls `optimizer.scale_loss`; copies and pickles of this object leave the optimizer out."""
+    """Callable that multiplies a loss by an optimizer's loss scale.
+    It has a weak reference to the optimizer; copies and pickles of it leave the optimizer out.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -255,7 +261,7 @@ def unchained(optimizer: Any) -> list[Any]:
 
 
 def grad_scalers(optimizer: Any) -> list[Any]:
-    """Return the gradient scalers of an optimizer, or of the optimizers in a chain."""
+    """Return the gradient scalers of an optimizer, or of those in a chain, without None."""
     scalers = [getattr(part, "grad_scaler", None) for part in unchained(optimizer)]
     return [scaler for scaler in scalers if scaler is not None]
 

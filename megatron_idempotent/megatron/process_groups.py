@@ -20,7 +20,7 @@ def live_groups() -> list[Any]:
 
 
 def alive() -> Any:
-    """Return torch's table of existing process groups."""
+    """Return torch's internal table of existing process groups, keyed by group."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._world.pg_map
@@ -45,7 +45,7 @@ def _references(objects: list[Any]) -> list[int]:
 
 
 def _by_torch(group: Any) -> int:
-    """Count the references of torch's own tables to a group."""
+    """Return the number of references to a process group in torch's own tables."""
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world

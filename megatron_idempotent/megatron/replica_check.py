@@ -20,11 +20,11 @@ _PRIME = 1_000_003
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Gradients or parameters that ranks replicate differ before a step."""
+    """Is raised before a step if gradients or parameters differ between ranks that share them."""
 
 
 class _Numbers(NamedTuple):
-    """Holds the 64-bit integers that ranks compare for one bucket group."""
+    """Holds the three 64-bit integers of one bucket group that ranks compare with each other."""
 
     reductions: int
     """The number of reductions that finished since `zero_grad_buffer`."""
@@ -35,7 +35,8 @@ class _Numbers(NamedTuple):
 
 
 def check_replicas(model_chunks: Sequence[Any]) -> None:
-    """Compare the gradients and parameters that data- and tensor-parallel ranks share.
+    """Raise if gradients or parameters differ between data- or tensor-parallel ranks with copies.
+    It also raises if a bucket group was not reduced equally often on all ranks.
 
     Each bucket group must have been reduced equally often, at least once if it has gradients.
     Parameters must have the same bits, and with an all-reduce gradients too. (After a
@@ -64,7 +65,9 @@ def check_replicas(model_chunks: Sequence[Any]) -> None:
 
 
 def _replicated(model_chunks: Sequence[Any]) -> dict[Any, list[tuple[Any, Tensor]]]:
-    """Return trained parameters that tensor-parallel ranks replicate, by process group."""
+    """Return the trained parameters of which all tensor-parallel ranks have a copy.
+    The result maps each process group to (chunk, parameter) pairs.
+    """
     from megatron.core import parallel_state
 
     dense = parallel_state.get_tensor_model_parallel_group()
@@ -99,7 +102,8 @@ def _compare_replicated(params: Sequence[tuple[Any, Tensor]], process_group: Any
 
 
 def _first_mismatch(tensors: Sequence[Tensor], process_group: Any) -> tuple[int, str] | None:
-    """Return the index of the first tensor that differs between ranks, and those ranks in words.
+    """Return the index of the first tensor that differs between ranks, and a text with these ranks.
+    None if no tensor differs.
 
     All ranks of the group take part.
     """

@@ -37,10 +37,10 @@ def config_of(model: Any) -> Any:
 
 
 class Window(Protocol):
-    """Runs the schedule calls of some model chunks."""
+    """Protocol of an open window, an object that runs the schedule calls of its model chunks."""
 
     def holds(self, chunk: Any) -> bool:
-        """Return whether the chunk is one of the window's."""
+        """Return whether `chunk` is one of this window's chunks."""
 
     def run(self, schedule: Callable[..., Any], **call: Any) -> Any:
         """Run one call of the schedule as part of the window, and return its result."""
@@ -52,12 +52,13 @@ _running: list[Window] = PerProcessList(__name__, "_running")
 
 
 def are_held(chunks: list[Any]) -> bool:
-    """Return whether one of the chunks belongs to an open window."""
+    """Return whether at least one of the chunks belongs to an open window."""
     return any(window.holds(chunk) for window in open_windows for chunk in chunks)
 
 
 def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Return `run` of the window that is open for `model`; without a window return `schedule`.
+    """Return the function that a patch calls for `schedule`: `run` of the window open for `model`.
+    Without such a window, return `schedule` itself.
 
     Several patches call this, so that windows still work if one of these patches is deleted. For
     a call that a window is already running it returns `schedule`.
@@ -84,7 +85,8 @@ def _run(window: Window, schedule: Callable[..., Any], **call: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def sums_tokens_of_context_ranks() -> bool:
-    """Return whether upstream sums loss functions' token counts over context-parallel ranks, too.
+    """Return whether this Megatron sums token counts of losses over context-parallel ranks, too.
+    All releases sum them over data-parallel ranks.
 
     0.12 sums them over the data-parallel ranks alone: there a loss function returns the tokens of
     all context-parallel parts of its microbatch.
@@ -95,7 +97,9 @@ def sums_tokens_of_context_ranks() -> bool:
 
 
 def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
-    """Return the last stage's lists of activations and output gradients; None if it has none."""
+    """Return the lists of activations and output gradients for a deferred embedding gradient.
+    They belong to the model's last chunk; None if it defers no gradient.
+    """
     holder = _holder(model[-1] if isinstance(model, list) else model)
     return (
         None if holder is None else (holder.embedding_activation_buffer, holder.grad_output_buffer)
@@ -103,7 +107,9 @@ def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
 
 
 def weight(chunk: Any) -> Any:
-    """Return the weight whose gradient the chunk defers; None if it defers none or is frozen."""
+    """Return the output layer's weight whose gradient `chunk` defers; None if there is none.
+    None also if that weight is frozen.
+    """
     holder = _holder(chunk)
     if holder is None:
         return None

@@ -47,7 +47,7 @@ _PREFIXES = {
 
 
 def address(name: str) -> str:
-    """Return a function's `module:qualname`, from that or from a short form like `ddp.no_sync`.
+    """Return a function's `module:qualname`; `name` is that, or a short form like `ddp.no_sync`.
 
     `moe.router:TopKRouter.forward` and `core.parallel_state:destroy_model_parallel` are short
     forms, too.
@@ -57,12 +57,14 @@ def address(name: str) -> str:
 
 
 def target(name: str, wrapper: Callable[..., Any], *relies_on: str, **more: Any) -> Target:
-    """Return the `Target` for a function, by its address or a short form of that."""
+    """Return a `Target`: a function to wrap, by its address or a short form, and its wrapper."""
     return Target(address(name), wrapper, *relies_on, **more)
 
 
 def step_targets(wrapper: Callable[..., Any]) -> tuple[Target, ...]:
-    """Return the targets for `step` of all optimizers; DistributedOptimizer inherits one."""
+    """Return `Target`s that wrap `step` of all Megatron optimizers with `wrapper`.
+    DistributedOptimizer inherits one of these methods.
+    """
     return tuple(target(f"{kind}.step", wrapper) for kind in ("chained", "mixed", "fp32"))
 
 
@@ -74,6 +76,6 @@ PIPELINED = (
 
 
 def schedule_targets(wrapper: Callable[..., Any], *names: str) -> tuple[Target, ...]:
-    """Return targets for the schedules called `names`, all three by default, with one wrapper."""
+    """Return `Target`s that wrap the schedules called `names`, by default all, with `wrapper`."""
     names = names or ("forward_backward_no_pipelining", *PIPELINED)
     return tuple(target(f"schedules.{name}", wrapper) for name in names)

@@ -22,7 +22,7 @@ STAGE_OFFSET = 100
 
 
 def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
-    """Return the local variables of upstream's `function` from the traceback of `error`.
+    """Return a copy of the local variables that upstream's `function` had when it raised `error`.
 
     None if the traceback does not have the function. `train` keeps its counters in local variables,
     and returns them only if it does not raise.
@@ -67,7 +67,8 @@ def undone(
     config: Any,
     timers: Any,
 ) -> Any:
-    """Call an `evaluate` function, and restore the settings that it changes, even if it raises.
+    """Call an `evaluate` function; afterwards restore the settings that it changed.
+    It returns the function's result, and restores even if the function raises.
 
     These are training modes, the rerun mode, the config's timers and the function's own timer.
     """
@@ -117,14 +118,16 @@ _began: PerProcessWeakKeys[Any, FrameType] = PerProcessWeakKeys(__name__, "_bega
 
 
 def live_machine() -> Any:
-    """Return the process's rerun state machine, or None; upstream's getter would create one."""
+    """Return the process's rerun state machine; None if there is none.
+    Upstream's getter would create one.
+    """
     from megatron.core import rerun_state_machine
 
     return rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
 
 
 def abandon(machine: Any) -> None:
-    """Reset the machine to the state before its step, if it is inside of one."""
+    """Reset the rerun state machine to its state before the current step, if it is in a step."""
     _began.pop(machine, None)
     waiting = _INTERRUPTED.get(machine.state.name)
     if waiting is None:
@@ -143,7 +146,7 @@ def abandon(machine: Any) -> None:
 
 
 def began(machine: Any) -> None:
-    """Record the frame of the function that runs this step of the rerun state machine."""
+    """Record the frame of the function that runs the current step of the rerun state machine."""
     _began[machine] = next(
         frame
         for frame in _outwards(sys._getframe(2))
@@ -152,12 +155,12 @@ def began(machine: Any) -> None:
 
 
 def ended(machine: Any) -> None:
-    """Drop the record of the function that ran the step, whose loop has ended normally."""
+    """Drop the frame that `began` recorded, after the loop of that step has ended normally."""
     _began.pop(machine, None)
 
 
 def abandon_if_left(machine: Any) -> None:
-    """Reset the machine if the function that ran its step has raised.
+    """Call `abandon` for the rerun state machine if the function that ran its step has raised.
 
     If the function returned, or caught the exception itself, the step may still end, and is not
     changed.
