@@ -41,6 +41,7 @@ WINDOW_TIMERS = frozenset(
 
 def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
     """Drop a window that raised, so that the next one has the result it would have without it.
+    A window is all calls whose gradients go into one optimizer step.
 
     Call it after any exception, a keyboard interrupt included, between the start of a window's
     forward and the end of `optimizer.step()`; on every rank that holds the model, with or without
@@ -116,7 +117,8 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
 
 
 def drop_collectives(chunks: Sequence[Any]) -> None:
-    """Drop the handles of a poisoned session's collectives, some of which will never end.
+    """Drop the handles of the chunks' reductions and gathers in flight, without waiting for them.
+    After a failure on some ranks only, some of them never end.
 
     A gather may have ended on some ranks only, so all ranks gather again before the next forward.
     """
@@ -142,7 +144,9 @@ def _forget_activations(chunk: Any) -> None:
 
 
 def _clear_logs() -> None:
-    """Clear the totals that layers log, including those of earlier windows not logged yet."""
+    """Zero the auxiliary losses that layers add up for logging, on this rank.
+    Those of earlier windows that are not logged yet are zeroed, too.
+    """
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     if logging is not None:  # from 0.18 on

@@ -21,7 +21,7 @@ from megatron_idempotent.patching.needs import Need, check_applied
 
 
 def configs_of(chunks: Sequence[Any]) -> list[Any]:
-    """Return the chunks' configs without duplicates: chunks mostly share one."""
+    """Return the different config objects of the chunks; chunks mostly share one."""
     return list({id(config): config for config in map(get_model_config, chunks)}.values())
 
 
@@ -80,7 +80,7 @@ def _overlaps(chunk: Any) -> bool:
 
 
 def set_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute; closing the stack restores it."""
+    """Set the attribute `name` of `owner` to `value`; closing the stack restores the old value."""
     stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
@@ -92,7 +92,7 @@ def dividing_by(
     auxiliary_weight: float | Callable[[], float] = 1.0,
     context_parallel: bool = True,
 ) -> Iterator[None]:
-    """Make schedules divide losses by `divisor` instead of their number of microbatches.
+    """Make schedules divide losses by `divisor` in the block, not by their number of microbatches.
 
     It replaces the schedules' function that divides, whose only use of that number this is. The
     losses of MoE, MTP and experimental attention are also multiplied by `auxiliary_weight`, unless
@@ -134,7 +134,8 @@ def dividing_by(
 
 @functools.lru_cache(maxsize=8)
 def _positions(function: Callable[..., Any]) -> tuple[int, int, int | None]:
-    """Return the positions of `num_microbatches`, `config` and `cp_group_size` in the signature.
+    """Return the positions of three parameters in a function's signature.
+    They are `num_microbatches`, `config` and `cp_group_size`.
 
     The last is None before 0.14, where functions look up the number of context-parallel ranks.
     """
@@ -145,7 +146,9 @@ def _positions(function: Callable[..., Any]) -> tuple[int, int, int | None]:
 
 
 def multiplies_by_ranks() -> bool:
-    """Return whether losses are multiplied by ranks despite `dividing_by(context_parallel=False)`.
+    """Return whether this Megatron multiplies losses by ranks even under `dividing_by`.
+    Release 0.12 does, in spite of `context_parallel=False`, by the number of context-parallel
+    ranks.
 
     0.12 still multiplies a loss that comes with its tokens by the number of context-parallel ranks:
     it looks the number up twice, the second time for losses without tokens.
@@ -228,7 +231,8 @@ class AccumulationWindow:
         return result
 
     def finish(self) -> None:
-        """Reduce and finalize, unless the last call did; `accumulation_window()` does it at exit.
+        """Reduce and finalize the gradients, unless the last schedule call did.
+        `accumulation_window()` calls this at the end of its block.
 
         Raises:
             RuntimeError: fewer microbatches ran than the total says, or none at all.
@@ -256,7 +260,7 @@ class AccumulationWindow:
             finalize(model, self._num_tokens, **options)
 
     def _let_finalize(self, stack: ExitStack) -> None:
-        """Call the caller's finalize function with the sum of all calls' token counts."""
+        """Let the schedule call the config's finalize function with all calls' token counts."""
         for config in self._configs:
             finalize = config.finalize_model_grads_func
 

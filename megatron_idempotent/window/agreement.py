@@ -45,7 +45,7 @@ _session = _Session(__name__, "_session")
 
 
 class WindowAborted(RuntimeError):
-    """Says that ranks failed, and that all ranks stopped; the message says what to do next.
+    """Is raised on all ranks after some ranks failed; the message says what to do next.
 
     `failures` maps global ranks to what happened there. On those ranks the original error is the
     `__cause__`, and the message begins with it. `rank` is the global rank of this process, None
@@ -71,7 +71,7 @@ class WindowAborted(RuntimeError):
 
 
 class SessionPoisoned(RuntimeError):
-    """Says that ranks left a window at different points; no rank may run another guarded window.
+    """Is raised once ranks left a window at different points: no guarded window can follow.
 
     `rebuild_process_groups()` or a restart of the processes ends this state.
     """
@@ -197,7 +197,7 @@ def as_one(consequence: str) -> Iterator[None]:
 
 @contextmanager
 def as_one_at_barriers(consequence: str) -> Iterator[None]:
-    """Do the same as `as_one`, and call `meet` at each barrier of all ranks in the block."""
+    """Do the same as `as_one`, and exchange failures (`meet`) at each barrier of all ranks, too."""
     barrier = dist.barrier
 
     def met(*args: Any, **kwargs: Any) -> Any:
@@ -212,7 +212,8 @@ def as_one_at_barriers(consequence: str) -> Iterator[None]:
 
 
 def meet(consequence: str, error: BaseException | None = None) -> None:
-    """Raise on all ranks of an `as_one` block if one passes an error; outside a block, raise it.
+    """Raise `WindowAborted` on all ranks of an `as_one` block if any rank passes an error.
+    A collective of all ranks. Outside such a block, raise `error` itself, if there is one.
 
     It uses the default group, because a rank that cannot open files cannot create another.
     """
@@ -247,7 +248,9 @@ def attempt(consequence: str) -> Iterator[None]:
 
 
 def compare(text: str, group: Any) -> list[str]:
-    """Gather a text from all ranks of a gloo group; return [] if a rank did not arrive in time."""
+    """Gather a text from all ranks of a gloo group, and return them in rank order.
+    Return [] if a rank did not arrive in time.
+    """
     texts: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(texts, text, group=group)
@@ -257,7 +260,7 @@ def compare(text: str, group: Any) -> list[str]:
 
 
 def lockstep_group() -> Any:
-    """Return the gloo group over this rank's tensor and context parallel ranks.
+    """Return the gloo group of the ranks in this rank's tensor- and context-parallel group.
 
     The first call is a collective over all ranks, like that of `control_group`.
     """
@@ -287,7 +290,9 @@ def shared_group(name: str, key: object, deadline_s: float) -> Any:
 
 
 def poison(reason: str) -> SessionPoisoned:
-    """Refuse all further windows of this process, and return the error to raise."""
+    """Mark this process's session as poisoned, and return the error to raise.
+    All further guarded windows of the process are refused.
+    """
     first = _heard_of()
     if _session.poisoned is None:
         _session.poisoned = reason
@@ -313,7 +318,9 @@ def refuse_if_poisoned() -> None:
 
 
 def forget() -> None:
-    """Destroy this module's groups and end the poisoned state; all ranks call it in a rebuild."""
+    """Destroy the gloo groups of this module, and end the poisoned state.
+    All ranks call it while they rebuild their process groups.
+    """
     for made_under, group in _control.values():
         if made_under is dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -335,7 +342,9 @@ def _remedy() -> str:
 
 
 def _heard_of() -> str | None:
-    """Return the first rank that poisoned its session, and the reason; None if unknown."""
+    """Return a text, from torch's store, with the first rank that poisoned its session and why.
+    None if there is no such text.
+    """
     with contextlib.suppress(RuntimeError, ValueError):
         store = distributed_c10d._get_default_store()
         if store.check([_key()]):
@@ -349,7 +358,8 @@ def _key() -> str:
 
 @contextmanager
 def collective_timeout(groups: Sequence[Any], timeout_s: float) -> Iterator[None]:
-    """Set the timeout of these process groups' gloo operations to `timeout_s` in the block.
+    """Lower the timeout of process groups' gloo operations to `timeout_s` in the block.
+    Shorter timeouts stay.
 
     It changes nothing for NCCL, whose watchdog ends operations, and the process, after the timeout
     that a group was created with.

@@ -38,7 +38,7 @@ from .missed_collectives import MissedCollectives, gather_params
 
 
 class _NoGradient(torch.autograd.Function):
-    """Computes a loss of zero that sends zeros backwards through the graph.
+    """Autograd function with a loss of zero, whose backward sends zeros through the graph.
 
     The backward really runs, so that every collective inside the model and every gradient hook
     happens as on the other ranks, at any tensor parallel size.
@@ -122,7 +122,9 @@ def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool
 
 
 def across_replicas(config: Any) -> str | None:
-    """Return the setting by which data-parallel replicas communicate inside a layer, or None."""
+    """Return the setting by which data-parallel replicas communicate inside a layer, as name=value.
+    None if they do not.
+    """
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         return "moe_router_load_balancing_type=global_aux_loss"
     shards = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
@@ -224,7 +226,7 @@ class GuardedCall:
             yield
 
     def settle(self) -> None:
-        """Agree, once per window, whether any rank failed. A collective."""
+        """Exchange failures with all ranks, once per window, and store them. A collective."""
         if self._settled:
             return
         self._settled = True
@@ -236,7 +238,7 @@ class GuardedCall:
         self.failures = self._exchange(self._told)
 
     def stop(self, optimizer: Any) -> None:
-        """Drop the window's gradients and counts, in the same way on all ranks.
+        """Drop the window's gradients and counts after a failure; all ranks call it.
 
         This includes a first window's counts. Otherwise only ranks that finished their backward
         would have completed upstream's first batch, and would start reductions in a different order
@@ -313,7 +315,9 @@ class GuardedCall:
         return forward_step
 
     def _give_up(self, error: Exception, location: str) -> None:
-        """Stop computing in this window; poison the session if peers may wait in a layer."""
+        """Record an error, and stop computing in this window.
+        Poison the session if other ranks may wait for this one inside a layer.
+        """
         self._fail(error, location)
         if is_poisoned():
             raise poison(f"{location}: {describe(error)}") from error
@@ -321,7 +325,8 @@ class GuardedCall:
         self._skipping = True
 
     def _require_that_nobody_waits(self, error: Exception, location: str) -> None:
-        """Raise unless all ranks that share the layers raised the same error at the same location.
+        """Raise unless all ranks that share the layers raised the same error at the same place.
+        It does nothing if no layer communicates between ranks.
 
         A rank that failed alone left a layer that the others may still wait in.
 
@@ -367,7 +372,9 @@ class GuardedCall:
                 timer.stop()
 
     def _clear_deferred(self) -> None:
-        """Empty the two lists that the schedule drains at its end; they must be equally long."""
+        """Empty the two lists of a deferred embedding gradient; they must be equally long.
+        The schedule uses them up at its end.
+        """
         if not self.config.defer_embedding_wgrad_compute:
             return
         for chunk in self.chunks:

@@ -28,7 +28,7 @@ _learned: PerProcessWeakKeys[Any, list[int]] = PerProcessWeakKeys(__name__, "_le
 
 
 class MissedCollectives:
-    """Tracks which bucket groups were reduced in this window, and starts the other reductions."""
+    """Tracks which bucket groups this rank has reduced in a window, and starts other reductions."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
@@ -48,7 +48,8 @@ class MissedCollectives:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Record each bucket group's collectives as they start, by shadowing its methods.
+        """Record each bucket group's collectives as they start in the block.
+        It shadows the methods of the groups.
 
         Until the order of a chunk's reductions is known, also record when gradients become ready:
         every backward shows that order, while reductions start in the last one only.
@@ -84,7 +85,9 @@ class MissedCollectives:
                         group.register_grad_ready = earlier_hook
 
     def reduce(self, chunk: Any) -> None:
-        """Start reductions of zeros that pair with those of the peers' hooks in this backward."""
+        """Start a chunk's missing reductions of zeros, if peers' hooks start them in this backward.
+        Peers are the other ranks of the data-parallel group.
+        """
         groups = bucket_groups(chunk)
         chunk_index = self._chunks.index(chunk)
         started = self._started[chunk_index]
@@ -105,7 +108,7 @@ class MissedCollectives:
                 group.start_grad_sync()
 
     def _is_last(self, chunk_index: int) -> bool:
-        """Count a skipped backward; return whether the peers' hooks start reductions in it.
+        """Count a skipped backward; return whether peers' hooks start reductions in it.
 
         From 0.16 on several backwards may precede that one in a step: calls outside of `no_sync`,
         or microbatches without it.
@@ -126,7 +129,8 @@ class MissedCollectives:
         return self._counted[chunk_index] == expected
 
     def check(self) -> None:
-        """Run the gradient checks now, not when gradients are finalized.
+        """Check now for NaN and large gradients, not when gradients are finalized.
+        It checks bucket groups that are not reduced yet, if the DDP config asks for it.
 
         Then the rank with the NaN would raise while its peers enter the reduction.
         """
@@ -158,7 +162,7 @@ class MissedCollectives:
             self._order[chunk_index] = list(ready)
 
     def learn(self, failed: bool) -> None:
-        """Keep the order in which hooks start the reductions, for later windows that fail."""
+        """Keep the order in which a chunk's hooks start reductions, for later windows that fail."""
         for chunk_index, (chunk, started) in enumerate(
             zip(self._chunks, self._started.values(), strict=True)
         ):
@@ -171,12 +175,14 @@ class MissedCollectives:
 
 
 def gathers_by_hooks(chunk: Any) -> bool:
-    """Return whether forward pre-hooks of the chunk start and await its gathers."""
+    """Return whether forward pre-hooks of the chunk start its gathers and wait for them."""
     return bool(getattr(chunk, "remove_forward_pre_hook_handles", None))
 
 
 def gather_params(chunk: Any, *, wait: bool = True) -> None:
-    """Start the parameter gathers that the peers' forward pre-hooks start, and `wait` for them."""
+    """Start a chunk's parameter gathers that the peers' forward pre-hooks start.
+    With `wait`, also wait for them.
+    """
     if not gathers_by_hooks(chunk):
         return
     chain = [*reversed(chunk.bucket_groups), *reversed(chunk.expert_parallel_bucket_groups)]
@@ -225,7 +231,7 @@ def _note(
 
 
 def _collectives(group: Any) -> list[int]:
-    """Count the collectives that were started in each of the bucket group's process groups."""
+    """Return the number of collectives started so far in each process group of a bucket group."""
     values = vars(group).values()
     process_groups: list[Any] = [value for value in values if isinstance(value, dist.ProcessGroup)]
     return [int(item._get_sequence_number_for_group()) for item in process_groups]
@@ -240,7 +246,7 @@ def _note_ready(
 
 
 def _counts(firsts: list[tuple[Any, Any]]) -> list[int]:
-    """Count how often one parameter of each bucket group has registered its gradient."""
+    """Return how often one parameter of each bucket group has registered its gradient."""
     return [group.per_param_grad_ready_counts.get(first, 0) for group, first in firsts]
 
 

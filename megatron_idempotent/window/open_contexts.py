@@ -24,7 +24,7 @@ from megatron_idempotent.megatron.process_groups import live_groups
 
 
 def close_contexts(error: BaseException | None) -> None:
-    """End contexts whose exit the exception interrupted, innermost first.
+    """End generator contexts whose exit was interrupted by `error` or its causes, innermost first.
 
     An example is `fork()` of Megatron's random states, which would restore old states later. Only
     frames of `contextlib` are examined; the caller's frames stay as they are for a debugger.
@@ -42,7 +42,7 @@ def close_contexts(error: BaseException | None) -> None:
 
 
 def leave_no_sync(chunks: list[Any]) -> None:
-    """Close upstream's `no_sync` generators that a traceback keeps suspended.
+    """Close upstream's `no_sync` generators of these chunks that a traceback keeps suspended.
 
     The schedules enter it without `with`, so no frame of `contextlib` refers to it. If they ended
     later, they would turn synchronisation on.
@@ -54,13 +54,13 @@ def leave_no_sync(chunks: list[Any]) -> None:
 
 
 def leave_coalescing() -> None:
-    """Close torch's coalescing generators that a traceback keeps suspended."""
+    """Close the generators of torch's `_coalescing_manager` that a traceback keeps suspended."""
     for generator in _suspended("_coalescing_manager"):
         _end(generator)
 
 
 def drop_coalescing(chunks: list[Any]) -> None:
-    """Drop collectives that torch was coalescing into one launch.
+    """Drop collectives that torch was coalescing into one launch, in WORLD and Megatron's groups.
 
     torch goes on collecting as long as its table has the group: every later `all_reduce` would only
     be queued, and would return without reducing anything.
@@ -71,7 +71,7 @@ def drop_coalescing(chunks: list[Any]) -> None:
 
 
 def drop_coalescing_of(*holders: Any) -> None:
-    """Drop collectives that torch was coalescing in the process groups of bucket groups."""
+    """Drop collectives that torch was coalescing in the process groups of these bucket groups."""
     _drop([value for holder in holders for value in vars(holder).values()])
 
 

@@ -11,7 +11,7 @@ from megatron_idempotent.patching.needs import is_provided
 
 
 def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
-    """Gather the updates that a step with overlap_param_gather leaves to the next forward.
+    """Gather the updated parameters that a step with overlap_param_gather left to the next forward.
 
     Call it before code other than a forward of the chunks reads parameters: export, refit,
     `state_dict`, a copy of the weights, a forward of a module inside of them. Safe to repeat.
@@ -49,7 +49,8 @@ def ensure_params_synced(model_chunks: Sequence[Any]) -> int:
 
 
 def ensure_main_params_synced(optimizer: Any) -> int:
-    """Update the optimizer's own copies of parameters to weights that were written into a model.
+    """Copy weights that were written into a model into the optimizer's own copies of parameters.
+    Without this, the next step restores the old weights.
 
     Call it after loading, copying or rolling back weights in a live model without the optimizer's
     state. Otherwise the next step restores the old weights: it updates the main parameters, in
@@ -94,7 +95,9 @@ def ensure_main_params_synced(optimizer: Any) -> int:
 
 
 def finish_gathers(chunks: Sequence[Any]) -> int:
-    """Gather pending updates of chunks in Megatron's DDP; return the number of bucket groups."""
+    """Gather pending updates of chunks in Megatron's DDP.
+    Return the number of bucket groups that were gathered or waited for.
+    """
     return sum(_sync(chunk) for chunk in chunks if hasattr(chunk, "bucket_groups"))
 
 
@@ -119,7 +122,7 @@ def _sync(chunk: Any) -> int:
 
 
 def _is_tracked(group: Any) -> bool:
-    """Return whether a bucket group's mark tells reliably if its gather is pending.
+    """Return whether patches track a bucket group, so that its mark tells if a gather is pending.
 
     Before the first mark upstream's flag is used. If this returns False, the caller assumes that
     the gather is pending.

@@ -35,7 +35,7 @@ _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 
 
 class _Substitutes:
-    """Maps old objects to new ones, by identity."""
+    """Maps each old object to its new one, by identity; any other object maps to itself."""
 
     def __init__(self, old: list[Any], new: list[Any]) -> None:
         self.old = old  # kept, so that no other object gets one of their ids
@@ -90,7 +90,7 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
 
 
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
-    """Return every object that refers to an old one, except for frames of this module."""
+    """Return every object that refers to an old object, except those in `spared` and own frames."""
     outdated_ids = substitutes.ids
     outdated = tuple(substitutes.old)  # from Python 3.13 on get_referrers() returns this tuple, too
     holders = gc.get_referrers(*outdated)
@@ -112,7 +112,7 @@ def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
 
 
 def _replace_in(holder: Any, substitutes: _Substitutes) -> None:
-    """Replace the references that `holder` itself has, depending on its type."""
+    """Replace each reference of `holder` to an old object by the new one, as its type allows."""
     if isinstance(holder, types.FrameType):
         # A traceback keeps frames of ended calls. Clearing a generator's frame would end it.
         if not holder.f_code.co_flags & _SUSPENDS:

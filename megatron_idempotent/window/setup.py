@@ -76,7 +76,7 @@ def ensure_initialized(
 
 
 class _Global(NamedTuple):
-    """Describes one of Megatron's globals."""
+    """Describes how one of Megatron's globals is initialised, read and compared."""
 
     name: str
     function: Callable[..., Any]
@@ -194,7 +194,9 @@ def _rerun_values() -> dict[str, Any]:
 def wire_train_config(
     model_chunks: Sequence[Any], optimizer: Any = None, *, align_grad_reduce: bool = False
 ) -> None:
-    """Set the functions through which Megatron's schedules reach DDP and the optimizer.
+    """Set the config's functions by which Megatron's schedules call DDP and the optimizer.
+    They are `no_sync_func`, `grad_sync_func`, `param_sync_func`, `grad_scale_func` and
+    `finalize_model_grads_func`.
 
     It always sets them: call it again after you have built another model or optimizer. Call it with
     the chunks of one model; chunks of virtual pipeline stages share one config, whose functions are
