@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 
 
 class Fault(Exception):
-    """Is raised by a reproduction that has shown the hazard of its case file."""
+    """Is raised by a reproduction of a hazard that has seen the wrong behaviour on this rank."""
 
 
 def bench(**options: Any) -> Tiny:
-    """Build a tiny model on a rank; the options are those of `cpu.tiny.build`."""
+    """Build a tiny model with its optimizer on this rank; `options` are as in `cpu.tiny.build`."""
     from megatron_idempotent.proof.cpu import tiny
 
     return tiny.build(**options)
 
 
 def program(*args: Any, **options: Any) -> Program:
-    """Set up a stock `megatron.training` program on a rank, as `cpu.program.start` does."""
+    """Start a small program on stock `megatron.training` on this rank, like `cpu.program.start`."""
     from megatron_idempotent.proof.cpu import program
 
     return program.start(*args, **options)
 
 
 def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]], Any]) -> None:
-    """Run a window of a bench with one microbatch, and interrupt its backward.
+    """Run one microbatch of a tiny model, and interrupt its backward by an exception.
 
     Args:
         register: `register(param, fail)` hooks `fail` to the parameter whose gradient is computed
@@ -67,7 +67,9 @@ def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]],
 
 
 def interrupt_window(model: Any, *, at: int, forward_only: bool = False) -> None:
-    """Run a window of two microbatches, and interrupt it before the forward of one, by index."""
+    """Run two microbatches, and raise before the forward of microbatch `at` (0 or 1).
+    The exception is caught here.
+    """
 
     def fail(index: int, loss: Any) -> None:
         if index == at:
@@ -81,7 +83,9 @@ def interrupt_window(model: Any, *, at: int, forward_only: bool = False) -> None
 
 
 def expect_gradients(model: Any, expected: Any) -> None:
-    """Run one more window; raise if a bit of its gradients differs from `expected`."""
+    """Run one more window of one microbatch; raise a `Fault` unless its gradients are `expected`.
+    The comparison is bit for bit.
+    """
     model.forward_backward(1, data_seed=0)
     if not model.gradients().equal(expected):
         raise Fault("the gradients of a window depend on the aborted one before it")
@@ -97,7 +101,9 @@ EXPERT_BIAS = {
 
 
 def gathered(tensor: Any, group: Any = None) -> list[Any]:
-    """Return the tensors of all ranks in a group, by default WORLD. A collective."""
+    """Gather a tensor from all ranks of a group, by default WORLD; return them in rank order.
+    A collective.
+    """
     import torch
 
     tensors = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
@@ -106,7 +112,7 @@ def gathered(tensor: Any, group: Any = None) -> list[Any]:
 
 
 def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
-    """Run forward and backward of one microbatch of a bench, without the schedules.
+    """Run forward and backward of one microbatch of a tiny model, without a pipeline schedule.
 
     The loss is the mean over all tokens or, if `summed`, their sum. Returns the number of tokens.
     """
@@ -119,9 +125,8 @@ def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
 
 
 def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
-    """Return the losses of this context-parallel rank's part of the rows, with MTP layers.
-
-    `mask_BT` is the mask of that part.
+    """Run the chunk on this context-parallel rank's part of the rows, and return its token losses.
+    The chunk may have MTP layers. `mask_BT` is the loss mask of that part.
     """
     import torch
 
@@ -139,7 +144,9 @@ def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
 
 
 def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
-    """Raise if `calculate_per_token_loss` changes the weight of MoE losses."""
+    """Raise a `Fault` if `calculate_per_token_loss` changes the weight of MoE auxiliary losses.
+    It compares a router's gradient with and without that option.
+    """
     gradients = []
     for per_token in (False, True):
         model = bench(
@@ -167,10 +174,11 @@ def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
 
 
 def counted(model: Any, pattern: str = "", *, zeros: bool = False) -> int:
-    """Return how many elements of the named parameters are in a bench's gradient norm.
+    """Return how many elements of some parameters a tiny model's gradient norm counts.
+    The parameters are those whose names match the regular expression `pattern`.
 
-    Parameters whose names match get gradients of ones, all others zeros. With `zeros` they get
-    zeros, all others ones, and the optimizer's number of zeros is returned. All ranks take part.
+    They get gradients of ones, all others zeros. With `zeros` they get zeros, all others ones, and
+    the optimizer's number of zeros is returned. All ranks take part.
     """
     import re
 
@@ -184,7 +192,9 @@ def counted(model: Any, pattern: str = "", *, zeros: bool = False) -> int:
 
 
 def expect_agreement(model: Any, when: str) -> None:
-    """Raise if the data-parallel ranks hold different parameters."""
+    """Raise a `Fault` if the data-parallel ranks hold different parameters. A collective.
+    `when` ends the message.
+    """
     import torch
 
     local = model.parameters().cuda()  # NCCL takes nothing from the host
@@ -200,12 +210,12 @@ def expect_agreement(model: Any, when: str) -> None:
 
 
 class Broken(Exception):
-    """Is raised by reproductions, for example inside `train()`."""
+    """Is raised by reproductions on purpose, for example in a forward step, and caught there."""
 
 
 def interrupt(running: Any) -> None:
-    """Call `train(1)` of a `cpu.program` with a forward step that raises, then restore the old
-    step.
+    """Call `train(1)` of a `cpu.program` with a forward step that raises.
+    The exception is caught, and the old forward step is restored.
 
     All ranks call it at once: a rank that fails alone leaves the others waiting for it.
     """
@@ -225,7 +235,7 @@ def interrupt(running: Any) -> None:
 
 
 def shared_folder() -> str:
-    """Return the path of a new folder, the same on all ranks. A collective."""
+    """Create a temporary folder on rank 0, and return its path on all ranks. A collective."""
     import tempfile
 
     import torch
@@ -236,7 +246,7 @@ def shared_folder() -> str:
 
 
 def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Wait until a file exists, then call `function`; partials of this can be pickled."""
+    """Wait until the file `path` exists, then call `function`; partials of this can be pickled."""
     import time
 
     while not path.exists():
@@ -245,7 +255,7 @@ def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: A
 
 
 def begin_save(state: Any) -> None:
-    """Run `dist_checkpointing.save` until just before the writer starts.
+    """Run `dist_checkpointing.save` of a state, but stop it before it starts to write.
 
     Not every release's writer runs on every torch.
     """

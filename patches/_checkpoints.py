@@ -13,7 +13,7 @@ PART = "Ranks may have loaded only a part: load a complete checkpoint before the
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Save on all ranks, or raise on all of them."""
+    """Wrap a save: if one rank raises in it, raise on all ranks instead of letting them wait."""
     from megatron_idempotent.window import agreement
 
     with agreement.as_one_at_barriers(NOT_SAVED):
@@ -21,7 +21,7 @@ def save(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Load on all ranks, or raise on all of them."""
+    """Wrap a load: if one rank raises in it, raise on all ranks instead of letting them wait."""
     from megatron_idempotent.window import agreement
 
     with agreement.as_one_at_barriers(PART):
@@ -29,7 +29,7 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def look_at_files(reader: Any, items: Iterable[Any]) -> None:
-    """Raise if a file with one of these items of a checkpoint cannot be opened or is too short."""
+    """Raise if a file that has one of the checkpoint's `items` cannot be opened or is too short."""
     ends: dict[str, int] = {}
     for stored in items:
         end = stored.offset + stored.length
@@ -43,7 +43,9 @@ def look_at_files(reader: Any, items: Iterable[Any]) -> None:
 
 
 def expect_told(load: Callable[[], object]) -> None:
-    """Load while rank 1 cannot open files; raise a `Fault` if rank 0 waits for it."""
+    """Load while rank 1 cannot open files; raise a `Fault` unless both ranks raise.
+    On stock Megatron rank 0 waits for rank 1 in a collective.
+    """
     import resource
 
     import torch
@@ -66,7 +68,7 @@ def expect_told(load: Callable[[], object]) -> None:
 
 
 def loaded_over(weights: Iterable[Any], load: Callable[[], object]) -> list[bytes]:
-    """Zero the weights, load, and return their float32 bytes."""
+    """Set the weights to zero, call `load`, and return the weights' float32 bytes."""
     import torch
 
     weights = list(weights)

@@ -10,7 +10,7 @@ from ._case import bench
 
 
 def kernel() -> ModuleType:
-    """Add a Python version of Apex's module for fused weight gradients to `sys.modules`."""
+    """Put a Python stand-in for Apex's module of fused weight gradients into `sys.modules`."""
     module: Any = ModuleType("fused_weight_gradient_mlp_cuda")
     module.wgrad_gemm_accum_fp32 = _accumulate
     sys.modules[module.__name__] = module
@@ -18,7 +18,9 @@ def kernel() -> ModuleType:
 
 
 def build(**options: Any) -> Any:
-    """Build a model whose output layer defers its gradient, with the fused kernel in Python."""
+    """Build a tiny two-stage model whose output layer defers its weight gradient.
+    The fused kernel that this needs is a Python function.
+    """
     import copy
 
     from megatron.core import parallel_state
@@ -52,6 +54,6 @@ def _accumulate(total_input: Any, grad_output: Any, main_grad: Any) -> None:
 
 
 def output_weight(model: Any) -> Any:
-    """Return the output layer's weight on the last stage, None elsewhere."""
+    """Return the weight of a model's output layer on the last pipeline stage; None elsewhere."""
     layer = getattr(model.chunks[-1].module, "output_layer", None)
     return getattr(layer, "weight", None)

@@ -20,9 +20,8 @@ _ENGINE, _LAYERS = "transformer_engine", "megatron.core.extensions.transformer_e
 
 
 def group_experts(module: Any) -> None:
-    """Replace the experts of each MoE layer by two grouped layers, as in `TEGroupedMLP`.
-
-    They have no forward.
+    """Replace the experts of each MoE layer in `module` by two Transformer Engine grouped layers.
+    They are those of `TEGroupedMLP`, on stand-ins for Transformer Engine, and have no forward.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from torch import nn
@@ -46,7 +45,7 @@ def group_experts(module: Any) -> None:
 
 
 def duplicated(config: Any, width: int) -> Any:
-    """Return a layer [H, width] that each tensor-parallel rank replicates, as in MLA."""
+    """Return a `TELinear` [H, width] that each tensor-parallel rank replicates, as MLA has."""
     with _version("2.16.1"):
         _, _, linear = _layers()
         return linear(
@@ -63,7 +62,7 @@ def duplicated(config: Any, width: int) -> Any:
 
 @functools.cache
 def _layers() -> tuple[Any, Any, Any]:
-    """Return Megatron's grouped layers, column-parallel and row-parallel, and its `TELinear`.
+    """Return Megatron's column- and row-parallel grouped layers, and its `TELinear`, as classes.
 
     They come from a second copy of the module, so that the rest of Megatron still runs without
     Transformer Engine.
@@ -80,7 +79,7 @@ def _layers() -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def _version(text: str) -> Iterator[None]:
-    """Let Megatron find this version of Transformer Engine during the block."""
+    """Let Megatron find the version `text` of Transformer Engine during the block."""
     from megatron.core import utils
     from packaging.version import Version
 
@@ -97,7 +96,7 @@ def _grouped_linear() -> Any:
     from torch import nn
 
     class GroupedLinear(nn.Module):
-        """Creates the parameters of Transformer Engine's layer of this name."""
+        """Stands in for Transformer Engine's `GroupedLinear`: only creates its parameters."""
 
         def __init__(
             self,
@@ -131,7 +130,7 @@ def _linear() -> Any:
     from torch import nn
 
     class Linear(nn.Module):
-        """Stands in for Transformer Engine's `Linear`: makes its weight, with its attributes."""
+        """Stands in for Transformer Engine's `Linear`: creates its weight, with a shard's marks."""
 
         def __init__(
             self,

@@ -15,7 +15,7 @@ from ._case import Fault, bench
 
 
 class Steps(NamedTuple):
-    """Describes consecutive steps: their schedule calls, and how gradients are reduced."""
+    """Describes a few consecutive optimizer steps, with the DDP settings to run them under."""
 
     calls: tuple[tuple[int, ...], ...]
     """Microbatches of each schedule call, by step."""
@@ -41,7 +41,7 @@ ALL = (
 
 
 def run_all() -> list[bytes]:
-    """Return this rank's parameters after each step of `ALL`.
+    """Run the steps of `ALL`, and return this rank's parameters after each step, as bytes.
 
     Raises:
         Fault: a step differs from the same step without overlap.
@@ -68,7 +68,7 @@ def _run(steps: Steps) -> list[bytes]:
 
 
 def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
-    """Return a bench of one layer on all ranks, whose schedules reduce nothing by themselves.
+    """Return a one-layer model whose schedules do not reduce gradients, for `step`.
 
     It does not clip, because other buckets would sum the norm in another order.
     """
@@ -85,7 +85,9 @@ def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
 
 
 def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: int) -> None:
-    """Run the calls of a step, with `held` all but the last in `no_sync()`, then the reduction."""
+    """Run the schedule calls of one step, then reduce its gradients with `finalize_model_grads`.
+    With `held` all calls but the last run inside of `no_sync()`. The optimizer does not step.
+    """
     from megatron.core.distributed import finalize_model_grads
 
     for chunk in model.chunks:
@@ -101,5 +103,5 @@ def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: i
 
 
 def learns(model: Any) -> bool:
-    """Return whether the bucket groups of this release learn from a first batch."""
+    """Return whether bucket groups of this Megatron learn gradient counts from a first batch."""
     return hasattr(bucket_groups(model.chunks[0])[0], "is_first_batch")

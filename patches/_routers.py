@@ -11,7 +11,7 @@ ROWS, SEQUENCES = 16, 2
 
 
 def takes_padding() -> bool:
-    """Return whether this release's router takes a padding mask."""
+    """Return whether the router of this Megatron release takes a padding mask."""
     import inspect
 
     from megatron.core.transformer.moe.router import TopKRouter
@@ -20,7 +20,7 @@ def takes_padding() -> bool:
 
 
 def router(kind: str, **layout: Any) -> Any:
-    """Build a model with this load balancing loss per token, and return its first router."""
+    """Build a model with load balancing loss `kind` per token, and return its first router."""
     model = bench(
         tp=2,
         ep=2,
@@ -41,7 +41,8 @@ def router(kind: str, **layout: Any) -> Any:
 
 
 def gradient(router: Any, mask: Any = None) -> Any:
-    """Return the gradient of inputs [ROWS, SEQUENCES, H] of auxiliary losses alone.
+    """Return the gradient of a router's random inputs that comes from its auxiliary losses alone.
+    Its shape is [ROWS, SEQUENCES, H].
 
     Args:
         router: the router.

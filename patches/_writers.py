@@ -20,13 +20,15 @@ _QUEUES = ("queue", "preload_q", "comp_q")
 
 
 def _queue(caller: Any, name: str) -> Any:
-    """Return one of a caller's queues, which are class attributes from 0.17 on."""
+    """Return one of the queues between a caller and its writer process, by name.
+    From 0.17 on they are class attributes.
+    """
     shared = f"_persistent_{name}"
     return getattr(caller, shared if hasattr(caller, shared) else name)
 
 
 def _reason_lost(caller: Any) -> str | None:
-    """Return the reason why the caller's process will never report; None if it still may."""
+    """Return why the caller's writer process will never report its result; None if it still may."""
     process = caller.process
     if process is None:
         return None
@@ -37,7 +39,7 @@ def _reason_lost(caller: Any) -> str | None:
 
 
 def _drop(caller: Any) -> None:
-    """Forget a caller's process and queues, so that the next save starts new ones."""
+    """Kill a caller's writer process and drop its queues, so that the next save starts new ones."""
     for name in _QUEUES:
         _queue(caller, name).cancel_join_thread()  # its items have no reader any more
     caller.process.kill()
@@ -52,13 +54,15 @@ def _drop(caller: Any) -> None:
 
 
 def _forget_cached(caller: Any) -> None:
-    """Make the next save send again what an extension's process had cached while preparing."""
+    """Make the next save send again the data that an extension's writer process had cached."""
     for forget in getattr(caller, "_worker_restart_callbacks", ()):
         forget()
 
 
 def _look(caller: Any) -> None:
-    """Read the process's report; forget the process if it will never report."""
+    """Read the writer process's report, if any; drop the process if it will never report.
+    `caller.lost` then has the error.
+    """
     reason = _reason_lost(caller)  # before the queue is read: what it had written still counts
     with contextlib.suppress(queue.Empty):
         if caller.process and caller.cur_item is None:
@@ -74,7 +78,7 @@ def _unsent(requests: Any, error: Exception, item: Any) -> None:
 
 
 def _join(caller: Any, prepared: Any) -> None:
-    """Wait until the process has taken all items from the queue, or never will."""
+    """Wait until the writer process has taken all items from a queue, or never will."""
     waiting = threading.Thread(target=type(prepared).join, args=(prepared,), daemon=True)
     waiting.start()
     while waiting.is_alive() and not _reason_lost(caller):
@@ -82,7 +86,9 @@ def _join(caller: Any, prepared: Any) -> None:
 
 
 def schedule_async_call(original: Original, self: Any, async_req: Any) -> None:
-    """Give the request to the process; if that is lost, the next wait raises."""
+    """Wrap an asynchronous save's start: give the request to the writer process.
+    If the process is lost, do nothing; the next check for the end of the save raises.
+    """
     import torch
 
     _look(self)
@@ -102,7 +108,7 @@ def schedule_async_call(original: Original, self: Any, async_req: Any) -> None:
 def is_current_async_call_done(
     original: Original, self: Any, blocking: bool = False, no_dist: bool = False
 ) -> Any:
-    """Return whether all ranks have written; raise on all if one of their processes never will."""
+    """Return whether all ranks have written; raise on all ranks if a writer process is lost."""
     from megatron_idempotent.window import agreement
 
     _look(self)
@@ -129,7 +135,7 @@ def is_current_async_call_done(
 
 
 def maybe_finalize_async_calls(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Finalize saves that are written; forget all saves if a rank's process is lost."""
+    """Finalize the saves that are written; if this raises as a writer is lost, drop all saves."""
     try:
         return original(self, *args, **kwargs)
     except RuntimeError:
@@ -139,7 +145,7 @@ def maybe_finalize_async_calls(original: Original, self: Any, *args: Any, **kwar
 
 
 def _forget(saves: Any) -> None:
-    """Forget saves that are not finalized, and their results."""
+    """Drop the saves that are not finalized, and the results in their queue."""
     saves.async_calls.clear()
     package = type(saves).__module__.rpartition(".")[0]
     results = importlib.import_module(f"{package}.filesystem_async")._results_queue
@@ -148,7 +154,7 @@ def _forget(saves: Any) -> None:
 
 
 def abort_all(original: Original, self: Any, abort: bool = False) -> None:
-    """Close the queue of saves; an abort also forgets them and their results."""
+    """Wrap the close of the queue of saves: an abort also drops the saves and their results."""
     processes = [call.async_caller.process for call in self.async_calls]
     original(self, abort)
     if abort and self.persistent:
@@ -159,7 +165,7 @@ def abort_all(original: Original, self: Any, abort: bool = False) -> None:
 
 
 def close(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """End the process, or forget it if it will never report."""
+    """Wrap the end of a writer process: if it will never report, kill it and drop its queues."""
     if _reason_lost(self):
         _drop(self)
     else:
@@ -168,7 +174,7 @@ def close(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def drain(saves: Any) -> None:
-    """Wait until this rank's process has written all of its requests, or never will."""
+    """Wait until this rank's writer process has written all of its requests, or never will."""
     if caller := saves.persistent_caller:
         _join(caller, _queue(caller, "queue"))
 
@@ -178,7 +184,9 @@ def _end() -> None:
 
 
 def lose(module: Any, saves: Any) -> None:
-    """Schedule a save, and return once rank 0's process has written and rank 1's has ended."""
+    """Schedule a save in which rank 0's writer process writes and rank 1's process ends.
+    Return once both have happened.
+    """
     import torch
 
     rank = torch.distributed.get_rank()
@@ -192,7 +200,9 @@ def lose(module: Any, saves: Any) -> None:
 
 
 def refused(saves: Any, reason: str, *, blocking: bool = False) -> None:
-    """Finalize saves whose writer is lost; raise a `Fault` unless this raises with `reason`."""
+    """Finalize saves whose writer process is lost; raise a `Fault` unless that raises.
+    The error's text must contain `reason`.
+    """
     caller = saves.async_calls[0].async_caller
     try:
         finished = saves.maybe_finalize_async_calls(blocking)
@@ -206,7 +216,9 @@ def refused(saves: Any, reason: str, *, blocking: bool = False) -> None:
 
 
 def ends(module: Any) -> None:
-    """End rank 1's writer, or give it requests that cannot be pickled; save after each."""
+    """Run saves in which rank 1's writer process dies, or requests cannot be pickled.
+    Raise a `Fault` if an error is not reported, or if a later save is not finalized.
+    """
     import torch
 
     rank, saves = torch.distributed.get_rank(), module.AsyncCallsQueue(persistent=True)
@@ -226,7 +238,9 @@ def ends(module: Any) -> None:
 
 
 def lives(module: Any) -> object:
-    """Finalize a save of rank 0 alone, slow saves of both ranks, and one without a collective."""
+    """Run saves with writer processes that stay alive, and return the results as one list.
+    One is of rank 0 alone, two are slow, and one is checked without a collective.
+    """
     import torch
 
     rank = torch.distributed.get_rank()
@@ -261,7 +275,9 @@ def _state(moments: Any, *steps: int) -> dict[str, Any]:
 def _begin(
     saves: Any, strategy: str, folder: Path, state: Any, start_file: Path | None = None
 ) -> None:
-    """Let a persistent worker save; with `start_file` it writes once that file exists."""
+    """Schedule an asynchronous save by a persistent writer process.
+    With `start_file` the process writes only once that file exists.
+    """
     from megatron.core import dist_checkpointing
 
     from megatron_idempotent.megatron.layer_specs import takes
@@ -279,7 +295,9 @@ def _begin(
 
 
 def shares(module: Any, strategy: str) -> None:
-    """Save a tensor on the host, and change it before the worker writes it."""
+    """Save a tensor on the host, and change it before the writer process writes it.
+    Raise a `Fault` if the checkpoint has the changed value.
+    """
     import torch
     from megatron.core import dist_checkpointing
 
@@ -297,7 +315,9 @@ def shares(module: Any, strategy: str) -> None:
 
 
 def aborts(module: Any, strategy: str) -> None:
-    """Abort a save that is written, and one that is not; save and load after each."""
+    """Abort a written and an unwritten save, and after each save and load another state.
+    Raise a `Fault` if a load returns a wrong state, or if the unwritten save counts as saved.
+    """
     import torch
     from megatron.core import dist_checkpointing
 

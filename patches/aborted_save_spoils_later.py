@@ -30,7 +30,10 @@ from ._case import Patch, target
 
 
 def reproduce() -> None:
-    """Abort a save that is written, and one that is not; save and load after each."""
+    """Abort a written and an unwritten save, and save and load after each.
+    On stock Megatron a later checkpoint then has the metadata of the save before, or cannot be
+    loaded.
+    """
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     _writers.aborts(async_utils, "mcore")

@@ -34,7 +34,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load, then give each parameter its own counter, at the saved step."""
+    """Run upstream's load, then give each parameter a step counter of its own at the saved step."""
     import torch
 
     original(self, state_dict)
@@ -47,7 +47,9 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 
 def reproduce() -> None:
-    """Run a step, load the optimizer's own state, run a step: all counters must be at 2."""
+    """Step, load the optimizer's own state, step again; the step counters must then be at 2.
+    On stock Megatron all parameters share one counter after the load, and each advances it.
+    """
     model = bench()
     model.train_step(1, data_seed=0)
     parts = getattr(model.optimizer, "chained_optimizers", [model.optimizer])

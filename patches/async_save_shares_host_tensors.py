@@ -38,7 +38,7 @@ from ._case import Original, Patch, target
 
 
 def schedule(original: Original, self: Any, async_req: Any) -> None:
-    """Give the worker copies of tensors on the host."""
+    """Wrap an asynchronous save's start: give the writer process copies of tensors on the host."""
     import torch
     from torch.utils._pytree import tree_map
 
@@ -61,7 +61,9 @@ def schedule(original: Original, self: Any, async_req: Any) -> None:
 
 
 def reproduce() -> None:
-    """Save a tensor on the host, and change it before the worker writes it."""
+    """Save a host tensor asynchronously, and change it before the writer process writes it.
+    On stock Megatron the checkpoint has the changed value.
+    """
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     _writers.shares(async_utils, "mcore")

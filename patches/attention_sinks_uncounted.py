@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, address, arguments, bench, counted, t
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Mark the sinks as a shard, then wrap the module."""
+    """Wrap DDP's constructor: first mark a model's attention sinks as tensor-parallel shards."""
     call = arguments(original, (self, *args), kwargs)
     if call["config"].tensor_model_parallel_size > 1:
         for sinks in _sinks(call["module"]):
@@ -43,7 +43,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _sinks(model: Any) -> list[Any]:
-    """Return the learnable sinks of a model's attentions."""
+    """Return the learnable sink parameters of a model's attention layers."""
     return [
         parameter
         for name, parameter in model.named_parameters()
@@ -52,7 +52,9 @@ def _sinks(model: Any) -> list[Any]:
 
 
 def reproduce() -> None:
-    """Give the sinks on two ranks gradients of ones, and count them in the norm."""
+    """Give all attention sinks on two tensor-parallel ranks gradients of one, and take the norm.
+    On stock Megatron the norm counts the sinks of the first rank only.
+    """
     model = bench(
         tp=2,
         dtype="bf16",

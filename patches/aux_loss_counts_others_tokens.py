@@ -41,7 +41,9 @@ from ._case import Fault, Original, Patch, target
 def count(
     original: Original, routing_map: Any, reduce_group: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Count tokens; with a mask return an equal share of all tokens as this rank's number."""
+    """Wrap the count of tokens: with a padding mask, correct this rank's number of tokens.
+    It becomes an equal share of the tokens of all ranks.
+    """
     counts = original(routing_map, reduce_group, *args, **kwargs)
     global_tokens_per_expert, local_num_tokens, total_num_tokens = counts
     if not kwargs.get("with_padding_mask"):
@@ -57,7 +59,9 @@ def count(
 
 
 def reproduce() -> None:
-    """Compare the gradients of losses without a mask, and with one that hides nothing."""
+    """Compare a router's auxiliary-loss gradients without a mask and with an all-False mask.
+    On stock Megatron the mask that hides nothing multiplies them by the number of ranks.
+    """
     import torch
 
     from ._routers import ROWS, SEQUENCES, gradient, router

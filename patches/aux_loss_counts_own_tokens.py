@@ -36,7 +36,9 @@ from ._case import Original, Patch, a_body_has, expect_weight_per_token, target
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Route with a load balancing loss of all tokens; upstream logs it over its coefficient."""
+    """Run the router with its auxiliary loss times the ranks that share a sequence, per token only.
+    The logged loss does not change, because upstream divides it by the coefficient.
+    """
     mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     factor = _ranks(self) if mask is None else 1
     with moe.multiplied(self.config, "moe_aux_loss_coeff", factor):
@@ -44,7 +46,9 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def apply_z_loss(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply the z-loss of all tokens; upstream logs it divided by its coefficient."""
+    """Apply the z-loss times the number of ranks that share a sequence, per token only.
+    The logged loss does not change, because upstream divides it by the coefficient.
+    """
     with moe.multiplied(self.config, "moe_z_loss_coeff", _ranks(self)):
         return original(self, *args, **kwargs)
 
@@ -54,12 +58,16 @@ def _ranks(router: Any) -> int:
 
 
 def reproduce() -> None:
-    """Compare gradients of summed losses and of means; they differ by an exact power of two."""
+    """Compare a router's gradient with losses per token and as means, on two tensor-parallel ranks.
+    On stock Megatron the auxiliary losses per token have half their weight.
+    """
     expect_weight_per_token(tp=2, moe_z_loss_coeff=0.125)
 
 
 def neighbour() -> list[float]:
-    """Return the norm of a router's gradient with a padding mask, which is correct on stock."""
+    """Return the norm of a router's gradient with a padding mask, as a control.
+    Stock Megatron computes it correctly.
+    """
     import torch
 
     from ._routers import ROWS, SEQUENCES, gradient, router, takes_padding

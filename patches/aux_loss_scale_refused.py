@@ -34,7 +34,9 @@ from ._case import Original, Patch, bench, target
 
 
 def set_loss_scale(original: Original, scale: Any) -> None:
-    """Give upstream a tensor that it can keep, or copy into the stored one."""
+    """Wrap the setting of the MoE loss scale: pass a tensor that upstream can store or copy.
+    It has the shape of the stored one, and is no inference tensor.
+    """
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
@@ -48,7 +50,9 @@ def set_loss_scale(original: Original, scale: Any) -> None:
 
 
 def reproduce() -> None:
-    """Compute log-probs under inference mode, then run a training window."""
+    """Run a forward-only pass of an MoE model under inference mode, then a training window.
+    On stock Megatron the second raises an inplace update of an inference tensor.
+    """
     import torch
 
     model = bench(experts=4)

@@ -35,7 +35,9 @@ from ._case import Fault, Helper, bench
 
 
 def reproduce(*, helped: bool) -> None:
-    """Run four calls of one microbatch; the caller, or with `helped` a window, divides losses."""
+    """Compare a router's gradient of four microbatches in one schedule call and in four calls.
+    Without `accumulation_window` (`helped`) the auxiliary loss counts four times in four calls.
+    """
     from megatron_idempotent.proof.cpu import tiny
 
     model = bench(
@@ -66,7 +68,9 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> list[bytes]:
-    """Run two steps of one call each, in which every loss has its weight."""
+    """Run two steps of one schedule call each, as a control that stock Megatron computes correctly.
+    With `helped` they run in an `accumulation_window`. Return the parameters' bytes.
+    """
     model = bench(experts=4, config_overrides={"moe_aux_loss_coeff": 1.0})
     bits = []
     for seed in (0, 1):

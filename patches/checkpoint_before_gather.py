@@ -38,7 +38,7 @@ from ._case import Original, Patch, arguments, begin_save, bench, expect_agreeme
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Gather pending updates of the parameters to save, then run `dist_checkpointing.save`."""
+    """Wrap `dist_checkpointing.save`: first gather pending updates of the parameters to save."""
     pending = [
         chunk
         for chunk in gather.watched_chunks()
@@ -71,7 +71,7 @@ def _parameter_storages(chunk: Any) -> Iterator[int]:
 
 
 def step(original: Original, self: Any) -> Any:
-    """Remember the chunks, mark what the optimizer writes, and run its update."""
+    """Wrap the optimizer's update: remember its chunks, and mark the bucket groups it writes."""
     for chunk in self.model_chunks:
         if hasattr(chunk, "bucket_groups"):
             gather.watch(chunk)
@@ -79,7 +79,9 @@ def step(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Save right after a step, and compare the parameters when the writer would start."""
+    """Save right after a step with overlap_param_gather, and stop before anything is written.
+    On stock Megatron the ranks' parameters then differ: the step's gather has not run.
+    """
     model = bench(overlap_param_gather=True)
     model.train_step(2, data_seed=0)
     begin_save(model.chunks[0].module.sharded_state_dict())

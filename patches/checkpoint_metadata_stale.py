@@ -29,7 +29,9 @@ from ._case import Fault, Original, Patch, target
 
 
 def read_metadata(original: Original, self: Any) -> Any:
-    """Cache the metadata by name, inode, time and size of its file, and drop older entries."""
+    """Wrap the read of a checkpoint's cached metadata: key the cache by the file's identity.
+    The key is folder, inode, time and size of `.metadata`; older entries of the folder are dropped.
+    """
     import os
 
     if self._cache_key is not None:
@@ -43,7 +45,9 @@ def read_metadata(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Load, save into the same folder again, load again."""
+    """Save and load twice with the same folder, with different values and sizes.
+    On stock Megatron the second load reads at the offsets of the first checkpoint.
+    """
     import tempfile
 
     import torch

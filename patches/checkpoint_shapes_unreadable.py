@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, shared_folder, target
 def load_tensors_metadata(
     original: Original, self: Any, checkpoint_dir: Any, metadata: Any = None
 ) -> Any:
-    """Return the tensors' metadata from properties without strides."""
+    """Wrap the load of tensors' metadata: remove the `strides` that torch 2.15 has added."""
     import copy
 
     from megatron.core.dist_checkpointing.strategies.torch import _get_filesystem_reader
@@ -55,7 +55,9 @@ def load_tensors_metadata(
 
 
 def reproduce() -> None:
-    """Save a tensor, read its shape, and load it by its metadata."""
+    """Save a tensor, then read its shape and its values with Megatron's functions for both.
+    On stock Megatron with torch 2.15 the read raises a `TypeError`.
+    """
     import torch
     from megatron.core import dist_checkpointing
 

@@ -31,7 +31,7 @@ from ._case import Original, Patch, address, arguments, bench, shared_folder, ta
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Refuse to save tensors without memory, or run `dist_checkpointing.save`."""
+    """Wrap `dist_checkpointing.save`: raise if a tensor to save has its memory offloaded."""
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
@@ -50,7 +50,9 @@ def save(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Save a model whose parameters are offloaded."""
+    """Save a model whose parameter buffers are offloaded to the host.
+    On stock Megatron the process dies with a segmentation fault; with the patch the save raises.
+    """
     from megatron.core import dist_checkpointing
 
     model = bench()
@@ -64,7 +66,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Save while gradients alone are offloaded, and once parameters are back."""
+    """Save while only gradients are offloaded, and after parameters are back, as a control."""
     from megatron.core import dist_checkpointing
 
     model = bench()

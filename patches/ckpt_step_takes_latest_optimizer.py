@@ -34,7 +34,7 @@ from ._case import Fault, Original, Patch, program, target
 
 
 def read_metadata(original: Original, *args: Any, **kwargs: Any) -> tuple[int, bool]:
-    """Read the tracker file; return `args.ckpt_step` as the iteration if it is set."""
+    """Wrap the read of the tracker file: return `args.ckpt_step` as the iteration, if it is set."""
     import os
 
     from megatron.training import checkpointing, global_vars
@@ -55,14 +55,16 @@ def read_metadata(original: Original, *args: Any, **kwargs: Any) -> tuple[int, b
 
 
 def get_non_persistent_iteration(original: Original, folder: Any, args: Any, *context: Any) -> int:
-    """Return the latest iteration in the folder; -1, as for none, if another one is requested."""
+    """Return the latest non-persistent iteration in a folder; -1 if `ckpt_step` is another one."""
     iteration = original(folder, args, *context)
     step = getattr(args, "ckpt_step", None)
     return iteration if step in (None, iteration) else -1
 
 
 def reproduce() -> None:
-    """Save three iterations, and go back to each of the first two."""
+    """Save three iterations, and load each of the first two with `ckpt_step`.
+    On stock Megatron the load takes the optimizer's state of the latest iteration.
+    """
     import tempfile
 
     from megatron.training import checkpointing

@@ -34,14 +34,16 @@ from ._case import Patch, target
 
 
 def reproduce() -> None:
-    """End rank 1's writer, or give it requests that cannot be pickled; save after each."""
+    """Kill rank 1's writer process, or give it a request that cannot be pickled, then save again.
+    On stock Megatron the next save hangs, without an error.
+    """
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     _writers.ends(async_utils)
 
 
 def neighbour() -> object:
-    """Finalize a save of rank 0 alone, slow saves of both ranks, and one without a collective."""
+    """Run saves with writer processes that stay alive, as a control, and return their results."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 
     return _writers.lives(async_utils)

@@ -41,7 +41,7 @@ _layers: PerProcessWeakKeys[Any, list[Any]] = PerProcessWeakKeys(__name__, "_lay
 
 
 def set_padding(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Set the decode-padding flag of this model's layers, and save its earlier values."""
+    """Wrap `set_decode_expert_padding`: save old settings, and change this model's own layers."""
     from megatron.core.inference import utils
     from megatron.core.utils import get_model_config
 
@@ -64,7 +64,7 @@ def _keep(holder: Any, names: tuple[str, ...]) -> None:
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Restore the values from before generation, then run a schedule."""
+    """Restore the expert padding settings from before generation, then run a schedule."""
     while _saved:
         holder, name, value = _saved.pop()
         if value is not _MISSING:
@@ -75,7 +75,9 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a window, generation's calls for two models, and the window again."""
+    """Train, call `set_decode_expert_padding` for this and a second model, and train again.
+    On stock Megatron training loses its capacity factor, and the second model's own setting stays.
+    """
     from megatron.core.inference.utils import set_decode_expert_padding
 
     from megatron_idempotent.proof.cpu import tiny

@@ -33,7 +33,10 @@ from ._case import Fault, Helper
 
 
 def reproduce(*, helped: bool) -> None:
-    """Run two calls without a finalize function and finalize by hand, or run them in a window."""
+    """Run two schedule calls without a finalize function, then finalize by hand.
+    The output layer's deferred gradient is then zero. With `helped` an `accumulation_window` runs
+    them.
+    """
     from megatron.core.distributed import finalize_model_grads
 
     model = _deferred_embedding.build(overlap_grad_reduce=False)
@@ -48,7 +51,9 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Run the step in one call that finalizes, or in a window."""
+    """Run the step in one call that finalizes, as a control; with `helped` in a window.
+    Return the gradients' bytes.
+    """
     model = _deferred_embedding.build(overlap_grad_reduce=False)
     with _window(model) if helped else contextlib.nullcontext():
         model.forward_backward(4, data_seed=0, zero_first=not helped)

@@ -34,7 +34,9 @@ from ._case import PIPELINED, Fault, Original, Patch, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule; if it is forward-only or raises, drop what it added to the deferred lists."""
+    """Run a schedule; if it is forward-only or raises, drop what it added to the deferred lists.
+    These hold the activations and output gradients of the deferred embedding gradient.
+    """
     model, forward_only = kwargs["model"], kwargs.get("forward_only", False)
     lists = schedules.buffers(model)
     if lists is None:
@@ -56,7 +58,9 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run three forward-only windows of two microbatches."""
+    """Run three forward-only windows of two microbatches with a deferred embedding gradient.
+    On stock Megatron an activation per microbatch stays in the list of the last stage.
+    """
     model = _deferred_embedding.build()
     for data_seed in range(3):
         model.forward_backward(2, data_seed=data_seed, forward_only=True)

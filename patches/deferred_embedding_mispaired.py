@@ -42,7 +42,9 @@ _ASKED = "embedding_module.shared_embedding_or_output_weight()"
 def finish(
     original: Original, config: Any, embedding_module: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Give upstream the weight that the output layer used."""
+    """Wrap the computation of the deferred gradient: pass the weight that the output layer used.
+    With MTP layers upstream takes the embedding's weight.
+    """
     if embedding_module is None or not getattr(config, "mtp_num_layers", None):
         original(config, embedding_module, *args, **kwargs)
         return
@@ -62,7 +64,9 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Reverse the inputs of each microbatch, into the order of their gradients."""
+    """Wrap the computation of the deferred gradient: put each microbatch's inputs in reverse order.
+    That is the order of their output gradients. Only with MTP layers.
+    """
     inputs = embedding_activation_buffer
     calls = 1 + (getattr(config, "mtp_num_layers", None) or 0)
     if calls > 1:
@@ -78,7 +82,9 @@ def drain(
 
 
 def reproduce() -> None:
-    """Run a window of two microbatches with an MTP layer, deferred and not."""
+    """Compare gradients of two microbatches with an MTP layer, deferred and not.
+    On stock Megatron the deferred gradient of the output layer is wrong.
+    """
     direct, deferred = _gradients(mtp_layers=1)
     if direct is not None and (deferred - direct).norm() > direct.norm() / 10:
         off = float((deferred - direct).norm() / direct.norm())
@@ -86,7 +92,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run a window of two microbatches without an MTP layer, deferred and not."""
+    """Compare gradients of two microbatches without MTP, deferred and not, as a control."""
     direct, deferred = _gradients(mtp_layers=0)
     if direct is not None and not direct.equal(deferred):
         raise Fault("the deferred gradient differs from the one computed at once")
@@ -94,7 +100,9 @@ def neighbour() -> object:
 
 
 def _gradients(mtp_layers: int) -> tuple[Any, Any]:
-    """Return the last stage's gradients, computed at once and deferred; None on other stages."""
+    """Return the last pipeline stage's gradients, computed at once and deferred.
+    Both are None on other stages.
+    """
     import torch
 
     pair = []

@@ -38,7 +38,9 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Give upstream's loop a second microbatch, of zeros."""
+    """Wrap the computation of the deferred gradient: for one microbatch, add a second one of zeros.
+    Upstream's loop fails with a single one.
+    """
     import torch
 
     lists = embedding_activation_buffer, grad_output_buffer
@@ -50,7 +52,9 @@ def drain(
 
 
 def reproduce() -> None:
-    """Run a window of one microbatch, deferred and not: the output layer's gradients must agree."""
+    """Compare gradients of a window of one microbatch, deferred and not.
+    On stock Megatron the deferred one raises `UnboundLocalError`.
+    """
     # Without overlap, see deferred-embedding-reduced-early.
     plain = bench(pp=2, overlap_grad_reduce=False)
     plain.forward_backward(1, data_seed=0)

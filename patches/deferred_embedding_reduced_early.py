@@ -38,7 +38,7 @@ _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_defer
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule with pipelining, and postpone the reduction of its deferred gradient."""
+    """Run a pipelined schedule; postpone the reduction of its bucket with a deferred gradient."""
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:
         return original(*args, **kwargs)
@@ -85,7 +85,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def reset(original: Original, self: Any) -> None:
-    """Reset a bucket group for a window, and forget the deferred gradient of the last window."""
+    """Reset a bucket group, and drop the record of a deferred gradient of the last window."""
     _defer_no_more(self)
     original(self)
 
@@ -99,7 +99,7 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Compute the deferred gradient, then start the reduction that waits for it."""
+    """Compute the deferred gradient, then start the bucket group's reduction that waits for it."""
     if embedding_activation_buffer or grad_output_buffer:
         original(config, embedding_activation_buffer, grad_output_buffer, weight, *args, **kwargs)
     # If both are empty, guarded_window() dropped them after a failure; peers still reduce.
@@ -109,7 +109,9 @@ def drain(
 
 
 def reproduce() -> None:
-    """Compare the output layer's gradient of the second window, deferred and not, on two ranks."""
+    """Compare the output layer's gradient of a second window, deferred and not.
+    On stock Megatron the deferred gradient misses the overlapped reduction.
+    """
     import torch
 
     gradients = []
@@ -124,7 +126,9 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run deferring windows of several sizes without overlap, and a first window with it."""
+    """Compare steps with and without a deferred gradient where reductions come late, as a control.
+    They run without overlap, and once with overlap in a first window.
+    """
     from . import _neighbours
 
     bits = []

@@ -38,7 +38,7 @@ _HELD = "_megatron_idempotent_held"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch the chunk's reductions if `no_sync` has postponed all of them; then finish."""
+    """Wrap `finish_grad_sync`: first dispatch the chunk's reductions if `no_sync` has held them."""
     if (
         self.ddp_config.overlap_grad_reduce
         and getattr(self, _HELD, False)
@@ -52,20 +52,22 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def no_sync(original: Original, self: Any) -> Any:
-    """Record that the caller postpones the chunk's reductions."""
+    """Wrap DDP's `no_sync`: record that this chunk's reductions are postponed."""
     setattr(self, _HELD, True)
     return original(self)
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Start a window in which no reduction was postponed or dispatched."""
+    """Wrap `zero_grad_buffer`: reset the records of the chunk's postponed and begun reductions."""
     original(self)
     setattr(self, _HELD, False)
     ddp.began(self)
 
 
 def reproduce() -> None:
-    """Run an ordinary window, because a first window differs, then one inside of `no_sync`."""
+    """Run a first window, then two backwards inside of `no_sync()` and `finish_grad_sync()`.
+    On stock Megatron the last call asserts with overlap_grad_reduce.
+    """
     gradients = []
     for overlap in (True, False):
         model = bench(

@@ -34,7 +34,9 @@ from ._case import Fault, Original, Patch, arguments, bench, counted, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Remove the mark from weights that each rank replicates, then wrap the module."""
+    """Wrap DDP's constructor: first unmark weights of which each tensor-parallel rank has a copy.
+    The mark `tensor_model_parallel` makes the gradient norm count each copy.
+    """
     call = arguments(original, (self, *args), kwargs)
     if call["config"].tensor_model_parallel_size > 1:
         for layer in _duplicated_layers(call["module"]):
@@ -43,7 +45,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _duplicated_layers(model: Any) -> Iterator[Any]:
-    """Yield the layers that tensor-parallel ranks replicate.
+    """Yield the layers of a model of which each tensor-parallel rank has a complete copy.
 
     Of Megatron's subclasses of `Linear` only `TELinear` itself is used for them. Experts have no
     parallel mode either, because Megatron splits them itself.
@@ -65,7 +67,9 @@ def _duplicated_layers(model: Any) -> Iterator[Any]:
 
 
 def reproduce() -> None:
-    """Give a weight that two ranks replicate a gradient of ones, and count it in the norm."""
+    """Give a weight that two tensor-parallel ranks replicate gradients of one, and take the norm.
+    On stock Megatron the norm counts the weight once per rank.
+    """
     from ._engine_layers import duplicated
 
     def add(module: Any) -> None:

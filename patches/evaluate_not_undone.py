@@ -34,7 +34,7 @@ from ._case import Broken, Fault, Original, Patch, arguments, program, target
 
 
 def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `evaluate`, and undo its changes, even if it raises."""
+    """Run upstream's `evaluate`, and restore the settings that it changed, even if it raises."""
     from megatron.training import get_timers
 
     call = arguments(original, args, kwargs)
@@ -44,7 +44,9 @@ def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run one evaluation whose data iterator raises."""
+    """Run `evaluate()` with a forward step that raises.
+    On stock Megatron the model is in evaluation mode afterwards.
+    """
     import contextlib
 
     from megatron.training import training as upstream

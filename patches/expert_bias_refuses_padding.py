@@ -32,14 +32,18 @@ from ._case import Fault, Original, Patch, a_body_has, no_body_has, target
 
 
 def count(original: Original, self: Any, routing_map: Any, padding_mask: Any = None) -> None:
-    """Count with upstream's function, and a mask shaped [tokens, 1] so that it masks tokens."""
+    """Wrap the router's count of tokens: reshape a padding mask to [tokens, 1].
+    Upstream's function then masks tokens, and not experts.
+    """
     if padding_mask is not None and padding_mask.dim() == 1:
         padding_mask = padding_mask[:, None]
     original(self, routing_map, padding_mask=padding_mask)
 
 
 def reproduce() -> None:
-    """Route as many tokens as there are experts, and mask all but one: only that one may count."""
+    """Route four tokens over four experts with three of them masked, and compare the token counts.
+    On stock Megatron the mask hides experts instead of tokens.
+    """
     import torch
 
     from megatron_idempotent.proof.cpu import tiny

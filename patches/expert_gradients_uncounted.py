@@ -52,7 +52,7 @@ _SPLIT = {
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Mark experts' parameters that ranks split, then wrap the module."""
+    """Wrap DDP's constructor: first mark experts' parameters that tensor-parallel ranks split."""
     call = arguments(original, (self, *args), kwargs)
     config = call["config"]
     if config.tensor_model_parallel_size > 1 or (config.expert_tensor_parallel_size or 1) > 1:
@@ -62,7 +62,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _split_layers(model: Any) -> Iterator[tuple[Any, int]]:
-    """Yield layers of routed experts over Transformer Engine's, and the dimension they split."""
+    """Yield (Transformer Engine layer of routed experts, dimension along which ranks split it)."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     for layer in model.modules():
@@ -75,7 +75,9 @@ def _split_layers(model: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _mark(layer: Any, dimension: int) -> None:
-    """Mark a layer's weights and, if ranks split its output, biases that have no mark yet."""
+    """Mark a layer's weights as shards, and its biases too if ranks split its output.
+    Those with a mark keep it.
+    """
     kinds = "weight|bias" if dimension == 0 else "weight"
     for name, parameter in layer.named_parameters(recurse=False):
         if re.fullmatch(rf"({kinds})\d*", name) and not hasattr(parameter, "tensor_model_parallel"):
@@ -83,14 +85,16 @@ def _mark(layer: Any, dimension: int) -> None:
 
 
 def copy(original: Original, destination_tensor: Any, source_tensor: Any) -> None:
-    """Copy the marks of a parameter, including the mark of experts' parameters."""
+    """Copy the tensor-parallel marks of a parameter, and `allreduce`, the mark of an expert."""
     original(destination_tensor, source_tensor)
     if hasattr(source_tensor, "allreduce"):
         destination_tensor.allreduce = source_tensor.allreduce
 
 
 def counts(original: Original, param: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether this rank counts a parameter; the first rank counts an expert's copies."""
+    """Return whether this rank counts a parameter in norms.
+    Of an expert's copies on several ranks, only the first rank's is counted.
+    """
     if getattr(param, "allreduce", True) or getattr(param, "tensor_model_parallel", False):
         return bool(original(param, *args, **kwargs))
     groups = dict(zip(("tp_group", "expert_tp_group"), args, strict=False)) | kwargs
@@ -99,7 +103,7 @@ def counts(original: Original, param: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 def _is_first(tp_group: Any, expert_tp_group: Any) -> bool | None:
-    """Return whether this is the first of the ranks that share an expert.
+    """Return whether this rank is the first of the tensor-parallel ranks that share an expert.
 
     None if the caller passes the expert group itself, or other groups than `parallel_state`.
     """
@@ -129,7 +133,9 @@ _LAYOUT: dict[str, Any] = {
 
 
 def reproduce() -> None:
-    """Count experts of grouped layers, and experts' biases with each available optimizer."""
+    """Count experts' elements in the gradient norm, for grouped layers and for biases.
+    On stock Megatron the norm lacks those of all but the first tensor-parallel ranks.
+    """
     from megatron_idempotent.proof.cpu import tiny
 
     from ._engine_layers import group_experts
@@ -150,7 +156,8 @@ def reproduce() -> None:
 
 
 def _expect_counted(model: Any, pattern: str) -> None:
-    """Raise a `Fault` unless the norm and the zeros count all elements of the named parameters.
+    """Raise a `Fault` unless the norm and the number of zeros count all elements of parameters.
+    The parameters are those whose names match `pattern`.
 
     The two ranks have different experts, so that all elements count.
     """
@@ -169,9 +176,9 @@ def _expect_counted(model: Any, pattern: str) -> None:
 
 
 def neighbour() -> list[float]:
-    """Return norms and numbers of zeros of a step with local experts, which stock counts correctly.
-
-    The model also has shared experts, which are split like the dense layers.
+    """Return norms and numbers of zeros of steps with ungrouped experts, as a control.
+    Stock Megatron counts these correctly. The model also has shared experts, split like dense
+    layers.
     """
     counted: list[float] = []
     for distributed_optimizer in (True, False):

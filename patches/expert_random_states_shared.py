@@ -34,7 +34,9 @@ _OF_ALL = "expert_parallel_rng_of_ranks"
 
 
 def get_rng_state(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Collect the states, and add the expert streams of all expert-parallel ranks."""
+    """Collect the random states, and add the expert streams of all expert-parallel ranks.
+    A collective over these ranks.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -53,7 +55,7 @@ def get_rng_state(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read a checkpoint, and put this rank's expert stream into its random states."""
+    """Read a checkpoint, and put this rank's own expert stream into its random states."""
     from megatron.core import parallel_state
 
     loaded = original(*args, **kwargs)
@@ -68,7 +70,9 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Save and load on two expert-parallel ranks, and compare the stream before and after."""
+    """Save and load on two expert-parallel ranks, and compare their random stream before and after.
+    On stock Megatron both ranks have the first rank's stream after the load.
+    """
     import torch
     from megatron.core.tensor_parallel import random
     from megatron.training import checkpointing

@@ -32,7 +32,7 @@ _OFFSET = 2**20
 
 
 def add(original: Original, self: Any, name: str, seed: int) -> None:
-    """Change the expert layers' seed if another stream uses it."""
+    """Wrap the adding of a random stream: shift the experts' seed if another stream has it."""
     from megatron.core.tensor_parallel.random import _EXPERT_PARALLEL_RNG_TRACKER_NAME
 
     if seed in self.seeds_ and name == _EXPERT_PARALLEL_RNG_TRACKER_NAME:
@@ -41,7 +41,9 @@ def add(original: Original, self: Any, name: str, seed: int) -> None:
 
 
 def reproduce() -> None:
-    """Seed like expert rank 17 with tensor rank 6."""
+    """Seed as expert-parallel rank 17 with tensor-parallel rank 6 does.
+    On stock Megatron this raises, because two streams get one seed.
+    """
     from megatron.core.tensor_parallel import random
 
     random.model_parallel_cuda_manual_seed(1, tp_rank=6, ep_rank=17, etp_rank=0)

@@ -36,7 +36,7 @@ from ._case import Fault, Original, Patch, address, arguments, bench, gathered, 
 
 
 def layer(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Make an MoE layer, and mark its experts' weights if they are split differently.
+    """Build an MoE layer, and mark its experts' weights if their tensor-parallel size differs.
 
     It marks them here because, from 0.18 on, buffers may be laid out before DDP wraps the model.
     """
@@ -46,7 +46,7 @@ def layer(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any)
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Mark weights that experts got later, in adapters, then wrap the module."""
+    """Wrap DDP's constructor: first mark weights that experts got after they were built."""
     call = arguments(original, (self, *args), kwargs)
     if _split_otherwise(call["config"]):
         _mark_experts(call["module"])
@@ -54,7 +54,9 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _split_otherwise(config: Any) -> bool:
-    """Return whether experts' parts are replicated on other ranks than those of dense layers."""
+    """Return whether experts have another tensor-parallel size than dense layers, at EP 1.
+    Copies of their parts are then on other ranks than those of dense layers.
+    """
     split = getattr(config, "expert_tensor_parallel_size", None)
     return (
         split not in (None, config.tensor_model_parallel_size)
@@ -77,7 +79,9 @@ def _mark(moe_layer: Any) -> None:
 
 
 def reproduce() -> None:
-    """Compare the gradients of two ranks' halves of an expert; they must differ."""
+    """Compare the gradients of the two halves of an expert on two ranks, which must differ.
+    On stock Megatron both halves have the mean of the two gradients.
+    """
     import torch
 
     model = bench(etp=2, experts=2, distributed_optimizer=False, overlap_grad_reduce=False, seed=5)

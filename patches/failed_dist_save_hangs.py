@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def meet(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Raise if a rank has failed, else go on to the collectives of `original`."""
+    """Wrap a function with collectives: first raise on all ranks if one has failed."""
     from megatron_idempotent.window import agreement
 
     agreement.meet(NOT_SAVED)
@@ -50,7 +50,7 @@ def meet(original: Original, *args: Any, **kwargs: Any) -> Any:
 def save_state_dict_async_finalize(
     original: Original, storage_writer: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Write the metadata once all ranks have written tensors; raise on all ranks if that fails."""
+    """Write the metadata of a save after all ranks have written; raise on all if one fails."""
     from megatron_idempotent.window import agreement
 
     retrieve = storage_writer.retrieve_write_results
@@ -74,7 +74,7 @@ def save_state_dict_async_finalize(
 
 
 def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
-    """Let the functions that finalize an asynchronous save succeed or raise on all ranks."""
+    """Wrap the start of an asynchronous save: let its finalizing raise on all ranks or on none."""
     functions = async_request.finalize_fns
     functions[:] = [functools.partial(_finalize, list(functions))]
     return original(self, async_request)
@@ -97,7 +97,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _join(path: Path, folder: Path) -> None:
-    """Join the collectives in which a rank without a failure waits on stock Megatron."""
+    """Enter the collectives in which a rank that did not fail waits on stock Megatron."""
     import torch
     from megatron.core import dist_checkpointing
 
@@ -117,7 +117,9 @@ def _join(path: Path, folder: Path) -> None:
 
 
 def reproduce() -> None:
-    """Save without a folder, and with folders in place of the files that rank 0 writes."""
+    """Save while rank 0 cannot write: no folder, or a folder in place of each of its files.
+    On stock Megatron rank 0 raises, and rank 1 waits for it.
+    """
     from pathlib import Path
 
     import torch
@@ -141,7 +143,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Save, and save asynchronously; return the loaded values."""
+    """Save synchronously and asynchronously, and load, as a control; return the loaded values."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 

@@ -40,7 +40,9 @@ from ._checkpoints import PART, UNCHANGED, look_at_files
 
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Load on all ranks or on none, if all ranks load."""
+    """Wrap a load: if one rank raises, raise on all ranks, and restore tensors that were zeroed.
+    It does nothing for a load on some ranks only.
+    """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -68,7 +70,7 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def determine_global_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Exchange the metadata to load, unless a rank has failed before it could begin."""
+    """Wrap the exchange of metadata before a load: first raise on all ranks if one has failed."""
     from megatron_idempotent.window import agreement
 
     agreement.meet(UNCHANGED)
@@ -76,7 +78,9 @@ def determine_global_metadata(original: Original, *args: Any, **kwargs: Any) -> 
 
 
 def get_filesystem_reader(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Return a reader that reads only if all ranks can; leave readers of cloud storage alone."""
+    """Return a reader that raises on all ranks before it reads, if one rank's files are damaged.
+    Readers of cloud storage are returned unchanged.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     reader = original(*args, **kwargs)
@@ -96,7 +100,9 @@ def _read_data(reader: Any, plan: Any, planner: Any) -> Any:
 
 
 def _load(spoil: Callable[[Any], None]) -> dict[str, Any]:
-    """Save 1.0 on two ranks, damage rank 1's files, load over 2.0; return weights and error."""
+    """Save 1.0 on two ranks, apply `spoil` to rank 1's files, and load over 2.0.
+    Return the weights afterwards, and the name of the error as "raised".
+    """
     from pathlib import Path
 
     import torch
@@ -129,7 +135,9 @@ def _load(spoil: Callable[[Any], None]) -> dict[str, Any]:
 
 
 def reproduce() -> None:
-    """Truncate the files of one rank, and load."""
+    """Truncate the files of one of two ranks, and load.
+    On stock Megatron one rank raises, and weights are loaded in part.
+    """
     import os
 
     import torch
@@ -142,7 +150,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Load files with extra bytes at their ends, in which all data are intact."""
+    """Load files with extra bytes at their ends, whose data are intact, as a control."""
     results = _load(lambda path: path.write_bytes(path.read_bytes() + bytes(8)))
     return results["raised"], results["first"].tolist(), results["second"].tolist()
 

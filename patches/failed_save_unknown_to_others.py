@@ -30,7 +30,9 @@ from ._case import Fault, Patch, program, shared_folder, target
 
 
 def reproduce() -> None:
-    """Save into a path at which rank 0 finds a file instead of a folder."""
+    """Save to a path at which rank 0 finds a file in place of a folder.
+    On stock Megatron rank 0 raises, and rank 1 waits in two barriers.
+    """
     from pathlib import Path
 
     import torch
@@ -52,7 +54,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Save and load; return the loaded iteration."""
+    """Save and load without a failure, as a control; return the loaded iteration."""
     from megatron.training import checkpointing
 
     running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])

@@ -31,7 +31,7 @@ from ._case import TRAINING, Fault, Original, Patch, a_body_has, arguments, prog
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train` so that it keeps the finalize function of the config."""
+    """Run upstream's `train` with the caller's own finalize function, if the config has one."""
     module: Any = sys.modules[TRAINING]
     config = arguments(original, args, kwargs)["config"]
     custom = config.finalize_model_grads_func
@@ -48,14 +48,16 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_train(function: Any) -> bool:
-    """Return whether this is `train()`'s wrapper around a finalize function."""
+    """Return whether `function` is a wrapper that `train()` has put around a finalize function."""
     return getattr(function, "__qualname__", "").startswith("train.<locals>.") and (
         getattr(function, "__module__", None) == TRAINING
     )
 
 
 def reproduce() -> None:
-    """Run `train()` with a custom finalize function that counts its calls."""
+    """Run `train()` with a custom `finalize_model_grads_func` that counts its calls.
+    On stock Megatron it is not called.
+    """
     from megatron.core.distributed import finalize_model_grads
 
     running = program()

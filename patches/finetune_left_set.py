@@ -30,7 +30,7 @@ from ._case import Fault, Original, Patch, program, target
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Load, then restore `args.finetune`."""
+    """Run upstream's load, then restore `args.finetune`, which it may have set."""
     from megatron.training import get_args
 
     options = get_args()
@@ -42,7 +42,9 @@ def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Begin from a pretrained checkpoint, save a step, and go back to it."""
+    """Load a pretrained checkpoint, save a step, and load that step.
+    On stock Megatron the last load returns iteration 0: `args.finetune` is still set.
+    """
     import tempfile
     from pathlib import Path
 

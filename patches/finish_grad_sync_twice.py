@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Finish a reduction, unless no gradient was added since the last one."""
+    """Wrap `finish_grad_sync`: do nothing if no gradient was added since the last reduction."""
     if ddp.is_idle(self):
         for group in ddp.bucket_groups(self):
             # As upstream does at every call.
@@ -46,7 +46,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a chunk's reductions; without overlap this reduces, so do it only once."""
+    """Wrap a chunk's `start_grad_sync`: without overlap, reduce only if there are new gradients."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
     elif not ddp.is_idle(self):
@@ -55,20 +55,22 @@ def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def start(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a bucket group's reduction, unless it is already in flight."""
+    """Wrap a bucket group's `start_grad_sync`: do nothing if its reduction is in flight already."""
     if self.ddp_config.overlap_grad_reduce and ddp.dispatched(self) and ddp.late(self) is None:
         return
     ddp.dispatching(original, self, *args, **kwargs)
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Start a window whose gradients are not reduced."""
+    """Wrap `zero_grad_buffer`: also record that the chunk's gradients are not reduced."""
     original(self)
     ddp.began(self)
 
 
 def reproduce() -> None:
-    """Run one window, reduced by its schedule, then `finish_grad_sync` once more."""
+    """Run a window, which reduces its gradients, and call `finish_grad_sync()` once more.
+    On stock Megatron without overlap this changes the gradients.
+    """
     model = bench(overlap_grad_reduce=False)
     model.forward_backward(2, data_seed=0)
     reduced = model.gradients()

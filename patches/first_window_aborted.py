@@ -44,14 +44,16 @@ _REDUCED = "_megatron_idempotent_first_window_reduced"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Record that the first window of a bucket group was reduced."""
+    """Wrap a bucket group's `finish_grad_sync`: record that its first window was reduced."""
     original(self, *args, **kwargs)
     if self.is_first_batch:
         setattr(self, _REDUCED, True)
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Keep a first window's counts only if all bucket groups that took part finished it."""
+    """Wrap `zero_grad_buffer`: drop a first window's gradient counts unless it was complete.
+    It is complete if all bucket groups with counts were reduced, with all their parameters.
+    """
     learning = [
         group
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups)
@@ -76,7 +78,9 @@ def _drop_what_is_unfinished(groups: list[Any]) -> None:
 
 
 def reproduce() -> None:
-    """Interrupt the very first backward, then run three windows."""
+    """Interrupt the backward of the very first window, then run three windows.
+    On stock Megatron these assert, or their gradients are wrong.
+    """
     import torch
 
     expected = bench()

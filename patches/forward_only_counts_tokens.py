@@ -31,7 +31,9 @@ from ._case import EXPERT_BIAS, Fault, Original, Patch, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule; after a forward-only one with gradients enabled, restore the counts."""
+    """Run a schedule; after a forward-only call with gradients enabled, restore the token counts.
+    These are the routers' counts for the expert bias.
+    """
     import torch
 
     chunks = schedules.chunks(kwargs["model"])
@@ -56,7 +58,9 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a forward-only window in eval mode, with gradients enabled."""
+    """Run a forward-only window in eval mode with gradients enabled, with an expert bias.
+    On stock Megatron the router counts its tokens.
+    """
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(experts=4, config_overrides=EXPERT_BIAS)

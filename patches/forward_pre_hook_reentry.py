@@ -31,14 +31,16 @@ from ._case import Original, Patch, bench, target
 
 
 class _NoHandle:
-    """Replaces the handle of a module without a hook, so that upstream's loop can remove it."""
+    """Stands in for the hook handle of a module without a hook, so that upstream can remove it."""
 
     def remove(self) -> None:
         """Do nothing, because no hook was registered."""
 
 
 def disable(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Make the handles match the module tree, then let upstream remove them and synchronise."""
+    """Wrap `disable_forward_pre_hook`: first give each module of the model a handle, real or not.
+    Upstream's loop asserts otherwise, for example if the hooks are off already.
+    """
     handles = self.remove_forward_pre_hook_handles
     modules = list(self.module.modules())
     fits = len(handles) == len(modules) and all(module in handles for module in modules)
@@ -60,7 +62,9 @@ def enable(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Disable the hooks twice, then enable them twice."""
+    """Disable DDP's forward pre-hooks twice, then enable them twice.
+    On stock Megatron the second call of each raises.
+    """
     model = bench(overlap_param_gather=True)
     (chunk,) = model.chunks
     chunk.disable_forward_pre_hook()

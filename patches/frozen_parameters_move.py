@@ -39,7 +39,9 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def prepare_grads(original: Original, self: Any) -> Any:
-    """Zero Megatron-FSDP's gradients of frozen shards, so that the norm does not count them."""
+    """Wrap `prepare_grads`: first zero the gradients of frozen shards of Megatron-FSDP.
+    The gradient norm then does not count them.
+    """
     if optimizers.in_fsdp(self):
         for shard in optimizers.frozen(self):
             for gradient in shard.grad, getattr(shard, "decoupled_grad", None):
@@ -49,7 +51,7 @@ def prepare_grads(original: Original, self: Any) -> Any:
 
 
 def step(original: Original, self: Any) -> bool:
-    """Drop the gradients of frozen parameters, step, and count the step for them as well."""
+    """Wrap an optimizer's update: skip parameters that are frozen, but count the step for them."""
     frozen = optimizers.frozen(self)
     optimizers.leave_out(self.optimizer, frozen)
     succeeded: bool = original(self)
@@ -59,7 +61,9 @@ def step(original: Original, self: Any) -> bool:
 
 
 def reproduce() -> None:
-    """Freeze the output layer after two steps, on the device and on the host."""
+    """Freeze the output layer after two steps and take a third, with and without CPU offload.
+    On stock Megatron the third step still moves the frozen weight.
+    """
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
     for overrides in {}, offload:
         model = bench(

@@ -39,7 +39,9 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Dispatch reductions that only wait for frozen parameters, then finish."""
+    """Wrap a bucket group's `finish_grad_sync`: first start a reduction that only frozen ones hold.
+    It would otherwise wait for gradients of parameters that are frozen now.
+    """
     if (
         self.ddp_config.overlap_grad_reduce
         and not getattr(self, "is_first_batch", False)  # which dispatches by itself
@@ -53,13 +55,15 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Start a window in which no reduction was dispatched."""
+    """Wrap `zero_grad_buffer`: also reset the records of dispatched reductions."""
     original(self)
     ddp.ended(self)
 
 
 def make_hook(original: Original, self: Any) -> Any:
-    """Return a hook that makes frozen parameters trainable while upstream's hook runs."""
+    """Return DDP's forward pre-hook, during which frozen parameters require gradients.
+    Upstream's hook asserts that all of them do.
+    """
     wait = original(self)
 
     def hook(module: Any, *inputs: Any) -> None:
@@ -80,7 +84,9 @@ def make_hook(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Freeze a norm after two steps, and train the rest, with and without overlap."""
+    """Freeze a norm after two steps and train on, with and without overlap.
+    On stock Megatron a window with overlap asserts.
+    """
     parameters = []
     for overlap in True, False:
         model = bench(

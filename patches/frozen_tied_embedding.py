@@ -28,13 +28,15 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def add_up(original: Original, model: list[Any], config: Any) -> None:
-    """Sum the shared weight's gradients, unless it is frozen."""
+    """Wrap the sum of shared embedding gradients over stages: skip it if the weight is frozen."""
     if not (_is_shared() and any(map(_is_frozen, model))):
         original(model, config)
 
 
 def _is_shared() -> bool:
-    """Return whether upstream reads the model; if it does not, the model may be any module."""
+    """Return whether this rank sums shared embedding gradients with other pipeline stages.
+    Otherwise upstream does not look at the model, which may then be any module.
+    """
     import torch
     from megatron.core import parallel_state
 
@@ -60,7 +62,9 @@ def _freeze(module: Any) -> None:
 
 
 def reproduce() -> None:
-    """Run a window of a model whose embedding is tied and frozen; the rest gets a gradient."""
+    """Run a window of a two-stage model whose tied embedding is frozen.
+    On stock Megatron it ends in a `TypeError`.
+    """
     model = bench(pp=2, tied=True, before_ddp=_freeze)
     model.forward_backward(2, data_seed=0)
     if not model.gradients().any():
@@ -68,7 +72,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Finalize a module that is no GPTModel, on one pipeline stage."""
+    """Finalize gradients of a module other than GPTModel on one pipeline stage, as a control."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 

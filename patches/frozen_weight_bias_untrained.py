@@ -29,7 +29,7 @@ from ._case import Fault, Original, Patch, arguments, bench, target
 
 
 def linear(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Compute the product without the bias, then add the bias under autograd."""
+    """Wrap the product with a frozen weight: add a trained bias outside, under autograd."""
     call = arguments(original, args, kwargs)
     bias = call["bias"]
     if bias is None or not bias.requires_grad:
@@ -38,7 +38,9 @@ def linear(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Train only the biases of attention, and check their gradients."""
+    """Train only the attention biases, and check that they have gradients.
+    On stock Megatron the biases beside frozen weights have none.
+    """
 
     def freeze(module: Any) -> None:
         for name, parameter in module.named_parameters():

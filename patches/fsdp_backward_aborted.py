@@ -35,14 +35,16 @@ from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, 
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Drop the state of an interrupted backward, then zero the gradients."""
+    """Wrap `MegatronFSDP.zero_grad_buffer`: first reset the state of an interrupted backward."""
     if fsdp.was_interrupted(self):
         fsdp.start_over(self)
     original(self)
 
 
 def reproduce() -> None:
-    """Interrupt a backward in the middle, then run two windows."""
+    """Interrupt a backward under Megatron-FSDP half-way, then run two windows.
+    On stock Megatron their gradients are wrong, or they assert.
+    """
     model = bench(fsdp="optim_grads_params")
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()

@@ -32,7 +32,9 @@ from ._case import Fault, Patch, bench, target
 
 
 def reproduce() -> None:
-    """Run a window inside of `no_sync`; then exit an old `no_sync` inside of a later one."""
+    """Run a schedule inside of Megatron-FSDP's `no_sync`, then exit an old context in a new one.
+    On stock Megatron `no_sync` has ended after each.
+    """
     model = bench(fsdp="optim")
     (chunk,) = model.chunks
     with chunk.no_sync():
@@ -52,7 +54,7 @@ def _expect_held(chunk: Any, when: str) -> None:
 
 
 def neighbour() -> object:
-    """Run steps of a schedule with its own `no_sync`, and zero the buffers inside of it."""
+    """Run steps whose schedule enters `no_sync` itself, as a control; return parameter bytes."""
     model = bench(fsdp="optim")
     (chunk,) = model.chunks
     bits = []

@@ -41,7 +41,7 @@ from ._case import (
 
 
 def pre_forward(original: Original, self: Any) -> None:
-    """Reset modules of an interrupted pass when the root's forward begins."""
+    """Wrap a module's pre-forward hook: at the root, first reset modules of an interrupted pass."""
     if self.is_root() and not _in_backward():
         modules = list(self.context.forward_order)
         if any(module._phase is not type(module).Phase.RESTING for module in modules):
@@ -72,7 +72,9 @@ def _reset(module: Any) -> None:
 
 
 def reproduce() -> None:
-    """Interrupt a backward, and run the window again."""
+    """Interrupt a backward under the second version of Megatron-FSDP, and run the window again.
+    On stock Megatron its forward raises an invalid phase transition.
+    """
     model = bench(fsdp="v2")
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()

@@ -52,7 +52,9 @@ _captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
 
 
 def replay(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run or replay a window, but first drop a graph that was captured from other arguments."""
+    """Wrap `FullCudaGraphWrapper.__call__`: first drop a graph that has other arguments.
+    These are the model chunks, the functions and the numbers that it was captured from.
+    """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     if any(name not in kwargs for name in _NEEDED):
@@ -109,7 +111,7 @@ def _forget(stage: str) -> None:
 
 
 class Graph:
-    """Stands in for `torch.cuda.CUDAGraph`: the capture runs the code, a replay does nothing.
+    """Stands in for `torch.cuda.CUDAGraph`: a capture runs the code, a replay does nothing.
 
     On a GPU it only counts the replays of real graphs.
     """
@@ -117,15 +119,15 @@ class Graph:
     replays = 0
 
     def register_generator_state(self, state: Any) -> None:
-        """Do nothing: a stand-in has no generators."""
+        """Do nothing, because the stand-in has no random generators."""
 
     def replay(self) -> None:
-        """Count the replay."""
+        """Count this replay."""
         Graph.replays += 1
 
 
 def stand_in() -> None:
-    """Count replays of graphs in this process, which ends soon after.
+    """Count the replays of CUDA graphs in this process.
 
     Without a GPU, stand-ins replace the graphs.
     """
@@ -151,7 +153,7 @@ def stand_in() -> None:
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Run the forward of one microbatch, read from a dict as the wrapper's static buffers need."""
+    """Run the forward of one microbatch; the iterator yields dicts, as static buffers need."""
     import torch
 
     tokens_BT = next(data_iterator)["tokens"]
@@ -169,7 +171,7 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any
 def window(
     schedule: Callable[..., Any], model: Any, microbatches: int, **overrides: Any
 ) -> list[Any]:
-    """Run one window of a bench's model through `schedule`; return its losses."""
+    """Run one window of a tiny model through `schedule`, from zero gradients; return its losses."""
     from megatron_idempotent.proof.cpu import tiny
 
     for chunk in model.chunks:
@@ -188,14 +190,16 @@ def window(
 
 
 def build(**options: Any) -> Any:
-    """Return a bench without an optimizer, which a graph can capture on a GPU."""
+    """Return a tiny model without an optimizer that a CUDA graph can capture on a GPU."""
     from megatron_idempotent.proof.cpu import is_enabled, tiny
 
     return tiny.build(with_optimizer=False, capturable=not is_enabled(), **options)
 
 
 def reproduce() -> None:
-    """Train a model with a graph, then a second model with its own wrapper."""
+    """Capture a CUDA graph of one model, then train a second model through a new wrapper.
+    On stock Megatron the first graph is replayed, and the second model gets no gradient.
+    """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

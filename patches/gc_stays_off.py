@@ -29,7 +29,7 @@ from ._case import Fault, Original, Patch, a_body_has, program, target
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train`, then turn the collector on again if it was on."""
+    """Run upstream's `train`, then enable Python's garbage collector if it was enabled before."""
     was_on = gc.isenabled()
     try:
         return original(*args, **kwargs)
@@ -39,7 +39,7 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run one call of `train()` that returns."""
+    """Run `train()` with `--manual-gc`; on stock Megatron garbage collection stays off."""
     running = program(["--manual-gc"])
     running.train(1)
     if not gc.isenabled():

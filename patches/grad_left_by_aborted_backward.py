@@ -30,7 +30,7 @@ from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, 
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Clear `param.grad`, then zero the buffer."""
+    """Wrap `zero_grad_buffer`: first set `param.grad` of all parameters to None."""
     for param in self.params_with_grad:
         if param.grad is not None:
             param.grad = None
@@ -38,7 +38,9 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Interrupt a backward between autograd's accumulation and DDP's hook, then run a window."""
+    """Interrupt a backward after autograd has set `param.grad`, then run a window.
+    On stock Megatron its gradients contain that of the interrupted backward.
+    """
     import torch
 
     model = bench(overlap_grad_reduce=False)

@@ -40,7 +40,7 @@ from ._case import Fault, Original, Patch, backward, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise if a gradient is in no reduction, else finish."""
+    """Wrap a chunk's `finish_grad_sync`: raise if one of its gradients is in no reduction."""
     for group in ddp.bucket_groups(self):
         counts, expected = ddp.registered(group), _expected(group)
         late = ddp.late(group)
@@ -60,7 +60,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def _expected(group: Any) -> dict[Any, int]:
-    """Count how often each parameter registers before its bucket group's hooks dispatch."""
+    """Return how many gradients each parameter registers before its bucket group is reduced."""
     learned = getattr(group, "golden_per_param_grad_ready_counts", None)
     # Releases before 0.16 learn nothing; in a first batch nothing is learned yet.
     counts = learned or dict.fromkeys(group.params, 1)
@@ -78,7 +78,7 @@ def _never_starts(group: Any) -> bool:
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Start a window without reductions."""
+    """Wrap `zero_grad_buffer`: also reset the records of dispatched reductions."""
     original(self)
     ddp.ended(self)
 
@@ -102,7 +102,9 @@ def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> Non
 
 
 def reproduce() -> None:
-    """Run a microbatch that reduces, then one inside of `no_sync`, then `finish_grad_sync`."""
+    """Run a backward that reduces, then one inside of `no_sync()`, then `finish_grad_sync()`.
+    On stock Megatron the second one's gradients stay local; with the patch the last call raises.
+    """
     gradients = []
     for overlap in (True, False):
         model = bench(
@@ -126,7 +128,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run all `_neighbours`: steps of one and of several calls, with every switch on and off."""
+    """Run the correct programs of `_neighbours`, as a control, and return the parameters' bytes."""
     from . import _neighbours
 
     return _neighbours.run_all()

@@ -30,12 +30,16 @@ from ._case import Fault, Helper, bench, gathered
 
 
 def reproduce(*, helped: bool) -> None:
-    """Run one window of a program that sets no functions, or that calls `wire_train_config`."""
+    """Run a window of a program that sets no functions on the config.
+    Its gradients are not reduced. With `helped` it calls `wire_train_config`, which sets them.
+    """
     _one_window(helped, wire=False)
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Run one window of a program that sets all functions itself."""
+    """Run a window of a program that sets all functions itself, as a control.
+    Return the gradients' bytes.
+    """
     return _one_window(helped, wire=True)
 
 

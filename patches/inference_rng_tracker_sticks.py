@@ -30,7 +30,7 @@ from ._case import Fault, Original, Patch, arguments, gathered, target
 
 
 def seed(original: Original, *args: Any, **kwargs: Any) -> None:
-    """Forget an inference tracker before seeding for training."""
+    """Wrap Megatron's seeding: for training, first drop a random-number tracker for inference."""
     from megatron.core.tensor_parallel import random
 
     tracker = random._CUDA_RNG_STATE_TRACKER
@@ -44,7 +44,9 @@ def seed(original: Original, *args: Any, **kwargs: Any) -> None:
 
 
 def reproduce() -> None:
-    """Seed two tensor-parallel ranks for inference, then for training, and draw."""
+    """Seed two tensor-parallel ranks for inference, then for training, and draw numbers.
+    On stock Megatron both ranks draw the same ones.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random

@@ -33,7 +33,9 @@ _TWO: dict[str, Any] = {"tensor_model_parallel_size": 2}
 
 
 def reproduce(*, helped: bool) -> None:
-    """Set up the same groups twice; with the helper, the other globals as well."""
+    """Initialize the same process groups twice, which upstream refuses with an assertion.
+    With `helped` it calls `ensure_initialized` twice instead, for other globals as well.
+    """
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
@@ -58,7 +60,9 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> list[int]:
-    """Set up the groups once by hand; the helper then finds them set up."""
+    """Initialize the process groups once by hand, as a control; return their sizes and this rank.
+    With `helped`, `ensure_initialized` then finds them set up.
+    """
     from megatron.core import parallel_state
 
     from megatron_idempotent.window import ensure_initialized

@@ -31,7 +31,9 @@ from ._case import Fault, Original, Patch, bench, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run the interleaved schedule; if a forward-only window raises, restore both functions."""
+    """Run the interleaved schedule; if a forward-only call raises, restore the config's functions.
+    They are `grad_sync_func` and `param_sync_func`.
+    """
     if not kwargs.get("forward_only", False):
         return original(*args, **kwargs)
     config = schedules.config_of(kwargs["model"])
@@ -44,7 +46,9 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run one microbatch, too few for two stages; upstream raises after unsetting the functions."""
+    """Run a forward-only interleaved call with too few microbatches, which upstream refuses.
+    On stock Megatron `config.grad_sync_func` and `param_sync_func` are None afterwards.
+    """
     model = bench(pp=2, vpp=2, overlap_param_gather=True, align=True)
     try:
         model.forward_backward(1, data_seed=0, forward_only=True)

@@ -30,7 +30,9 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def clear_on_error(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward or backward of upstream's checkpoint; clear the flag if it raises."""
+    """Run the forward or backward of activation recomputation; clear its flag if it raises.
+    The flag is the one that `is_checkpointing()` returns.
+    """
     try:
         return original(*args, **kwargs)
     except BaseException:
@@ -41,7 +43,9 @@ def clear_on_error(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Raise in a recomputed layer, first in its forward, then in its recomputation."""
+    """Raise in a recomputed layer, once in its forward and once in its recomputation.
+    On stock Megatron `is_checkpointing()` stays True.
+    """
     from megatron.core.tensor_parallel.random import is_checkpointing
 
     model = bench(

@@ -39,7 +39,9 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: Any) -> None:
-    """Shard parameters over replicas; also shard experts if the dense layers have no replica."""
+    """Shard parameters over data-parallel replicas; also experts, if only experts have replicas.
+    It wraps the layer-wise optimizer's `shard_params`.
+    """
     original(self, optimizers, *args, **kwargs)
     groups = self.pg_collection
     if self.expt_dp_params_list is not None or groups.dp_cp.size() > 1 or groups.expt_dp.size() < 2:
@@ -54,6 +56,7 @@ def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: 
 
 def _deal(optimizer: Any, groups: list[dict[str, Any]]) -> None:
     """Assign experts, sorted by size, to replicas in rank order, then in reverse order, and so on.
+    Each replica keeps only its own in the groups.
 
     `shard_params` of 0.17.1 does the same with experts.
     """
@@ -86,7 +89,9 @@ _LAYOUT: dict[str, Any] = {
 
 
 def reproduce() -> None:
-    """Compare the norms of the layer-wise and the usual optimizer, for the same gradients."""
+    """Compare the gradient norms of the layer-wise and the usual optimizer for the same gradients.
+    On stock Megatron the layer-wise one counts experts once per replica.
+    """
     from megatron_idempotent.proof.cpu import tiny
 
     norms = []

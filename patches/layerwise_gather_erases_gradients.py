@@ -45,7 +45,9 @@ from ._case import Fault, Original, Patch, address, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Finish a bucket group's reduction, and record that its gradients wait for a step."""
+    """Finish a bucket group's reduction, and record that its gradients wait for an optimizer step.
+    Only for groups that gather lists of whole parameters.
+    """
     result = original(self, *args, **kwargs)
     if gather.gathers_by_lists(self):
         gather.hold_gradients(self, True)
@@ -65,7 +67,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def step(original: Original, self: Any) -> Any:
-    """Record that gradients no longer wait, then run the update of a chain of optimizers."""
+    """Wrap the update of a chain of optimizers: first record that its gradients are used now."""
     for group in gather.deferred_groups(self):
         if gather.gathers_by_lists(group):
             gather.hold_gradients(group, False)
@@ -86,7 +88,9 @@ def start(original: Original, self: Any, force_sync: bool = False) -> Any:
 
 
 def reproduce() -> None:
-    """Run a forward-only pass between reduction and step."""
+    """Run a forward-only pass between a window's reduction and its layer-wise step.
+    On stock Megatron the pass's gathers zero the gradients.
+    """
     model = bench(
         dtype="bf16", overlap_param_gather=True, layer_wise=True, distributed_optimizer=False
     )

@@ -40,7 +40,9 @@ _SETTING = "num_distributed_optimizer_instances"
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the optimizer; raise if the model has several optimizer instances."""
+    """Wrap the layer-wise optimizer's constructor: raise `ValueError` for several instances.
+    These are distributed-optimizer instances, whose parameters would drift apart.
+    """
     groups = arguments(original, (self, *args), kwargs)["pg_collection"]
     instance = getattr(groups, "intra_dp_cp", None)
     if instance is not None and instance.size() < groups.dp_cp.size():
@@ -53,7 +55,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _built(instances: int) -> Any:
-    """Build a model with the layer-wise optimizer on `instances` optimizer instances."""
+    """Return a tiny model with the layer-wise optimizer on `instances` optimizer instances."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(**{_SETTING: instances})
@@ -67,7 +69,7 @@ def _built(instances: int) -> Any:
 
 
 def _norm(instances: int) -> float:
-    """Train a step, destroy the groups, and return the norm of the gradients."""
+    """Train a step on `instances` optimizer instances, and return the gradient norm."""
     from megatron.core import parallel_state
 
     model = _built(instances)
@@ -78,7 +80,9 @@ def _norm(instances: int) -> float:
 
 
 def reproduce() -> None:
-    """Train a step with one optimizer instance of four ranks, then with two of two ranks each."""
+    """Compare a step's gradient norm on one optimizer instance of four ranks and on two.
+    On stock Megatron the norms differ: each instance has gradients of its own.
+    """
     single = _norm(1)
     try:
         divided = _norm(2)
@@ -94,7 +98,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> list[bytes]:
-    """Train a step in one instance, and return the parameters."""
+    """Train a step on one optimizer instance, as a control, and return the parameters' bytes."""
     model = _built(1)
     model.train_step(1, data_seed=0)
     return [model.bits()]

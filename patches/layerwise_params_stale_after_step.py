@@ -44,7 +44,7 @@ from ._case import Original, Patch, expect_agreement, target
 
 
 def step(original: Original, self: Any) -> Any:
-    """Mark groups that a forward will gather as outdated, then run the chain's update."""
+    """Wrap a chain's update: first mark parameters that the next forward has to gather again."""
     gather.watch_layer_wise(self)
     for group in gather.deferred_groups(self):
         gather.outdate(group)
@@ -52,7 +52,7 @@ def step(original: Original, self: Any) -> Any:
 
 
 def start(original: Original, self: Any, force_sync: bool = False) -> Any:
-    """Start a group's gather; wait for one in flight so that its result is copied."""
+    """Wrap a bucket group's gather: with `force_sync` and one in flight, only complete that one."""
     if force_sync and self.param_gather_handle is not None and gather.gathers_by_lists(self):
         gather.wait(self)
         return None
@@ -60,10 +60,9 @@ def start(original: Original, self: Any, force_sync: bool = False) -> Any:
 
 
 def reproduce() -> None:
-    """Run a forward-only pass before the second step and one after it, with hooks on throughout.
-
-    A gather by lists of parameters erases the gradients of the earlier pass. The step still moves
-    the parameters, by the moments of the first step.
+    """Run a forward-only pass before a layer-wise step and one after it, with overlapped gathers.
+    On stock Megatron the ranks' parameters differ in the second pass. A gather by lists of
+    parameters erases the gradients of the first; the step still moves parameters, by the moments.
     """
     from megatron_idempotent.proof.cpu import tiny
 

@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, a_body_has, arguments, target
 
 
 class _Logits:
-    """Stands in for logits, and computes them for code that needs their values."""
+    """Stands in for a model's logits, and computes them if code calls `compute()`."""
 
     def __init__(self, layer: Any, hidden_states: Any, weight: Any, gather: Any) -> None:
         self.hidden_states, self.weight = hidden_states, weight
@@ -61,7 +61,7 @@ class _Logits:
 
 
 class _OutputLayer:
-    """Stands in for the output layer while a forward runs."""
+    """Stands in for the output layer during a forward, and returns `_Logits` without computing."""
 
     def __init__(self, layer: Any, labels: Any) -> None:
         self._layer, self._labels = layer, labels
@@ -90,7 +90,9 @@ def forward(
     output_processor_context: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Run the model's forward; with a processor, pass it the hidden states instead of logits."""
+    """Run GPTModel's forward; with `output_processor`, call that with the hidden states.
+    It is called instead of the output layer, and its result is returned.
+    """
     if output_processor is None or not self.post_process:
         return original(self, *args, **kwargs)
     call = arguments(original, (self, *args), kwargs)
@@ -133,7 +135,7 @@ _HANDED_ON = (
 
 @contextmanager
 def _without_logits(model: Any, labels: Any) -> Iterator[None]:
-    """Let stand-ins receive the hidden states where the model would compute logits.
+    """Replace the model's output layer by one that keeps the hidden states, in the block.
 
     A loss of these very `labels` is the model's own; MTP heads compute losses of rolled labels.
 
@@ -165,7 +167,9 @@ def _unscaled(logits: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compute logits in a processor, from the hidden states that the output layer would get."""
+    """Compute logits in an `output_processor`, from the hidden states that it gets.
+    On stock Megatron before 0.18 the forward does not take that argument.
+    """
     model, inputs = _model()
     (chunk,) = model.chunks
 
@@ -178,7 +182,9 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run the model without a processor: logits, losses, and a window's gradient."""
+    """Run the model without an `output_processor`, as a control: logits, losses and gradients.
+    Return their bytes.
+    """
     model, inputs = _model()
     (chunk,) = model.chunks
     outputs = [chunk(*inputs), chunk(*inputs, labels=inputs[0])]

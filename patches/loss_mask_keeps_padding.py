@@ -31,7 +31,7 @@ from ._case import Fault, Original, Patch, a_body_has, target
 
 
 def getitem(original: Original, self: Any, idx: int | None) -> Any:
-    """Return the sample, and reset the cached mask, so that all tokens of the next one count."""
+    """Wrap `GPTDataset.__getitem__`: return the sample, and reset the dataset's cached mask."""
     import torch
 
     sample = original(self, idx)
@@ -41,7 +41,9 @@ def getitem(original: Original, self: Any, idx: int | None) -> Any:
 
 
 def reproduce() -> None:
-    """Get a sample that has padding, then another one."""
+    """Get a sample with padding, then another one from the same dataset.
+    On stock Megatron the second one's loss mask also has the first one's padding.
+    """
     import types
 
     import numpy

@@ -34,7 +34,9 @@ from ._case import Fault, Original, Patch, arguments, program, target
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Load, and check the missing names when upstream loads with `strict=False`."""
+    """Wrap a load: report weights that the checkpoint lacks, even if upstream loads the rest.
+    After a failed strict load upstream loads again with `strict=False`. All ranks take part.
+    """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
     from megatron.training import get_args
@@ -104,7 +106,7 @@ def _program() -> Any:
 def _load_changed(
     running: Any, change: Callable[[dict[str, Any]], Any], *, strict: bool = True
 ) -> None:
-    """Save the model, change the saved state dict, and load it."""
+    """Save the model, apply `change` to the saved state dict, and load it."""
     import tempfile
     from pathlib import Path
 
@@ -122,7 +124,9 @@ def _load_changed(
 
 
 def reproduce() -> None:
-    """Remove a weight from a checkpoint, or half of a weight, and load that."""
+    """Load a checkpoint that lacks a weight, and one that has half of it.
+    On stock Megatron both loads end without an error.
+    """
     name = "embedding.word_embeddings.weight"
     spoilt: dict[str, Callable[[dict[str, Any]], Any]] = {
         f"lacks {name}": lambda saved: saved.pop(name),
@@ -140,7 +144,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Load a checkpoint with an additional extra state."""
+    """Load a checkpoint with an additional `_extra_state`, as a control; return the parameters."""
     running = _program()
     extra = "decoder.final_layernorm._extra_state"
     _load_changed(running, lambda saved: saved.update({extra: None}))

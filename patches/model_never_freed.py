@@ -46,7 +46,7 @@ def build(
     opt_group_ranges: Any,
     config: Any,
 ) -> Any:
-    """Build the shards of parameters, and detach those that have a graph."""
+    """Wrap the building of the distributed optimizer's shards: detach fp32 ones from the graph."""
     groups = original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
     shard_fp32_groups = groups[3]
     for shards, group_range in zip(shard_fp32_groups, opt_group_ranges, strict=True):
@@ -61,7 +61,7 @@ def build(
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, then detach the tensors that its MoE layers' dispatchers keep."""
+    """Run a schedule, then detach the tensors that the token dispatchers of MoE layers keep."""
     import torch
 
     chunks = schedules.chunks(kwargs["model"])
@@ -80,7 +80,9 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Train one step, delete the model and its optimizer, and check that a chunk is freed."""
+    """Train a step, delete the model and its optimizer, and check that a chunk is freed.
+    On stock Megatron models with experts or fp32 parameters stay alive.
+    """
     import gc
     import weakref
 

@@ -29,7 +29,9 @@ from ._case import Limit, bench
 
 
 def reproduce() -> None:
-    """Wrap a wrapped module once more and run one window."""
+    """Wrap a module in DDP that is already in another DDP, and run one window.
+    With overlap_grad_reduce its first backward asserts.
+    """
     from megatron.core.distributed import DistributedDataParallel
 
     model = bench(with_optimizer=False)

@@ -36,8 +36,7 @@ from ._case import Fault, Original, Patch, a_body_has, target
 
 
 def reduce(original: Original, track_names: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Give all stages the same metrics in the same order, then reduce them.
-
+    """Wrap the reduction of MoE metrics: first give all pipeline stages the same metrics, in order.
     A collective over the ranks of the pipeline.
     """
     import torch
@@ -59,7 +58,9 @@ def reduce(original: Original, track_names: Any = None, *args: Any, **kwargs: An
 
 
 def reproduce() -> None:
-    """Record one metric on each of two stages: the reduction must not change their values."""
+    """Record one metric of 1 on each of two pipeline stages, under different names, and reduce.
+    On stock Megatron the sums mix the two metrics.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils

@@ -35,7 +35,7 @@ from ._case import EXPERT_BIAS, Fault, Original, Patch, bench, interrupt_window,
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Reset the token counts, then zero the gradients."""
+    """Wrap `zero_grad_buffer`: first zero the token counts of the chunk's routers."""
     # A dense model need not walk over its modules.
     if getattr(self.config, "num_moe_experts", None):
         forget_tokens(self)
@@ -43,7 +43,9 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Abort a window in its second microbatch, and start the next."""
+    """Interrupt a window in its second microbatch, then zero the gradients for the next.
+    On stock Megatron the routers still count its tokens.
+    """
     model = bench(experts=4, overlap_grad_reduce=False, config_overrides=EXPERT_BIAS)
     interrupt_window(model, at=1)
     (chunk,) = model.chunks

@@ -35,8 +35,7 @@ from ._case import Fault, Original, Patch, target
 
 
 def sync(original: Original, self: Any, metric_names: list[str], pg_collection: Any = None) -> None:
-    """Give all stages the same metrics in the same order, then reduce them.
-
+    """Wrap the reduction of the MoE tracker: first give all pipeline stages the same metrics.
     A collective over the ranks of the pipeline.
     """
     sizes = moe.agreed_metrics(
@@ -51,7 +50,9 @@ def sync(original: Original, self: Any, metric_names: list[str], pg_collection: 
 
 
 def reproduce() -> None:
-    """Record one metric on each of two stages: the report must have both, unchanged."""
+    """Record one metric of 1 on each of two pipeline stages, under different names, and report.
+    On stock Megatron the report lacks one, or mixes the two.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker

@@ -34,9 +34,8 @@ _CALL = f"hidden_states = {_GATHER}(hidden_states)"
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the layer with a gather whose backward gives each rank its part of the gradient.
-
-    A collective over tensor-parallel ranks.
+    """Run an MTP layer with a gather whose backward gives each rank its part of the gradient.
+    Upstream's adds the ranks' gradients up. A collective over tensor-parallel ranks.
     """
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from megatron.core.transformer import multi_token_prediction as module
@@ -50,7 +49,9 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare an MTP layer's gradient to finite differences of its loss along that gradient."""
+    """Compare an MTP layer's gradient with finite differences, on two tensor-parallel ranks.
+    On stock Megatron the gradient is twice the right one.
+    """
     import torch
 
     from megatron_idempotent.proof.cpu import tiny

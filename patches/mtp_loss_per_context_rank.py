@@ -45,8 +45,7 @@ _SHIFTED = (
 
 
 def process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Weigh each MTP layer's loss by the tokens that all context-parallel ranks count.
-
+    """Wrap the MTP loss: weigh it by the tokens of all context-parallel ranks, not by each rank's.
     A collective over context-parallel ranks.
     """
     call = arguments(original, args, kwargs)
@@ -74,7 +73,7 @@ def process(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _later(original: Original, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments that exist since 0.19 or later."""
+    """Return those arguments of the call, by name, that exist only since 0.19."""
     call = arguments(original, args, kwargs)
     return {name: call[name] for name in ("input_ids", "sequence_roll_context") if name in call}
 
@@ -84,7 +83,7 @@ def _called(original: Original, args: Any, kwargs: Any, **overrides: Any) -> Any
 
 
 def _shift(group: Any, packed: Any, later: dict[str, Any]) -> Callable[[Any], Any]:
-    """Return a function that shifts a mask one more position per call; it returns mask and sum."""
+    """Return a function that shifts a mask by one position per call, and returns mask and sum."""
     from megatron.core.transformer import multi_token_prediction as module
 
     same = {"shifts": -1, "dims": -1, "cp_group": group, "packed_seq_params": packed}
@@ -101,7 +100,7 @@ def _shift(group: Any, packed: Any, later: dict[str, Any]) -> Callable[[Any], An
 
 
 def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> Any:
-    """Return the mask that upstream begins with; None if there are no tokens to predict."""
+    """Return the loss mask that upstream begins with; None if there are no tokens to predict."""
     import torch
 
     if labels is None and tokens is None:
@@ -113,7 +112,7 @@ def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> A
 
 
 def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) -> Iterator[Any]:
-    """Return, for each MTP layer, the factor for its loss on this rank."""
+    """Return an iterator over the MTP layers' factors for their losses on this rank."""
     import torch
 
     numbers = [mask.sum()]
@@ -128,7 +127,9 @@ def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) ->
 
 
 class _Weighing:
-    """Stands in for `MTPLossAutoScaler` during one call, and multiplies each layer's loss."""
+    """Stands in for `MTPLossAutoScaler` in one call, and multiplies each layer's loss.
+    The factors are those of `_factors`.
+    """
 
     def __init__(self, scaler: Any, factors: Iterator[Any]) -> None:
         self._scaler = scaler
@@ -139,7 +140,9 @@ class _Weighing:
 
 
 def _logging(helper: Any, config: Any) -> Any:
-    """Return a logging helper that uses `calculate_per_token_loss` of the model's config."""
+    """Return Megatron's logging helper, but with `calculate_per_token_loss` of the model's config.
+    Here the call's config has another value.
+    """
     # 0.17, 0.18 and the branch dev have `save_loss_to_tracker`, 0.19 has another name for it.
     name = next(
         (attribute for attribute in vars(helper) if attribute.startswith("save_loss_")), None
@@ -157,7 +160,9 @@ def _logging(helper: Any, config: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Let one token count that is on one rank, and that a position on the other rank predicts."""
+    """Let a single token count that one context-parallel rank has and the other one predicts.
+    On stock Megatron the MTP layer gets no gradient.
+    """
     import torch
 
     from megatron_idempotent.proof.cpu import tiny

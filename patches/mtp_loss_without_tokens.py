@@ -32,9 +32,8 @@ from ._case import Fault, Original, Patch, address, of_context_rank, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Shift, and return the mean number of tokens of context-parallel ranks, above zero.
-
-    A collective over context-parallel ranks.
+    """Wrap the shift of MTP tensors: return the sum as a mean over context-parallel ranks.
+    The mean is never zero. A collective over context-parallel ranks.
     """
     import torch
     from megatron.core import parallel_state
@@ -48,7 +47,9 @@ def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Let tokens count on only one of two context-parallel ranks."""
+    """Run an MTP model whose tokens count on only one of two context-parallel ranks.
+    On stock Megatron its gradient is NaN.
+    """
     import torch
 
     from megatron_idempotent.proof.cpu import tiny

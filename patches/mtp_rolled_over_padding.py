@@ -32,7 +32,7 @@ from ._case import Fault, Original, Patch, address, arguments, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Shift by the padded borders of sequences."""
+    """Wrap the shift of MTP tokens: use the packed sequences' borders with padding."""
     call = arguments(original, args, kwargs)
     packed = call["packed_seq_params"]
     if packed is not None and packed.cu_seqlens_q_padded is not None:
@@ -42,7 +42,9 @@ def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Roll a pack of five and seven tokens, each with padding to eight."""
+    """Shift a pack of two sequences of five and seven tokens, each padded to eight.
+    On stock Megatron tokens move across the borders of the sequences.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams

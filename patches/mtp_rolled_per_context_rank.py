@@ -32,9 +32,8 @@ from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Shift complete rows; return this rank's part of the result and the mean of the parts' sums.
-
-    A collective over context-parallel ranks.
+    """Wrap the shift of MTP tokens: shift complete rows, and return this rank's part.
+    The second result is the mean of the parts' sums. A collective over context-parallel ranks.
     """
     from megatron.core import parallel_state
 
@@ -56,7 +55,9 @@ def _roll_whole(
 
 
 def reproduce() -> None:
-    """Roll a row of numbers; each rank has two pieces of it."""
+    """Shift a row of numbers of which each of two context-parallel ranks has two parts.
+    On stock Megatron the last number of a part is not followed by the next.
+    """
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -71,7 +72,7 @@ def reproduce() -> None:
 
 
 def _context_group() -> dict[str, Any]:
-    """Return the context-parallel group as a keyword, if `roll_tensor` takes one."""
+    """Return the context-parallel group as a keyword argument, if `roll_tensor` takes one."""
     from megatron.core import parallel_state
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -80,7 +81,9 @@ def _context_group() -> dict[str, Any]:
 
 
 def neighbour() -> object:
-    """Roll an odd number of positions without context parallelism."""
+    """Shift an odd number of positions without context parallelism, as a control.
+    Return the shifted row and its sum.
+    """
     import torch
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 

@@ -39,7 +39,9 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Set up a model; its output layer owns a weight only if it uses it."""
+    """Wrap the set-up of a tied model with MTP: let the output layer use the embedding's weight.
+    Upstream's output layer has a weight of its own, which is not used.
+    """
     if self.share_embeddings_and_output_weights and getattr(self, "mtp_process", False):
         layer = getattr(self, "output_layer", None)
         if layer is not None and getattr(layer, "weight", None) is not None:
@@ -53,7 +55,9 @@ def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def reproduce() -> None:
-    """Make the state dict of a tied model with an MTP layer on two stages."""
+    """Make the sharded state dict of a tied two-stage model with an MTP layer.
+    On stock Megatron this asserts, because of an unused output weight.
+    """
     from megatron.core import parallel_state
 
     model = bench(pp=2, tied=True, distributed_optimizer=False, overlap_grad_reduce=False, mtp=1)

@@ -29,7 +29,7 @@ from ._case import OPEN, Original, Patch, bench, target
 
 
 def is_inference_linear(original: Original, module: Any) -> bool:
-    """Return whether a layer is of an inference class; False if that class is a mock."""
+    """Return whether `module` is of the inference class; False if that class is only a mock."""
     from megatron.core.tensor_parallel import inference_layers
 
     inference_class = inference_layers.InferenceColumnParallelLinear
@@ -37,7 +37,9 @@ def is_inference_linear(original: Original, module: Any) -> bool:
 
 
 def reproduce() -> None:
-    """Build a small model with an MTP layer."""
+    """Build a small model with an MTP layer.
+    On stock Megatron without Transformer Engine this raises a `TypeError`.
+    """
     bench(mtp=1)
 
 

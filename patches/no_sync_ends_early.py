@@ -35,7 +35,9 @@ from ._case import Fault, Patch, bench, target
 
 
 def reproduce() -> None:
-    """Leave an inner `no_sync`; then exit an old `no_sync` inside of a later one."""
+    """Leave an inner `no_sync` of DDP, then exit an old context inside of a new one.
+    On stock Megatron the outer or new `no_sync` has ended after each.
+    """
     model = bench(distributed_optimizer=False)
     (chunk,) = model.chunks
     with chunk.no_sync():
@@ -56,7 +58,9 @@ def _expect_held(chunk: Any, when: str) -> None:
 
 
 def neighbour() -> object:
-    """Use contexts as a decorator, left by an exception, and never entered."""
+    """Use `no_sync` contexts as a decorator, left by an exception, and never entered, as a control.
+    Return the parameters' bytes.
+    """
     from . import _neighbours
 
     model = _neighbours.build(overlap=True, distributed=True, wired=False)

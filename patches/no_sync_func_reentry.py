@@ -33,7 +33,7 @@ from ._case import Original, Patch, arguments, no_body_has, program, target
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Clear the `no_sync` that an earlier call installed, then run upstream's `train`."""
+    """Run upstream's `train`, but first clear a `config.no_sync_func` that an earlier call set."""
     call = arguments(original, args, kwargs)
     config = call["config"]
     installed = config.no_sync_func
@@ -48,7 +48,9 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run two calls of stock `train()` on two data-parallel ranks with overlap_grad_reduce."""
+    """Run `train()` twice with overlap_grad_reduce on two data-parallel ranks.
+    On stock Megatron the second call asserts on `config.no_sync_func`.
+    """
     from megatron.training import get_timers
 
     running = program(["--overlap-grad-reduce"])

@@ -49,7 +49,7 @@ _running = {"forward_only": False}
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, record whether it is forward-only, and reset the manager if it raises."""
+    """Run a schedule, record if it is forward-only, and reset the offload manager if it raises."""
     config = schedules.config_of(kwargs["model"])
     if not getattr(config, "fine_grained_activation_offloading", False):
         return original(*args, **kwargs)
@@ -84,7 +84,7 @@ def _abort() -> None:
 
 
 def begin_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Begin a forward's chunk, unless no backward will follow."""
+    """Wrap the begin of a chunk's forward in the offload manager: skip it without a backward."""
     idle = _no_backward()
     setattr(self, _IDLE, idle)
     if idle:
@@ -94,7 +94,9 @@ def begin_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> N
 
 
 def next_chunk(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the next chunk; None if no backward will follow, so that nothing is offloaded."""
+    """Return the offload manager's next chunk; None if no backward follows.
+    Nothing is offloaded then.
+    """
     # Check both: a recomputed layer's first forward has no gradients, and the capture of CUDA
     # graphs calls layers without `begin_forward`.
     if getattr(self, _IDLE, False) and _no_backward():
@@ -109,8 +111,7 @@ def _no_backward() -> bool:
 
 
 def offloading(**layout: Any) -> Any:
-    """Build, on a rank, a bench that offloads the tensors that attention and its norm save.
-
+    """Build a tiny model that offloads the activations that attention and its norm save.
     It replaces Transformer Engine's flag, and 0.19's check that tensors are on a device.
     """
     from types import SimpleNamespace
@@ -134,7 +135,7 @@ def offloading(**layout: Any) -> Any:
 
 
 def offloaded() -> int:
-    """Count the tensors that were copied to the host since the manager was made."""
+    """Return the number of tensors copied to the host since the offload manager was created."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
         PipelineOffloadManager,
     )
@@ -144,7 +145,9 @@ def offloaded() -> int:
 
 
 def reproduce() -> None:
-    """Compute log-probs in eval mode, as at the start of an RL loop, then train two windows."""
+    """Compute log-probs in eval mode, then train two windows with activation offload.
+    On stock Megatron the training raises, or offloads nothing.
+    """
     import contextlib
     import io
 

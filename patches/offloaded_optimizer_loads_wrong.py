@@ -37,7 +37,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def update_fp32(original: Original, self: Any) -> None:
-    """Run upstream's loop over only those parameters that have a float32 copy."""
+    """Wrap the update of float32 copies after a load: skip parameters that have none."""
     state = self.state
     self.state = {param: s for param, s in state.items() if param in self.param_to_fp32_param}
     try:
@@ -47,7 +47,7 @@ def update_fp32(original: Original, self: Any) -> None:
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load, then set counters, moments and copies to the loaded values."""
+    """Run upstream's load, then set step counts and copies of an offloaded optimizer to it."""
     import torch
 
     original(self, state_dict)
@@ -65,9 +65,9 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 
 def reproduce() -> None:
-    """Load into optimizers with and without the precision-aware option; compare the counters.
-
-    The checkpoint's template is from before the last step, as in a process that resumes.
+    """Save and load an offloaded optimizer, with and without the precision-aware option.
+    On stock Megatron one raises, and the other continues at a wrong step. The loading template is
+    from before the last step, as in a process that resumes.
     """
     import copy
 
@@ -91,7 +91,7 @@ def reproduce() -> None:
 
 
 def _parameter_state(part: Any) -> dict[str, Any]:
-    """Return the optimizer's part of a checkpoint in the format of buckets, on any release."""
+    """Return an optimizer's state in the `dp_reshardable` checkpoint format, on any release."""
     kind, name = "dp_reshardable", "dp_reshardable"
     if not hasattr(part, "get_parameter_state_dp_reshardable"):  # before 0.15
         kind, name = "fully_sharded_bucket_space", "fs_bucket_space"

@@ -35,7 +35,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def offload(original: Original, self: Any) -> None:
-    """Run `offload_to_cpu`, but keep parameters that are views of the buffers."""
+    """Wrap the optimizer's `offload_to_cpu`: keep parameters that are views of DDP's buffers."""
     buffers = {
         buffer.param_data.untyped_storage().data_ptr()
         for buffer in getattr(self, "buffers", ())
@@ -53,7 +53,9 @@ def offload(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Offload the optimizer and restore it; check that its parameters are still views."""
+    """Offload the optimizer to the host and restore it, and check that parameters are still views.
+    On stock Megatron they are copies, so that steps do not reach the model.
+    """
     model = bench()
     model.optimizer.offload_to_cpu()
     model.optimizer.restore_from_cpu()

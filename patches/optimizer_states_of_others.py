@@ -39,7 +39,7 @@ from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an optimizer, and number its parameters in the order of its groups."""
+    """Wrap the distributed optimizer's constructor: number parameters in its groups' order."""
     original(self, *args, **kwargs)
     # A stub has no parameters, and with Megatron-FSDP the optimizer numbers none.
     if getattr(self, "is_stub_optimizer", False) or optimizers.in_fsdp(self):
@@ -51,7 +51,9 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def set_states(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Copy a loaded state without autograd, because 32-bit main weights are model parameters."""
+    """Wrap the copy of a loaded state: run it without autograd.
+    Main weights in 32 bits are the model's parameters.
+    """
     import torch
 
     with torch.no_grad():
@@ -59,7 +61,7 @@ def set_states(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
 
 
 def keep_norms_in_32_bits(module: Any) -> None:
-    """Keep the weights of a model's norms in float32, and compute with them in float32."""
+    """Convert the weights of a model's LayerNorms to float32, and let these compute in float32."""
     import torch
 
     def enter(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -76,7 +78,9 @@ def keep_norms_in_32_bits(module: Any) -> None:
 
 
 def reproduce() -> None:
-    """Train a model with norms in float32; compare each parameter with its main weights."""
+    """Train a bf16 model with norms in float32; compare each parameter with its main weights.
+    On stock Megatron some have the main weights of another parameter.
+    """
     import torch
 
     model = bench(dtype="bf16", overlap_grad_reduce=False, before_ddp=keep_norms_in_32_bits)

@@ -46,7 +46,9 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a call that raises in its first microbatch."""
+    """Run `train()` with `--optimizer-cuda-graph`, and raise in its first microbatch.
+    On stock Megatron `optimizer.step` stays wrapped.
+    """
     running = program(["--optimizer-cuda-graph"])
     interrupt(running)
     if "step" in vars(running.optimizer):

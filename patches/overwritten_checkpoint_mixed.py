@@ -33,7 +33,9 @@ from ._case import Fault, Original, Patch, arguments, shared_folder, target
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Save into a folder that is not a checkpoint until the new one is complete."""
+    """Wrap a save over an older checkpoint: first remove its metadata, so that it does not load.
+    If the save raises before it writes, the metadata are restored.
+    """
     import torch
 
     folder = Path(str(arguments(original, args, kwargs)["checkpoint_dir"]))
@@ -61,7 +63,9 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def reproduce() -> None:
-    """Save over a checkpoint of two ranks, but stop rank 1 before it writes."""
+    """Save over a checkpoint of two ranks, but let only rank 0 write, and load.
+    On stock Megatron the load returns a mixture of both.
+    """
     import contextlib
     import inspect
 

@@ -36,7 +36,7 @@ Groups = list[dict[str, Any]]
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Match saved groups to current ones, and let the distributed optimizer load them."""
+    """Wrap the distributed optimizer's load: compare learning rates to match parameter groups."""
     saved = [dict(group) for group in state_dict["optimizer"]["param_groups"]]
     inner = {**state_dict["optimizer"], "param_groups": saved}
     try:
@@ -48,7 +48,7 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 
 def reorder(original: Original, current_groups: Groups, state_dict_groups: Groups) -> Groups:
-    """Match saved groups to current ones, and let other optimizers order them."""
+    """Wrap other optimizers' matching of parameter groups: compare learning rates as well."""
     saved = [dict(group) for group in state_dict_groups]
     with _matched(current_groups, saved):
         groups = original(current_groups, saved)
@@ -57,7 +57,9 @@ def reorder(original: Original, current_groups: Groups, state_dict_groups: Group
 
 @contextmanager
 def _matched(current: Groups, saved: Groups) -> Iterator[None]:
-    """Give matching groups the same index, and let upstream match by this index."""
+    """Let upstream match parameter groups by an index in the block.
+    Groups that match, including their learning rates, have the same index.
+    """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
     keys = optimizer.param_group_identifier_keys
@@ -92,7 +94,9 @@ def _values(group: dict[str, Any], keys: tuple[str, ...]) -> list[Any]:
 
 
 def reproduce() -> None:
-    """Load an optimizer's own state: the rates of its groups must not change."""
+    """Load an optimizer's own state, whose groups have different learning rates.
+    On stock Megatron groups have the rates of another group afterwards.
+    """
     model = bench(optimizer_overrides={"lr": 1.0, "min_lr": 0.0, "decoupled_lr": 0.25})
     model.train_step(1, data_seed=0)
     (optimizer,) = model.optimizer.chained_optimizers

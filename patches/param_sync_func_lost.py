@@ -48,7 +48,9 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a `train()` that has no iterations left, with the caller's own function."""
+    """Run a `train()` without iterations, with `config.param_sync_func` set by the caller.
+    On stock Megatron it is None afterwards.
+    """
     running = program(["--overlap-grad-reduce", "--overlap-param-gather"])
     running.config.param_sync_func = running.chunks[0].start_param_sync
     running.train(0)

@@ -32,7 +32,10 @@ from ._case import Helper, bench, expect_agreement
 
 
 def reproduce(*, helped: bool) -> None:
-    """Read the parameters right after a step."""
+    """Read a model's parameters right after a step with overlap_param_gather.
+    The data-parallel ranks have different ones; with `helped`, `ensure_params_synced` gathers
+    first.
+    """
     from megatron_idempotent import ensure_params_synced
 
     model = bench(overlap_param_gather=True)
@@ -43,7 +46,9 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Gather by hand before the read, or call the helper twice; the second call has no work."""
+    """Gather by hand before the read, as a control; with `helped` call the helper twice.
+    Return the parameters' bytes.
+    """
     from megatron_idempotent import ensure_params_synced
 
     model = bench(overlap_param_gather=True)

@@ -35,7 +35,7 @@ from ._case import Original, Patch, bench, expect_agreement, target
 
 
 def step(original: Original, self: Any) -> Any:
-    """Wait for gathers in flight and mark them as outdated, then run the optimizer's update."""
+    """Wrap an update: wait for gathers in flight, and mark its bucket groups as not gathered."""
     for group in gather.owned_groups(self):
         if group.param_gather_handle is not None:
             # Only wait: the gathered values are about to be overwritten.
@@ -47,7 +47,9 @@ def step(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a forward-only pass before the step and one after it, with hooks on throughout."""
+    """Run a forward-only pass before a step and one after it, with overlap_param_gather.
+    On stock Megatron the second one reads parameters without the step's update.
+    """
     model = bench(overlap_param_gather=True)
     model.forward_backward(2, data_seed=0)
     model.forward_backward(1, data_seed=1, forward_only=True)

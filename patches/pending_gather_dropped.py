@@ -43,7 +43,7 @@ from ._case import Original, Patch, bench, expect_agreement, target
 def disable(
     original: Original, self: Any, param_sync: bool = True, *args: Any, **kwargs: Any
 ) -> None:
-    """Run `disable_forward_pre_hook`, then run the gathers that the hooks had not started."""
+    """Run `disable_forward_pre_hook`, then the parameter gathers that the hooks had not started."""
     original(self, param_sync, *args, **kwargs)
     if (
         not param_sync
@@ -54,7 +54,7 @@ def disable(
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gather an update that came while the hooks were off, then run a chunk's forward."""
+    """Wrap a chunk's forward: if its pre-hooks are off, first gather an update that is pending."""
     # Megatron-FSDP shares the method and has no such hooks.
     if getattr(self, "use_forward_hook", False) and not self.remove_forward_pre_hook_handles:
         _gather_behind_hooks(self)
@@ -75,7 +75,9 @@ def _gather_behind_hooks(chunk: Any) -> None:
 
 
 def reproduce() -> None:
-    """Disable the hooks right after a step, as `train()` does; then run windows and a step."""
+    """Disable the forward pre-hooks right after a step, then run windows and a step.
+    On stock Megatron the ranks' parameters then differ.
+    """
     model = bench(overlap_param_gather=True)
     model.train_step(2, data_seed=0)
     for chunk in model.chunks:

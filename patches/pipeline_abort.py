@@ -36,7 +36,9 @@ from ._case import Fault, Helper, bench
 
 
 def reproduce(*, helped: bool) -> None:
-    """Raise in microbatch 1 on both stages, on the last one after it has sent a gradient back."""
+    """Raise in microbatch 1 on both of two pipeline stages, then run another window.
+    Without `guarded_window` (`helped`) that window receives gradients of the aborted one.
+    """
     model = bench(pp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     model.config.finalize_model_grads_func = None  # the sum over stages is not compared
     model.forward_backward(4, data_seed=1)
@@ -62,9 +64,9 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> list[bytes]:
-    """Run training windows without failures, and forward-only windows between them.
-
-    With the guard, every function for recovery is called between the windows.
+    """Run training windows and forward-only windows without failures, as a control.
+    With `helped` the guard is on, and every function for recovery is called between windows. Return
+    the parameters' bytes.
     """
     from megatron_idempotent import abort_window, verify
     from megatron_idempotent.window import agree, rebuild_process_groups

@@ -34,7 +34,9 @@ from ._case import Fault, Original, Patch, a_body_has, gathered, target
 
 
 def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) -> Any:
-    """Seed; if all pipeline stages then have the same states, seed again with an offset."""
+    """Wrap Megatron's seeding: if all pipeline stages have the same random states, add an offset.
+    A collective over the pipeline.
+    """
     result = original(seed, *args, **kwargs)
     offset = _missing_offset()
     if offset is not None:
@@ -44,7 +46,9 @@ def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) ->
 
 
 def _missing_offset() -> int | None:
-    """Return the offset that this stage's seed lacks; None if the stages have different states."""
+    """Return the seed offset that this stage lacks; None if the stages have different states.
+    A collective over the pipeline; the states are the random ones.
+    """
     import torch
     from megatron.core import parallel_state
 
@@ -65,7 +69,7 @@ def _missing_offset() -> int | None:
 
 
 def _drawn_from() -> int:
-    """Return a digest of the random states for weights and dropout.
+    """Return a digest of the random states that draw weights and dropout, as an integer.
 
     A digest of the seed would not do, because upstream may add an offset to it.
     """
@@ -84,7 +88,9 @@ def _drawn_from() -> int:
 
 
 def reproduce() -> None:
-    """Seed two pipeline stages alike, draw random numbers, and compare them."""
+    """Seed two pipeline stages with the same seed, and draw random numbers.
+    On stock Megatron both stages draw the same ones.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
@@ -99,7 +105,9 @@ def reproduce() -> None:
 
 
 def neighbour(*, helped: bool) -> list[bytes]:
-    """Seed two stages differently, by hand or with `seed_all`, and draw numbers; twice."""
+    """Seed two stages differently, by hand or with `seed_all` (`helped`), as a control.
+    Return the numbers that are drawn.
+    """
     import random
 
     import numpy

@@ -37,7 +37,7 @@ from ._case import Fault, Original, Patch, target
 
 
 def destroy(original: Original) -> None:
-    """Let upstream drop the groups, then destroy those without any other reference."""
+    """Wrap `destroy_model_parallel`: also destroy process groups that nothing else refers to."""
     import gc
 
     import torch.distributed as dist
@@ -56,7 +56,7 @@ def destroy(original: Original) -> None:
 
 
 def _reset_globals() -> None:
-    """Reset the globals that upstream leaves set to their initial values."""
+    """Reset those globals of `parallel_state` that still refer to process groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -70,7 +70,9 @@ def _reset_globals() -> None:
 
 
 def reproduce() -> None:
-    """Run three cycles, then count the groups that torch.distributed still knows."""
+    """Initialize and destroy model parallelism three times, and count torch's process groups.
+    On stock Megatron all of them are left.
+    """
     from megatron.core import parallel_state
 
     count_before = len(alive())

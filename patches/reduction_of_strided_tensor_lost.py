@@ -29,14 +29,16 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def reduce(original: Original, input_: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sum a tensor over the ranks of a group, and return the sum."""
+    """Wrap Megatron's all-reduce of a tensor: make the tensor contiguous first.
+    Upstream reduces a contiguous copy of another tensor, and returns the tensor as it was.
+    """
     if not input_.is_contiguous() and _size(kwargs.get("group", args[0] if args else None)) > 1:
         input_ = input_.contiguous()
     return original(input_, *args, **kwargs)
 
 
 def _size(group: Any) -> int:
-    """Return the number of ranks; 0.12 takes no group, and uses the tensor-parallel one."""
+    """Return the number of ranks of a group; for None, of the tensor-parallel group."""
     from megatron.core import parallel_state
 
     if group is None:
@@ -45,7 +47,9 @@ def _size(group: Any) -> int:
 
 
 def reproduce() -> None:
-    """Sum the numbers of two ranks in a transposed tensor and in an expanded gradient."""
+    """Sum a transposed tensor, and an expanded gradient, over two tensor-parallel ranks.
+    On stock Megatron both results have this rank's values only.
+    """
     import torch
     from megatron.core.tensor_parallel import (
         copy_to_tensor_model_parallel_region,

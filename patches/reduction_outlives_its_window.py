@@ -34,7 +34,7 @@ from ._case import Original, Patch, a_body_has, abort_in_backward, bench, expect
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Wait before zeroing: otherwise a late reduction would overwrite the zeros."""
+    """Wrap `zero_grad_buffer`: first wait for the chunk's gradient reductions in flight."""
     for group in self.bucket_groups:
         ddp.drain(group)
     for group in self.expert_parallel_bucket_groups:
@@ -43,7 +43,9 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Interrupt the last backward of a window with reductions in flight, then run a window."""
+    """Interrupt the last backward of a window with reductions in flight, then run a window.
+    On stock Megatron it asserts, or its gradients are wrong.
+    """
     import torch
 
     model = bench()

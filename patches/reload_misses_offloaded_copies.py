@@ -37,7 +37,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def copy_to_main(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Copy the model to the main parameters, as without offload, then these to the copies."""
+    """Wrap the copy of model to main parameters: with CPU offload, also renew the host's copies."""
     hybrid = self.optimizer
     # Megatron-FSDP has main parameters of its own.
     if not optimizers.is_hybrid(hybrid) or optimizers.in_fsdp(self):
@@ -52,14 +52,16 @@ def copy_to_main(original: Original, self: Any, *args: Any, **kwargs: Any) -> No
 
 
 def reload_fp32(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Copy the model's parameters to the copies on the host."""
+    """Wrap `reload_model_params`: also copy the model's parameters to the copies on the host."""
     original(self, *args, **kwargs)
     if optimizers.is_hybrid(self.optimizer):
         optimizers.renew_copies(self.optimizer)
 
 
 def reproduce() -> None:
-    """Set all weights to 5 and reload; after one step with lr 0.01 all must be near 5."""
+    """Write 5 into all weights, call `reload_model_params()`, and step with CPU offload.
+    On stock Megatron the step restores the weights from before.
+    """
     import torch
 
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "lr": 0.01}

@@ -34,7 +34,9 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def following(original: Original, self: Any) -> Any:
-    """Return the next microbatch, and store a copy that the caller cannot change."""
+    """Wrap the rerun iterator's `__next__`: return the microbatch, and store a copy of it.
+    The caller cannot change the copy that a rerun gets.
+    """
     is_again, count = self.replaying, len(self.saved_microbatches)
     microbatch = original(self)
     if is_again:
@@ -46,7 +48,9 @@ def following(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a step three times; it removes an entry of its microbatches."""
+    """Run a step three times with `RerunDataIterator`; it removes an entry of each microbatch.
+    On stock Megatron the reruns have other gradients than the first run.
+    """
     from megatron.core.rerun_state_machine import (
         RerunDataIterator,
         RerunMode,
@@ -72,7 +76,7 @@ def reproduce() -> None:
 
 
 def _tokens(data: Any) -> Iterator[Any]:
-    """Yield token ids of microbatches, and remove an entry from each microbatch."""
+    """Yield token ids of the microbatches of `data`, and remove an entry from each microbatch."""
     from megatron_idempotent.proof.cpu import tiny
 
     while True:

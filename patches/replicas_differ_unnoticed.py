@@ -42,7 +42,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def build(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Build an optimizer, and remember the chunks that it updates."""
+    """Build an optimizer, and store the chunks that it updates on it."""
     from megatron.core.optimizer import MegatronOptimizer
 
     optimizer = original(*args, **kwargs)
@@ -52,7 +52,7 @@ def build(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the replicas, then run the step."""
+    """Wrap an optimizer's step: first raise if gradients or parameters of replicas differ."""
     from megatron_idempotent.megatron.replica_check import check_replicas
 
     chunks = getattr(self, _CHUNKS, ())
@@ -65,7 +65,7 @@ def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def start_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Count reductions per window."""
+    """Wrap a bucket group's `start_grad_sync`: count its reductions in this window."""
     in_flight = self.grad_reduce_handle is not None
     original(self, *args, **kwargs)
     if not in_flight:
@@ -73,19 +73,19 @@ def start_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 
 
 def reset(original: Original, self: Any) -> None:
-    """Start a window without reductions."""
+    """Wrap a bucket group's `reset`: set its count of reductions to 0."""
     original(self)
     setattr(self, REDUCTIONS, 0)
 
 
 def start_param_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Remember that parameters are those of the latest step on all ranks."""
+    """Wrap a bucket group's `start_param_sync`: record that all ranks have the parameters."""
     original(self, *args, **kwargs)
     setattr(self, GATHERED, True)
 
 
 def reproduce() -> None:
-    """Run a program that never reduces its gradients, and steps."""
+    """Step on gradients that were never reduced; on stock Megatron nothing raises."""
     model = bench(overlap_grad_reduce=False, distributed_optimizer=False, wire=False)
     model.forward_backward(1, data_seed=0)
     try:
@@ -98,7 +98,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run steps on reduced gradients, and one step on gradients of zero."""
+    """Run steps on reduced gradients, and one step on gradients of zero, as a control."""
     from . import _neighbours
 
     model = _neighbours.build(overlap=True, distributed=False)

@@ -34,7 +34,9 @@ from ._case import Fault, Original, Patch, target
 def forward(
     original: Original, forward_step_func: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `forward_step` with a loss function whose reports do not share memory with the loss."""
+    """Wrap `forward_step`: clone reported values that share the loss tensor's memory.
+    Upstream divides the loss in place.
+    """
     return original(partial(_forward, forward_step_func), *args, **kwargs)
 
 
@@ -63,7 +65,9 @@ def _memory(value: Any) -> int | None:
 
 
 def reproduce() -> None:
-    """Run four equal microbatches; compare each reported loss with the true loss."""
+    """Run four microbatches whose loss function reports `loss.detach()`.
+    On stock Megatron each reported loss is a quarter of the true one.
+    """
     from megatron_idempotent.proof.cpu import tiny
 
     model = tiny.build(overlap_grad_reduce=False, with_optimizer=False)

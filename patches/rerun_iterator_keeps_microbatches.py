@@ -27,7 +27,9 @@ from ._case import Fault, Limit
 
 
 def reproduce() -> None:
-    """Run five windows of two microbatches, without the state machine's loop."""
+    """Read five windows of two microbatches through `RerunDataIterator` without Megatron's loop.
+    The iterator keeps all ten microbatches.
+    """
     from megatron.core.rerun_state_machine import (
         RerunDataIterator,
         RerunMode,

@@ -44,7 +44,7 @@ from ._case import Broken, Fault, Original, Patch, bench, target
 
 
 def should_run_forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a step that an exception has left, then call `should_run_forward_backward`."""
+    """Wrap `should_run_forward_backward`: first reset the machine if its last step raised."""
     training.abandon_if_left(self)
     runs = original(self, *args, **kwargs)
     if runs:
@@ -55,13 +55,15 @@ def should_run_forward_backward(original: Original, self: Any, *args: Any, **kwa
 
 
 def state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """End a step that an exception has left, then return the state for a checkpoint."""
+    """Return the rerun machine's state for a checkpoint, after a reset if its last step raised."""
     training.abandon_if_left(self)
     return original(self, *args, **kwargs)
 
 
 def reproduce() -> None:
-    """Run a framework's own loop: a window that cannot read its batch, then a good one."""
+    """Run a framework's own loop: a window that cannot read its batch, then a good one.
+    On stock Megatron the second reads no batch and has no losses.
+    """
     model = bench()
     with suppress(Broken):
         _window(model, _unreadable)
@@ -71,7 +73,9 @@ def reproduce() -> None:
 
 
 def _window(model: Any, forward_step: Callable[..., Any]) -> Any:
-    """Run two microbatches, and call the machine before and after them, as NeMo-RL does."""
+    """Run two microbatches in the loop of the rerun state machine, as NeMo-RL does.
+    Return the losses.
+    """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     from megatron_idempotent.proof.cpu import tiny

@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, address, bench, target
 
 
 def set_states(original: Original, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Let upstream copy the parameter's own counter if the loaded state has none."""
+    """Wrap the copy of a loaded state: add the parameter's own step count if the state has none."""
     if "step" not in tensors and optimizers.is_torch_adam(self):
         index, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[index]["params"][order]
@@ -42,7 +42,9 @@ def set_states(original: Original, self: Any, model_param: Any, tensors: dict[st
 
 
 def reproduce() -> None:
-    """Load an optimizer's own state: the parameters must not change."""
+    """Load an optimizer's own state in the format `fully_reshardable`, with torch's Adam.
+    On stock Megatron this raises `KeyError: 'step'`.
+    """
     import torch
 
     model = bench()

@@ -32,7 +32,7 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def sharded_state(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """During the call, replace the buffers' maps of parameters by positions without padding."""
+    """Wrap the making of the fully reshardable state: use positions without buckets' padding."""
     padded = [(buffer, buffer.param_index_map) for buffer in self.buffers]
     for buffer, positions in padded:
         buffer.param_index_map = _without_padding(buffer.buckets, positions)
@@ -44,7 +44,7 @@ def sharded_state(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _without_padding(buckets: Any, positions: dict[Any, Any]) -> dict[Any, Any]:
-    """Return each parameter's (first element, end, bucket's id) without the buckets' padding."""
+    """Return parameter → (start, end, bucket id), with positions that skip the buckets' padding."""
     padding, padding_before = 0, {}
     for bucket in buckets:
         padding_before[bucket.bucket_id] = padding
@@ -56,7 +56,9 @@ def _without_padding(buckets: Any, positions: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def reproduce() -> None:
-    """Train in fp32 and make the state dict to save: its main weights must be the model's."""
+    """Make the fully reshardable state of a trained fp32 model, and compare it with the parameters.
+    On stock Megatron the state of some parameters is another's.
+    """
     model = bench()
     model.train_step(1, data_seed=0)
     (optimizer,) = model.optimizer.chained_optimizers

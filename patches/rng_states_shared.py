@@ -32,12 +32,14 @@ from ._case import Fault, Original, Patch, target
 
 
 def set_states(original: Original, self: Any, states: Mapping[str, Any]) -> None:
-    """Set the states in a copy of the dictionary."""
+    """Wrap the tracker's `set_states`: set a copy of the dictionary, not the caller's own."""
     original(self, dict(states))
 
 
 def reproduce() -> None:
-    """Roll back to one snapshot twice, and draw numbers each time."""
+    """Restore the random states twice from one snapshot, and draw numbers each time.
+    On stock Megatron the second draw differs, because the first one advanced the snapshot.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random

@@ -40,7 +40,9 @@ def table(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Get a table under inference mode, then save the table for a backward."""
+    """Compute a rotary table under inference mode, then use it in a backward.
+    On stock Megatron the cached table cannot be saved for backward.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

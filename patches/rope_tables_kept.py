@@ -35,7 +35,7 @@ from ._case import Fault, Limit
 
 
 def deleted_model() -> Any:
-    """Run a model on a rank, delete it, and return a weak reference to its rotary embedding."""
+    """Run a model with rotary embeddings, delete it, and return a weak reference to these."""
     import gc
     import weakref
 
@@ -61,7 +61,9 @@ def deleted_model() -> Any:
 
 
 def reproduce() -> None:
-    """Run a model once, and delete it."""
+    """Run a model with rotary embeddings once, and delete it.
+    Its `RotaryEmbedding` and its table stay in memory.
+    """
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     if deleted_model()() is not None:

@@ -36,7 +36,9 @@ def forward(
     *args: Any,
     **kwargs: Any,  # routers of the branch dev also take tokens
 ) -> Any:  # these are upstream's names
-    """Route with the part of a mask [T, B] that belongs to the input [T / tp, B, H]."""
+    """Wrap a router's forward: cut a padding mask [T, B] to this rank's part of the sequence.
+    It does so only if the mask is longer than the input [T / tp, B, H].
+    """
     if padding_mask is not None and len(padding_mask) != len(input):
         from megatron.core import parallel_state
 
@@ -46,7 +48,9 @@ def forward(
 
 
 def reproduce() -> None:
-    """Make the second half of each row padding: only the first rank's z-loss has a gradient."""
+    """Run a later pipeline stage with a padding mask under sequence parallelism.
+    On stock Megatron its router raises, because mask and input have different lengths.
+    """
     import torch
     from megatron.core import parallel_state
 

@@ -51,7 +51,9 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compute log-probs with replayed routing, then check the routing that recomputation takes."""
+    """Compute log-probs with replayed routing, then ask for the routing that recomputation uses.
+    On stock Megatron it is that of the log-prob pass.
+    """
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 

@@ -38,14 +38,14 @@ _routers: PerProcessWeakKeys[Any, weakref.ref[Any]] = PerProcessWeakKeys(__name_
 
 
 def router(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build a router, and remember that its RouterReplay belongs to it."""
+    """Wrap a router's constructor: record which router owns the new `RouterReplay`."""
     original(self, *args, **kwargs)
     if getattr(self, "router_replay", None) is not None:  # miles' fork replays by its own manager
         _routers[self.router_replay] = weakref.ref(self)
 
 
 def _without_deleted() -> list[Any]:
-    """Remove the replays of deleted routers from upstream's list, and return the list."""
+    """Remove the `RouterReplay`s of deleted routers from upstream's list, and return the list."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     listed: list[Any] = RouterReplay.global_router_replay_instances
@@ -57,7 +57,7 @@ def _without_deleted() -> list[Any]:
 
 
 def set_data(original: Original, all_layers_topk_indices: Sequence[Any]) -> None:
-    """Give each live router the routing of its layer."""
+    """Give the routing of each layer to its router, after those of deleted models are removed."""
     import gc
 
     if len(all_layers_topk_indices) != len(_without_deleted()):
@@ -67,13 +67,15 @@ def set_data(original: Original, all_layers_topk_indices: Sequence[Any]) -> None
 
 
 def get_data(original: Original) -> Any:
-    """Return the routing that live routers have recorded."""
+    """Return the routing that the routers of living models have recorded."""
     _without_deleted()
     return original()
 
 
 def reproduce() -> None:
-    """Build a model, delete it, build it again, and replay."""
+    """Build a model with routing replay, delete it, build it again, and set replay data.
+    On stock Megatron the number of routers is wrong: the deleted ones count.
+    """
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay
 

@@ -42,7 +42,9 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def reproduce() -> None:
-    """Replay an engine's routing of the decoder's two layers, and check that of the MTP layer."""
+    """Replay routing of the decoder's two layers in a model with an MTP layer.
+    On stock Megatron the MTP layer takes the routing of the first decoder layer.
+    """
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 

@@ -27,7 +27,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def register(original: Original, self: Any, model: Any) -> None:
-    """Remove the tracer's hooks from the modules, then run `RouterTracer.register_hooks`."""
+    """Wrap `RouterTracer.register_hooks`: first remove the hooks that it has on these modules."""
     chunks = model if isinstance(model, (list, tuple)) else [model]
     hook_tables = {id(module._forward_hooks) for chunk in chunks for module in chunk.modules()}
     for handle in list(self._hook_handles):
@@ -39,7 +39,9 @@ def register(original: Original, self: Any, model: Any) -> None:
 
 
 def reproduce() -> None:
-    """Register the tracer's hooks twice, as two calls of `train()` do."""
+    """Register a router tracer's hooks twice, as two calls of `train()` do.
+    On stock Megatron each router then has two hooks.
+    """
     import tempfile
 
     from megatron.core.transformer.moe import router_trace

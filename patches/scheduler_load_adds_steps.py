@@ -35,7 +35,9 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Let upstream add the saved steps to 0, then set learning rates and weight decays."""
+    """Wrap the scheduler's load: count the saved steps from 0, and set rates and weight decays.
+    If it raises, the scheduler is as before.
+    """
     attributes = dict(vars(self))
     self.num_steps = 0
     try:
@@ -48,7 +50,9 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 
 def reproduce() -> None:
-    """Load a state of step 30 at step 40: the scheduler must be at step 30, with its rate."""
+    """Save the scheduler at step 30, and load the state at step 40.
+    On stock Megatron it is at step 70 afterwards.
+    """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     scheduler = OptimizerParamScheduler(

@@ -42,7 +42,7 @@ _AGAIN = "_megatron_idempotent_reduced_again"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Finish a reduction; if gradients were added to reduced ones, reduce again or raise."""
+    """Finish a chunk's reduction; if gradients were added to reduced ones, reduce them or raise."""
     if ddp.grown(self):
         _require_exact(self)
         setattr(self, _AGAIN, True)
@@ -58,7 +58,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a chunk's reductions; without overlap reduce, which may raise as `finish_grad_sync`."""
+    """Start a chunk's reductions; without overlap raise if they cannot be repeated exactly."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
         return
@@ -81,7 +81,7 @@ def _require_exact(chunk: Any) -> None:
 
 
 def finalize(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `finalize_model_grads`; raise if it would apply sums to reduced gradients again."""
+    """Wrap `finalize_model_grads`: raise if it would apply a sum to reduced gradients again."""
     chunks = list(model)
     if any(ddp.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
         num_tokens = args[0] if args else kwargs.get("num_tokens")
@@ -92,7 +92,7 @@ def finalize(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record if the caller has zeroed gradients without `zero_grad_buffer`, then run a forward."""
+    """Wrap a chunk's forward: record if the caller itself has zeroed the reduced gradients."""
     reduced = ddp.reduced(self)
     if reduced is not None and not getattr(self, _ZEROED, False):
         _look_for_zeros(self, reduced)
@@ -115,7 +115,7 @@ def _look_for_zeros(chunk: Any, reduced: tuple[int, ...]) -> None:
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Start a window whose gradients are not reduced."""
+    """Wrap `zero_grad_buffer`: also reset this patch's records of the chunk's reductions."""
     if getattr(self, _AGAIN, False) or ddp.grown(self):
         for group in ddp.bucket_groups(self):
             # Upstream must not learn the counts of two windows together, nor those of a window that
@@ -129,7 +129,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def _inexact(group: Any) -> str | None:
-    """Return the reason why reducing R + g would not give R + (the reduced g); None if it does."""
+    """Return why reducing a bucket group's reduced gradients again gives wrong values, or None."""
     config = group.ddp_config
     if not config.use_distributed_optimizer:
         ranks = group.data_parallel_group.size()
@@ -145,7 +145,9 @@ def _inexact(group: Any) -> str | None:
 
 
 def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
-    """Return which sum `finalize_model_grads` would apply to reduced gradients again; or None."""
+    """Return which of its sums `finalize_model_grads` would apply twice to reduced gradients.
+    None if there is none.
+    """
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -174,7 +176,9 @@ def _refuse(chunks: Sequence[Any], reason: str) -> None:
 
 
 def reproduce() -> None:
-    """Run two windows without zeroing between them: all-reduced, then reduce-scattered."""
+    """Run two windows, each with a reduction, without zeroing gradients between them.
+    On stock Megatron the second is not reduced, or a reduce-scatter is repeated unnoticed.
+    """
     gradients = []
     for overlap in (True, False):
         model = _two_windows(overlap_grad_reduce=overlap, distributed_optimizer=False)
@@ -200,7 +204,9 @@ def _two_windows(**options: Any) -> Any:
 
 
 def neighbour() -> object:
-    """Run windows after a reduced one if sums are exact, and after gradients never reduced."""
+    """Run second windows that stock Megatron reduces correctly, as a control.
+    Return the gradients' bytes.
+    """
     from . import _neighbours
 
     bits = []
@@ -229,7 +235,7 @@ def neighbour() -> object:
 
 
 def _shards(model: Any) -> bytes:
-    """Return the bytes of this rank's shards after a reduce-scatter."""
+    """Return the bytes of this rank's gradient shards after a reduce-scatter."""
     import torch
 
     shards = [

@@ -31,7 +31,9 @@ from ._case import Original, Patch, a_body_has, arguments, expect_weight_per_tok
 
 
 def apply(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Apply the loss of all rows; upstream logs it divided by its coefficient."""
+    """Apply the load balancing loss per sequence times the number of rows, per token only.
+    The logged loss does not change, because upstream divides it by the coefficient.
+    """
     call = arguments(original, args, kwargs)
     router = call["self"]
     rows = call["bsz"] if router.calculate_per_token_loss else 1
@@ -40,7 +42,9 @@ def apply(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare gradients of summed losses and of means; they differ by an exact power of two."""
+    """Compare a router's gradient with the loss per sequence, per token and as a mean.
+    On stock Megatron the first is divided by the number of rows.
+    """
     expect_weight_per_token(moe_router_load_balancing_type="seq_aux_loss")
 
 

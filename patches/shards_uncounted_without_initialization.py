@@ -34,7 +34,7 @@ from ._case import Fault, Original, Patch, address, arguments, bench, counted, t
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Mark the weights that ranks split, then wrap the module."""
+    """Wrap DDP's constructor: first mark the weights that tensor-parallel ranks split."""
     call = arguments(original, (self, *args), kwargs)
     for weight, dimension in _parts(call["module"]):
         if not getattr(weight, "tensor_model_parallel", False):
@@ -43,7 +43,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _parts(model: Any) -> Iterator[tuple[Any, int]]:
-    """Yield (weight, dimension along which ranks split it)."""
+    """Yield (weight, dimension along which tensor-parallel ranks split it) for a model's layers."""
     from megatron.core.tensor_parallel import layers
 
     dimensions = {
@@ -59,7 +59,9 @@ def _parts(model: Any) -> Iterator[tuple[Any, int]]:
 
 
 def reproduce() -> None:
-    """Count the elements in the gradient norm, with and without initialization."""
+    """Count the elements in the gradient norm, with and without `perform_initialization`.
+    On stock Megatron the norm without it lacks the shards of all but the first rank.
+    """
     counts = []
     for initialized in (True, False):
         model = bench(

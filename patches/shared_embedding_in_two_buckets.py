@@ -36,14 +36,14 @@ _ASKED = "param_start_index % self.data_parallel_world_size != 0"
 
 
 class _Divisor(int):
-    """Stands in for the data-parallel size, so that starts are padded like ends of buckets."""
+    """Stands in for the data-parallel size, so that upstream pads bucket starts to 128 elements."""
 
     def __rmod__(self, start: int) -> int:
         return start % math.lcm(int(self), 128)
 
 
 def init(original: Original, self: Any, ddp_config: Any, *args: Any, **kw: Any) -> None:
-    """Lay out a buffer in which each bucket begins at the padded end of the one before it."""
+    """Wrap a buffer's constructor: let each bucket begin at the padded end of the one before it."""
     if not ddp_config.use_distributed_optimizer:
         original(self, ddp_config, *args, **kw)
         return
@@ -59,7 +59,9 @@ def init(original: Original, self: Any, ddp_config: Any, *args: Any, **kw: Any) 
 
 
 def reproduce() -> None:
-    """Build a tied model; a layer of it has seven parameters with odd multiples of 64 elements."""
+    """Build a tied two-stage model whose layers have odd multiples of 64 elements.
+    On stock Megatron the optimizer's set-up asserts.
+    """
     bench(pp=2, tied=True, layers_per_stage=1, overlap_grad_reduce=False)
 
 

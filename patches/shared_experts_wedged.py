@@ -34,13 +34,15 @@ from ._case import Original, Patch, bench, expect_gradients, target
 
 
 def pre_forward_comm(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Drop the state of an interrupted forward, then run the first piece."""
+    """Wrap the first part of overlapped shared experts: first reset an interrupted forward."""
     reset_shared_experts(self)
     original(self, *args, **kwargs)
 
 
 def reproduce() -> None:
-    """Interrupt a layer before it takes its shared experts' output, then run a window."""
+    """Interrupt an MoE layer before it takes its shared experts' output, then run a window.
+    On stock Megatron every later forward of the layer asserts.
+    """
     model = bench(
         experts=4,
         overlap_grad_reduce=False,

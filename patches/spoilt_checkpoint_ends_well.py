@@ -36,7 +36,7 @@ from ._checkpoints import PART, UNCHANGED
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Load on all ranks, or raise on all of them."""
+    """Wrap a load: if one rank raises, or exits with status 0, raise on all ranks instead."""
     from megatron.training import get_args
 
     from megatron_idempotent.window import agreement
@@ -53,7 +53,7 @@ def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def read_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read the tracker file if all ranks can; raise on all ranks if one cannot."""
+    """Wrap the read of the tracker file: raise on all ranks if one rank cannot read it."""
     from megatron.training import checkpointing
 
     from megatron_idempotent.window import agreement
@@ -72,7 +72,7 @@ def read_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read the checkpoint, and check the optimizer's file before weights are loaded."""
+    """Wrap the read of a checkpoint: also check the optimizer's file, before weights are loaded."""
     from megatron.training import checkpointing
 
     from megatron_idempotent.window import agreement
@@ -88,7 +88,7 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _look_at_optimizer(options: Any, name: str) -> None:
-    """Raise if this rank will read the optimizer's file, and it is missing or truncated."""
+    """Raise if this rank will read the optimizer's file and that is missing or truncated."""
     import zipfile
 
     from megatron.core import parallel_state
@@ -110,7 +110,7 @@ def _look_at_optimizer(options: Any, name: str) -> None:
 
 
 def _save_and_move(running: Any) -> None:
-    """Train, save, and add 1 to all weights."""
+    """Train a step, save, and add 1 to all weights, so that a load would change them."""
     from megatron.training import checkpointing
 
     state = [running.chunks, running.optimizer, running.scheduler]
@@ -124,7 +124,9 @@ def _save_and_move(running: Any) -> None:
 
 
 def reproduce() -> None:
-    """Truncate the optimizer's file, the weights' file, and one rank's tracker file; load each."""
+    """Truncate the optimizer's file, the weights' file, and one rank's tracker file; load each.
+    On stock Megatron the program exits with status 0, or weights are loaded.
+    """
     import os
     import shutil
     import tempfile
@@ -155,7 +157,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Load a complete checkpoint over changed weights."""
+    """Load a complete checkpoint over changed weights, as a control; return the weights' bytes."""
     running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
     _save_and_move(running)
     running.load()

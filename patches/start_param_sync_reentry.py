@@ -44,7 +44,9 @@ def start(original: Original, self: Any, force_sync: bool = False) -> Any:
 
 
 def reproduce() -> None:
-    """Start gathers twice, then run a window."""
+    """Call `start_param_sync()` twice, then run a window.
+    On stock Megatron the second call asserts.
+    """
     model = bench(overlap_param_gather=True)
     for chunk in model.chunks:
         chunk.start_param_sync()

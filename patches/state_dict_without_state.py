@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class _Load(NamedTuple):
-    """Describes a load that restored groups alone."""
+    """Describes a load that restored an optimizer's groups without its moments."""
 
     writes: _Writes
     """The state's writes right after the load."""
@@ -58,7 +58,7 @@ _bare: WeakKeyDictionary[Any, _Load] = PerProcessWeakKeys(__name__, "_bare")
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load; record if it restored groups without state."""
+    """Run upstream's load; record if it restored parameter groups without moments."""
     if "param_state" in state_dict or optimizers.in_fsdp(self) or self.optimizer is None:
         original(self, state_dict)
         _bare.pop(self, None)
@@ -75,7 +75,7 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 
 def step_with_ready_grads(original: Original, self: Any) -> bool:
-    """Raise if a load left out the state that this step would use, else run upstream's step."""
+    """Wrap the update: raise if it would use moments that the last load did not restore."""
     load = _bare.pop(self, None)
     if load is not None and load.writes == _writes(self):
         _bare[self] = load
@@ -97,7 +97,9 @@ def _note(optimizer: Any, origin: str) -> None:
 
 
 def _writes(optimizer: Any) -> _Writes:
-    """Return `_version` of the first parameter's state; one is enough, as a load writes all."""
+    """Return references to the first parameter's state tensors, with their version counters.
+    One parameter is enough, because a load writes all.
+    """
     import weakref
 
     states = () if optimizer.optimizer is None else optimizer.optimizer.state.values()
@@ -110,7 +112,9 @@ def _writes(optimizer: Any) -> _Writes:
 
 
 def _live_step(inner: Any) -> float | None:
-    """Return an optimizer's step count: torch's Adam has one per parameter, others per group."""
+    """Return an optimizer's step count: of torch's Adam per parameter, of others per group.
+    None if there is none.
+    """
     states = (state for state in inner.state.values() if "step" in state)
     state = next(states, None)
     return _step_of(inner.param_groups) if state is None else float(state["step"])
@@ -122,7 +126,9 @@ def _step_of(groups: list[dict[str, Any]]) -> float | None:
 
 
 def reproduce() -> None:
-    """Load a `state_dict` in place, and into an optimizer that never stepped."""
+    """Load `optimizer.state_dict()` in place, and into a new optimizer, and step.
+    On stock Megatron the step uses later or uninitialized moments; with the patch it raises.
+    """
     import copy
 
     model = _trained()
@@ -136,7 +142,7 @@ def reproduce() -> None:
 
 
 def _expect_refused(model: Any, moments: list[Any], which: str) -> None:
-    """Raise a `Fault` if a step uses other moments than these without raising."""
+    """Raise a `Fault` if a step succeeds with other moments than `moments`."""
     if all(a.equal(b) for a, b in zip(moments, _moments(model), strict=True)):
         return
     try:
@@ -149,7 +155,9 @@ def _expect_refused(model: Any, moments: list[Any], which: str) -> None:
 
 
 def neighbour() -> object:
-    """Load only rates; load groups before and after restoring the state by hand."""
+    """Run loads that are correct on stock Megatron, as a control.
+    Return the moments' and parameters' bytes.
+    """
     tensors = []
     model = _trained()
     state = model.optimizer.state_dict()
@@ -189,7 +197,7 @@ def _trained(**layout: Any) -> Any:
 
 
 def _state_of(model: Any) -> list[Any]:
-    """Return the parameters that a model's optimizers step, and their moments."""
+    """Return the parameters that a model's optimizers step, followed by their moments."""
     tensors = []
     for part in optimizers.unchained(model.optimizer):
         inner = part.optimizer

@@ -36,19 +36,21 @@ from ._case import Fault, Original, Patch, bench, shared_folder, target
 
 
 def state_dict(original: Original, self: Any) -> Any:
-    """Return the state of the parts that have an optimizer."""
+    """Return the state of a chain of optimizers, with an empty state for stubs.
+    A stub is an optimizer without parameters, on which upstream raises.
+    """
     with _nothing_in_stubs(self):
         return original(self)
 
 
 def sharded_state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the sharded tensors of the parts that have an optimizer."""
+    """Return the sharded state of a chain of optimizers, with an empty state for stubs."""
     with _nothing_in_stubs(self):
         return original(self, *args, **kwargs)
 
 
 def load_state_dict(original: Original, self: Any, state_dict: Any) -> None:
-    """Load the parts that have an optimizer; a reader may have dropped the stubs' empty state."""
+    """Load a chain of optimizers; stubs, which have no parameters, load nothing."""
     with _nothing_in_stubs(self) as stubs:
         if stubs and isinstance(state_dict, dict) and len(self.chained_optimizers) > 1:
             state_dict = {**{index: {} for index in stubs}, **state_dict}
@@ -56,7 +58,7 @@ def load_state_dict(original: Original, self: Any, state_dict: Any) -> None:
 
 
 class _Nothing:
-    """Stands in for a stub while its chain is saved or loaded."""
+    """Stands in for an optimizer without parameters while its chain is saved or loaded."""
 
     optimizer = SimpleNamespace(param_groups=[])
 
@@ -72,7 +74,7 @@ class _Nothing:
 
 @contextmanager
 def _nothing_in_stubs(chain: Any) -> Iterator[list[int]]:
-    """Replace a chain's stubs by empty parts during the block, and yield their indices."""
+    """Replace a chain's optimizers without parameters in the block, and yield their indices."""
     parts = chain.chained_optimizers
     stubs = [index for index, part in enumerate(parts) if _is_stub(part)]
     if not stubs:
@@ -90,7 +92,9 @@ def _is_stub(part: Any) -> bool:
 
 
 def reproduce() -> None:
-    """Save a model whose experts alone are trained, train on, load, and compare."""
+    """Save a model whose experts alone are trained, train on, load, and compare the state.
+    On stock Megatron the save raises, because the dense optimizer has no parameters.
+    """
     from megatron.core import dist_checkpointing
 
     model = _experts_alone()
@@ -117,7 +121,7 @@ def _experts_alone() -> Any:
 
 
 def _writes_files() -> bool:
-    """Return whether this release can write its files with today's torch, as from 0.15 on."""
+    """Return whether this Megatron can write its optimizer's files with the installed torch."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     formats = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
@@ -134,7 +138,7 @@ def _sharded(model: Any, *, is_loading: bool = False) -> Any:
 
 
 def _state(model: Any) -> list[Any]:
-    """Return copies of the moments and main parameters of the part that has an optimizer."""
+    """Return copies of the main parameters and moments of the only optimizer that has any."""
     (part,) = (part for part in model.optimizer.chained_optimizers if not _is_stub(part))
     inner = part.optimizer
     stepped = [parameter for group in inner.param_groups for parameter in group["params"]]

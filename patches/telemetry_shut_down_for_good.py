@@ -34,7 +34,7 @@ _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")
 
 
 def end_job_spans(original: Original) -> None:
-    """Run `_end_otel_job_spans` so that it also shuts down a new handle after an old one."""
+    """Wrap `_end_otel_job_spans`: also shut down a new telemetry handle after an earlier one."""
     from megatron.training import training
 
     handle = training.get_telemetry()
@@ -45,7 +45,7 @@ def end_job_spans(original: Original) -> None:
 
 
 class _Handle:
-    """Counts Megatron's calls of a nemo-lens handle at the end of a run."""
+    """Stands in for a telemetry handle, and counts its shutdowns."""
 
     is_exporting = True
     shutdowns = 0
@@ -55,7 +55,9 @@ class _Handle:
 
 
 def reproduce() -> None:
-    """End two runs, each with its own telemetry, then run the hook at the process's end."""
+    """End two runs in one process, each with a telemetry handle of its own.
+    On stock Megatron the second handle is never shut down.
+    """
     from megatron.training import global_vars, training
 
     handles = [_Handle(), _Handle()]

@@ -53,7 +53,9 @@ def step(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a forward-only window that raises, then one that does not."""
+    """Run a forward-only window with timers that raises, then one that does not.
+    On stock Megatron the second asserts that a timer has already been started.
+    """
     from megatron.core.timers import Timers
 
     model = bench(overlap_grad_reduce=False)

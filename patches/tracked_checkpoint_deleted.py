@@ -34,7 +34,7 @@ from ._case import Fault, Original, Patch, target
 def cleanup(
     original: Original, save_dir: Any, leave_ckpt_num: int = 1, do_async: bool = False
 ) -> None:
-    """Remove checkpoints that are older than the one in the tracker file."""
+    """Wrap the removal of old checkpoints: keep the one in the tracker file, and later ones."""
     from megatron.training import checkpointing
 
     tracker = Path(checkpointing.get_checkpoint_tracker_filename(save_dir))
@@ -47,7 +47,9 @@ def cleanup(
 
 
 def reproduce() -> None:
-    """Clean up while the tracker file names the lower of two iterations."""
+    """Remove old checkpoints while the tracker file names the lower of the last two iterations.
+    On stock Megatron that checkpoint is deleted.
+    """
     import tempfile
 
     from megatron.training import checkpointing

@@ -54,7 +54,7 @@ def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run two calls of stock `train()` without any overlap."""
+    """Run `train()` twice; on stock Megatron the second call asserts on its interval timer."""
     running = program()
     running.train(1)
     running.train(1)

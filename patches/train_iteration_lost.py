@@ -46,7 +46,9 @@ _COUNTERS = frozenset({"start_iteration", "iteration", "num_floating_point_opera
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train`, and keep `args.iteration` up to date."""
+    """Run upstream's `train`, then store its last iteration as `args.iteration`.
+    If it raises, that is the last iteration whose step was completed.
+    """
     from megatron.training import get_args
 
     options = get_args()
@@ -75,7 +77,7 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train_step`, and record that it is done."""
+    """Run upstream's `train_step`, and record the iteration whose step has returned."""
     from megatron.training import get_args
 
     result = original(*args, **kwargs)
@@ -116,7 +118,7 @@ def _count_samples(options: Any) -> int:
 
 
 def reproduce() -> None:
-    """Run one call of stock `train()` over one iteration."""
+    """Run `train()` over one iteration; on stock Megatron `args.iteration` is 0 afterwards."""
     running = program()
     running.train(1)
     if running.args.iteration != 1:

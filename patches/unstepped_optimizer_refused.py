@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def state_dict(original: Original, self: Any) -> Any:
-    """Fill the state if it is empty, then let upstream read it."""
+    """Wrap `state_dict`: if torch's Adam has no state yet, first fill it with zeros."""
     if not self.optimizer.state and optimizers.is_torch_adam(self):
         for adam in optimizers.stepping(self.optimizer):
             _fill(adam)
@@ -60,7 +60,9 @@ def _fill(adam: Any) -> None:
 
 
 def reproduce() -> None:
-    """Compare the first step with and without a `state_dict()` before it."""
+    """Call `state_dict()` of an optimizer that never stepped, then step.
+    On stock Megatron the call asserts.
+    """
     parameters = []
     for reads_state in (False, True):
         model = bench()

@@ -28,7 +28,7 @@ from ._case import Fault, Original, Patch, bench, no_body_has, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run the interleaved schedule; if forward-only, or if it raises, restore the virtual rank."""
+    """Run the interleaved schedule; if it is forward-only or raises, restore the virtual rank."""
     from megatron.core import parallel_state
 
     virtual_rank = parallel_state.get_virtual_pipeline_model_parallel_rank()
@@ -43,7 +43,9 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a training window, then a forward-only one."""
+    """Run a training window, then a forward-only one, with virtual pipeline stages.
+    On stock Megatron the virtual pipeline rank differs afterwards.
+    """
     from megatron.core import parallel_state
 
     model = bench(pp=2, vpp=2)

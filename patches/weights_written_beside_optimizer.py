@@ -34,7 +34,9 @@ from ._case import Fault, Helper, bench
 
 
 def reproduce(*, helped: bool) -> None:
-    """Roll back weights in place, and step."""
+    """Write earlier weights into a model, and step with a learning rate of 0.
+    The step undoes them; with `helped`, `ensure_main_params_synced` prevents this.
+    """
     from megatron_idempotent import ensure_main_params_synced
 
     model = _stepped()
@@ -44,7 +46,9 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Reload with Megatron's own call, or twice with the helper, then train."""
+    """Write earlier weights, call `reload_model_params()`, and train, as a control.
+    With `helped` it calls `ensure_main_params_synced` twice instead. Return the parameters' bytes.
+    """
     from megatron_idempotent import ensure_main_params_synced
 
     model = _stepped()
@@ -60,7 +64,9 @@ def neighbour(*, helped: bool) -> bytes:
 
 
 def _stepped() -> Any:
-    """Train one step, and restore the weights from before it, as a rollback does."""
+    """Return a model after one step, with the weights from before the step written back.
+    Its learning rate is 0.
+    """
     import torch
 
     model = bench(dtype="bf16", optimizer_overrides={"lr": 0.5, "weight_decay": 0.0})

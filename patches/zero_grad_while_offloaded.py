@@ -28,7 +28,7 @@ from ._case import Original, Patch, address, bench, target
 
 
 def reset(original: Original, self: Any) -> None:
-    """Zero a buffer; while its gradients are offloaded, zero only its other tensors."""
+    """Wrap a gradient buffer's zeroing: while it is offloaded, zero only its other tensors."""
     if self.grad_data.untyped_storage().size() or not self.grad_data.numel():
         original(self)
         return
@@ -42,7 +42,9 @@ def reset(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Zero offloaded buffers, restore them, and train on."""
+    """Zero gradient buffers while they are offloaded, restore them, and train on.
+    On stock Megatron the process dies with a segmentation fault.
+    """
     model = bench()
     for seed in range(2):
         model.train_step(2, data_seed=seed)
