@@ -18,7 +18,7 @@ from typing import Any
 
 
 def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
-    """Return whether a config's `no_sync_func`, `installed`, is the `no_sync` methods of `chunks`.
+    """Return whether `installed`, a `no_sync_func`, consists of the `no_sync` methods of `chunks`.
     It must be one bound method per chunk, in the chunks' order.
 
     The `no_sync` attribute of a Megatron-FSDP wrapper is that of the module inside of it.
@@ -377,7 +377,7 @@ def checked_chunks(
     *,
     or_in: Callable[[Any], bool] = lambda chunk: False,
 ) -> list[Any]:
-    """Return the chunks as a list, after checking that they and the optimizer are Megatron's.
+    """Return `model_chunks` as a list; raise unless they and the optimizer are Megatron's.
 
     Chunks have to be in Megatron's DDP, or in a wrapper for which `or_in` is true. `caller` is the
     function that error messages name. Call it before any change, so that an error leaves the model

@@ -184,7 +184,7 @@ def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any)
 
 
 def deferred_groups(optimizer: Any) -> list[Any]:
-    """Return the bucket groups that a layer-wise optimizer leaves forward pre-hooks to gather.
+    """Return the bucket groups whose gather a layer-wise optimizer leaves to forward pre-hooks.
     Empty for any other optimizer, and without overlap.
 
     All ranks get the same ones, even a rank that owns none of the parameters.

@@ -186,8 +186,8 @@ def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
     """Return a mask of elements that were written into `model` after the last optimizer step.
     The second result is `model` on the device of `main`.
 
-    Their main parameter does not round to the model's value, as it does after a step. The second
-    result has the model's values, on the main parameter's device.
+    The main parameter of such an element does not round to the model's value, as it does after a
+    step.
     """
     moved = model if main.is_cuda else model.cpu()
     return main.to(moved.dtype).ne(moved).logical_and_(~moved.isnan()), moved

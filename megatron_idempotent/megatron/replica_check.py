@@ -35,8 +35,9 @@ class _Numbers(NamedTuple):
 
 
 def check_replicas(model_chunks: Sequence[Any]) -> None:
-    """Raise if gradients or parameters differ between data- or tensor-parallel ranks with copies.
-    It also raises if a bucket group was not reduced equally often on all ranks.
+    """Raise if gradients or parameters differ between ranks that should have the same ones.
+    These are data-parallel ranks and, for replicated parameters, tensor-parallel ranks. It also
+    raises if a bucket group was not reduced equally often on all ranks.
 
     Each bucket group must have been reduced equally often, at least once if it has gradients.
     Parameters must have the same bits, and with an all-reduce gradients too. (After a

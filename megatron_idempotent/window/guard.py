@@ -148,7 +148,8 @@ def _size(config: Any, name: str) -> int:
 
 
 class GuardedCall:
-    """Runs one schedule call on this rank, and continues with zeros after a failure.
+    """Runs one schedule call; after a failure on this rank it communicates zeros until the end.
+    So other ranks do not wait for this one.
 
     `error` is the failure of this rank, `failures` has those of all ranks by global rank. At the
     end of the window `exchange` takes this rank's failure or None, and returns those of all ranks.

@@ -32,8 +32,7 @@ WEIGHTS = {"actor": 0.0, "ref": 1.0, "teacher": 2.0}
 
 
 def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a method that reads the model, but first switch the model to the actor's weights.
-
+    """Wrap a method of the actor that reads the model: first load the actor's own weights into it.
     Weights that are offloaded stay where they are.
     """
     # slime does not record whether weights are on the device; with this option they seldom are.
@@ -48,7 +47,9 @@ def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def switches_back(bodies: Mapping[str, Body]) -> bool:
-    """Return whether both an update and a save check which weights are in the model."""
+    """Return whether a framework's own update and save check which weights the model has.
+    Without a check they may use the reference's.
+    """
     readers = [body for address, body in bodies.items() if not address.endswith(_LOAD)]
     return all(
         body.contains("self._active_model_tag") or body.contains('self._switch_model("actor")')
@@ -57,7 +58,7 @@ def switches_back(bodies: Mapping[str, Body]) -> bool:
 
 
 def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load another checkpoint; if that raises, record that the model has no known weights."""
+    """Wrap the load of another model's checkpoint: if it raises, record unknown weights."""
     try:
         return original(self, *args, **kwargs)
     except BaseException:
@@ -66,7 +67,9 @@ def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def targets(framework: str, *more: str) -> list[Target]:
-    """Return the targets of a framework's patch: an update, a save, `more` savers, and loads."""
+    """Return the targets of a patch for slime's or miles' actor.
+    They are a weight update, a save, the savers `more`, and loads.
+    """
     actor = ACTOR.format(framework)
     return [
         target(f"{actor}.update_weights", use_actor, "self.weight_updater.update_weights()"),
@@ -81,7 +84,7 @@ def targets(framework: str, *more: str) -> list[Target]:
 
 
 class Actor:
-    """Holds an actor that has its own weights, and has loaded a reference.
+    """Sets up slime's or miles' training actor with its own weights; a reference is loaded, too.
 
     Args:
         framework: `slime` or `miles`.
@@ -122,7 +125,7 @@ class Actor:
             self._as_after_init()
 
     def update_weights(self) -> float:
-        """Run the actor's `update_weights`; return the weight that engines got."""
+        """Run the actor's `update_weights`, and return the weight that inference engines got."""
         if self._takes_engines:
             self.actor.update_weights(_standins.Off(rollout_engines=[None]))
             return self.sent[-1]
@@ -138,12 +141,12 @@ class Actor:
         return self.sent[-1]
 
     def save_model(self) -> float:
-        """Run the actor's `save_model`; return the weight that was saved."""
+        """Run the actor's `save_model`, and return the weight that was saved."""
         self.actor.save_model(0)
         return self.saved[-1]
 
     def fail_in_reference_pass(self) -> None:
-        """Run the actor's `train_actor`, which raises in the log-probs of the reference."""
+        """Run the actor's `train_actor`, whose reference log-probs raise; catch the error."""
         more = {"witness_info": None, "attempt": 0} if self._takes_engines else {}
         rollout_data = {"num_microbatches": [1], "global_batch_sizes": [1]}
         try:
@@ -223,7 +226,9 @@ class Actor:
 
 
 def reproduce(framework: str, *, by_init: bool) -> None:
-    """Publish and save after a start, and after a pass of the reference that raises."""
+    """Send weights to engines and save, after slime's `init` and after a reference pass that fails.
+    Without the patch they get the reference's weights. `init` runs only with `by_init`.
+    """
     for start in (True, False) if by_init else (False,):
         actor = Actor(framework, by_init=start)
         _expect_actor_weights(actor.update_weights(), "engines", "after the start")
@@ -236,7 +241,9 @@ def reproduce(framework: str, *, by_init: bool) -> None:
 
 
 def neighbour(framework: str) -> object:
-    """Publish and save while the model has the actor's own weights."""
+    """Send weights to engines and save while the model has the actor's own weights, as a control.
+    Return these weights.
+    """
     actor = Actor(framework)
     weights = [actor.update_weights(), actor.save_model()]
     return [*weights, float(actor.weight[0]), str(actor.actor._active_model_tag)]
@@ -249,7 +256,7 @@ def _expect_actor_weights(weight: float, receiver: str, when: str) -> None:
 
 
 class _RayActor(_standins.Off):
-    """Stands in for the base class of slime's and miles' actor, which needs Ray."""
+    """Stands in for the base class of slime's and miles' training actor, which needs Ray."""
 
     rollout_manager = prof = weight_updater = _heartbeat = _standins.Thing()
 
@@ -258,10 +265,12 @@ class _RayActor(_standins.Off):
 
 
 def fail(*_: Any, **__: Any) -> None:
-    """Raise `Broken`, in place of a function that reads data."""
+    """Raise `Broken`; it replaces a function of the framework that reads data."""
     raise Broken("a microbatch that cannot be read")
 
 
 def _watching(decorated: Any) -> Any:
-    """Return a function unchanged, as a decorator; return an empty context for a name."""
+    """Return a function unchanged, as a decorator; given a name, return an empty context.
+    It replaces the framework's timers.
+    """
     return decorated if callable(decorated) else contextlib.nullcontext()

@@ -33,7 +33,9 @@ _OF_CHECKPOINTS = (
 
 
 class _Flops(SimpleNamespace):
-    """Stands in for Bridge's FLOP statistics, all 0: a tuple up to Bridge 0.6, later attributes."""
+    """Stands in for Bridge's FLOP statistics, all 0, as a tuple or with attributes.
+    Bridge used a tuple up to 0.6.
+    """
 
     def __iter__(self) -> Iterator[int]:
         return iter((0,) * 5)
@@ -157,7 +159,7 @@ class Bridge:
         )
 
     def wire(self) -> None:
-        """Run the last part of Bridge's `setup`, which sets functions on the config."""
+        """Run the last part of Bridge's `setup`, which sets functions such as `no_sync_func`."""
         module = self._module("setup")
         module.MEGATRON_FSDP_TYPES = ()
         module._update_model_config_funcs(
@@ -185,7 +187,7 @@ class Bridge:
 
 
 def import_checkpoints() -> tuple[Any, Any, Any]:
-    """Import Bridge's modules of configurations, of the training state, and of checkpoints."""
+    """Import three modules of Bridge: configurations, training state and checkpoints."""
     modules = {
         name: _standins.import_alone(f"megatron.bridge.{name}", "modelopt", "transformers")
         for name in _OF_CHECKPOINTS
@@ -200,7 +202,7 @@ def import_checkpoints() -> tuple[Any, Any, Any]:
 
 
 class Checkpoints:
-    """Saves and loads chunks, optimizer and scheduler with Bridge's own functions.
+    """Saves and loads model chunks, optimizer and scheduler with Bridge's own functions.
 
     Example:
         checkpoints = Checkpoints(model.chunks, model.optimizer, None, model.config)
@@ -238,7 +240,7 @@ class Checkpoints:
 
     @staticmethod
     def after_a_step() -> Checkpoints:
-        """Return checkpoints of a tiny model that has made one step."""
+        """Return `Checkpoints` of a tiny model that has made one step."""
         from megatron_idempotent.proof.cpu import tiny
 
         model = tiny.build()

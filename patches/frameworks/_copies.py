@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def forget_no_sync(config: Any, chunks: Sequence[Any]) -> None:
-    """Clear a `no_sync_func` that is the bound `no_sync` of these very chunks, and no other."""
+    """Set `config.no_sync_func` to None if it consists of these chunks' bound `no_sync` methods."""
     if is_no_sync_of(config.no_sync_func, chunks):
         config.no_sync_func = None
 
 
 def is_megatrons_no_sync(installed: Any) -> bool:
-    """Return whether a `no_sync_func` is the bound `no_sync` of Megatron's wrappers."""
+    """Return whether `installed`, a `no_sync_func`, is the bound `no_sync` of Megatron wrappers."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
     functions = installed if isinstance(installed, (list, tuple)) else [installed]
@@ -45,7 +45,7 @@ def restoring(
     config: Any,
     param_sync_func: Any,
 ) -> Any:
-    """Call `original`, then restore the config and the garbage collector, even if it raises.
+    """Call `original`, then restore `param_sync_func` and the garbage collector, even if it raises.
 
     If `config.param_sync_func` is None afterwards, it becomes `param_sync_func`. Python's garbage
     collector is turned on again if it was on.
@@ -76,7 +76,7 @@ def rollout(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def rollout_target(module: str) -> Target:
-    """Return the target for slime's or miles' `train`."""
+    """Return the `Target` that wraps slime's or miles' `train` in `module` with `rollout`."""
     return target(
         f"{module}:train",
         rollout,
@@ -88,7 +88,9 @@ def rollout_target(module: str) -> Target:
 
 
 def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:
-    """Return whether `train` accepts its own `no_sync`, and turns the collector on again."""
+    """Return whether the framework's `train` can be called again without `rollout`.
+    It accepts its own `no_sync_func`, and turns the garbage collector on again.
+    """
     return all(
         body.contains("gc.enable()") and not body.contains("config.no_sync_func is None")
         for body in bodies.values()

@@ -20,7 +20,7 @@ _ABSENT = ("megatron.bridge", "transformers")
 
 
 class NemoRL(Windows):
-    """Trains a model with one of NeMo-RL's workers, in the state after its `__init__`.
+    """Sets up one of NeMo-RL's Megatron workers around a tiny model, as after its `__init__`.
 
     Args:
         worker: `policy` or `value`.
@@ -115,7 +115,7 @@ class NemoRL(Windows):
         return b"".join(_bits(tensor) for _, tensor in pairs)
 
     def remember_reference(self) -> None:
-        """Give the reference other weights than the policy, as the worker's set-up does."""
+        """Give the worker a reference whose weights are half of the policy's."""
         self.worker.reference_state_dict = {
             name: item.detach().clone() * 0.5
             for name, item in self.worker.model.state_dict().items()
@@ -176,11 +176,11 @@ class NemoRL(Windows):
 
 
 class _Config(dict):  # type: ignore[type-arg]
-    """Stands in for one of NeMo-RL's configurations, which are dictionaries."""
+    """Stands in for a configuration of NeMo-RL, which is a dictionary."""
 
 
 class _Data(dict):  # type: ignore[type-arg]
-    """Stands in for NeMo-RL's `BatchedDataDict`, as the workers use it."""
+    """Stands in for NeMo-RL's `BatchedDataDict`, as far as its workers use it."""
 
     size: int
     microbatches: list[Any]
@@ -196,7 +196,7 @@ class _Data(dict):  # type: ignore[type-arg]
 
 
 def _modules(worker: str) -> tuple[Any, type]:
-    """Return the module of a worker, and the class whose methods it defines."""
+    """Import the module of NeMo-RL's policy or value worker; return it and the worker's class."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
     for name in ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2"):

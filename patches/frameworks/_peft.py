@@ -74,20 +74,20 @@ _MODEL = {
 
 
 def unfuse(*layers: Any) -> None:
-    """Let autograd compute these layers' weight gradients, so that hooks see them."""
+    """Turn off the fused gradient accumulation of layers, so that hooks see weight gradients."""
     for layer in layers:
         if hasattr(layer, "gradient_accumulation_fusion"):
             layer.gradient_accumulation_fusion = False
 
 
 def own_rows(layer: Any, _inputs: Any, outputs: Any) -> Any:
-    """Pad a column-parallel layer's outputs with zeros for other ranks, as a forward hook."""
+    """Forward hook: pad a column-parallel layer's output with zeros in other ranks' places."""
     output, bias = outputs
     return among_zeros(output, layer.tp_group), bias
 
 
 def among_zeros(tensor: Any, group: Any) -> Any:
-    """Return [..., D * ranks] with the rank's [..., D] at its position, and zeros elsewhere."""
+    """Return [..., D * ranks] with this rank's tensor [..., D] in its place, else zeros."""
     from torch.nn.functional import pad
 
     size, rank = tensor.shape[-1], group.rank()
@@ -95,17 +95,19 @@ def among_zeros(tensor: Any, group: Any) -> Any:
 
 
 def is_cut(adapter: Any) -> bool:
-    """Return whether ranks split the weights of an adapter's layer."""
+    """Return whether tensor-parallel ranks split the weights of an adapter's layer."""
     return adapter.input_is_parallel or not adapter.linear_out.gather_output
 
 
 def drops(adapter: Any) -> bool:
-    """Return whether dropout of a Bridge adapter is active."""
+    """Return whether dropout of a Bridge adapter is active now."""
     return adapter.training and getattr(adapter.dropout, "p", 0) > 0
 
 
 def normalizing(base: Any, norm: Any) -> Any:
-    """Return a layer that normalizes its input and also returns it, like Transformer Engine's."""
+    """Return a layer that applies `norm`, then `base`, and also returns the normalized input.
+    It has the class and attributes of Transformer Engine's layer.
+    """
     engine = grouped_layers()["TELayerNormColumnParallelLinear"]()
     engine.weight, engine.bias, engine.config = base.weight, base.bias, base.config
     engine.return_layernorm_output = engine.return_layernorm_output_gathered = True
@@ -127,7 +129,7 @@ def build(
     config: Any = (),
     **options: Any,
 ) -> Any:
-    """Build a tiny model with gated layers and adapters, whose factors are all random.
+    """Build a tiny model with gated layers and with adapters whose factors are random, not zero.
 
     `kind` is the name of a Bridge class, or a function that adds adapters to a chunk's module.
 
@@ -188,7 +190,7 @@ def build(
 
 
 def expect_replicas(chunks: Any) -> None:
-    """Raise a `Fault` if gradients of replicated parameters differ between ranks."""
+    """Raise a `Fault` if gradients of replicated adapter parameters differ between ranks."""
     from megatron.core import parallel_state as ps
 
     for name, parameter in _trained(chunks):
@@ -206,7 +208,9 @@ def expect_replicas(chunks: Any) -> None:
 
 
 def expect_balance(chunks: Any) -> None:
-    """Raise unless the sums of factor times gradient are equal for the two factors of a product."""
+    """Raise a `Fault` unless sum(A * A.grad) is sum(B * B.grad) for each adapter's factors A and B.
+    They are equal if both gradients are complete.
+    """
     import torch
     from megatron.core import parallel_state as ps
 
@@ -224,7 +228,7 @@ def expect_balance(chunks: Any) -> None:
 
 
 def expect_norms(chunks: Any) -> None:
-    """Raise unless DoRA's norms are those of complete rows."""
+    """Raise a `Fault` unless the weight norms of DoRA layers are those of complete rows."""
     import torch
     from megatron.core import parallel_state as ps
 
@@ -243,7 +247,7 @@ def expect_norms(chunks: Any) -> None:
 
 
 def expect_products(chunks: Any) -> None:
-    """Raise unless adapters of experts that ranks share compute the product of their factors.
+    """Raise a `Fault` unless experts' adapters that ranks share are the product of their factors.
 
     The input is the same on all ranks, or split by columns; outputs are split by columns, or are
     summed over ranks. The gradients are compared too. All ranks of the expert, or of the shared
@@ -307,7 +311,7 @@ def _summed(tensor: Any, group: Any) -> Any:
 
 
 def bridge(kind: str, **options: Any) -> Any:
-    """Return an adapter transform of Bridge, by class name, with these options."""
+    """Import Bridge's adapter class `kind`, such as LoRA; return an instance with these options."""
     engine = importlib.import_module("megatron.core.extensions.transformer_engine")
     for name, layer in grouped_layers().items():
         setattr(engine, name, layer)
@@ -326,7 +330,7 @@ def bridge(kind: str, **options: Any) -> Any:
 
 
 def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return Bridge's exports by Qwen's names: the adapters, and the merged model or the base.
+    """Run Bridge's exports; return the adapters and the merged model (or the base) by Qwen's names.
 
     All ranks take part. It does not work before 0.5, which has other modules.
     """
@@ -344,13 +348,13 @@ def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[s
 
 
 def auto_bridge() -> Any:
-    """Return Bridge's `AutoBridge`, imported with Bridge's other modules of the conversion."""
+    """Import Bridge's conversion modules, and return its class `AutoBridge`."""
     _qwen()
     return importlib.import_module("megatron.bridge.models.conversion.auto_bridge").AutoBridge
 
 
 def load_exported(chunks: Any, weights: dict[str, Any]) -> None:
-    """Let Bridge load weights with Qwen's names into a model without adapters; a collective."""
+    """Let Bridge load weights with Qwen's names into a model without adapters. A collective."""
     import torch
 
     config, tasks = _planned(chunks)
@@ -363,7 +367,7 @@ def load_exported(chunks: Any, weights: dict[str, Any]) -> None:
 
 
 def _planned(chunks: Any) -> tuple[Any, list[Any]]:
-    """Return a configuration, and Bridge's conversion tasks without None for norms' biases."""
+    """Return a Hugging Face configuration, and Bridge's conversion tasks without None."""
     from transformers import PretrainedConfig
 
     config = PretrainedConfig()
@@ -404,7 +408,7 @@ def _qwen() -> Any:
 
 @functools.cache
 def grouped_layers() -> dict[str, Any]:
-    """Return stand-ins for Transformer Engine's layers, by name; only the grouped ones compute."""
+    """Return stand-ins for Transformer Engine's linear layers, by name; only grouped ones work."""
     import torch
     from megatron.core import parallel_state
     from torch import nn
@@ -459,14 +463,14 @@ def grouped_layers() -> dict[str, Any]:
 
 
 def _group_experts(module: Any) -> None:
-    """Replace the experts of each MoE layer by grouped layers, as with Transformer Engine."""
+    """Replace the experts of each MoE layer in `module` by stand-ins for grouped layers."""
     import torch
     from torch import nn
 
     layers = grouped_layers()
 
     class Grouped(nn.Module):
-        """Computes `SequentialMLP` with the same weights, in the form of `TEGroupedMLP`."""
+        """Computes the same as `SequentialMLP` with its weights, in the form of `TEGroupedMLP`."""
 
         def __init__(self, experts: Any) -> None:
             super().__init__()

@@ -17,7 +17,7 @@ _ABSENT = ("codetiming", "transformers", "datasets", "tensordict", "peft")
 
 
 class Roll(Windows):
-    """Trains a model with ROLL's strategy, in the state after `initialize`.
+    """Sets up ROLL's Megatron strategy around a tiny model, as after its `initialize`.
 
     Example:
         roll = Roll(overlap_param_gather=True)
@@ -54,7 +54,7 @@ class Roll(Windows):
         )
 
     def train(self, seed: int) -> None:
-        """Run one call of the strategy's `train_step`."""
+        """Run one call of the strategy's `train_step` on the data of `seed`."""
         rows = [
             SimpleNamespace(meta_info={}, batch=SimpleNamespace(batch_size=[1]), row=batch)
             for batch in self.batches(seed)
@@ -74,7 +74,7 @@ class Roll(Windows):
 
 
 class _Models(list):  # type: ignore[type-arg]
-    """Stands in for mcore_adapter's list of model chunks, as the strategy uses it."""
+    """Stands in for mcore_adapter's list of model chunks, as far as ROLL's strategy uses it."""
 
     def __init__(self, chunks: list[Any], config: Any) -> None:
         super().__init__(chunks)

@@ -35,7 +35,7 @@ MICROBATCHES = 4
 
 
 class Rollouts:
-    """Trains a model rollout by rollout with a framework's `train()`.
+    """Runs rollouts through the `train()` of slime or miles around a small Megatron program.
 
     Args:
         framework: `slime` or `miles`.
@@ -159,14 +159,14 @@ class Rollouts:
 
 
 def run_twice(framework: str) -> None:
-    """Run two rollouts of a step each, through the framework's own `train()`."""
+    """Run two rollouts of one step each with overlap, through the `train()` of slime or miles."""
     rollouts = Rollouts(framework, ["--overlap-grad-reduce", "--overlap-param-gather"])
     rollouts.train(1, first=0)
     rollouts.train(1, first=1)
 
 
 class _Data:
-    """Holds a rollout's batches, which each call of `train()` reads from the start."""
+    """Iterates over a rollout's batches; each call of `train()` reads them from the start."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
@@ -180,7 +180,7 @@ class _Data:
 
 
 class _Reports:
-    """Stands in for slime's modules for metrics and logging, as `train()` calls them."""
+    """Stands in for the metrics and logging modules of slime and miles, as `train()` calls them."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts

@@ -20,7 +20,7 @@ _ABSENT = ("megatron.bridge", "transformers", "omegaconf", "loguru", "huggingfac
 
 
 class SkyRL(Windows):
-    """Trains a model with SkyRL's Megatron worker, in the state after `init_model`.
+    """Sets up SkyRL's Megatron worker around a tiny model, as after its `init_model`.
 
     Example:
         skyrl = SkyRL()
@@ -60,12 +60,12 @@ class SkyRL(Windows):
         )
 
     def forward_backward(self, seed: int) -> None:
-        """Run one call of `forward_backward_mini_batch`."""
+        """Run one training call of SkyRL's `forward_backward_mini_batch` on the data of `seed`."""
         self.model.train()
         self._call(seed, forward_only=False)
 
     def train(self, seed: int) -> None:
-        """Run a window of one call, and its step."""
+        """Run one call of `forward_backward`, and the optimizer step."""
         self.forward_backward(seed)
         self.step()
 
@@ -75,7 +75,7 @@ class SkyRL(Windows):
         return norm
 
     def logprobs(self, seed: int) -> None:
-        """Run a forward-only call in eval mode, as a pass for log-probs does."""
+        """Run a forward-only call in eval mode, as SkyRL does for log-probs."""
         import torch
 
         self.model.eval()
@@ -83,7 +83,7 @@ class SkyRL(Windows):
             self._call(seed, forward_only=True)
 
     def exported(self) -> bytes:
-        """Return the bits of the weights that the worker exports."""
+        """Return the bytes of the weights that SkyRL's worker exports to inference engines."""
         import torch
 
         with torch.no_grad():
@@ -132,7 +132,7 @@ _HOLDER = "megatron.core.dist_checkpointing.strategies.base"
 
 
 def import_strategy() -> Any:
-    """Import the module of `MegatronStrategy`, with a stand-in for the module of the save queue.
+    """Import SkyRL's module of `MegatronStrategy`, with a stand-in for Megatron's save queue.
 
     SkyRL imports Megatron's save queue from a module that exists up to megatron-core 0.18.
     """
@@ -156,7 +156,7 @@ def import_strategy() -> Any:
 
 
 def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
-    """Return a `MegatronStrategy`, and an object that it accepts as the model of these chunks."""
+    """Return SkyRL's `MegatronStrategy`, and an object that it accepts as the model of `chunks`."""
     config = SimpleNamespace(
         dist_ckpt_optim_fully_reshardable=False,
         async_dist_ckpt_save=False,
@@ -170,7 +170,7 @@ def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
 
 
 def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
-    """Take a step like SkyRL's strategy, without the scheduler."""
+    """Step and zero gradients like SkyRL's strategy, without the scheduler; return the norm."""
     _, norm, _ = optimizer.step()
     optimizer.zero_grad()
     return norm

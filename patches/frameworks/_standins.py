@@ -19,7 +19,7 @@ from typing import Any
 
 
 def import_alone(module: str, *absent: str) -> Any:
-    """Import `module` with stand-ins for the rest of its package.
+    """Import and return `module` of a framework, with stand-ins for the rest of its package.
 
     Call it in a process that ends soon after, such as a rank: the stand-ins stay.
 
@@ -44,13 +44,15 @@ def import_alone(module: str, *absent: str) -> Any:
 
 
 def is_there(module: str) -> bool:
-    """Return whether the module has a file; another module of its package must be imported."""
+    """Return whether a module of a framework has a file, without importing that module.
+    Another module of its package must be imported before.
+    """
     parent = importlib.import_module(module.rpartition(".")[0])
     return PathFinder.find_spec(module, parent.__path__) is not None
 
 
 def replace(*packages: str) -> None:
-    """Stand in for these packages from now on, even if they are installed."""
+    """Replace these packages by stand-ins for later imports, even if they are installed."""
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     _finder.packages.update(packages)
@@ -61,7 +63,7 @@ def replace(*packages: str) -> None:
 
 @contextlib.contextmanager
 def replaced(*packages: str) -> Iterator[None]:
-    """Stand in for these packages during the block, even if they are installed."""
+    """Replace these packages by stand-ins during the block, even if they are installed."""
     loaded, packages_before = dict(sys.modules), set(_finder.packages)
     replace(*packages)
     try:
@@ -76,7 +78,7 @@ def replaced(*packages: str) -> Iterator[None]:
 
 
 class _Finder(MetaPathFinder):
-    """Leaves modules in `real` to the import system, and stands in for the rest of `packages`."""
+    """Import finder that returns stand-ins for modules in `packages` unless they are in `real`."""
 
     def __init__(self) -> None:
         self.real: set[str] = set()
@@ -101,7 +103,7 @@ def _is_in(name: str, package: str) -> bool:
 
 
 class _Empty(Loader):
-    """Creates a module whose attributes are all stand-ins."""
+    """Import loader that creates a module whose attributes are all stand-ins."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Standin(spec.name)
@@ -116,7 +118,7 @@ class _Names(type):
 
 
 class Thing(metaclass=_Names):
-    """Takes any arguments, and has every public attribute."""
+    """Stand-in class that takes any arguments, and has every public attribute."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -130,7 +132,7 @@ class Thing(metaclass=_Names):
 
 
 class Off:
-    """Has every attribute; one that was not passed to it is None."""
+    """Object that has every attribute; those that were not passed to it are None."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)

@@ -18,7 +18,7 @@ MANAGER = "verl.utils.checkpoint.megatron_checkpoint_manager"
 
 
 def import_manager() -> Any:
-    """Import the module of `MegatronCheckpointManager`."""
+    """Import verl's module of `MegatronCheckpointManager`, with stand-ins for devices and logs."""
     _standins.replace("ray")
     for name in (
         "verl.utils.device",
@@ -46,7 +46,7 @@ def _make(path: str) -> str:
 
 
 class _Config(dict):  # type: ignore[type-arg]
-    """Is a dictionary with its items as attributes, like verl's configurations."""
+    """Dictionary whose items are also attributes, like verl's configurations."""
 
     def __getattr__(self, name: str) -> Any:
         return self.get(name)
@@ -61,7 +61,7 @@ def manager_of(
     fully_reshardable: bool = False,
     **checkpoint: Any,
 ) -> Any:
-    """Return a manager that saves the model in Megatron's shards.
+    """Return verl's checkpoint manager for a model, which saves in Megatron's shards.
 
     `checkpoint` is its configuration, `scheduler_too` is `use_checkpoint_opt_param_scheduler`, and
     `fully_reshardable` is `dist_ckpt_optim_fully_reshardable`. verl's defaults for both are off.
@@ -93,7 +93,7 @@ def manager_of(
 
 
 def saved(*, fully_reshardable: bool = False) -> tuple[Any, Any, str]:
-    """Return a model after a step, a function that loads its checkpoint, and the folder."""
+    """Train a step, and save with verl; return the model, a function that loads, and the folder."""
     import torch
 
     import_manager()  # before Megatron, as verl's program does

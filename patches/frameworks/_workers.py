@@ -21,7 +21,7 @@ SITES = ("data", "loss", "backward")
 
 
 class Windows:
-    """A tiny model with its data, in which a chosen microbatch fails at a chosen point.
+    """Holds a tiny model with its data, in which a chosen microbatch fails at a chosen point.
 
     Args:
         layout: arguments of `cpu.tiny.build`.
@@ -38,7 +38,7 @@ class Windows:
         self._read = 0
 
     def batches(self, seed: int) -> list[dict[str, Any]]:
-        """Return this data-parallel rank's microbatches of a window for a seed."""
+        """Return this data-parallel rank's `MICROBATCHES` microbatches for a seed."""
         from megatron_idempotent.proof.cpu import tiny
 
         _, positions_BT, hidden = tiny.inputs(seed)
@@ -48,7 +48,7 @@ class Windows:
         ]
 
     def reading(self, batches: list[Any]) -> Iterator[Any]:
-        """Yield the batches one by one, until one of them cannot be read."""
+        """Yield the batches one by one; raise `Broken` at the one that `fail` names."""
         for batch in batches:
             self._break("data")
             yield batch
@@ -67,19 +67,19 @@ class Windows:
         return loss
 
     def forward_step(self, data: Any, model: Any, **_: Any) -> tuple[Any, Any]:
-        """Return the logits of the next of `batches`, and the loss function."""
+        """Return the logits of the next microbatch of `data`, and its loss function."""
         row = next(data)
         logits_BTV = model(row["tokens"], row["positions"], row["mask"])
         return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
 
     def measured(self, logits_BTV: Any, target_BT: Any) -> tuple[Any, Any]:
-        """Return the loss, and the log-probs [B, T - 1] for a worker's own loss."""
+        """Return the loss, and the log-probs [B, T - 1], as a framework's own loss needs both."""
         logprobs_BTV = logits_BTV.float().log_softmax(-1)
         logprobs_BT = logprobs_BTV.gather(-1, target_BT[..., None])[:, :-1, 0]
         return self.loss(logits_BTV, target_BT), logprobs_BT
 
     def failing(self, site: tuple[str, int], call: Callable[[], Any]) -> None:
-        """Run `call()`, in which a microbatch fails, and forget the losses that it recorded.
+        """Run `call()`, in which the microbatch `site` fails; catch the error and drop its losses.
 
         All ranks call it at once: a rank that fails alone leaves the others waiting for it.
         """
@@ -95,14 +95,16 @@ class Windows:
         raise AssertionError(f"nothing failed at {site}")
 
     def outcome(self) -> tuple[list[float], bytes]:
-        """Return every loss, and the bits of this rank's gathered parameters."""
+        """Return the losses of all microbatches, and the bytes of this rank's parameters.
+        Updates that are not gathered yet are gathered first.
+        """
         for chunk in self.bench.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
         return self.losses, self.bench.bits()
 
     def expect_no_gradients(self) -> None:
-        """Raise if the gradients of a window are not zero."""
+        """Raise a `Fault` if any gradient is not zero, after a window that raised."""
         for chunk in self.bench.chunks:
             if any(bool(buffer.grad_data.any()) for buffer in chunk.buffers):
                 raise Fault("the gradients of a window that raised are not zero")
@@ -116,7 +118,7 @@ class Windows:
 
 
 def methods(*classes: type, **attributes: Any) -> Any:
-    """Create an object with the methods of a framework's classes; later classes override.
+    """Create an object with the methods of a framework's classes, of which later ones override.
 
     An attribute that is not passed is None.
     """
@@ -130,7 +132,7 @@ def methods(*classes: type, **attributes: Any) -> Any:
 
 
 def weights_of(chunks: list[Any], **_: Any) -> Iterator[tuple[str, Any]]:
-    """Yield these chunks' weights, in place of a bridge's `export_hf_weights`."""
+    """Yield (name, weight) of these chunks; it replaces a bridge's `export_hf_weights`."""
     for chunk in chunks:
         yield from chunk.module.named_parameters()
 

@@ -31,7 +31,7 @@ from megatron_idempotent.patches._case import Original, Patch, shared_folder, ta
 
 
 def load_base(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read the common state; raise on all ranks if one of them failed."""
+    """Wrap Bridge's read of the common state: raise on all ranks if one of them failed."""
     from megatron_idempotent.window import agreement
 
     loaded = original(*args, **kwargs)
@@ -40,13 +40,15 @@ def load_base(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Load while rank 1 cannot open files."""
+    """Load with Bridge while rank 1 cannot open files.
+    Without the patch rank 1 raises, and rank 0 waits for it.
+    """
     run, folder = _saved()
     _checkpoints.expect_told(lambda: run.load(folder))
 
 
 def neighbour() -> object:
-    """Save, overwrite the weights, and load; return the weights."""
+    """Save with Bridge, zero the weights, and load, as a control; return the weights' bytes."""
     run, folder = _saved()
     return _checkpoints.loaded_over(run.held[0][0].parameters(), lambda: run.load(folder))
 

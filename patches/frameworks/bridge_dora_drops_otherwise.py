@@ -34,7 +34,7 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the layer with dropout in its adapter only, and add the weight's part of dropout."""
+    """Run a DoRA layer with dropout so that base weight and adapter have the same dropped input."""
     adapter = self.adapter
     dropout = adapter.dropout
     if not (_peft.drops(adapter) and getattr(self, "_adapter_enabled", True)):
@@ -48,7 +48,9 @@ def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_dropped_input(layer: Any, result: Any, change: Any) -> Any:
-    """Add (scale - 1) x the base weight's product with `change`, dropout's effect on the input."""
+    """Add (scale - 1) times the base weight's product with `change` to a DoRA layer's output.
+    `change` is what dropout has changed in the input.
+    """
     output, bias = result
     scale = layer.adapter.get_weight_magnitude() / layer._get_weight_norm()
     return output + (scale - 1) * _of_weight(layer.to_wrap, change), bias
@@ -67,7 +69,7 @@ def _recording(dropout: Any) -> Any:
 
 
 def _of_weight(layer: Any, x: Any) -> Any:
-    """Return the product of a layer's weight and x, without the layer's bias and norm."""
+    """Return the product of a layer's weight and `x`, without the layer's bias and norm."""
     if not hasattr(layer, "return_layernorm_output"):
         output, bias = layer(x)
         inside = layer.bias if bias is None else None
@@ -83,7 +85,9 @@ def _of_weight(layer: Any, x: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare layers, with and without a norm, with DoRA's formula for one mask."""
+    """Compare DoRA layers with dropout, with and without a norm, with DoRA's formula for one mask.
+    Without the patch they differ.
+    """
     import torch
 
     bench = _peft.build("DoRA", {}, config={"add_qkv_bias": True}, dropout=0.5)

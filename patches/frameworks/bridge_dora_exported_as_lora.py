@@ -39,7 +39,9 @@ _CONFIG = "run_config.yaml"
 
 
 def plan(original: Original, self: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Build the tasks, and gather the magnitudes. All ranks of the model take part."""
+    """Wrap Bridge's planning of an adapter export: also gather DoRA's magnitudes.
+    All ranks of the model take part.
+    """
     tasks = original(self, megatron_model, *args, **kwargs)
     several = isinstance(megatron_model, list)
     self._magnitudes = _by_weight(self, megatron_model if several else [megatron_model])
@@ -47,7 +49,7 @@ def plan(original: Original, self: Any, megatron_model: Any, *args: Any, **kwarg
 
 
 def merge(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Merge the factors, and scale each row to its magnitude."""
+    """Wrap Bridge's merge of adapters: scale each merged row to its DoRA magnitude."""
     return _scaled(original(self, *args, **kwargs), self._magnitudes)
 
 
@@ -61,7 +63,9 @@ def _scaled(merged: dict[str, Any], magnitudes: dict[str, Any]) -> dict[str, Any
 
 
 def stream(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Yield the factors, and after both factors of a weight its magnitudes, by peft's name."""
+    """Yield the adapters' factors, and after both factors of a weight its DoRA magnitudes.
+    These have peft's name.
+    """
     for pair in original(self, *args, **kwargs):
         yield pair
         name = pair[0].removesuffix(".lora_B.weight")
@@ -71,7 +75,7 @@ def stream(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator
 
 
 def ranks_of(original: Original, adapter_weights: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-    """Read the ranks of factors; magnitudes have no rank."""
+    """Wrap Bridge's look-up of adapter ranks: leave out DoRA's magnitudes, which have none."""
     factors = [pair for pair in adapter_weights if not pair[0].endswith(_MAGNITUDE)]
     return original(factors, *args, **kwargs)
 
@@ -79,7 +83,7 @@ def ranks_of(original: Original, adapter_weights: Iterable[Any], *args: Any, **k
 def load_and_export(
     original: Original, self: Any, peft_checkpoint: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load and export a checkpoint of a run with DoRA as DoRA."""
+    """Load and export an adapter checkpoint; use DoRA instead of LoRA if the run was with DoRA."""
     folder = Path(peft_checkpoint).expanduser().resolve()
     files = [path for path in (folder / _CONFIG, folder.parent / _CONFIG) if path.exists()]
     if not files or "megatron.bridge.peft.dora.DoRA" not in files[0].read_text(encoding="utf-8"):
@@ -94,7 +98,7 @@ def load_and_export(
 
 
 def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
-    """Gather DoRA's magnitudes [rows] over stages and experts; key: Hugging Face's weight name."""
+    """Return DoRA's magnitudes [rows] by Hugging Face weight name, from all stages and experts."""
     import torch
     from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
     from megatron.core import parallel_state
@@ -130,7 +134,9 @@ def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
 
 
 def reproduce() -> None:
-    """Compare a merged weight with the layer, and check that the magnitudes are exported."""
+    """Export a model with DoRA, and compare merged rows and magnitudes with those of a layer.
+    Without the patch the export has no magnitudes.
+    """
     import torch
 
     bench = _peft.build("DoRA", {"tp": 2})

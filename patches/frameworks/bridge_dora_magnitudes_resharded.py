@@ -40,7 +40,7 @@ from . import _peft
 
 
 def describe(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the adapter's sharded state, with separate magnitudes of gate and up."""
+    """Return an adapter's sharded state, in which DoRA's magnitudes of gate and up are separate."""
     call = arguments(original, (self, *args), kwargs)
     state = original(self, *args, **kwargs)
     return _apart(self, state, f"{call['prefix']}weight_magnitude", call["sharded_offsets"])
@@ -56,7 +56,9 @@ def _apart(adapter: Any, state: Any, key: str, offsets: tuple[Any, ...]) -> Any:
 
 
 def reproduce() -> None:
-    """Save the magnitudes of two ranks, and compare the complete vector in the checkpoint."""
+    """Save DoRA's magnitudes of a gated layer on two ranks, and load the complete vector.
+    Without the patch rows of gate and up are mixed.
+    """
     import torch
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import ShardedTensor

@@ -37,7 +37,9 @@ from . import _peft
 
 
 def norm(original: Original, self: Any) -> Any:
-    """Return the norms of complete rows [outputs]. All tensor-parallel ranks take part."""
+    """Return DoRA's norms [outputs] of complete weight rows, of which ranks may have a part each.
+    All tensor-parallel ranks take part.
+    """
     import torch
     from megatron.core import parallel_state
 
@@ -51,7 +53,7 @@ def norm(original: Original, self: Any) -> Any:
 
 
 def begin(original: Original, self: Any, value: Any) -> None:
-    """Create the magnitude, and mark how ranks share it."""
+    """Create DoRA's magnitude parameter, and mark it as a shard or as replicated."""
     original(self, value)
     if self.input_is_parallel:
         self.weight_magnitude.sequence_parallel = not self.disable_sequence_parallel_comm
@@ -60,7 +62,9 @@ def begin(original: Original, self: Any, value: Any) -> None:
 
 
 def reproduce() -> None:
-    """Compare the norms of layers that two ranks share with those of complete rows."""
+    """Compare DoRA's norms of layers on two tensor-parallel ranks with those of complete rows.
+    Without the patch they are those of a rank's part.
+    """
     bench = _peft.build("DoRA", {"tp": 2, "sequence_parallel": True})
     _peft.expect_norms(bench.chunks)
     bench.forward_backward(1, data_seed=0)

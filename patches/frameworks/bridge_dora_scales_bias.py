@@ -31,7 +31,7 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the layer with its adapter, without scaling the bias."""
+    """Run a DoRA layer so that its magnitudes do not scale the layer's bias."""
     return _with_unscaled_bias(self, original(self, *args, **kwargs))
 
 
@@ -46,7 +46,9 @@ def _with_unscaled_bias(layer: Any, result: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare a layer with a bias and doubled magnitudes with its merged weight."""
+    """Compare the output of a DoRA layer with a bias with that of its merged weight.
+    Without the patch the magnitudes also multiply the bias.
+    """
     import torch
 
     bench = _peft.build("DoRA", {}, config={"add_qkv_bias": True})

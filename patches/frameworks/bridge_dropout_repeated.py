@@ -37,7 +37,7 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the adapter; draw the mask of the rank's own features in the tracker's state."""
+    """Run an adapter; draw dropout of split features from the random state of this rank."""
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel import random
 
@@ -58,7 +58,9 @@ def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) ->
 
 
 def reproduce() -> None:
-    """Compare the masks of two ranks: equal for replicated features, different for split ones."""
+    """Compare two ranks' dropout masks, which are equal for replicated features only.
+    Without the patch they are equal for split features, too.
+    """
     import torch
     from megatron.core import parallel_state as ps
 

@@ -46,7 +46,9 @@ def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run one evaluation whose data iterator raises."""
+    """Run Bridge's `evaluate()` with a forward step that raises.
+    Without the patch the model is in evaluation mode afterwards.
+    """
     from ._bridge import Bridge
 
     bridge = Bridge()

@@ -38,7 +38,9 @@ _SIZE = "1 if is_expert else parallel_state.get_tensor_model_parallel_world_size
 
 
 def split(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Return gate and up of a factor in which the ranks' parts follow each other."""
+    """Wrap Bridge's split of a fused factor into gate and up: split the part of each rank.
+    The parts of expert-tensor-parallel ranks follow each other in the factor.
+    """
     import torch
     from megatron.core import parallel_state
 
@@ -51,7 +53,9 @@ def split(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Export an expert that two ranks share, and compare the rows of gate and up."""
+    """Export the adapter of an expert that two tensor-parallel ranks share.
+    Without the patch rows of gate are in `up_proj`, and vice versa.
+    """
     bench = _peft.build("LoRA", {"tp": 2, "sequence_parallel": True, "experts": 2, "etp": 2})
     expert = bench.chunks[0].module.decoder.layers[0].mlp.experts.local_experts[0]
     halves = expert.linear_fc1.adapter.linear_out.weight.chunk(2)

@@ -36,7 +36,7 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the adapter, and let its layers sum over ranks themselves."""
+    """Build an adapter whose layers on an expert sum over the ranks that share the expert."""
     original(self, *args, **kwargs)
     call = arguments(original, (self, *args), kwargs)
     if self.linear_out.tp_group.size() == 1:
@@ -52,7 +52,9 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def reproduce() -> None:
-    """Compare adapters of experts on two ranks, and of a shared expert, with their product."""
+    """Compare experts' adapters on two tensor-parallel ranks with the product of their factors.
+    Without the patch outputs or gradients are one rank's part.
+    """
     options = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
     bench = _peft.build("LoRA", {"tp": 2, "sequence_parallel": True, "experts": 2}, config=options)
     _peft.expect_products(bench.chunks)

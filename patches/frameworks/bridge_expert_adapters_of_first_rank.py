@@ -39,7 +39,7 @@ _EXPERT = re.compile(r"(?<=\bexperts\.)\d+")
 def list_adapters(
     original: Original, self: Any, megatron_model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return (global name, local name, ...) of each adapter, with global numbers of experts."""
+    """Return the adapters with their names, in which experts have their number over all ranks."""
     from megatron.core.utils import unwrap_model
 
     chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
@@ -59,7 +59,9 @@ def merge(
     converted_weights_dict: dict[str, Any],
     adapter_weights: list[Any],
 ) -> Any:
-    """Merge each rank's experts with that rank's factors. All ranks of the experts take part."""
+    """Merge each rank's experts with the factors of that rank.
+    All expert-parallel ranks take part, with one gather for each factor.
+    """
     from dataclasses import replace
 
     _, per_rank = _experts(megatron_model[0].config)
@@ -92,7 +94,9 @@ def stream(
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[Any]:
-    """Yield the factors of all ranks' experts. All ranks of the experts take part."""
+    """Yield the adapters' factors of the experts of all ranks.
+    All expert-parallel ranks take part, with one gather for each factor.
+    """
     chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
     first, per_rank = _experts(chunks[0].config)
     adapters = self._megatron_global_adapters_info_all_pp_ranks(chunks)
@@ -110,7 +114,9 @@ def stream(
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """Return the rank's first expert and its number of experts; 0 and 0 if each rank has all."""
+    """Return the number of this rank's first expert, and how many experts each rank has.
+    Both are 0 if each rank has all experts.
+    """
     from megatron.core import parallel_state as ps
 
     ranks = ps.get_expert_model_parallel_world_size()
@@ -127,7 +133,9 @@ def _of_ranks(weight: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Check that an export has the rank's factors, and a merged export its products."""
+    """Export a model's adapters, and a merged model, on two expert-parallel ranks.
+    Without the patch both have the first rank's adapters only.
+    """
     import torch
     from megatron.core import parallel_state
 

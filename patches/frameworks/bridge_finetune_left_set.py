@@ -31,7 +31,7 @@ from megatron_idempotent.patches._case import Fault, Original, Patch, target
 
 
 def load(original: Original, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `load_checkpoint`, then restore `checkpoint.finetune`."""
+    """Run Bridge's `load_checkpoint`, then restore `checkpoint.finetune`, which it may have set."""
     checkpoint = state.cfg.checkpoint
     finetune = checkpoint.finetune
     try:
@@ -41,7 +41,9 @@ def load(original: Original, state: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Start from a pretrained checkpoint, save step 4, and load it in the same process."""
+    """Start from a pretrained checkpoint, save step 4, and load it in the same process.
+    Without the patch the load returns step 0.
+    """
     import tempfile
     from pathlib import Path
 

@@ -34,7 +34,7 @@ _STACKED = "stacked_A = torch.stack([a.linear_in.weight for a in self.adapters])
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the layer once the gathers of its adapters' weights are done."""
+    """Run a layer with several adapters, but first wait for the gathers of their weights."""
     for module in self.adapters.modules():
         for hook in module._forward_pre_hooks.values():
             hook(module, ())
@@ -42,7 +42,9 @@ def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Take a step on two replicas, run a forward, and compare the replicas' weights."""
+    """Take a step with overlap_param_gather on two replicas, run a forward, and compare weights.
+    Without the patch the replicas have different ones.
+    """
     layout = {"with_optimizer": True, "distributed_optimizer": True, "overlap_param_gather": True}
     bench = _peft.build("MultiLoRA", layout, n_adapters=2, dim=8)
     bench.train_step(1, data_seed=0)

@@ -36,7 +36,7 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the layer with its adapters; gradients are summed over the ranks in the backward."""
+    """Run a layer with several adapters; its backward sums gradients over tensor-parallel ranks."""
     from megatron.core import parallel_state
 
     # Layers of experts need one rank for each expert, and have a different forward.
@@ -53,7 +53,7 @@ def _summing() -> Any:
     from torch.overrides import TorchFunctionMode
 
     class Summing(TorchFunctionMode):
-        """Makes the backward of grouped products sum gradients at their inputs over ranks."""
+        """Lets the backward of `torch._grouped_mm` sum the gradients of its inputs over ranks."""
 
         def __init__(self, layer: Any) -> None:
             super().__init__()
@@ -73,7 +73,9 @@ def _summing() -> Any:
 
 
 def reproduce() -> None:
-    """Compare sum(A * A.grad) with sum(B * B.grad) of a LoRA pair: complete gradients agree."""
+    """Compare the gradients of both factors of adapters on two tensor-parallel ranks.
+    Without the patch the first factor has only one rank's part.
+    """
     layout = {"tp": 2, "sequence_parallel": True}
     bench = _peft.build("MultiLoRA", layout, n_adapters=2, dim=8)
     bench.forward_backward(1, data_seed=0)

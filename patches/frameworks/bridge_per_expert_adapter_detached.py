@@ -32,7 +32,7 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the adapter; a hook before its activation, between the factors, sums over ranks."""
+    """Build an adapter of grouped experts, with a hook between its factors that sums over ranks."""
     original(self, *args, **kwargs)
     if self.expert_tp_group is not None and self.expert_tp_group.size() > 1:
         self.activation.register_forward_pre_hook(
@@ -41,7 +41,7 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
-    """Sum the bottleneck over ranks if `summed`, and always sum its gradient."""
+    """Sum the tensor between an adapter's factors over ranks if `summed`; always its gradient."""
     from megatron.core.tensor_parallel import mappings
 
     (tensor,) = inputs
@@ -51,7 +51,9 @@ def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
 
 
 def gather(original: Original, self: Any, tensor: Any) -> Any:
-    """Gather the bottleneck with its gradient; pad its rows if the output is summed later."""
+    """Gather the tensor between an adapter's factors over ranks, with its gradient.
+    If the output is summed later, pad it with zeros instead.
+    """
     from megatron.core.tensor_parallel import mappings
 
     group = self.expert_tp_group
@@ -63,7 +65,9 @@ def gather(original: Original, self: Any, tensor: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare adapters of grouped experts that two ranks share with their products."""
+    """Compare adapters of grouped experts that two ranks share with the product of their factors.
+    Without the patch some factors get no gradient.
+    """
     bench = _peft.build(
         "LoRA",
         {"tp": 2, "sequence_parallel": True, "experts": 2},

@@ -32,7 +32,7 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute the adapter; for a replicated layer, over the positions of all ranks."""
+    """Run an adapter; for a layer that ranks replicate, run it over all ranks' positions."""
     if _peft.is_cut(self) or not self.config.sequence_parallel:
         return original(self, x, *args, **kwargs)
     from megatron.core.tensor_parallel import mappings
@@ -43,7 +43,9 @@ def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) ->
 
 
 def reproduce() -> None:
-    """Compare a router's adapter, on each rank's own tokens, with the product of its factors."""
+    """Compare a router's adapter on each rank's own tokens with the product of its factors.
+    Without the patch it mixes tokens of other ranks in.
+    """
     import torch
     from megatron.core import parallel_state
 

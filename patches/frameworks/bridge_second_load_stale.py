@@ -33,7 +33,7 @@ from megatron_idempotent.patches._case import Fault, Original, Patch, target
 
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Clear the caches of earlier loads, then run `_load_checkpoint_from_path`."""
+    """Run Bridge's `_load_checkpoint_from_path`, but first clear the caches of earlier loads."""
     module = sys.modules[original.__module__]
     for name in ("read_train_state", "read_run_config"):
         getattr(getattr(module, name), "cache_clear", lambda: None)()
@@ -41,7 +41,9 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Load step 1, train, and load it again; then save step 3, and load the latest."""
+    """Load step 1, train, and load it again; then save step 3, and load the latest.
+    Without the patch the step after a load is wrong, because an earlier load has cached it.
+    """
     import tempfile
 
     from ._bridge import Checkpoints

@@ -37,7 +37,7 @@ from . import _copies
 
 
 def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Clear the `no_sync` of an earlier setup, then run `_update_model_config_funcs`."""
+    """Run Bridge's `_update_model_config_funcs`, but first clear Megatron's `no_sync_func`."""
     config = arguments(original, args, kwargs)["model_config"]
     if _copies.is_megatrons_no_sync(config.no_sync_func):
         config.no_sync_func = None
@@ -45,7 +45,9 @@ def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Wire one model twice."""
+    """Run the last part of Bridge's `setup` twice for one model with overlap_grad_reduce.
+    Without the patch the second call asserts on `config.no_sync_func`.
+    """
     from ._bridge import Bridge
 
     bridge = Bridge(["--overlap-grad-reduce"])

@@ -34,13 +34,15 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build the adapter, and make the shared weight's gradient pass through its hook."""
+    """Build an adapter with a shared outer factor, and turn off fused gradient accumulation.
+    The factor's gradient then passes through its hook.
+    """
     original(self, *args, **kwargs)
     _peft.unfuse(self.linear_in, self.linear_out)
 
 
 def replicate(original: Original, weight: Any) -> None:
-    """Start with the same values on all expert-parallel ranks; sum gradients over these alone."""
+    """Broadcast a shared factor to all expert-parallel ranks; sum its gradient over these alone."""
     import torch
     from megatron.core import parallel_state
 
@@ -65,7 +67,8 @@ def _summed(gradient: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compute the gradients of shared outer adapters on two replicas.
+    """Compare the gradients of both factors of shared outer adapters on two replicas.
+    Without the patch the shared factor's is twice the right one.
 
     The loss depends on the product of both factors alone, so that each factor times its gradient
     has the same sum.

@@ -38,7 +38,9 @@ def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a step whose optimizer fails, and then a good one."""
+    """Run a Bridge `train_step` whose optimizer raises, and then a good one.
+    Without the patch the second asserts that a timer has already been started.
+    """
     from ._bridge import Bridge
 
     bridge = Bridge()

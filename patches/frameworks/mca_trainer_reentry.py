@@ -33,13 +33,15 @@ from . import _copies
 
 
 def prepare(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clear the `no_sync` of an earlier training, then run `_prepare_train_loop`."""
+    """Run `_prepare_train_loop`, but first clear the `no_sync_func` of an earlier training."""
     _copies.forget_no_sync(self.model.config, self.models_wrapped)
     return original(self, *args, **kwargs)
 
 
 def reproduce() -> None:
-    """Prepare the loop of one trainer twice."""
+    """Prepare the training loop of one `McaTrainer` twice, with overlap_grad_reduce.
+    Without the patch the second time asserts on `config.no_sync_func`.
+    """
     from unittest.mock import MagicMock
 
     from ._standins import import_alone

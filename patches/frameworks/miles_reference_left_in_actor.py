@@ -29,12 +29,14 @@ from . import _actors
 
 
 def reproduce() -> None:
-    """Publish and save after a pass of the reference that raises."""
+    """Send weights to miles' engines and save, after a pass of the reference that raised.
+    Without the patch they get the reference's weights.
+    """
     _actors.reproduce("miles", by_init=False)
 
 
 def neighbour() -> object:
-    """Publish and save while the model has the actor's own weights."""
+    """Send weights to miles' engines and save while the actor's own are loaded, as a control."""
     return _actors.neighbour("miles")
 
 

@@ -29,7 +29,9 @@ from . import _copies
 
 
 def reproduce() -> None:
-    """Run two rollouts of a step each, through miles' own `train()`."""
+    """Run two rollouts of one step each through miles' `train()`, with overlap.
+    Without the patch the second asserts on `config.no_sync_func`.
+    """
     from ._rollouts import run_twice
 
     run_twice("miles")

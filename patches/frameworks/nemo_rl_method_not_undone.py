@@ -41,7 +41,9 @@ _WORKERS = ("megatron_policy_worker/", "megatron_value_worker/")
 
 
 def wrap_with_nvtx_name(original: Original, name: str) -> Any:
-    """Return NeMo-RL's decorator; methods that it decorates undo their changes if they raise."""
+    """Wrap NeMo-RL's decorator of worker methods: if a method raises, undo its changes.
+    These are disabled gradients and running timers.
+    """
     decorate = original(name)
     return partial(_decorate, decorate) if name.startswith(_WORKERS) else decorate
 
@@ -72,7 +74,9 @@ def _undoing(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
 
 
 def reproduce() -> None:
-    """Let log-prob and value passes and a window raise, and run good ones after them."""
+    """Let log-prob, value and training calls of NeMo-RL's workers raise, and repeat each.
+    Without the patch gradients are off, or a timer is running.
+    """
     for worker in ("policy", "value"):
         _raise_and_go_on(worker)
 

@@ -35,7 +35,7 @@ from . import _nemo_rl
 
 
 def use_reference_model(original: Original, self: Any) -> AbstractContextManager[None]:
-    """Run `use_reference_model`'s block, and restore the policy even if it raises."""
+    """Wrap the context `use_reference_model`: restore the policy even if its block raises."""
     return _restoring(original(self))
 
 
@@ -49,7 +49,9 @@ def _restoring(swapped: AbstractContextManager[None]) -> Iterator[None]:
 
 
 def reproduce() -> None:
-    """Run a pass of the reference in which a microbatch cannot be read."""
+    """Run a pass of NeMo-RL's reference in which a microbatch cannot be read.
+    Without the patch the policy has the reference's weights afterwards.
+    """
     nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
     nemo.remember_reference()
     nemo.train(0)

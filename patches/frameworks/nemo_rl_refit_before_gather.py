@@ -37,13 +37,15 @@ from . import _nemo_rl
 
 
 def export(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gather the pending update, then run `_iter_params_with_optional_kv_scales`."""
+    """Run `_iter_params_with_optional_kv_scales`, but first gather the update that is pending."""
     gather.finish_update([self.model])
     return original(self, *args, **kwargs)
 
 
 def reproduce() -> None:
-    """Run a refit right after a step."""
+    """Run NeMo-RL's refit right after a step with overlap_param_gather.
+    Without the patch the ranks' parameters differ in it.
+    """
     nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
     nemo.train(0)
     nemo.exported()

@@ -33,7 +33,9 @@ _CORE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 
 
 def reproduce() -> None:
-    """Abort a save that is written, and one that is not; save and load after each."""
+    """Abort a written and an unwritten save of the resiliency extension; save and load after each.
+    Without the patch a later checkpoint has the metadata of the save before.
+    """
     _writers.aborts(importlib.import_module(_CORE), "nvrx")
 
 

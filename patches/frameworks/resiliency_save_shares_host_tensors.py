@@ -38,7 +38,7 @@ _CORE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 
 
 def schedule(original: Original, self: Any, async_req: Any) -> None:
-    """Give the worker copies of tensors on the host."""
+    """Wrap an asynchronous save's start: give the writer process copies of tensors on the host."""
     prepare = async_req.preload_fn
     if getattr(getattr(prepare, "func", None), "__name__", "") == "preload_tensors":
         (folder, (key, (hint, cached, fresh, *tail))), *options = prepare.args
@@ -50,7 +50,9 @@ def schedule(original: Original, self: Any, async_req: Any) -> None:
 
 
 def reproduce() -> None:
-    """Save a tensor on the host, and change it before the worker writes it."""
+    """Save a host tensor asynchronously, and change it before the writer process writes it.
+    Without the patch the checkpoint has the changed value.
+    """
     _writers.shares(importlib.import_module(_CORE), "nvrx")
 
 

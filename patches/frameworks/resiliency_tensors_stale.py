@@ -38,7 +38,7 @@ _addresses: dict[str, list[int]] = {}
 
 
 def prepare_write_data(original: Original, self: Any, plan: Any, planner: Any) -> None:
-    """Prepare a save; if tensors have moved, send them to the worker again."""
+    """Wrap the preparation of a save: if tensors have moved, send them to the writer again."""
     from torch.distributed.checkpoint.planner import WriteItemType
 
     if self.use_cached_data_structure and not self.use_cpu_shm_for_gpu_tensors:
@@ -57,7 +57,7 @@ def prepare_write_data(original: Original, self: Any, plan: Any, planner: Any) -
 
 
 def _prepared(folder: str, weights: Any) -> Any:
-    """Return the address of the tensor that a save sends to the worker, or None."""
+    """Prepare a save of `weights`; return the address of the tensor that is sent, or None."""
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -78,7 +78,9 @@ def _prepared(folder: str, weights: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Prepare a save, move the tensor as an offload does, and prepare another save."""
+    """Prepare a save, move the tensor as an offload does, and prepare another save.
+    Without the patch the second sends no tensor: the writer process reads the old memory.
+    """
     import torch
 
     weights = torch.zeros(8)
@@ -91,7 +93,9 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Prepare three saves of a tensor that does not move, and of another one on the host."""
+    """Prepare three saves of a tensor that does not move, as a control.
+    Return for each whether the tensor is sent.
+    """
     import torch
 
     weights = torch.zeros(9)

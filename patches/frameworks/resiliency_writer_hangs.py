@@ -50,7 +50,9 @@ _WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 
 
 def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
-    """Make the next save wait for this rank's process before it writes into shared memory."""
+    """Wrap the start of a save: let the next save wait for this rank's writer process.
+    It waits before it writes into shared memory.
+    """
     if self.persistent:  # Megatron does not pass `cpu_shm_mode` to each of its queues
         writer = importlib.import_module(_WRITER).FileSystemWriterAsync
         writer.register_shm_drain_callback(functools.partial(_writers.drain, self))
@@ -58,7 +60,9 @@ def schedule_async_request(original: Original, self: Any, async_request: Any) ->
 
 
 def reproduce() -> None:
-    """End rank 1's writer before saves, before shared memory is reused, and with a cache."""
+    """Kill rank 1's writer process before saves, before shared memory is reused, and with a cache.
+    Without the patch the next save hangs, or overwrites the memory of the previous one.
+    """
     core = importlib.import_module(_CORE)
     _writers.ends(core)
     writer = importlib.import_module(_WRITER).FileSystemWriterAsync
@@ -84,7 +88,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Finalize a save of rank 0 alone, slow saves of both ranks, and one without a collective."""
+    """Run saves with writer processes that stay alive, as a control, and return their results."""
     return _writers.lives(importlib.import_module(_CORE))
 
 

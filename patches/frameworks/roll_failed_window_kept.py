@@ -31,7 +31,7 @@ from . import _roll
 
 
 def train_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `train_step`; if it raises, zero the gradients, as the next call expects."""
+    """Run ROLL's `train_step`; if it raises, zero the gradients, as the next call expects."""
     try:
         return original(self, *args, **kwargs)
     except BaseException:
@@ -42,7 +42,9 @@ def train_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a step in which a loss raises, and check that gradients are zero; run another step."""
+    """Run a ROLL `train_step` whose loss raises, then check the gradients, and run another.
+    Without the patch the failed step's gradients stay in the buffers.
+    """
     roll = _roll.Roll(overlap_grad_reduce=False)
     roll.failing(("loss", 2), lambda: roll.train(7))
     roll.expect_no_gradients()

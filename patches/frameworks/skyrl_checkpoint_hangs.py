@@ -33,13 +33,15 @@ from ._skyrl import STRATEGY
 
 
 def reproduce() -> None:
-    """Load while rank 1 cannot open files."""
+    """Load with SkyRL while rank 1 cannot open files.
+    Without the patch rank 1 raises, and rank 0 waits for it.
+    """
     folder, strategy, model = _saved()
     _checkpoints.expect_told(lambda: strategy.load_checkpoint(model, folder))
 
 
 def neighbour() -> object:
-    """Save, overwrite the weights, and load; return the weights."""
+    """Save with SkyRL, zero the weights, and load, as a control; return the weights' bytes."""
     folder, strategy, model = _saved()
     weights = model.actor_module[0].parameters()
     return _checkpoints.loaded_over(weights, lambda: strategy.load_checkpoint(model, folder))

@@ -37,7 +37,7 @@ _LOST = "megatron_idempotent_lost_window"
 
 
 def forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward_backward_mini_batch`; if it raises, drop all gradients of its window."""
+    """Run `forward_backward_mini_batch`; if it raises, drop all gradients of this step so far."""
     earlier = self._pending_grad_sync is not None
     try:
         return original(self, *args, **kwargs)
@@ -52,7 +52,7 @@ def forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def run_pending_grad_sync(original: Original, self: Any) -> None:
-    """Run `run_pending_grad_sync`; raise if gradients of the window were dropped."""
+    """Run `run_pending_grad_sync`; raise if an earlier call had to drop gradients of this step."""
     if vars(self).pop(_LOST, False):
         for chunk in self.actor_module:
             chunk.zero_grad_buffer()
@@ -66,7 +66,9 @@ def run_pending_grad_sync(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Run a window whose only call raises, and one of two calls whose second raises."""
+    """Run a step whose only `forward_backward` raises, and one of whose two calls one raises.
+    Without the patch the next step also uses gradients of the failed call.
+    """
     skyrl = SkyRL(overlap_grad_reduce=False)
     skyrl.failing(("loss", 2), lambda: skyrl.forward_backward(7))
     skyrl.expect_no_gradients()
@@ -83,7 +85,9 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run windows of two calls, with log-prob passes in between, one of which raises."""
+    """Run steps of two calls, with log-prob passes in between, one of which raises, as a control.
+    Return losses and parameters' bytes.
+    """
     skyrl = SkyRL(overlap_grad_reduce=False)
     for seed in range(3):
         skyrl.forward_backward(seed)

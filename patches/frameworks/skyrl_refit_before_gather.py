@@ -33,13 +33,15 @@ from . import _skyrl
 
 
 def extract_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gather the pending update, then run `extract_weights`."""
+    """Run SkyRL's `extract_weights`, but first gather the parameter update that is pending."""
     gather.finish_update(self.actor_module)
     return original(self, *args, **kwargs)
 
 
 def reproduce() -> None:
-    """Run a weight sync right after a step."""
+    """Run SkyRL's weight sync right after a step with overlap_param_gather.
+    Without the patch the ranks' parameters differ in it.
+    """
     skyrl = _skyrl.SkyRL(overlap_param_gather=True)
     skyrl.train(0)
     skyrl.exported()

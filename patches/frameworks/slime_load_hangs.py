@@ -33,17 +33,19 @@ _MODULE = "slime.backends.megatron_utils.checkpoint"
 
 
 def reproduce() -> None:
-    """Load while rank 1 cannot open files."""
+    """Load with slime while rank 1 cannot open files.
+    Without the patch rank 1 raises, and rank 0 waits for it.
+    """
     _checkpoints.expect_told(_saved())
 
 
 def neighbour() -> object:
-    """Load a checkpoint; return its iteration."""
+    """Load a checkpoint with slime, as a control; return its iteration."""
     return _saved()()[0]
 
 
 def _saved() -> Any:
-    """Save, and return a function that loads."""
+    """Save with Megatron, and return a function that loads the checkpoint with slime."""
     from ._standins import import_alone
 
     slime = import_alone(_MODULE)  # before Megatron, as slime's program does

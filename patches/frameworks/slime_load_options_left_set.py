@@ -41,7 +41,7 @@ _OPTIONS = ("load", "no_load_optim", "no_load_rng", "finetune", "ckpt_step")
 
 
 def load_other_checkpoint(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Load another checkpoint, then restore the arguments for loads."""
+    """Run slime's load of another checkpoint, then restore the arguments that it has changed."""
     options = {name: getattr(self.args, name) for name in _OPTIONS if hasattr(self.args, name)}
     try:
         original(self, *args, **kwargs)
@@ -50,7 +50,7 @@ def load_other_checkpoint(original: Original, self: Any, *args: Any, **kwargs: A
 
 
 def restores_always(bodies: Mapping[str, Body]) -> bool:
-    """Return whether the function has a `finally`."""
+    """Return whether all functions in `bodies` have a `finally` that can restore the arguments."""
     return all(
         any(isinstance(node, ast.Try) and node.finalbody for node in ast.walk(body.tree))
         for body in bodies.values()
@@ -58,7 +58,9 @@ def restores_always(bodies: Mapping[str, Body]) -> bool:
 
 
 def reproduce() -> None:
-    """Load a reference with its own step; then one that cannot be read."""
+    """Load a reference with a step of its own; then one that cannot be read.
+    Without the patch the arguments of the reference's load stay set.
+    """
     actor = _actors.Actor("slime", ref_ckpt_step=7)
     _expect_restored(actor, "a load")
     actor.on_load = _actors.fail

@@ -33,12 +33,14 @@ from . import _actors
 
 
 def reproduce() -> None:
-    """Publish and save after slime's own `init`, and after a reference pass that raises."""
+    """Send weights to slime's engines and save, after `init` and after a reference pass that fails.
+    Without the patch they get the reference's weights.
+    """
     _actors.reproduce("slime", by_init=True)
 
 
 def neighbour() -> object:
-    """Publish and save while the model has the actor's own weights."""
+    """Send weights to slime's engines and save while the actor's own are loaded, as a control."""
     return _actors.neighbour("slime")
 
 

@@ -34,7 +34,9 @@ from . import _copies
 
 
 def reproduce() -> None:
-    """Run two rollouts of a step each, through slime's own `train()`."""
+    """Run two rollouts of one step each through slime's `train()`, with overlap.
+    Without the patch the second asserts on `config.no_sync_func`.
+    """
     from ._rollouts import run_twice
 
     run_twice("slime")

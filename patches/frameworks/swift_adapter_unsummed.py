@@ -48,7 +48,9 @@ _LAYER = "decoder.layers.0.mlp.linear_fc2"
 def update_layer(
     original: Original, self: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Create an adapter's factors, and mark the factor that tensor-parallel ranks replicate."""
+    """Create an adapter's factors; mark the one that ranks replicate as `sequence_parallel`.
+    Megatron then sums its gradient over tensor-parallel ranks.
+    """
     from megatron.core.transformer.moe.router import TopKRouter
 
     original(self, adapter_name, *args, **kwargs)
@@ -61,7 +63,9 @@ def update_layer(
 
 
 def reproduce() -> None:
-    """Train an adapter of a row-parallel layer, and compare its second factor between ranks."""
+    """Train an adapter of a row-parallel layer on two ranks, and compare its second factor.
+    Without the patch the ranks' copies differ.
+    """
     model = bench(tp=2, sequence_parallel=True, overlap_grad_reduce=False, before_ddp=_add_adapter)
     model.train_step(1, data_seed=0)
     factor = model.chunks[0].module.get_parameter(f"{_LAYER}.lora_B.weight")
@@ -106,11 +110,11 @@ def _add_adapter(module: Any) -> None:
 
 
 def _nothing(_: Any) -> None:
-    """Stand in for a peft method that is not needed here."""
+    """Do nothing; it replaces a peft method that is not needed here."""
 
 
 def _bridge() -> Any:
-    """Import mcore-bridge's module, with Megatron's layers instead of Transformer Engine's."""
+    """Import mcore-bridge's LoRA module, with Megatron's layers for Transformer Engine's."""
     import torch
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 

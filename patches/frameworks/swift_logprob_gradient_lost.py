@@ -38,7 +38,7 @@ _SUM = "torch.distributed.all_reduce(sum_exp, op=torch.distributed.ReduceOp.SUM,
 
 
 def vocab_parallel_log_softmax(original: Original, logits: Any) -> Any:
-    """Return ms-swift's log-probs [..., V / ranks], with the gradient of the whole vocabulary."""
+    """Return ms-swift's log-probs [..., V / ranks], with gradients over the whole vocabulary."""
     import torch
     from megatron.core import parallel_state
 
@@ -72,7 +72,9 @@ def _log_softmax() -> Any:
 
 
 def reproduce() -> None:
-    """Compare gradients of log-probs, entropy and divergence with those of the whole vocabulary."""
+    """Compare gradients of log-probs, entropy and divergence with those of one complete vocabulary.
+    Without the patch the vocabulary shards' gradients are wrong.
+    """
     import torch
 
     swift, logits_BTV, part = _drawn()
@@ -111,7 +113,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Compute log-probs and entropy without gradients, as for the old policy."""
+    """Compute log-probs and entropy without gradients, as a control; return their bytes."""
     import torch
 
     swift, logits_BTV, part = _drawn()
@@ -123,7 +125,7 @@ def neighbour() -> object:
 
 
 def _drawn() -> Any:
-    """Return ms-swift's module, logits [1, 6, 8], and a function that returns this rank's shard."""
+    """Return ms-swift's module, random logits [1, 6, 8], and a function that cuts a rank's part."""
     import torch
     from megatron.core import parallel_state
 

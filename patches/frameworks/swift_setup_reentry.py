@@ -34,7 +34,7 @@ from . import _copies
 
 
 def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Undo the config changes of an earlier training, then run `setup_model_training`."""
+    """Run `setup_model_training`, but first undo the config changes of an earlier training."""
     config = self.config
     _copies.forget_no_sync(config, self.wrapped_models)
     if config.param_sync_func is None:
@@ -43,7 +43,9 @@ def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Set up one trainer twice."""
+    """Set up one ms-swift trainer twice, with overlap_grad_reduce.
+    Without the patch the second time asserts on `config.no_sync_func`.
+    """
     from ._swift import trainer
 
     swift = trainer("setup_model_training", ["--overlap-grad-reduce"])

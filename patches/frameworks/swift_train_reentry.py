@@ -29,7 +29,7 @@ from . import _copies
 
 
 def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the trainer's `train` so that it can be called again, even if it raises."""
+    """Run ms-swift's `train`; before and after it reset the config, so that it can run again."""
     config = self.config
     _copies.forget_no_sync(config, self.wrapped_models)
     return _copies.restoring(
@@ -38,7 +38,9 @@ def train(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run two trainings that have no iterations left."""
+    """Run ms-swift's `train()` without iterations twice, with overlap_grad_reduce.
+    Without the patch the second call asserts on `config.no_sync_func`.
+    """
     from ._swift import trainer
 
     swift = trainer("train", ["--overlap-grad-reduce"])

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def load(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Check all files and load them, or raise on all ranks."""
+    """Wrap verl's load: check all files first, and if one rank raises, raise on all ranks."""
     return _checkpoints.load(_load, original, self, *args, **kwargs)
 
 
@@ -55,7 +55,7 @@ def _load(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _folders(self: Any, module: Any, path: str) -> Iterator[str]:
-    """Yield the folders of Megatron's shards that the manager will load."""
+    """Yield the folders of Megatron's shards that verl's checkpoint manager will load."""
     if self.use_megatron_fsdp:
         return
     adapters = self.should_load_hf_model and self.peft_cls is not None
@@ -69,7 +69,7 @@ def _folders(self: Any, module: Any, path: str) -> Iterator[str]:
 
 
 def _check_files(folder: str) -> None:
-    """Check this rank's part of the files in a folder."""
+    """Raise if a file of a checkpoint folder is missing or too short; each rank checks a part."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -81,7 +81,9 @@ def _check_files(folder: str) -> None:
 
 
 def reproduce() -> None:
-    """Load while rank 1 cannot open files; then with a truncated file of the optimizer's."""
+    """Load with verl while rank 1 cannot open files, then with a truncated optimizer file.
+    Without the patch rank 0 waits, and later the weights are loaded without the optimizer.
+    """
     import os
     from pathlib import Path
 
@@ -105,7 +107,7 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Save, train on, and load; return the weights."""
+    """Save with verl, train on, and load, as a control; return the weights' bytes."""
     model, load, _ = saved()
     model.train_step(1, data_seed=1)
     load()

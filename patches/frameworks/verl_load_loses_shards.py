@@ -39,14 +39,18 @@ def build_optimizer_state_dict(
     metadata: Any,
     is_loading: bool = False,
 ) -> Any:
-    """Build the optimizer's shards from newly built shards of the model."""
+    """Wrap verl's building of the optimizer's shards: for a load, build the model's shards again.
+    The model's load has used the first ones up.
+    """
     if is_loading and not self.use_megatron_fsdp:
         model_sharded_state_dict = self._build_model_sharded_state_dict(metadata)
     return original(self, model_sharded_state_dict, metadata, is_loading)
 
 
 def reproduce() -> None:
-    """Save a fully reshardable checkpoint, train on, and load it."""
+    """Save a fully reshardable checkpoint with verl, train on, and load it.
+    Without the patch the load raises.
+    """
     model, load, _ = saved(fully_reshardable=True)
     weights = model.parameters()
     model.train_step(1, data_seed=1)

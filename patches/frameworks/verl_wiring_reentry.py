@@ -44,7 +44,7 @@ from . import _copies
 
 
 def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run `register_megatron_training_hooks` so that chunks with one config can be wired."""
+    """Run `register_megatron_training_hooks`, also twice or for chunks that share one config."""
     chunks = arguments(original, args, kwargs)["model"]
     configs: list[Any] = []
     sharing: list[tuple[Any, Any]] = []
@@ -66,7 +66,9 @@ def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Wire a model of two virtual stages per rank, which share a config."""
+    """Wire a model of two virtual pipeline stages per rank, which share a config.
+    Without the patch the second chunk asserts on `config.no_sync_func`.
+    """
     from ._standins import import_alone
 
     running = program(["--overlap-grad-reduce"], pp=2, vpp=2, shared_config=True)
