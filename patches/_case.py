@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Fault(Exception):
-    """Is raised by a reproduction of a hazard that has seen the wrong behaviour on this rank."""
+    """Is raised by a case file's reproduction if it sees the wrong behaviour that it looks for."""
 
 
 def bench(**options: Any) -> Tiny:

@@ -20,15 +20,15 @@ _QUEUES = ("queue", "preload_q", "comp_q")
 
 
 def _queue(caller: Any, name: str) -> Any:
-    """Return one of the queues between a caller and its writer process, by name.
-    From 0.17 on they are class attributes.
+    """Return one of the queues between an async-save caller and its writer process, by name.
+    From 0.17 on they are class attributes of Megatron's caller.
     """
     shared = f"_persistent_{name}"
     return getattr(caller, shared if hasattr(caller, shared) else name)
 
 
 def _reason_lost(caller: Any) -> str | None:
-    """Return why the caller's writer process will never report its result; None if it still may."""
+    """Return why an async-save caller's writer process will never report; None if it still may."""
     process = caller.process
     if process is None:
         return None
@@ -39,7 +39,9 @@ def _reason_lost(caller: Any) -> str | None:
 
 
 def _drop(caller: Any) -> None:
-    """Kill a caller's writer process and drop its queues, so that the next save starts new ones."""
+    """Kill an async-save caller's writer process, and drop its queues.
+    The next save starts new ones.
+    """
     for name in _QUEUES:
         _queue(caller, name).cancel_join_thread()  # its items have no reader any more
     caller.process.kill()
@@ -135,7 +137,7 @@ def is_current_async_call_done(
 
 
 def maybe_finalize_async_calls(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Finalize the saves that are written; if this raises as a writer is lost, drop all saves."""
+    """Finalize the saves that are written; if a writer process is lost, drop all and raise."""
     try:
         return original(self, *args, **kwargs)
     except RuntimeError:

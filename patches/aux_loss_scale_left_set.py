@@ -37,7 +37,7 @@ _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_varia
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, then restore the loss scales that it set on auxiliary-loss scalers."""
+    """Run a schedule, then restore the scales of auxiliary losses from before it."""
     model = kwargs["model"]
     original = schedules.around(original, model)
     config = schedules.config_of(model)
@@ -68,7 +68,7 @@ def _put_back(scaler: Any, scale: Any, value: Any) -> None:
 
 def reproduce() -> None:
     """Run a direct backward after a schedule of one microbatch and after one of four.
-    On stock Megatron the MoE auxiliary loss has a quarter of its weight in the second.
+    On stock Megatron the MoE auxiliary loss has a quarter of its weight in the second backward.
     """
     model = bench(
         experts=4, overlap_grad_reduce=False, config_overrides={"moe_aux_loss_coeff": 1.0}

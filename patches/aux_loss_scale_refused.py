@@ -51,7 +51,7 @@ def set_loss_scale(original: Original, scale: Any) -> None:
 
 def reproduce() -> None:
     """Run a forward-only pass of an MoE model under inference mode, then a training window.
-    On stock Megatron the second raises an inplace update of an inference tensor.
+    On stock Megatron the window raises, because it writes an inference tensor in place.
     """
     import torch
 

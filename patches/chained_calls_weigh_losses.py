@@ -36,7 +36,8 @@ from ._case import Fault, Helper, bench
 
 def reproduce(*, helped: bool) -> None:
     """Compare a router's gradient of four microbatches in one schedule call and in four calls.
-    Without `accumulation_window` (`helped`) the auxiliary loss counts four times in four calls.
+    In four calls the auxiliary loss has four times its weight; with `helped`, `accumulation_window`
+    prevents this.
     """
     from megatron_idempotent.proof.cpu import tiny
 

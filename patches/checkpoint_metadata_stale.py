@@ -45,7 +45,7 @@ def read_metadata(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Save and load twice with the same folder, with different values and sizes.
+    """Save to one folder and load from it, twice, with different values and sizes.
     On stock Megatron the second load reads at the offsets of the first checkpoint.
     """
     import tempfile

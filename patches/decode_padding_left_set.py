@@ -76,7 +76,7 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Train, call `set_decode_expert_padding` for this and a second model, and train again.
-    On stock Megatron training loses its capacity factor, and the second model's own setting stays.
+    On stock Megatron the first model loses its capacity factor, and the second one still pads.
     """
     from megatron.core.inference.utils import set_decode_expert_padding
 

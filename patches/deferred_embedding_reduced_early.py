@@ -38,7 +38,9 @@ _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_defer
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a pipelined schedule; postpone the reduction of its bucket with a deferred gradient."""
+    """Run a pipelined schedule, and postpone the reduction of the bucket with a deferred gradient.
+    The gradient is that of the embedding, and is computed at the end of the schedule.
+    """
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:
         return original(*args, **kwargs)

@@ -65,7 +65,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Run a first window, then two backwards inside of `no_sync()` and `finish_grad_sync()`.
+    """Run a first window, then two backwards inside of `no_sync()`, then `finish_grad_sync()`.
     On stock Megatron the last call asserts with overlap_grad_reduce.
     """
     gradients = []

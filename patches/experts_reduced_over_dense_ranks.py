@@ -36,7 +36,7 @@ from ._case import Fault, Original, Patch, address, arguments, bench, gathered, 
 
 
 def layer(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an MoE layer, and mark its experts' weights if their tensor-parallel size differs.
+    """Build an MoE layer; mark its experts' weights if they have another TP size than dense layers.
 
     It marks them here because, from 0.18 on, buffers may be laid out before DDP wraps the model.
     """

@@ -41,7 +41,7 @@ from ._checkpoints import PART, UNCHANGED, look_at_files
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Wrap a load: if one rank raises, raise on all ranks, and restore tensors that were zeroed.
-    It does nothing for a load on some ranks only.
+    A load by some ranks only is run unchanged.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.core import CheckpointingException

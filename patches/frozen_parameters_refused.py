@@ -39,9 +39,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a bucket group's `finish_grad_sync`: first start a reduction that only frozen ones hold.
-    It would otherwise wait for gradients of parameters that are frozen now.
-    """
+    """Wrap `finish_grad_sync`: first start a reduction that waits for frozen parameters only."""
     if (
         self.ddp_config.overlap_grad_reduce
         and not getattr(self, "is_first_batch", False)  # which dispatches by itself

@@ -52,8 +52,8 @@ _captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
 
 
 def replay(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `FullCudaGraphWrapper.__call__`: first drop a graph that has other arguments.
-    These are the model chunks, the functions and the numbers that it was captured from.
+    """Wrap `FullCudaGraphWrapper.__call__`: first drop a graph captured from other arguments.
+    These are the model chunks, the functions and the numbers of the call.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 

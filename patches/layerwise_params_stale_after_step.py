@@ -61,8 +61,10 @@ def start(original: Original, self: Any, force_sync: bool = False) -> Any:
 
 def reproduce() -> None:
     """Run a forward-only pass before a layer-wise step and one after it, with overlapped gathers.
-    On stock Megatron the ranks' parameters differ in the second pass. A gather by lists of
-    parameters erases the gradients of the first; the step still moves parameters, by the moments.
+    On stock Megatron the ranks' parameters differ in the second pass.
+
+    A gather by lists of parameters erases the gradients of the first pass. The step still moves the
+    parameters, by the moments of an earlier step.
     """
     from megatron_idempotent.proof.cpu import tiny
 

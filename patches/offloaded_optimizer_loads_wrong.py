@@ -47,7 +47,7 @@ def update_fp32(original: Original, self: Any) -> None:
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load, then set step counts and copies of an offloaded optimizer to it."""
+    """Run upstream's load, then set an offloaded optimizer's counters and copies to the values."""
     import torch
 
     original(self, state_dict)
@@ -66,8 +66,9 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 def reproduce() -> None:
     """Save and load an offloaded optimizer, with and without the precision-aware option.
-    On stock Megatron one raises, and the other continues at a wrong step. The loading template is
-    from before the last step, as in a process that resumes.
+    On stock Megatron one raises, and the other continues at a wrong step.
+
+    The template for the load is from before the last step, as in a process that resumes.
     """
     import copy
 

@@ -46,8 +46,8 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Gather by hand before the read, as a control; with `helped` call the helper twice.
-    Return the parameters' bytes.
+    """Gather by hand before the read, as a control; return the parameters' bytes.
+    With `helped`, call `ensure_params_synced` twice instead.
     """
     from megatron_idempotent import ensure_params_synced
 

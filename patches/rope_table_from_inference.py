@@ -30,7 +30,7 @@ from ._case import Original, Patch, target
 
 
 def table(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Compute the table as an ordinary tensor, even under inference mode."""
+    """Compute a rotary table as an ordinary tensor, even under inference mode."""
     import torch
 
     if not torch.is_inference_mode_enabled():

@@ -35,7 +35,7 @@ from ._case import Fault, Limit
 
 
 def deleted_model() -> Any:
-    """Run a model with rotary embeddings, delete it, and return a weak reference to these."""
+    """Run a model with rotary embeddings, delete it; return a weak reference to its embedding."""
     import gc
     import weakref
 

@@ -58,7 +58,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a chunk's reductions; without overlap raise if they cannot be repeated exactly."""
+    """Start a chunk's reductions; without overlap, raise if repeating them gives wrong values."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
         return

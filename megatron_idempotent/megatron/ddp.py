@@ -325,7 +325,7 @@ def wait(chunk: Any) -> None:
 
 
 def name_of(chunk: Any, param: Any) -> str:
-    """Return the name of a parameter in the module that a chunk wraps; "?" if it has no such."""
+    """Return the name of a parameter in the module that a chunk wraps; "?" if it is not there."""
     names = (name for name, parameter in chunk.module.named_parameters() if parameter is param)
     return next(names, "?")
 
@@ -351,7 +351,7 @@ def trained(chunk: Any) -> list[Any]:
 
 
 def bits(chunk: Any) -> Any:
-    """Return an int64 scalar: the sum of the gradients' bytes as 8-byte integers.
+    """Return a checksum of a chunk's gradients: the sum of their bytes as 8-byte integers.
 
     It is on the gradients' device, and the host does not wait. It is 0 if all gradients are zero,
     or if there are none.

@@ -52,7 +52,8 @@ class ExpertReplay:
     def __init__(
         self, chunks: Sequence[Any], *, mode: ReplayMode = "replay", of: str = "ExpertReplay()"
     ) -> None:
-        """
+        """Find the routers of the chunks; raise if they cannot be given experts.
+
         Args:
             chunks: this rank's chunks of one model, in any wrappers.
             mode: "measure" only counts the tokens for which a router chooses other experts.

@@ -107,8 +107,8 @@ def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
 
 
 def weight(chunk: Any) -> Any:
-    """Return the output layer's weight whose gradient `chunk` defers; None if there is none.
-    None also if that weight is frozen.
+    """Return the output layer's weight whose gradient `chunk` defers.
+    None if it defers none, or if that weight is frozen.
     """
     holder = _holder(chunk)
     if holder is None:

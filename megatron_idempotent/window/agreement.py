@@ -108,7 +108,7 @@ def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S)
 
 
 def checked_deadline(deadline_s: Any) -> float:
-    """Return a deadline in seconds, after checking that a process group can keep it.
+    """Return a deadline in seconds as a float; raise unless a process group can keep it.
 
     Raises:
         ValueError: it is no number, not positive, or longer than `LONGEST_S`.
@@ -153,7 +153,7 @@ def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[
 
 
 def control_group(deadline_s: float) -> Any:
-    """Return the gloo group over all ranks whose operations time out after `deadline_s`.
+    """Return a gloo group of all ranks; its operations time out after `deadline_s` seconds.
 
     The first call for a deadline is a collective over all ranks.
     """
@@ -271,7 +271,7 @@ def lockstep_group() -> Any:
 
 
 def shared_group(name: str, key: object, deadline_s: float) -> Any:
-    """Return the gloo group of all ranks that pass the same key; one per name and deadline.
+    """Return a gloo group of all ranks that pass the same `key`; one per name and deadline.
 
     The first call is a collective over all ranks, like that of `control_group`.
     """

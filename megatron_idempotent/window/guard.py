@@ -193,7 +193,7 @@ class GuardedCall:
         self._chunk_of: dict[int, tuple[Any, Any]] = {}
 
     def run(self, forward_backward_func: Callable[..., Any]) -> Any:
-        """Call the schedule, and return its result.
+        """Run the schedule with this guard, agree on failures, and return the schedule's result.
 
         Raises:
             SessionPoisoned: a rank failed where others may wait for it, or did not arrive in time.

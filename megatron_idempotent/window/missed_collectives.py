@@ -28,7 +28,7 @@ _learned: PerProcessWeakKeys[Any, list[int]] = PerProcessWeakKeys(__name__, "_le
 
 
 class MissedCollectives:
-    """Tracks which bucket groups this rank has reduced in a window, and starts other reductions."""
+    """Tracks which bucket groups this rank reduced in a window; starts the missing reductions."""
 
     def __init__(self, chunks: list[Any]) -> None:
         self._chunks = chunks
@@ -152,7 +152,7 @@ class MissedCollectives:
 
     @contextlib.contextmanager
     def backward(self, chunk: Any) -> Iterator[None]:
-        """Record, during one backward of a chunk, the order in which its groups become ready."""
+        """Record in which order a chunk's bucket groups get their last gradient in a backward."""
         chunk_index = self._chunks.index(chunk)
         ready = self._ready[chunk_index]
         ready.clear()

@@ -136,7 +136,7 @@ def _is_tracked(group: Any) -> bool:
 
 
 def _watch_of(group: Any) -> str:
-    """Return the key of `PROVIDED` for patches that track the updates and gathers of a group."""
+    """Return the name in `PROVIDED` for patches that track a bucket group's updates and gathers."""
     if gather.gathers_by_lists(group):
         return "list-gathers-watched"
     return "layer-wise-gathers-watched" if gather.is_layer_wise(group) else "gathers-watched"

@@ -90,7 +90,7 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
 
 
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
-    """Return every object that refers to an old object, except those in `spared` and own frames."""
+    """Return all objects that refer to an old object, without `spared` and this module's frames."""
     outdated_ids = substitutes.ids
     outdated = tuple(substitutes.old)  # from Python 3.13 on get_referrers() returns this tuple, too
     holders = gc.get_referrers(*outdated)
@@ -186,7 +186,8 @@ def rebuild_process_groups(
     groups: Iterable[Any] = (),
     timeout_s: float | None = None,
 ) -> int:
-    """Replace Megatron's process groups by new ones of the same ranks, in every object.
+    """Replace Megatron's process groups by new ones, in every object that refers to one.
+    The new groups have the same ranks.
 
     It walks over every object of the process a few times, seconds for millions of objects, so it
     is for recovery alone. All ranks of the default group take part, each outside of any window,

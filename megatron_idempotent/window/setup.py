@@ -37,7 +37,7 @@ def ensure_initialized(
     microbatches: Mapping[str, Any] | None = None,
     rerun: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Initialise Megatron's globals that are not set yet, and compare the values of the others.
+    """Initialise Megatron's globals that are not set; raise if one is set to another value.
 
     Each argument holds the keyword arguments of one of Megatron's functions; None leaves that part
     alone. Missing arguments are compared as upstream's defaults. With `model_parallel` all ranks

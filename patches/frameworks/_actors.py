@@ -58,7 +58,9 @@ def switches_back(bodies: Mapping[str, Body]) -> bool:
 
 
 def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the load of another model's checkpoint: if it raises, record unknown weights."""
+    """Wrap the load of another model's checkpoint into the actor.
+    If it raises, record that the model's weights are unknown.
+    """
     try:
         return original(self, *args, **kwargs)
     except BaseException:

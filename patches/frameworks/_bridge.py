@@ -45,7 +45,7 @@ class _Flops(SimpleNamespace):
 
 
 class Bridge:
-    """Trains a model with Bridge, in the state after Bridge's `setup()`.
+    """Sets up a small model as after Bridge's `setup()`, and runs Bridge's functions on it.
 
     Args:
         options: options of Megatron, as on a command line.
@@ -130,7 +130,7 @@ class Bridge:
         )
 
     def step(self) -> Any:
-        """Run one call of Bridge's `train_step`."""
+        """Run one call of Bridge's `train_step`, and return its result."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -150,7 +150,7 @@ class Bridge:
         return module.train_step(**{name: offered[name] for name in parameters if name in offered})
 
     def evaluate(self) -> Any:
-        """Run one call of Bridge's `evaluate`."""
+        """Run one call of Bridge's `evaluate`, and return its result."""
         module = self._module("eval")
         module.get_pg_collection.return_value = self.groups
         running = self.program

@@ -94,20 +94,20 @@ class NemoRL(Windows):
         self.worker.train_microbatch(self._data(seed))
 
     def logprobs(self, seed: int) -> bytes:
-        """Return the bits that the policy worker's `get_logprobs` returns."""
+        """Run the policy worker's `get_logprobs` on a seed's data; return the result's bytes."""
         return _bits(self.worker.get_logprobs(data=self._data(seed))["logprobs"])
 
     def reference(self, seed: int) -> bytes:
-        """Return the bits that the policy worker's `get_reference_policy_logprobs` returns."""
+        """Run the worker's `get_reference_policy_logprobs`; return the result's bytes."""
         result = self.worker.get_reference_policy_logprobs(data=self._data(seed))
         return _bits(result["reference_logprobs"])
 
     def values(self, seed: int) -> bytes:
-        """Return the bits that the value worker's `get_values` returns."""
+        """Run the value worker's `get_values` on a seed's data; return the result's bytes."""
         return _bits(self.worker.get_values(self._data(seed))["values"])
 
     def exported(self) -> bytes:
-        """Return the bits of the weights that the policy worker exports."""
+        """Return the bytes of the weights that the policy worker exports to inference engines."""
         import torch
 
         with torch.no_grad():

@@ -118,7 +118,7 @@ class Windows:
 
 
 def methods(*classes: type, **attributes: Any) -> Any:
-    """Create an object with the methods of a framework's classes, of which later ones override.
+    """Create an object with the methods of a framework's classes; later ones override earlier.
 
     An attribute that is not passed is None.
     """

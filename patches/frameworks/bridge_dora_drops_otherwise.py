@@ -34,7 +34,7 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a DoRA layer with dropout so that base weight and adapter have the same dropped input."""
+    """Run a DoRA layer with dropout so that it follows DoRA's formula with one dropout mask."""
     adapter = self.adapter
     dropout = adapter.dropout
     if not (_peft.drops(adapter) and getattr(self, "_adapter_enabled", True)):

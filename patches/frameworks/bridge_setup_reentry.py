@@ -37,7 +37,7 @@ from . import _copies
 
 
 def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run Bridge's `_update_model_config_funcs`, but first clear Megatron's `no_sync_func`."""
+    """Run Bridge's `_update_model_config_funcs`; first clear an earlier setup's `no_sync_func`."""
     config = arguments(original, args, kwargs)["model_config"]
     if _copies.is_megatrons_no_sync(config.no_sync_func):
         config.no_sync_func = None
