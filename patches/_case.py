@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class Fault(Exception):
-    """Is raised by a case file's reproduction if it sees the wrong behaviour that it looks for."""
+    """Is raised by the reproduction of a hazard if it sees the wrong behaviour that it looks for.
+    """
 
 
 def bench(**options: Any) -> Tiny:

@@ -34,7 +34,7 @@ from ._case import Patch, target
 
 
 def reproduce() -> None:
-    """Kill rank 1's writer process, or give it a request that cannot be pickled, then save again.
+    """End rank 1's writer process, or give it a request that cannot be pickled, then save again.
     On stock Megatron the next save hangs, without an error.
     """
     from megatron.core.dist_checkpointing.strategies import async_utils

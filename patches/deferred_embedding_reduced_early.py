@@ -39,7 +39,7 @@ _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_defer
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run a pipelined schedule, and postpone the reduction of the bucket with a deferred gradient.
-    The gradient is that of the embedding, and is computed at the end of the schedule.
+    That gradient, of the output layer, is computed at the end of the schedule.
     """
     group = None if kwargs.get("forward_only", False) else _group(kwargs["model"])
     if group is None:

@@ -80,7 +80,7 @@ def _mark(moe_layer: Any) -> None:
 
 def reproduce() -> None:
     """Compare the gradients of the two halves of an expert on two ranks, which must differ.
-    On stock Megatron both halves have the mean of the two gradients.
+    On stock Megatron both halves have the mean of their two gradients.
     """
     import torch
 

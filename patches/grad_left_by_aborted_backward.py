@@ -30,7 +30,7 @@ from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, 
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Wrap `zero_grad_buffer`: first set `param.grad` of all parameters to None."""
+    """Wrap `zero_grad_buffer`: first set `param.grad` of the chunk's parameters to None."""
     for param in self.params_with_grad:
         if param.grad is not None:
             param.grad = None

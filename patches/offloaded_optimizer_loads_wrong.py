@@ -47,7 +47,7 @@ def update_fp32(original: Original, self: Any) -> None:
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load, then set an offloaded optimizer's counters and copies to the values."""
+    """Run upstream's load; set an offloaded optimizer's counters and copies to loaded values."""
     import torch
 
     original(self, state_dict)

@@ -79,7 +79,7 @@ def reset(original: Original, self: Any) -> None:
 
 
 def start_param_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a bucket group's `start_param_sync`: record that all ranks have the parameters."""
+    """Wrap a bucket group's `start_param_sync`: record that ranks have the latest parameters."""
     original(self, *args, **kwargs)
     setattr(self, GATHERED, True)
 

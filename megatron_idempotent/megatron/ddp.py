@@ -129,7 +129,7 @@ def no_sync(original: Callable[..., Any], self: Any) -> NoSync:
 
 
 def zero_grad_buffer(original: Callable[..., None], self: Any) -> None:
-    """Wrap DDP's `zero_grad_buffer`: detach the chunk's open `no_sync` contexts, then zero it.
+    """Wrap `zero_grad_buffer`: detach the chunk's open `no_sync` contexts, then zero gradients.
     A detached context that exits late does not end a `no_sync` of the next step.
     """
     setattr(self, _ENTRIES, None)

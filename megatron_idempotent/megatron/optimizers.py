@@ -155,7 +155,7 @@ def leave_out(inner: Any, mains: Iterable[Any]) -> None:
 
 
 def count_step(inner: Any, mains: Iterable[Any]) -> None:
-    """Set the step counts of main parameters that `leave_out` skipped to that of stepped ones.
+    """Set the step counts of main parameters that `leave_out` skipped to those of the others.
 
     Megatron saves one count for all. A tensor that was never stepped gets an optimizer state like
     that of a stepped one, with moments of zero.

@@ -58,7 +58,7 @@ def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) ->
 
 
 def reproduce() -> None:
-    """Compare two ranks' dropout masks, which are equal for replicated features only.
+    """Compare two ranks' dropout masks, which must be equal for replicated features only.
     Without the patch they are equal for split features, too.
     """
     import torch

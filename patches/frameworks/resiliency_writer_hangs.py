@@ -60,7 +60,7 @@ def schedule_async_request(original: Original, self: Any, async_request: Any) ->
 
 
 def reproduce() -> None:
-    """Kill rank 1's writer process before saves, before shared memory is reused, and with a cache.
+    """End rank 1's writer process before saves, before shared memory is reused, and with a cache.
     Without the patch the next save hangs, or overwrites the memory of the previous one.
     """
     core = importlib.import_module(_CORE)
