@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 
 class Fault(Exception):
-    """Is raised by the reproduction of a hazard if it sees the wrong behaviour that it looks for.
-    """
+    """Is raised by the reproduction of a hazard if it sees the wrong behaviour it looks for."""
 
 
 def bench(**options: Any) -> Tiny:
