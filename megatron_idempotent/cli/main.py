@@ -238,7 +238,7 @@ _COMPLETION = (
 _EXPLAIN = (
     "Prints a hazard's case file: symptom, cause, releases, who met it in public, when the patch "
     "may go, and on which releases and commits it was seen. For words of a message or symptom, "
-    "lists the hazards whose case files resemble them most. With --upstream it prints the repair of "
+    "lists the hazards whose case files resemble them most. --upstream prints the repair of "
     "Megatron itself. Exit code 0; 2 for an unknown id, or if no case file resembles the words."
 )
 _DOCTOR = (
