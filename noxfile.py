@@ -339,12 +339,18 @@ def commit(session: nox.Session, name: str) -> None:
 @nox.parametrize("branch", ["main", "dev"])
 def head(session: nox.Session, branch: str) -> None:
     """Test the newest commit of a branch of Megatron-LM, like a pinned commit."""
+    commit = _newest_commit(session, branch)
+    _run_commit(session, branch, COMMITS[branch] | {"commit": commit})
+
+
+def _newest_commit(session: nox.Session, branch: str) -> str:
+    """Return the newest commit of a branch of Megatron-LM, in MEGATRON_LM's clone if it is set."""
     where = os.environ.get("MEGATRON_LM", "").split(os.pathsep)[0] or UPSTREAM
-    found = session.run("git", "ls-remote", where, branch, "HEAD", external=True, silent=True)
-    commits = {name: commit for commit, name in map(str.split, str(found).splitlines())}
+    listed = session.run("git", "ls-remote", where, branch, "HEAD", external=True, silent=True)
+    commits = {name: commit for commit, name in map(str.split, str(listed).splitlines())}
     commit = commits.get(f"refs/heads/{branch}") or commits["HEAD"]
     session.log(f"{branch} is at {commit}")
-    _run_commit(session, branch, COMMITS[branch] | {"commit": commit})
+    return commit
 
 
 def _run_commit(session: nox.Session, name: str, wants: dict) -> None:
@@ -407,6 +413,22 @@ def _commit(session: nox.Session, wants: dict, folder: Path) -> tuple[Path, dict
     # The sources precede the installed release, of which only the dependencies are used.
     path = os.pathsep.join(map(str, [Path.cwd(), tree, *beside]))
     return python, {**ENVIRON, "PYTHONPATH": path}, tree
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("where", ["pinned", "newest"])
+def repairs(session: nox.Session, where: str) -> None:
+    """Prove upstream/ on Megatron's main: `nox -s "repairs(where='pinned')" -- [ID]…`.
+
+    Pinned is the commit of main in pyproject.toml. The sources come from a clone that MEGATRON_LM
+    names, or from the network.
+    """
+    wants = COMMITS["main"] | {"packages": ["megatron", "tests"]}
+    if where == "newest":
+        wants["commit"] = _newest_commit(session, "main")
+    python, _, tree = _commit(session, wants, WORK / "commits")
+    command = [str(python), "tools/repairs.py", "prove", str(tree), "--together", "--all"]
+    session.run(*command, *session.posargs, env=ENVIRON, external=True)
 
 
 @nox.session(venv_backend="none")

@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     `train()` accepts its own `no_sync`, or restores the config when it leaves.
+    `upstream/no-sync-func-reentry` has the repair.
 """
 
 from __future__ import annotations
