@@ -93,14 +93,21 @@ def in_order(ids: Iterable[str]) -> list[str]:
 
 
 def chosen(clone: Path, ids: list[str]) -> list[str]:
-    """Return the named hazards; without names, all whose repairs edit packages that CLONE has."""
+    """Return the named hazards; without names, those whose repairs edit packages that CLONE has.
+
+    A package counts with its first folder, because `megatron.core` and `megatron.bridge` are in
+    different repositories.
+    """
     if ids:
         return ids
-    packages = {path.name for path in clone.iterdir()}
     return [
         hazard_id
         for hazard_id in repaired()
-        if {edit.module.partition(".")[0] for edit in repair_of(hazard_id).edits} <= packages
+        if all(
+            clone.joinpath(*edit.module.split(".")[:2]).with_suffix(suffix).exists()
+            for edit in repair_of(hazard_id).edits
+            for suffix in [".py" if edit.module.count(".") == 1 else ""]
+        )
     ]
 
 
@@ -211,11 +218,10 @@ def unit_test(hazard_id: str) -> str:
 def run(tree: Path, arguments: list[str]) -> Result:
     """Run tools/repair_proof.py on a tree; return what it found."""
     tests = tree / "tests" / "unit_tests"
-    if tests.is_dir():
-        shutil.copy2(FOLDER / "train_utilities.py", tests / "train_utilities.py")
+    tests.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(FOLDER / "train_utilities.py", tests / "train_utilities.py")
     for hazard_id in repaired():
-        if tests.is_dir():
-            shutil.copy2(FOLDER / hazard_id / "test_repair.py", tests / unit_test(hazard_id))
+        shutil.copy2(FOLDER / hazard_id / "test_repair.py", tests / unit_test(hazard_id))
     file = tree.with_name(f"{tree.name}.pickle")
     env = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_ID")}
     env |= {"PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]), "OMP_NUM_THREADS": "1"}
