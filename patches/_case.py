@@ -50,6 +50,7 @@ def program(*args: Any, **options: Any) -> Program:
 
 def abort_in_backward(model: Any, register: Callable[[Any, Callable[..., None]], Any]) -> None:
     """Run one microbatch of a tiny model, and interrupt its backward by an exception.
+    The exception is caught here.
 
     Args:
         register: `register(param, fail)` hooks `fail` to the parameter whose gradient is computed
@@ -246,7 +247,9 @@ def shared_folder() -> str:
 
 
 def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Wait until the file `path` exists, then call `function`; partials of this can be pickled."""
+    """Wait until the file `path` exists, then call `function`.
+    It is a module's function, so that a partial of it can be pickled.
+    """
     import time
 
     while not path.exists():

@@ -43,7 +43,7 @@ def look_at_files(reader: Any, items: Iterable[Any]) -> None:
 
 
 def expect_told(load: Callable[[], object]) -> None:
-    """Load while rank 1 cannot open files; raise a `Fault` unless both ranks raise.
+    """Load while rank 1 cannot open files; raise a `Fault` if only one of the two ranks raises.
     On stock Megatron rank 0 waits for rank 1 in a collective.
     """
     import resource

@@ -45,7 +45,7 @@ def group_experts(module: Any) -> None:
 
 
 def duplicated(config: Any, width: int) -> Any:
-    """Return a `TELinear` [H, width] that each tensor-parallel rank replicates, as MLA has."""
+    """Return a `TELinear` [H, width] of which each tensor-parallel rank has a copy, as MLA uses."""
     with _version("2.16.1"):
         _, _, linear = _layers()
         return linear(
@@ -130,7 +130,7 @@ def _linear() -> Any:
     from torch import nn
 
     class Linear(nn.Module):
-        """Stands in for Transformer Engine's `Linear`: creates its weight, with a shard's marks."""
+        """Stands in for Transformer Engine's `Linear`: creates a weight that is marked a shard."""
 
         def __init__(
             self,

@@ -28,7 +28,9 @@ def _queue(caller: Any, name: str) -> Any:
 
 
 def _reason_lost(caller: Any) -> str | None:
-    """Return why an async-save caller's writer process will never report; None if it still may."""
+    """Return why an async-save caller's writer process will never report a result.
+    None if it may still report.
+    """
     process = caller.process
     if process is None:
         return None
@@ -80,7 +82,7 @@ def _unsent(requests: Any, error: Exception, item: Any) -> None:
 
 
 def _join(caller: Any, prepared: Any) -> None:
-    """Wait until the writer process has taken all items from a queue, or never will."""
+    """Wait until the writer process has taken all items from a queue, or can no longer do so."""
     waiting = threading.Thread(target=type(prepared).join, args=(prepared,), daemon=True)
     waiting.start()
     while waiting.is_alive() and not _reason_lost(caller):
@@ -137,7 +139,9 @@ def is_current_async_call_done(
 
 
 def maybe_finalize_async_calls(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Finalize the saves that are written; if a writer process is lost, drop all and raise."""
+    """Finalize the saves that are written.
+    If a writer process is lost, drop all saves that are not finalized, and raise.
+    """
     try:
         return original(self, *args, **kwargs)
     except RuntimeError:
@@ -176,7 +180,7 @@ def close(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def drain(saves: Any) -> None:
-    """Wait until this rank's writer process has written all of its requests, or never will."""
+    """Wait until this rank's writer process has written all requests, or can no longer do so."""
     if caller := saves.persistent_caller:
         _join(caller, _queue(caller, "queue"))
 
@@ -202,7 +206,7 @@ def lose(module: Any, saves: Any) -> None:
 
 
 def refused(saves: Any, reason: str, *, blocking: bool = False) -> None:
-    """Finalize saves whose writer process is lost; raise a `Fault` unless that raises.
+    """Finalize saves whose writer process is lost; raise a `Fault` unless the finalizing raises.
     The error's text must contain `reason`.
     """
     caller = saves.async_calls[0].async_caller

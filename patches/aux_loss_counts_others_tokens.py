@@ -42,7 +42,8 @@ def count(
     original: Original, routing_map: Any, reduce_group: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Wrap the count of tokens: with a padding mask, correct this rank's number of tokens.
-    It becomes an equal share of the tokens of all ranks.
+    It becomes the tokens of all ranks divided by the number of ranks; before 0.19, times the number
+    of ranks that share a sequence.
     """
     counts = original(routing_map, reduce_group, *args, **kwargs)
     global_tokens_per_expert, local_num_tokens, total_num_tokens = counts

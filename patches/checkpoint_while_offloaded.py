@@ -66,7 +66,9 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Save while only gradients are offloaded, and after parameters are back, as a control."""
+    """Save while only gradients are offloaded, and after parameters are back, as a control.
+    Return the parameters' bytes.
+    """
     from megatron.core import dist_checkpointing
 
     model = bench()

@@ -41,7 +41,7 @@ _layers: PerProcessWeakKeys[Any, list[Any]] = PerProcessWeakKeys(__name__, "_lay
 
 
 def set_padding(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `set_decode_expert_padding`: save old settings, and change this model's own layers."""
+    """Wrap `set_decode_expert_padding`: save old settings, and change no other model's layers."""
     from megatron.core.inference import utils
     from megatron.core.utils import get_model_config
 

@@ -92,7 +92,9 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Compare gradients of two microbatches without MTP, deferred and not, as a control."""
+    """Compare gradients of two microbatches without MTP, deferred and not, as a control.
+    Return the deferred ones on the last pipeline stage, None on the first.
+    """
     direct, deferred = _gradients(mtp_layers=0)
     if direct is not None and not direct.equal(deferred):
         raise Fault("the deferred gradient differs from the one computed at once")

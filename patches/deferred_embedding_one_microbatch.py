@@ -53,7 +53,7 @@ def drain(
 
 def reproduce() -> None:
     """Compare gradients of a window of one microbatch, deferred and not.
-    On stock Megatron the deferred one raises `UnboundLocalError`.
+    On stock Megatron the computation of the deferred gradient raises `UnboundLocalError`.
     """
     # Without overlap, see deferred-embedding-reduced-early.
     plain = bench(pp=2, overlap_grad_reduce=False)

@@ -38,7 +38,7 @@ _HELD = "_megatron_idempotent_held"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `finish_grad_sync`: first dispatch the chunk's reductions if `no_sync` has held them."""
+    """Wrap `finish_grad_sync`: first dispatch the chunk's reductions that `no_sync` prevented."""
     if (
         self.ddp_config.overlap_grad_reduce
         and getattr(self, _HELD, False)

@@ -76,7 +76,7 @@ def _split_layers(model: Any) -> Iterator[tuple[Any, int]]:
 
 def _mark(layer: Any, dimension: int) -> None:
     """Mark a layer's weights as shards, and its biases too if ranks split its output.
-    Those with a mark keep it.
+    A parameter that already has a mark keeps it.
     """
     kinds = "weight|bias" if dimension == 0 else "weight"
     for name, parameter in layer.named_parameters(recurse=False):
@@ -134,7 +134,7 @@ _LAYOUT: dict[str, Any] = {
 
 def reproduce() -> None:
     """Count experts' elements in the gradient norm, for grouped layers and for biases.
-    On stock Megatron the norm lacks those of all but the first tensor-parallel ranks.
+    On stock Megatron the norm counts only experts on the first tensor-parallel ranks.
     """
     from megatron_idempotent.proof.cpu import tiny
 

@@ -33,7 +33,7 @@ _ASKED = "self.explicit_expert_comm = self.is_expert and (world_size > 1 or self
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a parallel linear layer's constructor: the layer of an expert does not communicate."""
+    """Wrap a parallel linear layer's constructor: let an expert's layer start no collectives."""
     original(self, *args, **kwargs)
     self.explicit_expert_comm = self.is_expert
 

@@ -46,7 +46,7 @@ def layer(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any)
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap DDP's constructor: first mark weights that experts got after they were built."""
+    """Wrap DDP's constructor: first mark experts' weights that were created after their layer."""
     call = arguments(original, (self, *args), kwargs)
     if _split_otherwise(call["config"]):
         _mark_experts(call["module"])

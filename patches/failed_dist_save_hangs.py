@@ -97,7 +97,9 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _join(path: Path, folder: Path) -> None:
-    """Enter the collectives in which a rank that did not fail waits on stock Megatron."""
+    """Enter, on the rank that failed, the collectives in which the other rank waits.
+    It waits there on stock Megatron. `path` is the file or folder that could not be written.
+    """
     import torch
     from megatron.core import dist_checkpointing
 
@@ -117,8 +119,9 @@ def _join(path: Path, folder: Path) -> None:
 
 
 def reproduce() -> None:
-    """Save while rank 0 cannot write: no folder, or a folder in place of each of its files.
-    On stock Megatron rank 0 raises, and rank 1 waits for it.
+    """Save once for each way in which rank 0 cannot write, and check that both ranks raise.
+    The checkpoint's folder is missing, or a folder has the name of a file that rank 0 writes. On
+    stock Megatron rank 0 raises, and rank 1 waits for it.
     """
     from pathlib import Path
 

@@ -150,7 +150,9 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Load files with extra bytes at their ends, whose data are intact, as a control."""
+    """Load files with extra bytes at their ends, whose data are intact, as a control.
+    Return the name of the error, "nothing" here, and the loaded weights.
+    """
     results = _load(lambda path: path.write_bytes(path.read_bytes() + bytes(8)))
     return results["raised"], results["first"].tolist(), results["second"].tolist()
 

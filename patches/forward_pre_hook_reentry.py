@@ -38,7 +38,7 @@ class _NoHandle:
 
 
 def disable(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `disable_forward_pre_hook`: first give each module of the model a handle, real or not.
+    """Wrap `disable_forward_pre_hook`: first give modules without a hook a stand-in for its handle.
     Upstream's loop asserts otherwise, for example if the hooks are off already.
     """
     handles = self.remove_forward_pre_hook_handles
@@ -56,7 +56,7 @@ def disable(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def enable(original: Original, self: Any) -> None:
-    """Enable the hooks, unless they are already on."""
+    """Wrap `enable_forward_pre_hook`: do nothing if the hooks are on already."""
     if not self.remove_forward_pre_hook_handles:
         original(self)
 

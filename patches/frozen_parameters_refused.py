@@ -60,7 +60,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 def make_hook(original: Original, self: Any) -> Any:
     """Return DDP's forward pre-hook, during which frozen parameters require gradients.
-    Upstream's hook asserts that all of them do.
+    Upstream's hook asserts that all parameters do.
     """
     wait = original(self)
 

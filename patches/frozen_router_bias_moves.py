@@ -32,7 +32,7 @@ from ._case import Fault, Limit, bench
 
 
 def reproduce() -> None:
-    """Train only the last norm over a frozen base, and compare a router's expert bias.
+    """Train only the last norm over a frozen base; compare a router's expert bias before and after.
     On stock Megatron the bias of the frozen layer moves.
     """
 

@@ -33,7 +33,7 @@ from ._case import Fault, Patch, bench, target
 
 def reproduce() -> None:
     """Run a schedule inside of Megatron-FSDP's `no_sync`, then exit an old context in a new one.
-    On stock Megatron `no_sync` has ended after each.
+    On stock Megatron reductions are on again after either, inside of `no_sync`.
     """
     model = bench(fsdp="optim")
     (chunk,) = model.chunks

@@ -40,7 +40,7 @@ from ._case import Fault, Original, Patch, backward, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a chunk's `finish_grad_sync`: raise if one of its gradients is in no reduction."""
+    """Wrap a chunk's `finish_grad_sync`: raise if one of its gradients would stay unreduced."""
     for group in ddp.bucket_groups(self):
         counts, expected = ddp.registered(group), _expected(group)
         late = ddp.late(group)

@@ -45,7 +45,7 @@ def seed(original: Original, *args: Any, **kwargs: Any) -> None:
 
 def reproduce() -> None:
     """Seed two tensor-parallel ranks for inference, then for training, and draw numbers.
-    On stock Megatron both ranks draw the same ones.
+    On stock Megatron both ranks draw the same numbers.
     """
     import torch
     from megatron.core import parallel_state

@@ -39,8 +39,8 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: Any) -> None:
-    """Shard parameters over data-parallel replicas; also experts, if only experts have replicas.
-    It wraps the layer-wise optimizer's `shard_params`.
+    """Wrap the layer-wise `shard_params`: also shard experts if only experts have replicas.
+    Upstream then shards no parameters.
     """
     original(self, optimizers, *args, **kwargs)
     groups = self.pg_collection

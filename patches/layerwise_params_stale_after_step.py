@@ -52,7 +52,9 @@ def step(original: Original, self: Any) -> Any:
 
 
 def start(original: Original, self: Any, force_sync: bool = False) -> Any:
-    """Wrap a bucket group's gather: with `force_sync` and one in flight, only complete that one."""
+    """Wrap a bucket group's `start_param_sync`: with `force_sync`, only finish a gather in flight.
+    Without one in flight, and for groups that do not gather lists, run the gather.
+    """
     if force_sync and self.param_gather_handle is not None and gather.gathers_by_lists(self):
         gather.wait(self)
         return None

@@ -90,8 +90,8 @@ def forward(
     output_processor_context: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Run GPTModel's forward; with `output_processor`, call that with the hidden states.
-    It is called instead of the output layer, and its result is returned.
+    """Run GPTModel's forward; with `output_processor`, call the processor with the hidden states.
+    The processor is called instead of the output layer, and its result is returned.
     """
     if output_processor is None or not self.post_process:
         return original(self, *args, **kwargs)

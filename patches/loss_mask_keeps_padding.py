@@ -42,7 +42,7 @@ def getitem(original: Original, self: Any, idx: int | None) -> Any:
 
 def reproduce() -> None:
     """Get a sample with padding, then another one from the same dataset.
-    On stock Megatron the second one's loss mask also has the first one's padding.
+    On stock Megatron the loss mask of the second sample also has the padding of the first.
     """
     import types
 

@@ -46,7 +46,9 @@ def build(
     opt_group_ranges: Any,
     config: Any,
 ) -> Any:
-    """Wrap the building of the distributed optimizer's shards: detach fp32 ones from the graph."""
+    """Wrap the building of the distributed optimizer's shards: detach fp32 shards from the graph.
+    The shards then do not keep the autograd graph, and the model, alive.
+    """
     groups = original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
     shard_fp32_groups = groups[3]
     for shards, group_range in zip(shard_fp32_groups, opt_group_ranges, strict=True):

@@ -44,7 +44,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 def reproduce() -> None:
     """Interrupt a window in its second microbatch, then zero the gradients for the next.
-    On stock Megatron the routers still count its tokens.
+    On stock Megatron the routers still count the tokens of the interrupted window.
     """
     model = bench(experts=4, overlap_grad_reduce=False, config_overrides=EXPERT_BIAS)
     interrupt_window(model, at=1)

@@ -51,7 +51,7 @@ def sync(original: Original, self: Any, metric_names: list[str], pg_collection: 
 
 def reproduce() -> None:
     """Record one metric of 1 on each of two pipeline stages, under different names, and report.
-    On stock Megatron the report lacks one, or mixes the two.
+    On stock Megatron the report lacks one metric, or mixes the two.
     """
     import torch
     from megatron.core import parallel_state

@@ -35,7 +35,8 @@ _CALL = f"hidden_states = {_GATHER}(hidden_states)"
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an MTP layer with a gather whose backward gives each rank its part of the gradient.
-    Upstream's adds the ranks' gradients up. A collective over tensor-parallel ranks.
+    The backward of upstream's gather sums the ranks' gradients. A collective over tensor-parallel
+    ranks.
     """
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from megatron.core.transformer import multi_token_prediction as module

@@ -45,7 +45,7 @@ _SHIFTED = (
 
 
 def process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the MTP loss: weigh it by the tokens of all context-parallel ranks, not by each rank's.
+    """Wrap the MTP loss: divide it by the tokens of all context-parallel ranks, not by one rank's.
     A collective over context-parallel ranks.
     """
     call = arguments(original, args, kwargs)
@@ -73,7 +73,9 @@ def process(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _later(original: Original, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return those arguments of the call, by name, that exist only since 0.19."""
+    """Return the call's arguments for the parameters that upstream has only since 0.19, by name.
+    They are `input_ids` and `sequence_roll_context`; before 0.19 the dictionary is empty.
+    """
     call = arguments(original, args, kwargs)
     return {name: call[name] for name in ("input_ids", "sequence_roll_context") if name in call}
 
@@ -83,7 +85,7 @@ def _called(original: Original, args: Any, kwargs: Any, **overrides: Any) -> Any
 
 
 def _shift(group: Any, packed: Any, later: dict[str, Any]) -> Callable[[Any], Any]:
-    """Return a function that shifts a mask by one position per call, and returns mask and sum."""
+    """Return a function that shifts a mask by one position and returns the mask and its sum."""
     from megatron.core.transformer import multi_token_prediction as module
 
     same = {"shifts": -1, "dims": -1, "cp_group": group, "packed_seq_params": packed}
@@ -112,7 +114,11 @@ def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> A
 
 
 def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) -> Iterator[Any]:
-    """Return an iterator over the MTP layers' factors for their losses on this rank."""
+    """Return an iterator with a factor for each MTP layer's loss on this rank.
+    Upstream divides the loss by this rank's number of tokens. Times the factor, it is divided by
+    that of all context-parallel ranks, and multiplied by CP or, per token, by the tokens that count
+    in the main loss.
+    """
     import torch
 
     numbers = [mask.sum()]
@@ -127,8 +133,8 @@ def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) ->
 
 
 class _Weighing:
-    """Stands in for `MTPLossAutoScaler` in one call, and multiplies each layer's loss.
-    The factors are those of `_factors`.
+    """Stands in for `MTPLossAutoScaler` in one call; multiplies each MTP layer's loss by a factor.
+    The factors are those of `_factors`, in the order of the layers.
     """
 
     def __init__(self, scaler: Any, factors: Iterator[Any]) -> None:
@@ -160,7 +166,7 @@ def _logging(helper: Any, config: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Let a single token count that one context-parallel rank has and the other one predicts.
+    """Run an MTP model with one token that counts: one context rank has it, the other predicts it.
     On stock Megatron the MTP layer gets no gradient.
     """
     import torch

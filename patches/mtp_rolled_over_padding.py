@@ -32,7 +32,9 @@ from ._case import Fault, Original, Patch, address, arguments, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the shift of MTP tokens: use the packed sequences' borders with padding."""
+    """Wrap the shift of MTP tokens: use the borders of packed sequences that include padding.
+    Upstream uses the borders without padding.
+    """
     call = arguments(original, args, kwargs)
     packed = call["packed_seq_params"]
     if packed is not None and packed.cu_seqlens_q_padded is not None:

@@ -36,7 +36,7 @@ from ._case import Fault, Patch, bench, target
 
 def reproduce() -> None:
     """Leave an inner `no_sync` of DDP, then exit an old context inside of a new one.
-    On stock Megatron the outer or new `no_sync` has ended after each.
+    On stock Megatron reductions are on again after either, inside of the outer or new `no_sync`.
     """
     model = bench(distributed_optimizer=False)
     (chunk,) = model.chunks

@@ -45,7 +45,7 @@ _OWNERS = "megatron_idempotent_gradient_owners"
 
 def offload(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap `offload_grad_buffers`: record the gradients that it drops before a step has used them.
-    It raises if a reduction is in flight.
+    Raise if a gradient reduction is in flight.
     """
     in_flight = sum(group.grad_reduce_handle is not None for group in bucket_groups(self))
     if in_flight:
@@ -77,8 +77,8 @@ def reset(original: Original, self: Any) -> None:
 
 
 def step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap an optimizer step: raise if an offload dropped its gradients before their use.
-    Else run the step, and record the use.
+    """Wrap an optimizer step: raise if an offload dropped its gradients before a step used them.
+    Otherwise run the step, and record that it has used the gradients.
     """
     grads = [
         grad

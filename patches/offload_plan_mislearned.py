@@ -84,7 +84,7 @@ def _abort() -> None:
 
 
 def begin_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the offload manager's begin of a chunk's forward: skip it if no backward follows."""
+    """Wrap the offload manager's begin of a chunk's forward: skip it if no backward will follow."""
     idle = _no_backward()
     setattr(self, _IDLE, idle)
     if idle:

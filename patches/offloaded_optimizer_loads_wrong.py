@@ -37,7 +37,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def update_fp32(original: Original, self: Any) -> None:
-    """Wrap the update of float32 copies after a load: skip parameters that have none."""
+    """Wrap the update of float32 copies after a load: skip parameters that have no copy."""
     state = self.state
     self.state = {param: s for param, s in state.items() if param in self.param_to_fp32_param}
     try:
@@ -66,7 +66,7 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 def reproduce() -> None:
     """Save and load an offloaded optimizer, with and without the precision-aware option.
-    On stock Megatron one raises, and the other continues at a wrong step.
+    On stock Megatron one of the two loads raises, and the other continues at a wrong step.
 
     The template for the load is from before the last step, as in a process that resumes.
     """

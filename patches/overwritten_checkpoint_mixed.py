@@ -33,8 +33,9 @@ from ._case import Fault, Original, Patch, arguments, shared_folder, target
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a save over an older checkpoint: first remove its metadata, so that it does not load.
-    If the save raises before it writes, the metadata are restored.
+    """Wrap a save into an older checkpoint's folder: first remove the older checkpoint's metadata.
+    So a mixture of both cannot be loaded. If the save raises before it writes, the metadata are
+    restored.
     """
     import torch
 
@@ -64,7 +65,7 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
 
 def reproduce() -> None:
     """Save over a checkpoint of two ranks, but let only rank 0 write, and load.
-    On stock Megatron the load returns a mixture of both.
+    On stock Megatron the load returns a mixture of the two checkpoints.
     """
     import contextlib
     import inspect

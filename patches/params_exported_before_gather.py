@@ -33,8 +33,8 @@ from ._case import Helper, bench, expect_agreement
 
 def reproduce(*, helped: bool) -> None:
     """Read a model's parameters right after a step with overlap_param_gather.
-    The data-parallel ranks have different ones; with `helped`, `ensure_params_synced` gathers
-    first.
+    The data-parallel ranks have different parameters; with `helped`, `ensure_params_synced` gathers
+    them first.
     """
     from megatron_idempotent import ensure_params_synced
 

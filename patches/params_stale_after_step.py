@@ -48,7 +48,7 @@ def step(original: Original, self: Any) -> Any:
 
 def reproduce() -> None:
     """Run a forward-only pass before a step and one after it, with overlap_param_gather.
-    On stock Megatron the second one reads parameters without the step's update.
+    On stock Megatron the second pass reads parameters without the step's update.
     """
     model = bench(overlap_param_gather=True)
     model.forward_backward(2, data_seed=0)

@@ -37,7 +37,8 @@ from ._case import Fault, Helper, bench
 
 def reproduce(*, helped: bool) -> None:
     """Raise in microbatch 1 on both of two pipeline stages, then run another window.
-    Without `guarded_window` (`helped`) that window receives gradients of the aborted one.
+    That window receives gradients of the aborted one; with `helped`, `guarded_window` prevents
+    this.
     """
     model = bench(pp=2, overlap_grad_reduce=False, distributed_optimizer=False)
     model.config.finalize_model_grads_func = None  # the sum over stages is not compared

@@ -89,7 +89,7 @@ def _drawn_from() -> int:
 
 def reproduce() -> None:
     """Seed two pipeline stages with the same seed, and draw random numbers.
-    On stock Megatron both stages draw the same ones.
+    On stock Megatron both stages draw the same numbers.
     """
     import torch
     from megatron.core import parallel_state

@@ -71,7 +71,7 @@ def _reset_globals() -> None:
 
 def reproduce() -> None:
     """Initialize and destroy model parallelism three times, and count torch's process groups.
-    On stock Megatron all of them are left.
+    On stock Megatron no group is destroyed.
     """
     from megatron.core import parallel_state
 

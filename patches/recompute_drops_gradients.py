@@ -47,7 +47,7 @@ def checkpoint(
     original: Original, function: Any, distribute_saved_activations: bool, *args: Any
 ) -> Any:
     """Wrap `tensor_parallel.checkpoint`: let autograd record a call with trained parameters.
-    Without it, a call whose inputs require no gradient is not recorded.
+    Without the patch, a call whose inputs require no gradient is not recorded.
     """
     import torch
 
@@ -74,7 +74,7 @@ def _recorded(tensor: Any) -> Any:
 
 
 def _modules(function: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield the modules that a function runs, as far as it or its closure refers to them."""
+    """Yield the modules that a function runs, as found in the function itself or in its closure."""
     import torch
 
     if isinstance(function, torch.nn.Module):
@@ -126,7 +126,7 @@ _FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 
 def reproduce() -> None:
     """Compare gradients with and without recomputation, for trained norms over a frozen embedding.
-    On stock Megatron recomputed layers lose theirs.
+    On stock Megatron recomputed layers get no gradients.
     """
     expected = _gradients()
     for method in ("uniform", "block"):

@@ -44,7 +44,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 def reproduce() -> None:
     """Interrupt the last backward of a window with reductions in flight, then run a window.
-    On stock Megatron it asserts, or its gradients are wrong.
+    On stock Megatron the second window asserts, or its gradients are wrong.
     """
     import torch
 

@@ -48,7 +48,7 @@ def following(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a step three times with `RerunDataIterator`; it removes an entry of each microbatch.
+    """Run a step three times with `RerunDataIterator`; a step removes an entry of each microbatch.
     On stock Megatron the reruns have other gradients than the first run.
     """
     from megatron.core.rerun_state_machine import (

@@ -98,7 +98,9 @@ def reproduce() -> None:
 
 
 def neighbour() -> object:
-    """Run steps on reduced gradients, and one step on gradients of zero, as a control."""
+    """Run steps on reduced gradients, and one step on gradients of zero, as a control.
+    Return the parameters' bytes, and the results of the last step.
+    """
     from . import _neighbours
 
     model = _neighbours.build(overlap=True, distributed=False)

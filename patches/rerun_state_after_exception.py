@@ -62,7 +62,7 @@ def state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a framework's own loop: a window that cannot read its batch, then a good one.
-    On stock Megatron the second reads no batch and has no losses.
+    On stock Megatron the second window reads no batch and has no losses.
     """
     model = bench()
     with suppress(Broken):

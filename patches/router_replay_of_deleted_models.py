@@ -57,7 +57,7 @@ def _without_deleted() -> list[Any]:
 
 
 def set_data(original: Original, all_layers_topk_indices: Sequence[Any]) -> None:
-    """Give the routing of each layer to its router, after those of deleted models are removed."""
+    """Give each layer's routing to its router; first remove the routers of deleted models."""
     import gc
 
     if len(all_layers_topk_indices) != len(_without_deleted()):

@@ -42,7 +42,9 @@ _AGAIN = "_megatron_idempotent_reduced_again"
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Finish a chunk's reduction; if gradients were added to reduced ones, reduce them or raise."""
+    """Finish a chunk's reduction; if gradients were added to reduced ones, reduce the sum again.
+    Raise if a second reduction gives wrong values.
+    """
     if ddp.grown(self):
         _require_exact(self)
         setattr(self, _AGAIN, True)
@@ -145,8 +147,8 @@ def _inexact(group: Any) -> str | None:
 
 
 def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
-    """Return which of its sums `finalize_model_grads` would apply twice to reduced gradients.
-    None if there is none.
+    """Return a text on what `finalize_model_grads` would apply a second time to reduced gradients.
+    It is a sum over ranks, or the division by the number of tokens. None if there is nothing.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -235,7 +237,7 @@ def neighbour() -> object:
 
 
 def _shards(model: Any) -> bytes:
-    """Return the bytes of this rank's gradient shards after a reduce-scatter."""
+    """Return, as bytes, this rank's shards of gradients that the caller has reduce-scattered."""
     import torch
 
     shards = [

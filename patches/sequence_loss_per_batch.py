@@ -31,8 +31,9 @@ from ._case import Original, Patch, a_body_has, arguments, expect_weight_per_tok
 
 
 def apply(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Apply the load balancing loss per sequence times the number of rows, per token only.
-    The logged loss does not change, because upstream divides it by the coefficient.
+    """Apply the load balancing loss per sequence multiplied by the microbatch's number of rows.
+    Only for losses per token. The logged loss does not change, because upstream divides it by the
+    coefficient.
     """
     call = arguments(original, args, kwargs)
     router = call["self"]
@@ -42,8 +43,8 @@ def apply(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare a router's gradient with the loss per sequence, per token and as a mean.
-    On stock Megatron the first is divided by the number of rows.
+    """Compare a router's gradient from the loss per sequence, weighed per token and as a mean.
+    On stock Megatron the gradient per token is divided by the number of rows.
     """
     expect_weight_per_token(moe_router_load_balancing_type="seq_aux_loss")
 

@@ -60,7 +60,7 @@ def _parts(model: Any) -> Iterator[tuple[Any, int]]:
 
 def reproduce() -> None:
     """Count the elements in the gradient norm, with and without `perform_initialization`.
-    On stock Megatron the norm without it lacks the shards of all but the first rank.
+    On stock Megatron the norm without it counts only the first rank's shards.
     """
     counts = []
     for initialized in (True, False):

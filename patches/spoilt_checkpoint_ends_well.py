@@ -88,7 +88,7 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _look_at_optimizer(options: Any, name: str) -> None:
-    """Raise if this rank will read the optimizer's file and that is missing or truncated."""
+    """Raise if this rank will read the optimizer's file and the file is missing or truncated."""
     import zipfile
 
     from megatron.core import parallel_state
@@ -124,7 +124,7 @@ def _save_and_move(running: Any) -> None:
 
 
 def reproduce() -> None:
-    """Truncate the optimizer's file, the weights' file, and one rank's tracker file; load each.
+    """Truncate the optimizer's, the weights' and one rank's tracker file; load after each of them.
     On stock Megatron the program exits with status 0, or weights are loaded.
     """
     import os

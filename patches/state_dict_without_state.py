@@ -112,8 +112,8 @@ def _writes(optimizer: Any) -> _Writes:
 
 
 def _live_step(inner: Any) -> float | None:
-    """Return an optimizer's step count: of torch's Adam per parameter, of others per group.
-    None if there is none.
+    """Return an optimizer's step count; None if it has none.
+    torch's Adam counts per parameter, other optimizers per group; the first count is returned.
     """
     states = (state for state in inner.state.values() if "step" in state)
     state = next(states, None)

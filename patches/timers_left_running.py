@@ -54,7 +54,7 @@ def step(original: Original, self: Any) -> Any:
 
 def reproduce() -> None:
     """Run a forward-only window with timers that raises, then one that does not.
-    On stock Megatron the second asserts that a timer has already been started.
+    On stock Megatron the second window asserts that a timer has already been started.
     """
     from megatron.core.timers import Timers
 

@@ -35,7 +35,7 @@ from ._case import Fault, Helper, bench
 
 def reproduce(*, helped: bool) -> None:
     """Write earlier weights into a model, and step with a learning rate of 0.
-    The step undoes them; with `helped`, `ensure_main_params_synced` prevents this.
+    The step restores the later weights; with `helped`, `ensure_main_params_synced` prevents this.
     """
     from megatron_idempotent import ensure_main_params_synced
 

@@ -74,8 +74,9 @@ _ENTRIES = "_megatron_idempotent_no_sync"
 
 
 class NoSync(ContextDecorator):
-    """Replaces upstream's generator as the context of DDP's `no_sync()`: it prevents reductions.
-    It also ends if it is garbage-collected without an exit.
+    """Context that DDP's `no_sync()` returns in place of upstream's generator.
+    It prevents gradient reductions until it exits. It also ends if it is garbage-collected without
+    an exit.
 
     The schedules drop it that way at the end of a forward-only pass.
     """
@@ -143,8 +144,8 @@ _LATE = "late"
 
 
 def watch(group: Any, purpose: str) -> None:
-    """Begin to record, as `purpose`, the first parameter of `group` whose gradient becomes ready.
-    Gradients before this call do not count; `arrived` returns the parameter.
+    """Begin to record the first parameter of `group` whose gradient becomes ready from now on.
+    `purpose` is the record's name: `arrived(group, purpose)` returns the parameter.
     """
     vars(group).setdefault(_WATCHES, {})[purpose] = None
     if not _is_hooked(group):
@@ -185,8 +186,9 @@ def _register(
 
 
 def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a bucket group's `start_grad_sync`: dispatch it, then watch for late gradients.
-    With overlap_grad_reduce, `late` then returns the first parameter whose gradient came after it.
+    """Wrap a bucket group's `start_grad_sync`: then watch for gradients that come after it.
+    With overlap_grad_reduce, `late` returns the first parameter with such a gradient. Without
+    overlap nothing is watched.
     """
     original(self, *args, **kwargs)
     if self.ddp_config.overlap_grad_reduce and not vars(self).get(_POSTPONED, False):
@@ -196,8 +198,8 @@ def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
 
 
 def postpone(group: Any, postponed: bool) -> None:
-    """Set whether `start_grad_sync` calls of a bucket group are postponed by a patch.
-    `dispatched` does not count a postponed reduction as dispatched.
+    """Record on a bucket group whether a patch now postpones its `start_grad_sync` calls.
+    `dispatching` does not record a postponed reduction as dispatched.
     """
     setattr(group, _POSTPONED, postponed)
 
@@ -239,7 +241,10 @@ def reduced(chunk: Any) -> tuple[int, ...] | None:
 
 
 def grown(chunk: Any) -> bool:
-    """Return whether a chunk's reduced gradients had new ones added, or are being reduced again."""
+    """Return whether a chunk's gradients were written, or are reduced again, after their reduction.
+    With overlap_grad_reduce a write is a gradient that became ready. False if the gradients were
+    not reduced since they were zeroed.
+    """
     reduced_versions = reduced(chunk)
     if reduced_versions is None:
         return False
@@ -331,7 +336,10 @@ def name_of(chunk: Any, param: Any) -> str:
 
 
 def gradients(chunk: Any) -> list[Any]:
-    """Return the flat gradient buffers of a chunk in DDP, and the extra main gradients of each."""
+    """Return one list of all gradient tensors of a chunk in DDP.
+    It has each buffer's flat gradient, followed by that buffer's `extra_main_grads`, if there are
+    any.
+    """
     return [
         tensor
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
@@ -377,7 +385,7 @@ def checked_chunks(
     *,
     or_in: Callable[[Any], bool] = lambda chunk: False,
 ) -> list[Any]:
-    """Return `model_chunks` as a list; raise unless they and the optimizer are Megatron's.
+    """Return `model_chunks` as a list; raise unless the chunks and the optimizer are Megatron's.
 
     Chunks have to be in Megatron's DDP, or in a wrapper for which `or_in` is true. `caller` is the
     function that error messages name. Call it before any change, so that an error leaves the model

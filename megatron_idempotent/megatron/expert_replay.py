@@ -52,7 +52,7 @@ class ExpertReplay:
     def __init__(
         self, chunks: Sequence[Any], *, mode: ReplayMode = "replay", of: str = "ExpertReplay()"
     ) -> None:
-        """Find the routers of the chunks; raise if they cannot be given experts.
+        """Find the routers of the chunks; raise if these routers cannot use given experts.
 
         Args:
             chunks: this rank's chunks of one model, in any wrappers.
@@ -245,14 +245,16 @@ class _Replay:
 
 
 def _has_route(experts: Tensor) -> Tensor:
-    """Return a mask of tokens for which the engine chose experts: K different ones, or K = 1."""
+    """Return a mask of the tokens that have given experts: their K experts are not all the same.
+    With K = 1 every token has given experts.
+    """
     if experts.shape[-1] == 1:
         return torch.ones(experts.shape[:-1], dtype=torch.bool, device=experts.device)
     return (experts[..., 1:] != experts[..., :1]).any(-1)
 
 
 def _lacking(routed_BTL: Tensor, spans: Sequence[Span]) -> str | None:
-    """Return an error text about the first sequence whose tokens need given experts and lack them.
+    """Return an error text about the first of `spans` in which a token lacks experts in some layer.
     None if each token of the `spans` has experts in every layer.
     """
     for index, (row, start, stop) in enumerate(spans):
@@ -268,7 +270,10 @@ def _lacking(routed_BTL: Tensor, spans: Sequence[Span]) -> str | None:
 
 
 def _refuse(caller: str, config: Any) -> None:
-    """Raise an error unless the routers of a model with this config call `RouterReplay`."""
+    """Raise an error if the routers of a model with this config cannot use given experts.
+    The reasons are: the model has no experts, megatron-core is older than 0.16, routing is fused or
+    for all tokens at once, or CUDA graphs are on.
+    """
     if not getattr(config, "num_moe_experts", None):
         raise ValueError(
             f"{caller} got a model without experts (num_moe_experts is not set), and "
@@ -298,7 +303,8 @@ def _refuse(caller: str, config: Any) -> None:
 
 def _routers(caller: str, chunk: Any, numbers: Sequence[int]) -> list[tuple[int, Any]]:
     """Return (position of its layer in `numbers`, router) for each router of a chunk's decoder.
-    `numbers` are the layers with a router. Routers of MTP heads are left out.
+    `numbers` are the layers that have a router by the config. Raise `ValueError` if another layer
+    has one. Routers of MTP heads are left out.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 

@@ -27,7 +27,7 @@ _watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched
 
 
 def owned_groups(optimizer: Any) -> list[Any]:
-    """Return the chunks' bucket groups whose parameters this distributed optimizer writes.
+    """Return the chunks' bucket groups whose parameters a distributed optimizer writes.
 
     Dense and expert parameters of one chunk belong to different optimizers, and so do the chunks of
     one rank under overlap_param_gather_with_optimizer_step.
@@ -88,12 +88,12 @@ def watch(chunk: Any) -> None:
 
 
 def watched_chunks() -> list[Any]:
-    """Return the chunks that were passed to `watch`, in the order of their first call."""
+    """Return the chunks passed to `watch` that still exist, in the order of their first call."""
     return list(_watched)
 
 
 def updating(original: Callable[..., Any], self: Any) -> Any:
-    """Wrap an optimizer's update: mark the bucket groups that it writes, then run it.
+    """Wrap an optimizer's update: mark the bucket groups that it writes, then run the update.
 
     The marks are set first, because without overlap_param_gather upstream gathers in the update.
     """
@@ -185,7 +185,7 @@ def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any)
 
 def deferred_groups(optimizer: Any) -> list[Any]:
     """Return the bucket groups whose gather a layer-wise optimizer leaves to forward pre-hooks.
-    Empty for any other optimizer, and without overlap.
+    The list is empty for any other optimizer, and without overlap_param_gather.
 
     All ranks get the same ones, even a rank that owns none of the parameters.
     """

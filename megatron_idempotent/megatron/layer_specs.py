@@ -108,7 +108,9 @@ def _marked(layer_spec: Any, config: Any) -> Any:
 
 
 def with_marked_norm(layer_spec: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Return one pipeline stage's block submodules, with `MarkedNorm` for every norm."""
+    """Return the block submodules of one pipeline stage: its layers, of a copy of `layer_spec`.
+    Every norm in them, and the final norm, is a `MarkedNorm`.
+    """
     from megatron.core.transformer import transformer_block
 
     layer_spec = _marked(layer_spec, config)

@@ -22,7 +22,7 @@ def reset_shared_experts(shared: Any) -> None:
 
 
 def forget_tokens(chunk: Any) -> None:
-    """Zero the token counts of a chunk's routers that a window adds up.
+    """Zero the token counts that a chunk's routers add up over the microbatches of a window.
     They are those for the expert bias, the global auxiliary loss and quantile balancing.
     """
     for module in chunk.modules():
@@ -46,8 +46,8 @@ def ranks_of_a_sequence() -> int:
 
 @functools.cache
 def losses_count_all_ranks() -> bool:
-    """Return whether this Megatron's routers multiply auxiliary losses by all ranks' tokens.
-    All ranks are those that share a sequence.
+    """Return whether routers multiply auxiliary losses by the tokens of all ranks of a sequence.
+    These are the tensor- and context-parallel ranks.
 
     They do so from 0.19 on; earlier releases multiply by the tokens of one rank.
     """
@@ -135,7 +135,9 @@ def auxiliary_losses(config: Any) -> list[str]:
 
 
 def has_layers_with_losses(config: Any) -> bool:
-    """Return whether layers of a model can add auxiliary losses, even with coefficient 0."""
+    """Return whether a config has layers that can add auxiliary losses, even with coefficient 0.
+    They are MoE layers, MTP layers and experimental attention.
+    """
     return any(getattr(config, part, None) for part, _ in _COEFFICIENTS)
 
 

@@ -100,7 +100,9 @@ _STEPPED = (
 
 
 def stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (model parameter, stepped tensor) for each parameter that an optimizer updates here.
+    """Yield (model parameter, stepped tensor) for each parameter that an optimizer updates.
+    These are the parameters that this rank updates. Yield nothing for Megatron-FSDP, or for an
+    optimizer that is not Megatron's.
 
     There are none for Megatron-FSDP, or an optimizer that is not Megatron's.
     """
@@ -130,7 +132,7 @@ def in_fsdp(optimizer: Any) -> bool:
 
 
 def frozen(optimizer: Any) -> list[Tensor]:
-    """Return the tensors that an optimizer steps although their parameter is frozen now."""
+    """Return the tensors that an optimizer would step although their model parameter is frozen."""
     mains = [main for model, main in stepped(optimizer) if not model.requires_grad]
     if in_fsdp(optimizer) and optimizer.optimizer is not None:
         for group in optimizer.optimizer.param_groups:
@@ -155,7 +157,7 @@ def leave_out(inner: Any, mains: Iterable[Any]) -> None:
 
 
 def count_step(inner: Any, mains: Iterable[Any]) -> None:
-    """Set the step counts of main parameters that `leave_out` skipped to those of the others.
+    """Set the step counts of main parameters that `leave_out` skipped to that of a stepped one.
 
     Megatron saves one count for all. A tensor that was never stepped gets an optimizer state like
     that of a stepped one, with moments of zero.
@@ -194,7 +196,9 @@ def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def count_outdated(optimizer: Any, device: Any) -> Tensor:
-    """Return this rank's number of `outdated` elements, a float64 scalar on `device`."""
+    """Count this rank's parameter elements that were written into the model after the last step.
+    They are the elements that `outdated` finds. Return a float64 scalar on `device`.
+    """
     import torch
 
     count = torch.zeros((), dtype=torch.float64, device=device)
@@ -219,7 +223,7 @@ class LossScale:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer; None if it no longer exists."""
+        """The optimizer whose loss scale is used; None if that optimizer no longer exists."""
         return self._optimizer()
 
     def __call__(self, loss: Tensor) -> Tensor:

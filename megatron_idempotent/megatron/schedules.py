@@ -57,8 +57,8 @@ def are_held(chunks: list[Any]) -> bool:
 
 
 def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Return the function that a patch calls for `schedule`: `run` of the window open for `model`.
-    Without such a window, return `schedule` itself.
+    """Return what a patch calls in place of `schedule`: `run` of an open window that holds a chunk.
+    The chunk is one of `model`'s. Without such a window, return `schedule` itself.
 
     Several patches call this, so that windows still work if one of these patches is deleted. For
     a call that a window is already running it returns `schedule`.
@@ -85,8 +85,8 @@ def _run(window: Window, schedule: Callable[..., Any], **call: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def sums_tokens_of_context_ranks() -> bool:
-    """Return whether this Megatron sums token counts of losses over context-parallel ranks, too.
-    All releases sum them over data-parallel ranks.
+    """Return whether this Megatron sums losses' token counts over context-parallel ranks, too.
+    All releases sum the counts over data-parallel ranks.
 
     0.12 sums them over the data-parallel ranks alone: there a loss function returns the tokens of
     all context-parallel parts of its microbatch.
@@ -97,8 +97,8 @@ def sums_tokens_of_context_ranks() -> bool:
 
 
 def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
-    """Return the lists of activations and output gradients for a deferred embedding gradient.
-    They belong to the model's last chunk; None if it defers no gradient.
+    """Return the two lists that `model`'s last chunk fills for its deferred embedding gradient.
+    They have the activations and the output gradients. None if that chunk defers no gradient.
     """
     holder = _holder(model[-1] if isinstance(model, list) else model)
     return (

@@ -160,7 +160,8 @@ def ended(machine: Any) -> None:
 
 
 def abandon_if_left(machine: Any) -> None:
-    """Call `abandon` for the rerun state machine if the function that ran its step has raised.
+    """Call `abandon` if an exception has left the function that began the machine's current step.
+    `abandon` resets the rerun state machine to its state before that step.
 
     If the function returned, or caught the exception itself, the step may still end, and is not
     changed.

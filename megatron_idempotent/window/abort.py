@@ -118,7 +118,7 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
 
 def drop_collectives(chunks: Sequence[Any]) -> None:
     """Drop the handles of the chunks' reductions and gathers in flight, without waiting for them.
-    After a failure on some ranks only, some of them never end.
+    A collective may never end after a failure on some ranks only.
 
     A gather may have ended on some ranks only, so all ranks gather again before the next forward.
     """

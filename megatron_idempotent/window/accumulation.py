@@ -71,7 +71,9 @@ def start_held(chunk: Any) -> None:
 
 
 def _overlaps(chunk: Any) -> bool:
-    """Return whether a backward of the chunk may start reductions.
+    """Return whether a backward of the chunk may start reductions: overlap_grad_reduce is on.
+    If it is off, the caller leaves `no_sync()` out: Megatron-FSDP's would turn reductions on for
+    later backwards.
 
     If it may not, Megatron-FSDP's `no_sync()` would turn reductions on for later backwards.
     """
@@ -146,9 +148,8 @@ def _positions(function: Callable[..., Any]) -> tuple[int, int, int | None]:
 
 
 def multiplies_by_ranks() -> bool:
-    """Return whether this Megatron multiplies losses by ranks even under `dividing_by`.
-    Release 0.12 does, in spite of `context_parallel=False`, by the number of context-parallel
-    ranks.
+    """Return whether this Megatron multiplies losses by context-parallel ranks under `dividing_by`.
+    Release 0.12 multiplies by their number in spite of `context_parallel=False`.
 
     0.12 still multiplies a loss that comes with its tokens by the number of context-parallel ranks:
     it looks the number up twice, the second time for losses without tokens.

@@ -126,7 +126,8 @@ def checked_deadline(deadline_s: Any) -> float:
 
 
 def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[int, str]:
-    """Return all ranks' failures, by global rank. A collective: one all-reduce if no rank failed.
+    """Return the error texts of all ranks that failed, by global rank; `failure` is this rank's.
+    A collective: one all-reduce if no rank failed.
 
     `group` is a gloo group with that deadline; None for that of all ranks.
 
@@ -197,7 +198,9 @@ def as_one(consequence: str) -> Iterator[None]:
 
 @contextmanager
 def as_one_at_barriers(consequence: str) -> Iterator[None]:
-    """Do the same as `as_one`, and exchange failures (`meet`) at each barrier of all ranks, too."""
+    """Raise on all ranks if the block raises on one rank, as `as_one`, and also at barriers.
+    In the block, `dist.barrier()` without arguments exchanges the failures by `meet`.
+    """
     barrier = dist.barrier
 
     def met(*args: Any, **kwargs: Any) -> Any:
@@ -318,7 +321,7 @@ def refuse_if_poisoned() -> None:
 
 
 def forget() -> None:
-    """Destroy the gloo groups of this module, and end the poisoned state.
+    """Destroy the gloo groups that this module created, and end the poisoned state.
     All ranks call it while they rebuild their process groups.
     """
     for made_under, group in _control.values():

@@ -227,7 +227,9 @@ class GuardedCall:
             yield
 
     def settle(self) -> None:
-        """Exchange failures with all ranks, once per window, and store them. A collective."""
+        """Exchange failures with all ranks, once per window, and store them in `failures`.
+        A collective. Before it, check this rank's gradients for NaN if `check` is set.
+        """
         if self._settled:
             return
         self._settled = True
@@ -316,8 +318,8 @@ class GuardedCall:
         return forward_step
 
     def _give_up(self, error: Exception, location: str) -> None:
-        """Record an error, and stop computing in this window.
-        Poison the session if other ranks may wait for this one inside a layer.
+        """Record this rank's error, and skip all further forwards and backwards of this window.
+        Raise `SessionPoisoned` if other ranks may wait for this one inside a layer.
         """
         self._fail(error, location)
         if is_poisoned():

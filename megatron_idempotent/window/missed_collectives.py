@@ -48,8 +48,8 @@ class MissedCollectives:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Record each bucket group's collectives as they start in the block.
-        It shadows the methods of the groups.
+        """Record in the block which bucket groups start their reductions, and in which order.
+        It replaces the groups' methods that start reductions and gathers or wait for gathers.
 
         Until the order of a chunk's reductions is known, also record when gradients become ready:
         every backward shows that order, while reductions start in the last one only.
@@ -129,8 +129,8 @@ class MissedCollectives:
         return self._counted[chunk_index] == expected
 
     def check(self) -> None:
-        """Check now for NaN and large gradients, not when gradients are finalized.
-        It checks bucket groups that are not reduced yet, if the DDP config asks for it.
+        """Check unreduced gradients for NaN and large values, if the DDP config asks for it.
+        Upstream would make this check when the reduction starts.
 
         Then the rank with the NaN would raise while its peers enter the reduction.
         """
@@ -162,7 +162,9 @@ class MissedCollectives:
             self._order[chunk_index] = list(ready)
 
     def learn(self, failed: bool) -> None:
-        """Keep the order in which a chunk's hooks start reductions, for later windows that fail."""
+        """Keep, for each chunk, the order in which its hooks start reductions.
+        Later windows in which this rank fails start the missing reductions in this order.
+        """
         for chunk_index, (chunk, started) in enumerate(
             zip(self._chunks, self._started.values(), strict=True)
         ):
@@ -246,7 +248,7 @@ def _note_ready(
 
 
 def _counts(firsts: list[tuple[Any, Any]]) -> list[int]:
-    """Return how often one parameter of each bucket group has registered its gradient."""
+    """Return how often the first parameter of each bucket group has registered its gradient."""
     return [group.per_param_grad_ready_counts.get(first, 0) for group, first in firsts]
 
 

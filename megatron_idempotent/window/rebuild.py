@@ -90,7 +90,9 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
 
 
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
-    """Return all objects that refer to an old object, without `spared` and this module's frames."""
+    """Return all objects that refer to an old object, except for two kinds.
+    Left out are objects with an id in `spared`, and frames of this module's functions.
+    """
     outdated_ids = substitutes.ids
     outdated = tuple(substitutes.old)  # from Python 3.13 on get_referrers() returns this tuple, too
     holders = gc.get_referrers(*outdated)

@@ -33,7 +33,7 @@ WEIGHTS = {"actor": 0.0, "ref": 1.0, "teacher": 2.0}
 
 def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a method of the actor that reads the model: first load the actor's own weights into it.
-    Weights that are offloaded stay where they are.
+    Load nothing if the weights are offloaded.
     """
     # slime does not record whether weights are on the device; with this option they seldom are.
     asleep = getattr(self, "_asleep", self.args.offload_train)
@@ -47,8 +47,8 @@ def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def switches_back(bodies: Mapping[str, Body]) -> bool:
-    """Return whether a framework's own update and save check which weights the model has.
-    Without a check they may use the reference's.
+    """Return whether a framework's own update and save check whose weights the model holds.
+    Without such a check they may use the reference's weights.
     """
     readers = [body for address, body in bodies.items() if not address.endswith(_LOAD)]
     return all(
@@ -69,8 +69,9 @@ def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def targets(framework: str, *more: str) -> list[Target]:
-    """Return the targets of a patch for slime's or miles' actor.
-    They are a weight update, a save, the savers `more`, and loads.
+    """Return the `Target`s of a patch for the training actor of slime or miles.
+    They wrap `update_weights`, `save_model`, the saving methods `more`, and the load of another
+    model's checkpoint.
     """
     actor = ACTOR.format(framework)
     return [
@@ -86,7 +87,8 @@ def targets(framework: str, *more: str) -> list[Target]:
 
 
 class Actor:
-    """Sets up slime's or miles' training actor with its own weights; a reference is loaded, too.
+    """Sets up slime's or miles' training actor on one parameter, without Ray and engines.
+    The actor has its own weights, and keeps those of a reference.
 
     Args:
         framework: `slime` or `miles`.
@@ -159,7 +161,7 @@ class Actor:
 
     @property
     def _takes_engines(self) -> bool:
-        """True for miles, whose methods take more arguments."""
+        """True if the framework is miles, whose methods take more arguments than slime's."""
         return "miles" in self.module.__name__
 
     def _import(self, framework: str) -> Any:
@@ -229,7 +231,8 @@ class Actor:
 
 def reproduce(framework: str, *, by_init: bool) -> None:
     """Send weights to engines and save, after slime's `init` and after a reference pass that fails.
-    Without the patch they get the reference's weights. `init` runs only with `by_init`.
+    Without the patch the engines and the checkpoint get the reference's weights. `init` runs only
+    with `by_init`.
     """
     for start in (True, False) if by_init else (False,):
         actor = Actor(framework, by_init=start)
@@ -267,12 +270,12 @@ class _RayActor(_standins.Off):
 
 
 def fail(*_: Any, **__: Any) -> None:
-    """Raise `Broken`; it replaces a function of the framework that reads data."""
+    """Raise `Broken`; it replaces a function of the framework that has to fail."""
     raise Broken("a microbatch that cannot be read")
 
 
 def _watching(decorated: Any) -> Any:
-    """Return a function unchanged, as a decorator; given a name, return an empty context.
+    """Return a given function unchanged, as a decorator; for a name, return an empty context.
     It replaces the framework's timers.
     """
     return decorated if callable(decorated) else contextlib.nullcontext()

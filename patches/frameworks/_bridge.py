@@ -33,7 +33,7 @@ _OF_CHECKPOINTS = (
 
 
 class _Flops(SimpleNamespace):
-    """Stands in for Bridge's FLOP statistics, all 0, as a tuple or with attributes.
+    """Stands in for Bridge's FLOP statistics: iterates over five zeros, and every attribute is 0.
     Bridge used a tuple up to 0.6.
     """
 
@@ -113,7 +113,9 @@ class Bridge:
         self.forward_step: Callable[..., Any] = running._forward_step
 
     def train(self, iterations: int) -> None:
-        """Run one call of Bridge's `train`. All ranks take part."""
+        """Run one call of Bridge's `train`, for `iterations` more iterations.
+        All ranks take part.
+        """
         module = self._module("train")
         self.cfg.train.train_iters += iterations
         running = self.program
@@ -187,7 +189,7 @@ class Bridge:
 
 
 def import_checkpoints() -> tuple[Any, Any, Any]:
-    """Import three modules of Bridge: configurations, training state and checkpoints."""
+    """Import and return three modules of Bridge: configurations, training state and checkpoints."""
     modules = {
         name: _standins.import_alone(f"megatron.bridge.{name}", "modelopt", "transformers")
         for name in _OF_CHECKPOINTS

@@ -26,7 +26,9 @@ def forget_no_sync(config: Any, chunks: Sequence[Any]) -> None:
 
 
 def is_megatrons_no_sync(installed: Any) -> bool:
-    """Return whether `installed`, a `no_sync_func`, is the bound `no_sync` of Megatron wrappers."""
+    """Return whether `installed`, a `no_sync_func`, is `no_sync` of Megatron's wrappers of chunks.
+    It is one bound method or a list of them. The wrappers may be those of any model.
+    """
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
     functions = installed if isinstance(installed, (list, tuple)) else [installed]
@@ -61,7 +63,10 @@ def restoring(
 
 
 def rollout(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run slime's or miles' `train` so that a worker can call it again for the next rollout."""
+    """Run slime's or miles' `train` so that a worker can call it again for the next rollout.
+    First clear the `no_sync_func` of an earlier call; afterwards restore `param_sync_func` and the
+    garbage collector.
+    """
     from megatron.core.utils import get_model_config
     from megatron.training.global_vars import get_args
 

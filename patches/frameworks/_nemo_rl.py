@@ -82,7 +82,9 @@ class NemoRL(Windows):
             self.worker._collect_mtp_metrics = lambda *_: None
 
     def train(self, seed: int, *, eval_mode: bool = False) -> Any:
-        """Run one call of the worker's `train`: a window and, without `eval_mode`, a step."""
+        """Run one call of the worker's `train` on a seed's data.
+        It takes a step unless `eval_mode`.
+        """
         return self.worker.train(self._data(seed), self._loss_of, eval_mode=eval_mode)
 
     def begin(self) -> None:
@@ -115,7 +117,7 @@ class NemoRL(Windows):
         return b"".join(_bits(tensor) for _, tensor in pairs)
 
     def remember_reference(self) -> None:
-        """Give the worker a reference whose weights are half of the policy's."""
+        """Set the worker's reference weights to a copy of the policy's, each multiplied by 0.5."""
         self.worker.reference_state_dict = {
             name: item.detach().clone() * 0.5
             for name, item in self.worker.model.state_dict().items()
@@ -180,7 +182,7 @@ class _Config(dict):  # type: ignore[type-arg]
 
 
 class _Data(dict):  # type: ignore[type-arg]
-    """Stands in for NeMo-RL's `BatchedDataDict`, as far as its workers use it."""
+    """Stands in for NeMo-RL's `BatchedDataDict`, with the methods that its workers use."""
 
     size: int
     microbatches: list[Any]

@@ -81,13 +81,15 @@ def unfuse(*layers: Any) -> None:
 
 
 def own_rows(layer: Any, _inputs: Any, outputs: Any) -> Any:
-    """Forward hook: pad a column-parallel layer's output with zeros in other ranks' places."""
+    """Forward hook: pad this rank's part of a layer's output with zeros for other ranks' parts."""
     output, bias = outputs
     return among_zeros(output, layer.tp_group), bias
 
 
 def among_zeros(tensor: Any, group: Any) -> Any:
-    """Return [..., D * ranks] with this rank's tensor [..., D] in its place, else zeros."""
+    """Pad this rank's tensor [..., D] with zeros to [..., D * ranks], and return the result.
+    The tensor is at this rank's place; the zeros are at those of the other ranks of `group`.
+    """
     from torch.nn.functional import pad
 
     size, rank = tensor.shape[-1], group.rank()
@@ -95,12 +97,12 @@ def among_zeros(tensor: Any, group: Any) -> Any:
 
 
 def is_cut(adapter: Any) -> bool:
-    """Return whether tensor-parallel ranks split the weights of an adapter's layer."""
+    """Return whether tensor-parallel ranks split the weights of the layer that has an adapter."""
     return adapter.input_is_parallel or not adapter.linear_out.gather_output
 
 
 def drops(adapter: Any) -> bool:
-    """Return whether dropout of a Bridge adapter is active now."""
+    """Return whether a Bridge adapter applies dropout now: it trains, with a rate above 0."""
     return adapter.training and getattr(adapter.dropout, "p", 0) > 0
 
 
@@ -228,7 +230,7 @@ def expect_balance(chunks: Any) -> None:
 
 
 def expect_norms(chunks: Any) -> None:
-    """Raise a `Fault` unless the weight norms of DoRA layers are those of complete rows."""
+    """Raise a `Fault` unless DoRA layers' weight norms are those of the complete merged rows."""
     import torch
     from megatron.core import parallel_state as ps
 
@@ -247,7 +249,7 @@ def expect_norms(chunks: Any) -> None:
 
 
 def expect_products(chunks: Any) -> None:
-    """Raise a `Fault` unless experts' adapters that ranks share are the product of their factors.
+    """Raise a `Fault` unless each expert adapter split over ranks computes its factors' product.
 
     The input is the same on all ranks, or split by columns; outputs are split by columns, or are
     summed over ranks. The gradients are compared too. All ranks of the expert, or of the shared
@@ -330,7 +332,8 @@ def bridge(kind: str, **options: Any) -> Any:
 
 
 def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run Bridge's exports; return the adapters and the merged model (or the base) by Qwen's names.
+    """Run Bridge's exports; return the adapters' factors and the model's weights, by Qwen's names.
+    With `merge` the adapters are merged into the model's weights; without, these are the base's.
 
     All ranks take part. It does not work before 0.5, which has other modules.
     """
@@ -408,7 +411,9 @@ def _qwen() -> Any:
 
 @functools.cache
 def grouped_layers() -> dict[str, Any]:
-    """Return stand-ins for Transformer Engine's linear layers, by name; only grouped ones work."""
+    """Return stand-ins for Transformer Engine's linear layers, by name.
+    Only the grouped layers can compute.
+    """
     import torch
     from megatron.core import parallel_state
     from torch import nn
@@ -470,7 +475,7 @@ def _group_experts(module: Any) -> None:
     layers = grouped_layers()
 
     class Grouped(nn.Module):
-        """Computes the same as `SequentialMLP` with its weights, in the form of `TEGroupedMLP`."""
+        """Has the form of `TEGroupedMLP`; computes what a `SequentialMLP` with its weights does."""
 
         def __init__(self, experts: Any) -> None:
             super().__init__()

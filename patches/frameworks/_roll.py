@@ -74,7 +74,7 @@ class Roll(Windows):
 
 
 class _Models(list):  # type: ignore[type-arg]
-    """Stands in for mcore_adapter's list of model chunks, as far as ROLL's strategy uses it."""
+    """Stands in for mcore_adapter's list of model chunks, with the methods that ROLL uses."""
 
     def __init__(self, chunks: list[Any], config: Any) -> None:
         super().__init__(chunks)

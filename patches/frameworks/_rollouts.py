@@ -159,7 +159,9 @@ class Rollouts:
 
 
 def run_twice(framework: str) -> None:
-    """Run two rollouts of one step each with overlap, through the `train()` of slime or miles."""
+    """Run two rollouts of one step each through the `train()` of slime or miles.
+    Gradient reductions and parameter gathers overlap.
+    """
     rollouts = Rollouts(framework, ["--overlap-grad-reduce", "--overlap-param-gather"])
     rollouts.train(1, first=0)
     rollouts.train(1, first=1)
@@ -180,7 +182,7 @@ class _Data:
 
 
 class _Reports:
-    """Stands in for the metrics and logging modules of slime and miles, as `train()` calls them."""
+    """Stands in for slime's and miles' metrics and logs; keeps the gradient norm of each step."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts

@@ -170,7 +170,9 @@ def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
 
 
 def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
-    """Step and zero gradients like SkyRL's strategy, without the scheduler; return the norm."""
+    """Take an optimizer step like SkyRL's strategy, zero the gradients; return the gradient norm.
+    It calls no scheduler.
+    """
     _, norm, _ = optimizer.step()
     optimizer.zero_grad()
     return norm

@@ -61,7 +61,7 @@ def manager_of(
     fully_reshardable: bool = False,
     **checkpoint: Any,
 ) -> Any:
-    """Return verl's checkpoint manager for a model, which saves in Megatron's shards.
+    """Return verl's checkpoint manager for a model; it saves Megatron's distributed checkpoints.
 
     `checkpoint` is its configuration, `scheduler_too` is `use_checkpoint_opt_param_scheduler`, and
     `fully_reshardable` is `dist_ckpt_optim_fully_reshardable`. verl's defaults for both are off.

@@ -79,7 +79,8 @@ class Windows:
         return self.loss(logits_BTV, target_BT), logprobs_BT
 
     def failing(self, site: tuple[str, int], call: Callable[[], Any]) -> None:
-        """Run `call()`, in which the microbatch `site` fails; catch the error and drop its losses.
+        """Run `call()`, in which the microbatch that `site` names raises, and catch the error.
+        Drop the losses of the call. Raise `AssertionError` if nothing failed.
 
         All ranks call it at once: a rank that fails alone leaves the others waiting for it.
         """
@@ -118,7 +119,8 @@ class Windows:
 
 
 def methods(*classes: type, **attributes: Any) -> Any:
-    """Create an object with the methods of a framework's classes; later ones override earlier.
+    """Create an object that has the methods of a framework's classes.
+    A method of a later class overrides one of an earlier class.
 
     An attribute that is not passed is None.
     """

@@ -49,7 +49,8 @@ def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _with_dropped_input(layer: Any, result: Any, change: Any) -> Any:
     """Add (scale - 1) times the base weight's product with `change` to a DoRA layer's output.
-    `change` is what dropout has changed in the input.
+    `scale` is DoRA's magnitude divided by the weight's norm; `change` is the input after dropout,
+    minus the input before it.
     """
     output, bias = result
     scale = layer.adapter.get_weight_magnitude() / layer._get_weight_norm()
@@ -86,7 +87,7 @@ def _of_weight(layer: Any, x: Any) -> Any:
 
 def reproduce() -> None:
     """Compare DoRA layers with dropout, with and without a norm, with DoRA's formula for one mask.
-    Without the patch they differ.
+    Without the patch a layer's output differs from the formula's.
     """
     import torch
 

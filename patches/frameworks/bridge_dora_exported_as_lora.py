@@ -64,7 +64,7 @@ def _scaled(merged: dict[str, Any], magnitudes: dict[str, Any]) -> dict[str, Any
 
 def stream(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Yield the adapters' factors, and after both factors of a weight its DoRA magnitudes.
-    These have peft's name.
+    A magnitude is named as peft names it, with `lora_magnitude_vector`.
     """
     for pair in original(self, *args, **kwargs):
         yield pair
@@ -75,7 +75,7 @@ def stream(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator
 
 
 def ranks_of(original: Original, adapter_weights: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-    """Wrap Bridge's look-up of adapter ranks: leave out DoRA's magnitudes, which have none."""
+    """Wrap Bridge's look-up of LoRA ranks: leave out DoRA's magnitudes, which have no LoRA rank."""
     factors = [pair for pair in adapter_weights if not pair[0].endswith(_MAGNITUDE)]
     return original(factors, *args, **kwargs)
 
@@ -98,7 +98,9 @@ def load_and_export(
 
 
 def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
-    """Return DoRA's magnitudes [rows] by Hugging Face weight name, from all stages and experts."""
+    """Return DoRA's magnitudes [rows] of all stages and experts, by Hugging Face weight name.
+    A collective over the ranks of the model.
+    """
     import torch
     from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
     from megatron.core import parallel_state
@@ -134,8 +136,8 @@ def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
 
 
 def reproduce() -> None:
-    """Export a model with DoRA, and compare merged rows and magnitudes with those of a layer.
-    Without the patch the export has no magnitudes.
+    """Export a model with DoRA; compare one layer's magnitudes with the norms of its exported rows.
+    Compare them with the exported magnitudes, too. Without the patch the export has none.
     """
     import torch
 

@@ -37,8 +37,9 @@ from . import _peft
 
 
 def norm(original: Original, self: Any) -> Any:
-    """Return DoRA's norms [outputs] of complete weight rows, of which ranks may have a part each.
-    All tensor-parallel ranks take part.
+    """Return the norms [outputs] of a DoRA layer's complete weight rows, on each rank.
+    If ranks hold parts of the rows, sum the squares over ranks. All tensor-parallel ranks take
+    part.
     """
     import torch
     from megatron.core import parallel_state
@@ -63,7 +64,7 @@ def begin(original: Original, self: Any, value: Any) -> None:
 
 def reproduce() -> None:
     """Compare DoRA's norms of layers on two tensor-parallel ranks with those of complete rows.
-    Without the patch they are those of a rank's part.
+    Without the patch a rank has the norms of its own part of the rows.
     """
     bench = _peft.build("DoRA", {"tp": 2, "sequence_parallel": True})
     _peft.expect_norms(bench.chunks)

@@ -36,7 +36,7 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an adapter whose layers on an expert sum over the ranks that share the expert."""
+    """Build an adapter; let an expert's adapter sum over the ranks that share the expert."""
     original(self, *args, **kwargs)
     call = arguments(original, (self, *args), kwargs)
     if self.linear_out.tp_group.size() == 1:
@@ -53,7 +53,7 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def reproduce() -> None:
     """Compare experts' adapters on two tensor-parallel ranks with the product of their factors.
-    Without the patch outputs or gradients are one rank's part.
+    Without the patch outputs or gradients are those of one rank's part.
     """
     options = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
     bench = _peft.build("LoRA", {"tp": 2, "sequence_parallel": True, "experts": 2}, config=options)

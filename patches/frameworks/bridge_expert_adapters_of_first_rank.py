@@ -39,7 +39,7 @@ _EXPERT = re.compile(r"(?<=\bexperts\.)\d+")
 def list_adapters(
     original: Original, self: Any, megatron_model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the adapters with their names, in which experts have their number over all ranks."""
+    """Return the adapters with their names; an expert's number in a name counts over all ranks."""
     from megatron.core.utils import unwrap_model
 
     chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
@@ -134,7 +134,7 @@ def _of_ranks(weight: Any) -> Any:
 
 def reproduce() -> None:
     """Export a model's adapters, and a merged model, on two expert-parallel ranks.
-    Without the patch both have the first rank's adapters only.
+    Without the patch both exports have the first rank's adapters only.
     """
     import torch
     from megatron.core import parallel_state

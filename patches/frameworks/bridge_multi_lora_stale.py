@@ -43,7 +43,7 @@ def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Take a step with overlap_param_gather on two replicas, run a forward, and compare weights.
-    Without the patch the replicas have different ones.
+    Without the patch the replicas have different weights.
     """
     layout = {"with_optimizer": True, "distributed_optimizer": True, "overlap_param_gather": True}
     bench = _peft.build("MultiLoRA", layout, n_adapters=2, dim=8)

@@ -41,7 +41,9 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
-    """Sum the tensor between an adapter's factors over ranks if `summed`; always its gradient."""
+    """Pre-hook between an adapter's factors: its backward sums the tensor's gradient over ranks.
+    With `summed`, its forward also sums the tensor over ranks.
+    """
     from megatron.core.tensor_parallel import mappings
 
     (tensor,) = inputs

@@ -32,7 +32,9 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an adapter; for a layer that ranks replicate, run it over all ranks' positions."""
+    """Run an adapter; if its layer is replicated, run it over the sequence positions of all ranks.
+    Return this rank's part of the output.
+    """
     if _peft.is_cut(self) or not self.config.sequence_parallel:
         return original(self, x, *args, **kwargs)
     from megatron.core.tensor_parallel import mappings
@@ -44,7 +46,7 @@ def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) ->
 
 def reproduce() -> None:
     """Compare a router's adapter on each rank's own tokens with the product of its factors.
-    Without the patch it mixes tokens of other ranks in.
+    Without the patch the adapter's output mixes in tokens of other ranks.
     """
     import torch
     from megatron.core import parallel_state

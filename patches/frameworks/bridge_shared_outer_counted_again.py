@@ -42,7 +42,7 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def replicate(original: Original, weight: Any) -> None:
-    """Broadcast a shared factor to all expert-parallel ranks; sum its gradient over these alone."""
+    """Broadcast a shared factor to all expert-parallel ranks; let these ranks sum its gradient."""
     import torch
     from megatron.core import parallel_state
 
@@ -68,7 +68,7 @@ def _summed(gradient: Any) -> Any:
 
 def reproduce() -> None:
     """Compare the gradients of both factors of shared outer adapters on two replicas.
-    Without the patch the shared factor's is twice the right one.
+    Without the patch the gradient of the shared factor is twice the right one.
 
     The loss depends on the product of both factors alone, so that each factor times its gradient
     has the same sum.

@@ -39,7 +39,7 @@ def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a Bridge `train_step` whose optimizer raises, and then a good one.
-    Without the patch the second asserts that a timer has already been started.
+    Without the patch the second call asserts that a timer has already been started.
     """
     from ._bridge import Bridge
 

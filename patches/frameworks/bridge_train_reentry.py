@@ -58,7 +58,9 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run Bridge's `train()` twice without overlap; without the patch the second call asserts."""
+    """Run Bridge's `train()` twice without overlap.
+    Without the patch the second call asserts that a timer has already been started.
+    """
     from ._bridge import Bridge
 
     bridge = Bridge()

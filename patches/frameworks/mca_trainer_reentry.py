@@ -40,7 +40,7 @@ def prepare(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Prepare the training loop of one `McaTrainer` twice, with overlap_grad_reduce.
-    Without the patch the second time asserts on `config.no_sync_func`.
+    Without the patch the second call asserts on `config.no_sync_func`.
     """
     from unittest.mock import MagicMock
 

@@ -30,7 +30,7 @@ from . import _actors
 
 def reproduce() -> None:
     """Send weights to miles' engines and save, after a pass of the reference that raised.
-    Without the patch they get the reference's weights.
+    Without the patch the engines and the checkpoint get the reference's weights.
     """
     _actors.reproduce("miles", by_init=False)
 

@@ -29,8 +29,8 @@ from . import _copies
 
 
 def reproduce() -> None:
-    """Run two rollouts of one step each through miles' `train()`, with overlap.
-    Without the patch the second asserts on `config.no_sync_func`.
+    """Run two rollouts of one step each through miles' `train()`, with overlap_grad_reduce.
+    Without the patch the second call asserts on `config.no_sync_func`.
     """
     from ._rollouts import run_twice
 

@@ -41,8 +41,8 @@ _WORKERS = ("megatron_policy_worker/", "megatron_value_worker/")
 
 
 def wrap_with_nvtx_name(original: Original, name: str) -> Any:
-    """Wrap NeMo-RL's decorator of worker methods: if a method raises, undo its changes.
-    These are disabled gradients and running timers.
+    """Wrap NeMo-RL's decorator of worker methods, for the case that a method raises.
+    Then turn gradients on again if they were on, and drop the timers that the method started.
     """
     decorate = original(name)
     return partial(_decorate, decorate) if name.startswith(_WORKERS) else decorate

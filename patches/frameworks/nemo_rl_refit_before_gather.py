@@ -44,7 +44,7 @@ def export(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run NeMo-RL's refit right after a step with overlap_param_gather.
-    Without the patch the ranks' parameters differ in it.
+    Without the patch data-parallel ranks still have different parameters in the refit.
     """
     nemo = _nemo_rl.NemoRL(overlap_param_gather=True)
     nemo.train(0)

@@ -57,7 +57,9 @@ def prepare_write_data(original: Original, self: Any, plan: Any, planner: Any) -
 
 
 def _prepared(folder: str, weights: Any) -> Any:
-    """Prepare a save of `weights`; return the address of the tensor that is sent, or None."""
+    """Prepare a save of `weights`; return the address of the tensor sent to the writer process.
+    None if no tensor is sent.
+    """
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 

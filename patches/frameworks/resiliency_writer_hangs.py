@@ -51,7 +51,7 @@ _WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 
 def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
     """Wrap the start of a save: let the next save wait for this rank's writer process.
-    It waits before it writes into shared memory.
+    The next save waits before it writes into shared memory.
     """
     if self.persistent:  # Megatron does not pass `cpu_shm_mode` to each of its queues
         writer = importlib.import_module(_WRITER).FileSystemWriterAsync

@@ -66,7 +66,7 @@ def run_pending_grad_sync(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Run a step whose only `forward_backward` raises, and one of two of which the second raises.
+    """Run a step whose only `forward_backward` raises, then a step whose second of two raises.
     Without the patch the next step also uses gradients of the failed call.
     """
     skyrl = SkyRL(overlap_grad_reduce=False)

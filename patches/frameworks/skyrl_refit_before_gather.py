@@ -40,7 +40,7 @@ def extract_weights(original: Original, self: Any, *args: Any, **kwargs: Any) ->
 
 def reproduce() -> None:
     """Run SkyRL's weight sync right after a step with overlap_param_gather.
-    Without the patch the ranks' parameters differ in it.
+    Without the patch data-parallel ranks still have different parameters after the sync.
     """
     skyrl = _skyrl.SkyRL(overlap_param_gather=True)
     skyrl.train(0)

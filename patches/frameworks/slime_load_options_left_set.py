@@ -58,8 +58,8 @@ def restores_always(bodies: Mapping[str, Body]) -> bool:
 
 
 def reproduce() -> None:
-    """Load a reference with a step of its own; then one that cannot be read.
-    Without the patch the arguments of the reference's load stay set.
+    """Load a reference that has its own `ref_ckpt_step`, then a reference that cannot be read.
+    Without the patch the arguments that the load has changed stay changed.
     """
     actor = _actors.Actor("slime", ref_ckpt_step=7)
     _expect_restored(actor, "a load")

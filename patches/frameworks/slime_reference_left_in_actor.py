@@ -34,7 +34,7 @@ from . import _actors
 
 def reproduce() -> None:
     """Send weights to slime's engines and save, after `init` and after a reference pass that fails.
-    Without the patch they get the reference's weights.
+    Without the patch the engines and the checkpoint get the reference's weights.
     """
     _actors.reproduce("slime", by_init=True)
 

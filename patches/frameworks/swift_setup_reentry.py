@@ -44,7 +44,7 @@ def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Set up one ms-swift trainer twice, with overlap_grad_reduce.
-    Without the patch the second time asserts on `config.no_sync_func`.
+    Without the patch the second call asserts on `config.no_sync_func`.
     """
     from ._swift import trainer
 

@@ -40,7 +40,7 @@ def build_optimizer_state_dict(
     is_loading: bool = False,
 ) -> Any:
     """Wrap verl's building of the optimizer's shards: for a load, build the model's shards again.
-    The model's load has used the first ones up.
+    The load of the model has consumed the shards that were built first.
     """
     if is_loading and not self.use_megatron_fsdp:
         model_sharded_state_dict = self._build_model_sharded_state_dict(metadata)

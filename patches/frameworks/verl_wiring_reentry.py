@@ -44,7 +44,10 @@ from . import _copies
 
 
 def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run `register_megatron_training_hooks`, also twice or for chunks that share one config."""
+    """Run `register_megatron_training_hooks` so that second calls and shared configs do not fail.
+    First clear a `no_sync_func` of these chunks; chunks that share a config get copies for the
+    call.
+    """
     chunks = arguments(original, args, kwargs)["model"]
     configs: list[Any] = []
     sharing: list[tuple[Any, Any]] = []
