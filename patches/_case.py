@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Fault(Exception):
-    """Is raised by the reproduction of a hazard if it sees the wrong behaviour it looks for."""
+    """Is raised by a reproduction that observes the wrong behaviour of its hazard."""
 
 
 def bench(**options: Any) -> Tiny:

@@ -42,7 +42,7 @@ def _reason_lost(caller: Any) -> str | None:
 
 def _drop(caller: Any) -> None:
     """Kill an async-save caller's writer process, and drop its queues.
-    The next save starts new ones.
+    The next save starts a new process and new queues.
     """
     for name in _QUEUES:
         _queue(caller, name).cancel_join_thread()  # its items have no reader any more

@@ -30,8 +30,8 @@ from ._case import Patch, target
 
 
 def reproduce() -> None:
-    """Abort a written and an unwritten save, and save and load after each.
-    On stock Megatron a later checkpoint then has the metadata of the save before, or cannot be
+    """Abort one save after its files are written and one before; save and load after each of them.
+    On stock Megatron a later checkpoint then has the metadata of the aborted save, or cannot be
     loaded.
     """
     from megatron.core.dist_checkpointing.strategies import async_utils

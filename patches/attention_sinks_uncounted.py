@@ -52,7 +52,7 @@ def _sinks(model: Any) -> list[Any]:
 
 
 def reproduce() -> None:
-    """Give all attention sinks on two tensor-parallel ranks gradients of one, and take the norm.
+    """Fill the gradients of attention sinks on two tensor-parallel ranks with 1, and take the norm.
     On stock Megatron the norm counts the sinks of the first rank only.
     """
     model = bench(

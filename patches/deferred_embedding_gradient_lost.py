@@ -35,7 +35,7 @@ from ._case import Fault, Helper
 def reproduce(*, helped: bool) -> None:
     """Run two schedule calls without a finalize function, then finalize by hand.
     The output layer's deferred gradient is then zero. With `helped` an `accumulation_window` runs
-    them.
+    both calls, and the gradient is computed.
     """
     from megatron.core.distributed import finalize_model_grads
 
@@ -51,8 +51,8 @@ def reproduce(*, helped: bool) -> None:
 
 
 def neighbour(*, helped: bool) -> bytes:
-    """Run the step in one call that finalizes, as a control; with `helped` in a window.
-    Return the gradients' bytes.
+    """Run the step in one call that finalizes, as a control; return the gradients' bytes.
+    With `helped` the call runs in an `accumulation_window`.
     """
     model = _deferred_embedding.build(overlap_grad_reduce=False)
     with _window(model) if helped else contextlib.nullcontext():

@@ -67,7 +67,7 @@ def _duplicated_layers(model: Any) -> Iterator[Any]:
 
 
 def reproduce() -> None:
-    """Give a weight that two tensor-parallel ranks replicate gradients of one, and take the norm.
+    """Fill the gradient of a weight that two tensor-parallel ranks replicate with 1; take the norm.
     On stock Megatron the norm counts the weight once per rank.
     """
     from ._engine_layers import duplicated

@@ -70,7 +70,7 @@ def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Save and load on two expert-parallel ranks, and compare their random stream before and after.
+    """Save and load on two expert-parallel ranks; compare each rank's random stream for experts.
     On stock Megatron both ranks have the first rank's stream after the load.
     """
     import torch

@@ -55,7 +55,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def _split_otherwise(config: Any) -> bool:
     """Return whether experts have another tensor-parallel size than dense layers, at EP 1.
-    Copies of their parts are then on other ranks than those of dense layers.
+    Copies of an expert's part are then on other ranks than copies of a dense layer's part.
     """
     split = getattr(config, "expert_tensor_parallel_size", None)
     return (

@@ -56,7 +56,7 @@ def _is_of_train(function: Any) -> bool:
 
 def reproduce() -> None:
     """Run `train()` with a custom `finalize_model_grads_func` that counts its calls.
-    On stock Megatron it is not called.
+    On stock Megatron the custom function is not called.
     """
     from megatron.core.distributed import finalize_model_grads
 

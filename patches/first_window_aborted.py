@@ -79,7 +79,7 @@ def _drop_what_is_unfinished(groups: list[Any]) -> None:
 
 def reproduce() -> None:
     """Interrupt the backward of the very first window, then run three windows.
-    On stock Megatron these assert, or their gradients are wrong.
+    On stock Megatron the later windows assert, or their gradients are wrong.
     """
     import torch
 

@@ -63,7 +63,7 @@ def _freeze(module: Any) -> None:
 
 def reproduce() -> None:
     """Run a window of a two-stage model whose tied embedding is frozen.
-    On stock Megatron it ends in a `TypeError`.
+    On stock Megatron the window ends in a `TypeError`.
     """
     model = bench(pp=2, tied=True, before_ddp=_freeze)
     model.forward_backward(2, data_seed=0)

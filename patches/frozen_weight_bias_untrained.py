@@ -39,7 +39,7 @@ def linear(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Train only the attention biases, and check that they have gradients.
-    On stock Megatron the biases beside frozen weights have none.
+    On stock Megatron biases of layers with frozen weights have no gradient.
     """
 
     def freeze(module: Any) -> None:

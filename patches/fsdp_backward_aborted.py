@@ -43,7 +43,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 def reproduce() -> None:
     """Interrupt a backward under Megatron-FSDP half-way, then run two windows.
-    On stock Megatron their gradients are wrong, or they assert.
+    On stock Megatron the gradients of the two windows are wrong, or the windows assert.
     """
     model = bench(fsdp="optim_grads_params")
     model.forward_backward(1, data_seed=0)

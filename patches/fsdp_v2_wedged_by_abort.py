@@ -73,7 +73,7 @@ def _reset(module: Any) -> None:
 
 def reproduce() -> None:
     """Interrupt a backward under the second version of Megatron-FSDP, and run the window again.
-    On stock Megatron its forward raises an invalid phase transition.
+    On stock Megatron the forward of the second run raises an invalid phase transition.
     """
     model = bench(fsdp="v2")
     model.forward_backward(1, data_seed=0)

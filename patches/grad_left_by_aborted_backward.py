@@ -39,7 +39,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 def reproduce() -> None:
     """Interrupt a backward after autograd has set `param.grad`, then run a window.
-    On stock Megatron its gradients contain that of the interrupted backward.
+    On stock Megatron the window's gradients also contain the gradient of the interrupted backward.
     """
     import torch
 

@@ -44,7 +44,8 @@ _SCALE_THEMSELVES = {"areal.engine.megatron_engine": ("MegatronEngine", "train_b
 
 def build(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Build an optimizer, and set its loss scale as `grad_scale_func` of its chunks' configs.
-    It leaves functions of the caller, and frameworks that scale their losses themselves, alone.
+    Functions that the caller has set stay. Nothing is set for frameworks that scale their losses
+    themselves.
     """
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.utils import get_model_config

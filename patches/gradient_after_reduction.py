@@ -103,7 +103,8 @@ def _refuse(chunk: Any, counts: dict[Any, int], expected: dict[Any, int]) -> Non
 
 def reproduce() -> None:
     """Run a backward that reduces, then one inside of `no_sync()`, then `finish_grad_sync()`.
-    On stock Megatron the second one's gradients stay local; with the patch the last call raises.
+    On stock Megatron the gradients of the second backward stay local; with the patch the last call
+    raises.
     """
     gradients = []
     for overlap in (True, False):

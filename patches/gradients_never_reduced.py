@@ -31,7 +31,8 @@ from ._case import Fault, Helper, bench, gathered
 
 def reproduce(*, helped: bool) -> None:
     """Run a window of a program that sets no functions on the config.
-    Its gradients are not reduced. With `helped` it calls `wire_train_config`, which sets them.
+    The window's gradients are not reduced. With `helped` the program calls `wire_train_config`,
+    which sets the functions.
     """
     _one_window(helped, wire=False)
 

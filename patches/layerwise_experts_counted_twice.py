@@ -90,7 +90,7 @@ _LAYOUT: dict[str, Any] = {
 
 def reproduce() -> None:
     """Compare the gradient norms of the layer-wise and the usual optimizer for the same gradients.
-    On stock Megatron the layer-wise one counts experts once per replica.
+    On stock Megatron the layer-wise optimizer counts experts once per replica.
     """
     from megatron_idempotent.proof.cpu import tiny
 

@@ -30,7 +30,7 @@ from ._case import Limit, bench
 
 def reproduce() -> None:
     """Wrap a module in DDP that is already in another DDP, and run one window.
-    With overlap_grad_reduce its first backward asserts.
+    With overlap_grad_reduce the first backward asserts.
     """
     from megatron.core.distributed import DistributedDataParallel
 

@@ -48,7 +48,7 @@ def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run an MTP model whose tokens count on only one of two context-parallel ranks.
-    On stock Megatron its gradient is NaN.
+    On stock Megatron the MTP layer's gradient is NaN.
     """
     import torch
 

@@ -54,7 +54,7 @@ def offload(original: Original, self: Any) -> None:
 
 def reproduce() -> None:
     """Offload the optimizer to the host and restore it, and check that parameters are still views.
-    On stock Megatron they are copies, so that steps do not reach the model.
+    On stock Megatron the optimizer's parameters are copies, so that steps do not reach the model.
     """
     model = bench()
     model.optimizer.offload_to_cpu()

@@ -79,7 +79,7 @@ def keep_norms_in_32_bits(module: Any) -> None:
 
 def reproduce() -> None:
     """Train a bf16 model with norms in float32; compare each parameter with its main weights.
-    On stock Megatron some have the main weights of another parameter.
+    On stock Megatron some parameters have the main weights of another parameter.
     """
     import torch
 

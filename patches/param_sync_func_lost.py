@@ -49,7 +49,7 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Run a `train()` without iterations, with `config.param_sync_func` set by the caller.
-    On stock Megatron it is None afterwards.
+    On stock Megatron `config.param_sync_func` is None afterwards.
     """
     running = program(["--overlap-grad-reduce", "--overlap-param-gather"])
     running.config.param_sync_func = running.chunks[0].start_param_sync

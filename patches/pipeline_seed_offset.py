@@ -46,8 +46,8 @@ def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) ->
 
 
 def _missing_offset() -> int | None:
-    """Return the seed offset that this stage lacks; None if the stages have different states.
-    A collective over the pipeline; the states are the random ones.
+    """Return the seed offset that this stage lacks; None if the stages' random states differ.
+    A collective over the pipeline.
     """
     import torch
     from megatron.core import parallel_state

@@ -42,7 +42,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def build(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Build an optimizer, and store the chunks that it updates on it."""
+    """Build an optimizer, and store on it the list of the chunks that it updates."""
     from megatron.core.optimizer import MegatronOptimizer
 
     optimizer = original(*args, **kwargs)

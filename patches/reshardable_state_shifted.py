@@ -57,7 +57,7 @@ def _without_padding(buckets: Any, positions: dict[Any, Any]) -> dict[Any, Any]:
 
 def reproduce() -> None:
     """Make the fully reshardable state of a trained fp32 model, and compare it with the parameters.
-    On stock Megatron the state of some parameters is another's.
+    On stock Megatron some parameters have the state of another parameter.
     """
     model = bench()
     model.train_step(1, data_seed=0)

@@ -52,7 +52,7 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Compute log-probs with replayed routing, then ask for the routing that recomputation uses.
-    On stock Megatron it is that of the log-prob pass.
+    On stock Megatron recomputation uses the routing of the log-prob pass.
     """
     import torch
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction

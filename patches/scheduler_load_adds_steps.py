@@ -51,7 +51,7 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 def reproduce() -> None:
     """Save the scheduler at step 30, and load the state at step 40.
-    On stock Megatron it is at step 70 afterwards.
+    On stock Megatron the scheduler is at step 70 afterwards.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 

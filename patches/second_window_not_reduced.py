@@ -60,7 +60,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a chunk's reductions; without overlap, raise if repeating them gives wrong values."""
+    """Start a chunk's reductions; without overlap, raise if a repetition gives wrong gradients."""
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
         return
@@ -179,7 +179,7 @@ def _refuse(chunks: Sequence[Any], reason: str) -> None:
 
 def reproduce() -> None:
     """Run two windows, each with a reduction, without zeroing gradients between them.
-    On stock Megatron the second is not reduced, or a reduce-scatter is repeated unnoticed.
+    On stock Megatron the second window is not reduced, or a reduce-scatter is repeated unnoticed.
     """
     gradients = []
     for overlap in (True, False):

@@ -34,7 +34,7 @@ from ._case import Original, Patch, bench, target
 
 
 def start(original: Original, self: Any, force_sync: bool = False) -> Any:
-    """Start a bucket group's gather, unless one with the same values is in flight."""
+    """Start a bucket group's gather, unless a gather of the same values is in flight."""
     if not force_sync and self.param_gather_handle is not None:
         current = self.param_gather_dispatched
         if current and not gather.marked(self):

@@ -53,7 +53,7 @@ def prepare_grads(original: Original, self: Any) -> Any:
 
 
 def clip_grad_norm(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the clipping of gradients: those that were unscaled before still count as unscaled."""
+    """Wrap the clipping of gradients: unscaled gradients still count as unscaled afterwards."""
     unscaled = [o for o in getattr(self, "chained_optimizers", (self,)) if _is_unscaled(o)]
     result = original(self, *args, **kwargs)
     for optimizer in unscaled:

@@ -61,7 +61,7 @@ def _fill(adam: Any) -> None:
 
 def reproduce() -> None:
     """Call `state_dict()` of an optimizer that never stepped, then step.
-    On stock Megatron the call asserts.
+    On stock Megatron `state_dict()` asserts.
     """
     parameters = []
     for reads_state in (False, True):

@@ -28,7 +28,7 @@ from ._case import Original, Patch, address, bench, target
 
 
 def reset(original: Original, self: Any) -> None:
-    """Wrap a gradient buffer's zeroing: while it is offloaded, zero only its other tensors."""
+    """Wrap a gradient buffer's zeroing: if its memory is offloaded, zero only its other tensors."""
     if self.grad_data.untyped_storage().size() or not self.grad_data.numel():
         original(self)
         return

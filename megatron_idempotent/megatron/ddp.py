@@ -186,7 +186,7 @@ def _register(
 
 
 def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a bucket group's `start_grad_sync`: then watch for gradients that come after it.
+    """Wrap a bucket group's `start_grad_sync`: run it, then watch for gradients that come later.
     With overlap_grad_reduce, `late` returns the first parameter with such a gradient. Without
     overlap nothing is watched.
     """

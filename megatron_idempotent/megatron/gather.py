@@ -145,7 +145,7 @@ def gather(chunk: Any) -> None:
 
 def finish_update(chunks: list[Any]) -> None:
     """Gather the updated parameters that a step with overlap_param_gather left to the next forward.
-    `chunks` may be wrapped in DDP or not; those without that option are skipped.
+    `chunks` may be wrapped in DDP or not; chunks without overlap_param_gather are skipped.
 
     All ranks of the chunks' data-parallel groups take part. A group that no patch watches is always
     gathered. MXFP8 parameters that share memory with gradients are left alone.
@@ -176,8 +176,8 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:
-    """Wrap a method of a layer-wise optimizer that gets its model chunks: also store them on it.
-    Upstream does not store them in 0.17 and in commits up to 0.18.
+    """Wrap a layer-wise optimizer's method that gets the model chunks: also store these on it.
+    Upstream does not store the chunks in 0.17 and in commits up to 0.18.
     """
     original(self, model_chunks)
     setattr(self, _CHUNKS, list(model_chunks))
@@ -200,8 +200,8 @@ def deferred_groups(optimizer: Any) -> list[Any]:
 
 
 def watch_layer_wise(optimizer: Any) -> None:
-    """Call `watch` for a layer-wise optimizer's chunks if it leaves gathers to the next forward.
-    A checkpoint then gathers them first.
+    """Call `watch` for a layer-wise optimizer's chunks if the next forward has to gather them.
+    A checkpoint then gathers their parameters first.
     """
     if _defers(optimizer):
         for chunk in _chunks(optimizer):

@@ -265,7 +265,9 @@ def unchained(optimizer: Any) -> list[Any]:
 
 
 def grad_scalers(optimizer: Any) -> list[Any]:
-    """Return the gradient scalers of an optimizer, or of those in a chain, without None."""
+    """Return the gradient scalers of an optimizer, or of the optimizers in a chain.
+    Optimizers whose scaler is None are left out.
+    """
     scalers = [getattr(part, "grad_scaler", None) for part in unchained(optimizer)]
     return [scaler for scaler in scalers if scaler is not None]
 

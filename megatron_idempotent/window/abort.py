@@ -40,7 +40,7 @@ WINDOW_TIMERS = frozenset(
 
 
 def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
-    """Drop a window that raised, so that the next one has the result it would have without it.
+    """Drop a window that raised, so that later windows give the results they would give without it.
     A window is all calls whose gradients go into one optimizer step.
 
     Call it after any exception, a keyboard interrupt included, between the start of a window's

@@ -92,7 +92,7 @@ class NemoRL(Windows):
         self.worker.begin_train_step(self._loss_of)
 
     def chunk(self, seed: int) -> None:
-        """Run one call of the policy worker's `train_microbatch`, of several microbatches."""
+        """Run one call of the policy worker's `train_microbatch` on a seed's microbatches."""
         self.worker.train_microbatch(self._data(seed))
 
     def logprobs(self, seed: int) -> bytes:

@@ -54,7 +54,9 @@ class Windows:
             yield batch
 
     def loss(self, logits_BTV: Any, tokens_BT: Any) -> Any:
-        """Return the mean negative log-probability; it or its backward raises if `fail` says so."""
+        """Return the mean negative log-probability; raise `Broken` if `fail` names the loss.
+        If `fail` names the backward, the backward of the result raises.
+        """
         import torch
 
         self._break("loss")

@@ -54,7 +54,7 @@ def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
 
 def gather(original: Original, self: Any, tensor: Any) -> Any:
     """Gather the tensor between an adapter's factors over ranks, with its gradient.
-    If the output is summed later, pad it with zeros instead.
+    If the adapter's output is summed later, pad the tensor with zeros instead.
     """
     from megatron.core.tensor_parallel import mappings
 

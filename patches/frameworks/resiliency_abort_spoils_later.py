@@ -33,8 +33,9 @@ _CORE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 
 
 def reproduce() -> None:
-    """Abort a written and an unwritten save of the resiliency extension; save and load after each.
-    Without the patch a later checkpoint has the metadata of the save before.
+    """Abort one save of the resiliency extension after its files are written, and one before.
+    Save and load after each of them. Without the patch a later checkpoint has the metadata of an
+    aborted save.
     """
     _writers.aborts(importlib.import_module(_CORE), "nvrx")
 
