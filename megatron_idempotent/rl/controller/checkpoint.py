@@ -179,8 +179,8 @@ class Reporting:
             shared.measure.count(name, value)
 
     def release(self) -> None:
-        """Pass the row that `step` made to the loggers; if its version is the last published one,
-        add the metrics of the publish. Without a row: no-op.
+        """Pass the row that `step` made to the loggers. If the row's version is the last published
+        one, first add the metrics of that publish. Without a row: no-op.
         """
         if self._row is None:
             return
@@ -190,7 +190,8 @@ class Reporting:
         self._loggers.log(row, step=version)
 
     def begin(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Start the times and averages of the next row of metrics now.
+        """Reset the times and averages, so that the next row of metrics covers the time from now
+        on.
 
         `metrics`, if any, are logged as the row of version 0, before training.
         """
@@ -235,7 +236,7 @@ class Checkpoints:
         self._captured: Mapping[str, Any] | None = None
 
     def work_at(self, version: int) -> bool:
-        """Return whether a version is to be evaluated or gets a checkpoint."""
+        """Return True if a version is to be evaluated or gets a checkpoint."""
         evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
         return self._due(version) or bool(evaluated(version))
 
@@ -304,8 +305,8 @@ class Checkpoints:
             self._shared.progressed()
 
     async def restore(self, *, starting: bool = False) -> None:
-        """Restore the policy's ranks, the buffer and the prompt index from the newest checkpoint,
-        or without one to the run's beginning.
+        """Restore the policy's ranks, the buffer and the prompt index from the newest checkpoint.
+        Without a checkpoint, reset them to the run's beginning.
 
         With `starting`, nothing was lost, and it does not count as a retry. After an error,
         `unrestored` stays true.

@@ -106,8 +106,8 @@ class Fleet:
         )
 
     async def sample(self, request: Request) -> Sample:
-        """Sample one response outside of any group, such as for an evaluation; the sample's
-        versions are the trainer's.
+        """Sample one response outside of any group, such as for an evaluation. In the sample, the
+        engine's weight versions are replaced by the trainer's numbers for the same weights.
 
         Raises:
             EnginesLost: no engine is left.
@@ -148,7 +148,8 @@ class Fleet:
         self.quarantined = {**self.quarantined, **restarted}
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Send the policy's weights to all engines; see `Generator.publish`.
+        """Send the policy's current weights to all engines as the trainer's `version`, and return
+        metrics of the transfer; see `Generator.publish`.
 
         An engine that fails to take them gets no requests until it takes a later version.
         """
@@ -196,8 +197,8 @@ class Fleet:
         }
 
     def _count_from(self, report: SyncReport) -> None:
-        """Set `_engine_version`, the number of the last update, to the highest version that an
-        engine reports, if that is higher.
+        """Raise `_engine_version`, the number of the last update, to the highest version that an
+        engine reports.
 
         An engine that joined later may have served another run, with higher versions.
         """

@@ -197,8 +197,7 @@ LogprobsOf = Literal["policy", "reference"]
 
 
 class Prompts(Protocol):
-    """The protocol of a run's prompts by index. An index always gives the same prompt, so that any
-    group can be generated again.
+    """The protocol of a run's prompts, which are looked up by index.
 
     The same index always gives the same prompt.
     """
@@ -262,8 +261,8 @@ class Policy(Protocol):
         """
 
     async def microbatch(self, step_id: str, batch: Any, *, microbatch_id: str, last: bool) -> None:
-        """Run forward and backward on one batch of the open step; `last` is True for the step's
-        last batch.
+        """Run forward and backward on one batch of the open step, and accumulate the gradients;
+        `last` is True for the step's last batch.
         """
 
     async def finish(self, step_id: str) -> StepOutcome:
@@ -352,8 +351,8 @@ class Ready(Protocol):
 
     @property
     def lowest_unfinished(self) -> int | None:
-        """The smallest id of a group that is not complete yet: it is being generated, or must be
-        again. None if there is none.
+        """The smallest id of a group that is not complete yet, because it is being generated or
+        must be generated again. None if there is none.
         """
 
     def generating(self) -> Iterator[Generating]:

@@ -179,7 +179,8 @@ class RolloutPump:
             self._shared.buffer.renew(group_id, version=self._shared.rollout_version)
 
     def _aborted(self, group_id: int) -> bool:
-        """Return whether the buffer has dropped a group whose task is still running.
+        """Return True if the buffer has dropped the group, although the group's task is still
+        running.
 
         A cancellation can get lost if the engine responds at the same moment.
         """

@@ -334,7 +334,8 @@ def load_sampler(name_or_path: str, **options: Any) -> Sampler:
 def configured_sampler(
     name_or_path: str, *, window: int, order: str, gated: bool, abort_stale: bool
 ) -> Sampler:
-    """Make a sampler from a run's configuration, of which it gets only the options that it has.
+    """Make a sampler by name or path, with options from a run's configuration. A built-in sampler
+    gets only the options that its constructor has; a custom sampler gets none.
 
     `window` is the `max_staleness` of `windowed` and the `lookahead` of `in_order`. See
     `load_sampler`.

@@ -41,7 +41,8 @@ _GROUPS = 32
 
 @settings(SettingsError)
 class ControllerLimits:
-    """The limits of a run that `ControllerSettings` and the trainer's `[controller]` share.
+    """The base class of `ControllerSettings` and of the trainer's `[controller]` settings: limits
+    of a run, such as its capacity, attempts and timeouts.
 
     Example: `ControllerLimits(concurrency=64, stall_s=3600.0)`.
     """

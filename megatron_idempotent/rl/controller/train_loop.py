@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
-    """Wait until a task is done, even if the caller is cancelled meanwhile; return True if it was.
+    """Wait until a task is done, even if the caller is cancelled meanwhile; return True if the
+    caller was cancelled.
 
-    Returns whether the caller was cancelled, and must raise `CancelledError` itself. After the
-    first cancellation it waits up to `limit_s` seconds; a task that is not done by then keeps
-    running.
+    The caller must then raise `CancelledError` itself. After the first cancellation, this waits up
+    to `limit_s` seconds; a task that is not done by then keeps running.
 
     Example: `await finish_despite_cancel(asyncio.ensure_future(policy.finish(step_id)), 300)`.
     """

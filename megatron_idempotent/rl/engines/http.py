@@ -35,8 +35,9 @@ class HttpResponse:
 
     @property
     def message(self) -> str:
-        """The error message in the body, up to 2,000 characters. It is read from the fields where
-        vLLM-like servers put it; without these fields, it is the whole body as text.
+        """The response's error message, up to 2,000 characters: from the body's fields `error`,
+        `detail` or `message`, as vLLM-like servers set them; without these fields, the whole body
+        as text.
         """
         body = self.body
         if isinstance(body, dict):
@@ -47,7 +48,7 @@ class HttpResponse:
 
 
 class HttpClient:
-    """Sends HTTP requests to one inference server, and never retries one.
+    """Sends HTTP requests to one inference server, and never retries a failed request.
     Example: `await client.call("GET", "/health", timeout_s=5)`.
     """
 

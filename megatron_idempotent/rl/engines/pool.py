@@ -17,7 +17,7 @@ _LONGEST_WAIT_S = 5.0
 
 async def generate_whole(engine: RolloutEngine, request: Request) -> Sample:
     """Sample a complete response on one engine. Each time the engine aborts the request midway,
-    send it a request for the rest.
+    continue with a new request for the missing tokens.
 
     The tokens of an aborted part are appended to the prompt of the next request, so every token is
     sampled and counted once. With a seed and unchanged weights, the response equals one that was
@@ -38,8 +38,8 @@ async def generate_whole(engine: RolloutEngine, request: Request) -> Sample:
 async def _sample_to_end(
     draw: Callable[[Request], Awaitable[Sample]], request: Request, engine_name: str | None
 ) -> Sample:
-    """Call `draw` for one part of a response after the other until the response is complete, and
-    return the joined parts.
+    """Sample a response in parts, by one call of `draw` for each part, until the response is
+    complete. Return the parts joined to one sample.
 
     A part with a token resets the count of attempts, because an engine may abort for every update
     of its weights. The pause after an attempt without a token doubles with each further one.
@@ -121,8 +121,8 @@ class Quarantine(Protocol):
 
 
 class EnginePool:
-    """Sends each request to the engine that runs the fewest; if an engine dies, the other engines
-    take over its requests.
+    """Sends each request to the engine that is running the fewest requests. If an engine dies, its
+    requests continue on the other engines.
 
     Example: `sample = await EnginePool(engines, sync=weight_sync).generate(request)`.
     """
@@ -147,8 +147,8 @@ class EnginePool:
 
     async def _draw(self, request: Request) -> Sample:
         """Sample one part of a response on the usable engine that runs the fewest requests; on a
-        tie, on the first of them. An engine that raises `EngineDead` gets no more requests until
-        `reprobe`.
+        tie, on the first of them. If the engine raises `EngineDead`, raise it, and send the engine
+        no more requests until `reprobe`.
         """
         out = self._out
         serving = [name for name in self._engines if name not in out]

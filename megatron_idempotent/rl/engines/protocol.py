@@ -58,7 +58,8 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RoutedExperts:
-    """The experts that an engine's routers selected for some tokens, for router replay.
+    """The experts that the routers of an engine's model selected for a sequence of tokens, so that
+    the trainer can replay the routing.
 
     An expert's number takes one byte for up to 256 experts, else two.
 
@@ -228,7 +229,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def rollback(self, update_id: str) -> None:
-        """Drop the staged update, or undo its commit if that failed midway.
+        """Drop the staged update; if its commit failed midway, restore the weights from before the
+        commit.
 
         Unknown ids and completed commits: no-op. An engine that cannot restore the previous weights
         stays DIRTY.
@@ -301,8 +303,8 @@ def refuse_kv_scales(engine: str, update: WeightUpdate, reason: str) -> None:
 def refuse_out_of_turn(
     engine: str, update: WeightUpdate, *, least: int, serving: int | None, staging: str = ""
 ) -> None:
-    """Raise `UpdateRefused` if the engine cannot stage an update now: its version is below `least`,
-    it builds on a version that is not served, or another update is being staged.
+    """Raise `UpdateRefused` if the update's version is below `least`, if the update builds on a
+    version that the engine does not serve, or if another update is being staged.
 
     Args:
         engine: the engine's name, for the message.

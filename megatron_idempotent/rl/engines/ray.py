@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class EngineActor:
-    """Runs an engine inside a Ray actor: calls the engine's methods, and receives the buckets of an
-    update for it.
+    """The Ray actor in which `RayEngine` runs an engine. It calls the engine's methods, and passes
+    the buckets of weights that it receives to the engine's `stage`.
     """
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
@@ -79,8 +79,8 @@ class EngineActor:
         return await getattr(self._engine, method)(*args)
 
     async def open(self, update: WeightUpdate, opened: Announcement) -> bool:
-        """Make a receiver for an update's buckets, and start the engine's `stage`; return False if
-        the engine has already committed this update and needs no bucket.
+        """Make a receiver for an update's buckets, and start the engine's `stage`. Return True if
+        `stage` waits for buckets; False if the engine has already committed this update.
 
         Raises:
             Exception: as the engine's `stage` raises.

@@ -145,8 +145,8 @@ class TransformersEngine:
         await self._serving.pause(mode)
 
     async def resume(self) -> None:
-        """Continue sampling after a pause, unless weights or cache are missing; see
-        `RolloutEngine.resume`.
+        """Continue sampling after a pause; raise `EngineError` if the weights or the cache are
+        missing. See `RolloutEngine.resume`.
         """
         self._check_open()
         if self._trouble:
@@ -154,7 +154,7 @@ class TransformersEngine:
         self._serving.open()
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Receive an update's tensors, check them, and keep copies beside the served weights; see
+        """Receive an update's tensors, check them, and keep copies of them for `commit`; see
         `RolloutEngine.stage`.
 
         Raises:
@@ -298,8 +298,8 @@ _STEP, _MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 @dataclasses.dataclass(eq=False, kw_only=True, slots=True)
 class RequestSlot:
-    """A running request: its sampled tokens so far, and the future on which the caller waits for
-    the sample.
+    """A waiting or running request: its sampled tokens so far, and the future on which the caller
+    waits for the sample.
 
     Example: `RequestSlot(order=7, request=request, seed=5, answer=loop.create_future())`.
     """
@@ -341,8 +341,8 @@ class RequestSlot:
             self.finish("length")
 
     def finish(self, reason: FinishReason) -> None:
-        """Give the waiting caller a `Sample` with the tokens so far; a no-op if the caller was
-        cancelled.
+        """Give the waiting caller a `Sample` with the tokens so far and the finish reason `reason`;
+        a no-op if the caller was cancelled.
         """
         if not self.answer.done():
             self.answer.set_result(
@@ -359,7 +359,7 @@ class RequestSlot:
             )
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in the waiting caller; a no-op if the caller was cancelled."""
+        """Make the waiting caller raise `error`; a no-op if the caller was cancelled."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -369,7 +369,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Scheduler:
-    """Runs an engine's requests in batches, one forward of the model after the other.
+    """Samples the responses to an engine's requests in continuous batches, one forward of the model
+    after the other.
 
     All state belongs to the event loop; forwards run in a separate thread. Between two forwards,
     rows join and leave, and a shut gate stops the loop. The task that runs the loop exists only
@@ -473,8 +474,9 @@ class Scheduler:
             slot.finish("abort")
 
     def recompute(self) -> None:
-        """Drop the cache, and queue the running requests again, so that they recompute their keys
-        and values. Call it only while sampling is paused.
+        """Drop the key-value cache, and queue the running requests again: their next forward
+        recomputes the keys and values of their tokens so far. Call it only while sampling is
+        paused.
         """
         running = {slot.order: slot for slot in self._rows}
         self._rows.clear()
@@ -529,8 +531,8 @@ class Scheduler:
             self._rows = [self._rows[old_row] for old_row in self._batch.leave(ended_rows)]
 
     def _next_sequences(self) -> dict[tuple[int, ...], list[RequestSlot]]:
-        """Return the distinct token sequences to prefill in the next forward, each with the
-        requests that share it.
+        """Choose the token sequences to prefill in the next forward. Return each distinct sequence
+        with the waiting requests that have it.
         """
         room = self.max_running - len(self._rows)
         slots_of: dict[tuple[int, ...], list[RequestSlot]] = {}
@@ -583,8 +585,8 @@ class Scheduler:
     async def _compute(
         self, slots: Sequence[RequestSlot], method: Callable[..., T], *arguments: Any
     ) -> T | None:
-        """Run a method of the batch in the forward thread, and return its result; if it raises,
-        pass the error to the callers of `slots`, and return None.
+        """Run a method of the batch in the forward thread, and return the method's result. If the
+        method raises, pass the error to the callers that wait for `slots`, and return None.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(
@@ -596,7 +598,9 @@ class Scheduler:
             return None
 
     def _forget(self) -> list[RequestSlot]:
-        """Remove all requests, free the cache, and return the requests' slots."""
+        """Remove all waiting and running requests, free the key-value cache, and return the
+        requests' slots.
+        """
         slots = [*self._rows, *self._joining, *self._waiting.values()]
         self._rows, self._joining, self._waiting = [], [], {}
         self._batch.clear()

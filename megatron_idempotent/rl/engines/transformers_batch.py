@@ -99,8 +99,8 @@ class _RowLengths:
         self.put(torch.zeros(0, dtype=torch.int64))
 
     def put(self, lengths_B: torch.Tensor) -> None:
-        """Set the length of each row, and compute the longest one. The host waits for the device
-        here once, and not again in each layer.
+        """Set the cached length of each row, and compute the longest length. Only this method waits
+        for the device; the layers then read the longest length without a wait.
         """
         self.lengths_B = lengths_B
         self.rows = len(lengths_B)
@@ -144,8 +144,8 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
         computed: tuple[torch.Tensor, torch.Tensor] | None,
         sequence_of_row: torch.Tensor,
     ) -> None:
-        """Write the prefilled keys and values of new rows into the rows from `first` on; without
-        any (`computed` is None), write zeros.
+        """Write the prefilled keys and values of new rows into the rows from `first` on. If
+        `computed` is None (all sequences are empty), write zeros.
         """
         rows = slice(first, first + len(sequence_of_row))
         for attribute, states in zip(("keys", "values"), computed or (None, None), strict=True):
@@ -280,15 +280,16 @@ class RouteRecorder:
         return joined.to(getattr(torch, self.dtype)).cpu().numpy()
 
     def recorded(self, data: bytes) -> RoutedExperts:
-        """Return a `RoutedExperts` from bytes that `take` returned, with this model's number of
-        layers, top-k and dtype.
+        """Wrap the bytes of arrays that `take` returned in a `RoutedExperts`, with this model's
+        number of layers, top-k and dtype.
         """
         return RoutedExperts(data=data, layers=self.layers, topk=self.topk, dtype=self.dtype)
 
 
 class DecodeBatch:
-    """Runs the model's forwards for a batch of requests, a row for each: `join` prefills, and
-    `draw` samples a token per row. Methods block; call one at a time, from any thread.
+    """Runs the model's forwards for a batch of requests, with a row for each request: `join`
+    prefills new rows, and `draw` samples a token for every row. Methods block; call one at a time,
+    from any thread.
 
     A row's cache holds all of its tokens except the last. `draw` feeds the last tokens of all rows,
     so rows that have just joined share the next forward with the others.

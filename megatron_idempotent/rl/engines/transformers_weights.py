@@ -34,8 +34,8 @@ _EXPERTS = re.compile(r"(?P<experts>.*\.experts)\.(?P<fused>gate_up_proj|down_pr
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ModelSlice:
-    """Maps a tensor of a checkpoint to the model's tensor that holds it, or to the part of that
-    tensor.
+    """Maps a tensor of a checkpoint to the model's tensor that holds it: to the whole tensor, or to
+    one expert's rows in it.
     """
 
     info: TensorInfo
@@ -119,8 +119,9 @@ class ServedWeights:
         return assembled
 
     def exchange(self, tensors: Mapping[str, torch.Tensor | Patch]) -> None:
-        """Put `tensors` in the place of the served ones; patches are written in place. On an error,
-        restore the old tensors, and raise; `torn` is True if that fails, too.
+        """Replace the served tensors by `tensors`; patches are written into the served tensors in
+        place. On an error, put the old tensors back, and raise the error. If putting them back
+        fails too, `torn` is True.
         """
         try:
             for name, new in tensors.items():
@@ -170,8 +171,8 @@ class ServedWeights:
 
 
 def _checkpoint_slices(info: TensorInfo) -> list[_ModelSlice]:
-    """List the checkpoint's tensors that one of the model's tensors holds: one, or the matrices of
-    all experts of a layer.
+    """List the checkpoint's tensors that the model's tensor `info` holds: one, or for a tensor with
+    the fused experts of a layer, the matrices of all these experts.
     """
     if (factor := _FACTOR.search(info.name)) is not None:
         # PEFT saves a factor without the adapter's name, below two wrappers that a bare model
@@ -413,7 +414,7 @@ class WeightVersions:
 
     async def free(self, reason: str) -> None:
         """Free the memory of the served weights, and drop an update that is staged or arriving.
-        `reason` says why there are no weights; `trouble` returns it until the next commit.
+        `trouble` returns `reason`, which says why there are no weights, until the next commit.
         """
         await self._give_up(None)
         self._staged = self._committed = None

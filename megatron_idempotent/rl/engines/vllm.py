@@ -290,8 +290,9 @@ class VllmEngine(VllmUpdates):
     def _routes(
         self, subject: str, request: Request, choice: Mapping[str, Any]
     ) -> RoutedExperts | None:
-        """Decode the experts in a response, base64 of an `.npy` [tokens - 1, all layers, topk], and
-        keep those of the layers with routers. None for an engine without `routing_layers`.
+        """Decode the selected experts in a response (base64 of an `.npy` array [tokens - 1, all
+        layers, topk]), and return those of the layers with routers. Return None for an engine
+        without `routing_layers`.
         """
         if not self._routing_layers:
             return None
@@ -356,8 +357,8 @@ class VllmEngine(VllmUpdates):
         return int((await self._control.get("/v1/models"))["data"][0]["max_model_len"])
 
     async def _is_tempered(self, prompt: Sequence[int]) -> bool:
-        """Return whether the server's log-probs are those after temperature: sample a token at
-        temperatures 1 and 2, and compare the highest log-probs.
+        """Return True if the server's log-probs are those after temperature: sample a token at
+        temperatures 1 and 2, and check that the highest log-probs differ.
         """
         likeliest = []
         for temperature in (1.0, 2.0):

@@ -12,8 +12,9 @@ from megatron_idempotent.rl.weights.deltas import Patch
 
 
 class Patched(Mapping[str, torch.Tensor]):
-    """A mapping of names to tensors as they are after an update (`came`), over the served tensors.
-    For a patch, each lookup makes a patched copy of the served tensor.
+    """A read-only mapping of names to the tensors after an update: the update's tensors (`came`),
+    and the served tensors that the update does not change. For a patch, each lookup makes a patched
+    copy of the served tensor.
 
     Example: `Patched(served, {"norm.weight": tensor, "head.weight": patch})`.
     """
@@ -36,8 +37,8 @@ class Patched(Mapping[str, torch.Tensor]):
         return len(self.served)
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Write the patches into the served tensors in place, and return the tensors of the new
-        version.
+        """Write the update's patches into the served tensors in place. Return all tensors of the
+        new version by name.
         """
         for came in self.came.values():
             if isinstance(came, Patch):
@@ -113,8 +114,8 @@ class Places:
 
 
 class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records copies into the given storages instead of making them, skips fills with a constant,
-    and raises `NotInPlace` for any other write to them.
+    """Records copies into the given storages instead of making them, and skips fills of these
+    storages with a constant. For any other write into these storages, it raises `NotInPlace`.
     """
 
     def __init__(self, storages: Iterable[int]) -> None:

@@ -73,8 +73,8 @@ class IncomingUpdate:
         return self.tensors is None and self.error is None
 
     def announce(self, announced: Mapping[str, Any]) -> None:
-        """Queue a sender's announcement of a bucket, which the thread then receives; return at
-        once.
+        """Queue a sender's announcement of a bucket, and return at once; this update's thread then
+        receives the bucket.
         """
         self._announced.put(announced)
 
@@ -201,7 +201,7 @@ class Inbox:
 
     def to_load(self, update_id: str, *, restore: bool) -> Weights:
         """Return the weights that the worker must load into the model: those of the staged update,
-        or with `restore` those of the version before.
+        or with `restore` those from before the commit that failed.
 
         Raises:
             UpdateRefused: the update is not staged, or there is no copy of the previous weights.
@@ -247,8 +247,8 @@ class Inbox:
         self.torn = f"a commit failed half-way: {error}"
 
     def finished(self) -> None:
-        """Record that vLLM has reassembled the layers at the end of an update, and which version is
-        now served.
+        """Record that vLLM has reassembled the model's layers at the end of an update, and set the
+        served version.
 
         The served version is then that of the weights that `to_load` returned. It is unchanged if
         `to_load` was not called, or loading failed.

@@ -402,8 +402,8 @@ class VllmServer:
         self.stop()
 
     def log(self, lines: int = 30) -> str:
-        """Return the last `lines` lines of the server's log, after the first earlier line that
-        names an exception.
+        """Return the last `lines` lines of the server's log. If an exception is named before these
+        lines, the first line that names one comes first.
 
         The error of a worker is logged long before the server's last lines.
         """
@@ -445,8 +445,8 @@ class VllmServer:
 
 
 def _listens(session: int, port: int) -> bool | None:
-    """Return whether a process of the session `session` listens on the TCP port `port`; None if the
-    system does not tell.
+    """Return True if a process of the session `session` listens on the TCP port `port`; None if
+    `/proc` does not show who listens on it.
     """
     sockets = set()
     try:

@@ -114,8 +114,8 @@ _POLL_S = (0.002, 0.05)
 
 
 class VllmUpdates:
-    """The half of `VllmEngine` that changes weights: stages, commits and rolls back updates on a
-    vLLM server.
+    """The base class of `VllmEngine` with the methods that change weights: it stages, commits and
+    rolls back updates on a vLLM server.
 
     Only the workers keep state, so a restarted client continues from the workers' state.
     """
@@ -306,8 +306,8 @@ class VllmUpdates:
             pause_s = min(1.5 * pause_s, _POLL_S[1])
 
     async def _load(self, info: Mapping[str, Any], stamp: str) -> None:
-        """Close an update that was left open, and make all workers load the weights that `info`
-        selects; see `Control.load`.
+        """Make the workers end a weight update that an earlier failure left unfinished. Then make
+        all workers load the weights that `info` selects; see `Control.load`.
         """
         await self._tell({"do": "settle"})
         await self._control.load(info, stamp)

@@ -39,12 +39,15 @@ _log = logging.getLogger(__name__)
 
 
 class StagingExtension:
-    """Adds the client's commands to vLLM's worker class, through `--worker-extension-cls`."""
+    """Adds a method to vLLM's worker class, through `--worker-extension-cls`, that executes the
+    commands of the `VllmEngine` client.
+    """
 
     weight_transfer_engine: Any
 
     def megatron_idempotent(self, command: str) -> dict[str, Any]:
-        """Execute a client's command, given as JSON; return the worker's state after it.
+        """Execute a command of the `VllmEngine` client, given as JSON, on this worker; return the
+        worker's state after the command.
 
         vLLM calls this between two steps of the model, so it must not block: a thread receives the
         buckets. It never raises, because vLLM would log an error of the engine; errors are returned
@@ -139,8 +142,8 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: each update sets up its own transport."""
 
     def start_weight_update(self) -> None:
-        """Begin a weight update, after reassembling layers that a failed one left apart. The worker
-        must not serve until `finish_weight_update`.
+        """Begin a weight update; the worker must not serve until `finish_weight_update`. First,
+        reassemble the model's layers if a failed update left them disassembled.
         """
         self._together()  # an earlier attempt may have left layers apart
         self.inbox.began()

@@ -105,8 +105,8 @@ class _Fields:
         self.bad.append(f"{key}={text[:200]} ({allowed})")
 
     def size(self, key: str, default: int = 1, *, least: int = 1) -> int:
-        """Return an integer field from `least` on; if it is missing or invalid, return the default.
-        An invalid one is listed in `bad`.
+        """Return an integer field of at least `least`. If the field is missing or invalid, return
+        the default; an invalid one is listed in `bad`.
         """
         value = self.config.get(key)
         if type(value) is int and least <= value <= _LARGEST:
@@ -118,8 +118,8 @@ class _Fields:
     def number(
         self, key: str, default: float, *, least: float = 0.0, most: float = sys.float_info.max
     ) -> float:
-        """Return a finite number from `least` to `most`; if it is missing or invalid, return the
-        default. An invalid one is listed in `bad`.
+        """Return a number field from `least` to `most`. If the field is missing or invalid, return
+        the default; an invalid one is listed in `bad`.
         """
         value: Any = self.config.get(key)
         if type(value) in (int, float) and least <= value <= most:

@@ -356,8 +356,8 @@ class Changes:
         return self._shipping(members)
 
     def __call__(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Compute the changes of the tensors `members` on all ranks, and return the deltas of
-        changed tensors that this rank keeps.
+        """Compute the changes of the tensors `members` on all ranks. Return the changed tensors
+        that this rank keeps: as deltas, or complete if a part boundary splits an 8-byte word.
         """
         unsplit = [member for member in members if not self._split[member]]
         parts = [(member, part) for member in unsplit for part in self._plan.parts[member]]

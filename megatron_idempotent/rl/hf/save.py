@@ -190,7 +190,7 @@ class _Writer:
 
 def _check_like(like: Path, infos: Sequence[TensorInfo]) -> None:
     """Raise `CheckpointMismatch` unless the configuration in the folder `like` describes these
-    tensors; accept any if its architecture is not supported.
+    tensors. If the configuration's architecture is not supported, accept any tensors.
     """
     try:
         expected = hf_shapes(Architecture.read(like))

@@ -241,8 +241,8 @@ def _rank() -> int:
 
 
 class RemoteWeights:
-    """Implements `ChangesSource` in the controller's process: has the ranks, which are other
-    processes, export their weights, for a `WeightSync` there.
+    """Implements `ChangesSource` in the controller's process, for a `WeightSync` there: its methods
+    make the ranks, which are other processes, export their weights.
 
     Its methods block the calling thread, which must not be the event loop's: `WeightSync` iterates
     in a separate thread. `buckets` does not block and may be called in any thread. Between two
@@ -361,7 +361,9 @@ class RemoteWeights:
 
 
 class RemoteBuckets(Iterator[Bucket]):
-    """Iterates once over the buckets of `RemoteWeights`. Example: `next(buckets)`."""
+    """An iterator over the buckets of `RemoteWeights`: each `next` makes the ranks export one more
+    bucket.
+    """
 
     def __init__(self, weights: RemoteWeights, inbound: _Inbound | None, *begin_args: Any) -> None:
         self._weights, self._inbound, self._begin_args = weights, inbound, begin_args

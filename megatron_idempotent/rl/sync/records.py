@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 
 class Phases:
-    """Times the phases of one update with a `PhaseTimer`, whose errors do no harm.
+    """Times the phases of one update with a `PhaseTimer`. An error of the timer is logged, and the
+    update continues without the timer.
     Example: `with Phases(timer).time("commit"): …`.
     """
 
@@ -69,7 +70,9 @@ a known older version. `quarantined`: it must not serve until a later update rep
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SyncSettings:
-    """The limits of a sync. Example: `SyncSettings(bucket_bytes=64 << 20, pause_mode="abort")`."""
+    """The settings of a weight sync: the bucket size, the pause mode, time limits and numbers of
+    attempts.
+    """
 
     bucket_bytes: int = 256 << 20
     """The maximum size of a bucket in bytes; a larger tensor has a bucket of its own. Two
@@ -121,7 +124,9 @@ class EngineOutcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
-    """The result of one update on all engines. Example: `report.pause_s / report.total_s`."""
+    """The result of one weight update: the outcome on each engine, and the update's sizes and
+    times.
+    """
 
     version: int
     engines: Mapping[str, EngineOutcome]
@@ -152,7 +157,9 @@ class SyncReport:
         return tuple(name for name, engine in self.engines.items() if engine.outcome == outcome)
 
     def describe(self) -> str:
-        """Describe in one line the engines that do not serve the version."""
+        """Return one line of text that lists the engines that do not serve the new version, with
+        reasons; empty if all engines serve it.
+        """
         return "; ".join(
             f"{name} is {engine.outcome}"
             + ("" if engine.version is None else f" at version {engine.version}")

@@ -348,8 +348,9 @@ class UpdateAttempt:
         await self._settle_failed()
 
     async def _give_up(self, reason: str) -> None:
-        """End the update early, as failed on all engines: resume the engines that have it, and roll
-        back the others.
+        """End the update early on the engines that are still in it, as failed with `reason`.
+        Engines that have committed it are resumed; the others are rolled back and resumed, or
+        quarantined.
         """
         self._keep_good([reason] * len(self._engines))
         await self._settle_failed()
@@ -463,7 +464,8 @@ _LIMITED_AS = {"rollback": "commit", "wake": "resume", "health": "resume"}
 async def bounded(
     engine: RolloutEngine, action: str, call: Awaitable[_Answer], settings: SyncSettings
 ) -> _Answer:
-    """Await a call of an engine within its time limit, and return the result.
+    """Await a call of an engine, within the time limit that `settings` has for `action`, and return
+    the call's result.
 
     Raises:
         EngineTimeout: the limit was exceeded; the message has the engine, the call and the limit.

@@ -35,7 +35,8 @@ LATEST, _FORMAT = "latest.json", 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """The entry of one update in a bucket's index, `latest.json`.
+    """The entry of one update in the index `latest.json` of a bucket of objects: its id, its
+    versions, the key of its manifest, and its size.
     Example: `index.updates[-1].version`.
     """
 
@@ -116,8 +117,9 @@ class Index:
         ]
 
     def chain(self, base: int | None) -> tuple[Listed, ...]:
-        """Return the entries of the updates that follow version `base`. If there are fewer from the
-        last anchor on (an update with every tensor), return those.
+        """Return the entries of the newest updates that bring weights of version `base` to the
+        newest version: the updates after `base`, or those from the last anchor on (an update with
+        every tensor) if these are fewer.
         """
         starts = (
             position

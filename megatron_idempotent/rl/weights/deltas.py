@@ -131,7 +131,8 @@ class EncodedDelta:
         return _joined([self], self.after, self.before, sign=-1)
 
     def places(self) -> tuple[Any, Any]:
-        """Return the changed positions, ascending int64 [K], and their differences, signed [K].
+        """Return the positions of the changed elements, ascending int64 [K], and the differences
+        new - old at these positions, signed [K].
 
         The result may need up to 128 times the memory of the delta: use `blocks` for a delta from
         another process.
@@ -146,7 +147,7 @@ class EncodedDelta:
 
     def pieces(self, blocks: int) -> Iterator[tuple[int, Any, Any]]:
         """Decode the delta in groups of `blocks` consecutive blocks. Yield for each group its
-        start, the changed positions in it, int64 [K], and their differences.
+        start, the changed positions counted from this start, int64 [K], and their differences.
         """
         left = self.blocks()
         while some := list(itertools.islice(left, blocks)):
@@ -155,8 +156,8 @@ class EncodedDelta:
             yield start, at_K, np.concatenate([by_K for *_, by_K in some])
 
     def blocks(self) -> Iterator[tuple[int, Any, Any]]:
-        """Decode the delta block by block. Yield for each block its start, the changed positions in
-        it, int64 [K], and their differences.
+        """Decode the delta block by block. Yield for each block its start, the changed positions
+        counted from this start, int64 [K], and their differences.
 
         Raises:
             UpdateDamaged: as in `places`; sizes that do not add up are detected after the last
@@ -441,8 +442,6 @@ def _united(
 def _summed(found: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Add up the differences of several sets at equal positions. Return the positions whose sum is
     not 0, ascending, and these sums.
-
-    The second result are these sums.
     """
     at_K, by_K = map(np.concatenate, zip(*found, strict=True))
     order_K = np.argsort(at_K, kind="stable")
@@ -460,8 +459,8 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 
 def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
-    """Return what the elements `new_B`, from element `start` of a tensor on, add to the tensor's
-    checksum.
+    """Return the contribution of the elements `new_B` to the checksum of the tensor in which they
+    begin at element `start`.
 
     With `part`, `start` counts from the beginning of that part.
     """
@@ -498,8 +497,8 @@ def _blocks(at_K: Any, by_K: Any, count: int) -> Iterator[tuple[int, list[Any]]]
 
 
 def _block(at_K: Any, by_K: Any, count: int) -> tuple[int, list[Any]]:
-    """Encode the changes in a block of `count` elements; return the number of changes, and a list
-    of byte arrays.
+    """Encode the changes in a block of `count` elements. Return the number of changes, and their
+    encoding as a list of byte arrays.
     """
     told = _places(at_K, count)
     if len(by_K):

@@ -27,8 +27,8 @@ class LastSent:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def keep(self, key: Any, new: torch.Tensor) -> None:
-        """Copy a tensor, or a part of one, to host memory under `key`; the caller sends it in
-        full.
+        """Replace the copy under `key` by a copy of `new` in host memory. The caller sends `new`, a
+        tensor or a part of one, in full.
         """
         old = self._tensors.get(key)
         if old is None or TensorInfo.of("", old) != TensorInfo.of("", new):

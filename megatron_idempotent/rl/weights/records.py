@@ -121,8 +121,8 @@ class Part(NamedTuple):
         return all(size % 8 == 0 for size in sizes)
 
     def words_share(self, start: int, words_W: Any, itemsize: int) -> int:
-        """Return what the words `words_W` of the part, from its word `start` on, add to the
-        checksum of the complete tensor.
+        """Return the contribution of the part's 8-byte words `words_W`, which begin at word `start`
+        of the part, to the checksum of the complete tensor.
         """
         import numpy as np
         import torch
@@ -186,7 +186,7 @@ def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
 
 
 def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
-    """Return what some 8-byte words of a tensor add to its checksum.
+    """Return the contribution of some of a tensor's 8-byte words to the tensor's checksum.
 
     Args:
         start: the index of the first word.
@@ -228,7 +228,9 @@ def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
 
 
 def _odd(numbers_N: Any) -> Any:
-    """Map numbers to odd 64-bit numbers, by SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Map each number to a pseudo-random odd 64-bit number, by SplitMix64 (Steele, Lea and Flood
+    2014).
+    """
     import numpy as np
 
     mixed_N = numbers_N.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -239,8 +241,8 @@ def _odd(numbers_N: Any) -> Any:
 
 
 def _factors(last: int, device: torch.device | None = None) -> Any:
-    """Return the checksum's factors for blocks 0 to `last`; a few more, so that their number is a
-    power of two.
+    """Return the odd numbers by which the checksum multiplies the sums of blocks 0 to `last`. Some
+    more follow, up to a power of two.
     """
     return _odds(0, 1 << last.bit_length(), device)
 
@@ -354,10 +356,8 @@ def refuse_misfits(
 
 
 def check_kv_scales(kv_scales: Mapping[str, float]) -> None:
-    """Raise `ValueError` unless each name in `kv_scales` ends as a scale of a key-value cache, and
-    each value is a number above 0.
-
-    A scale is a number above 0, and its name ends in .k_scale, .v_scale or .q_scale.
+    """Raise `ValueError` unless `kv_scales` has an entry, each name ends in `.k_scale`, `.v_scale`
+    or `.q_scale`, and each value is a finite number above 0.
     """
     wrong = [
         f"{name} is {value!r}"

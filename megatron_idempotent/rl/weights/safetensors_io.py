@@ -125,7 +125,7 @@ class SafetensorsFile:
         self._file.close()
 
     def abandon(self) -> None:
-        """Close the file, complete or not. A second call is a no-op."""
+        """Close the file without a check that all tensors are written. A second call is a no-op."""
         self._file.close()
 
 

@@ -115,8 +115,8 @@ class Staging:
         return self._tensors
 
     def _decoded(self, came: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor | Patch]:
-        """Return the name of a received tensor, and the tensor itself. A delta is checked against
-        the served tensor and decoded.
+        """Return a received tensor unchanged under its name. If it is a delta, check it against the
+        served tensor, and return the decoded patch or new tensor under the served tensor's name.
         """
         name, tensor = came[0].removesuffix(DELTA), came[1]
         if name == came[0]:

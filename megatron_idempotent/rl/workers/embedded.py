@@ -111,7 +111,7 @@ class EmbeddedRanks(Ranks):
         """Wait until all ranks have ended, kill those that take too long, and return how `rank`
         ended.
 
-        Their pipes are already closed, which makes a rank end. Returns how `rank` ended.
+        The ranks' pipes are already closed, which makes a rank end by itself.
         """
         run, self._run = self._run, None
         if run is None:
@@ -165,8 +165,8 @@ class _Run:
         threading.Thread(target=wait, name="ranks", daemon=True).start()
 
     def end_of(self, rank: int | None = None) -> str:
-        """Return a text on how a rank ended, or with None how the whole run ended; empty if
-        unknown.
+        """Return a text that says how rank `rank` ended, or if `rank` is None how the whole run
+        ended; empty if unknown.
         """
         error = self.over.result() if self.over.done() else None
         if isinstance(error, RankTimeout):

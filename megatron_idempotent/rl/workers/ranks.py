@@ -63,8 +63,8 @@ class _Session:
                 self._on_lost(rank)
 
     def lose(self, reason: str, rank: int | None = None) -> None:
-        """End all ranks; running and later calls raise `RanksLost` with the first `reason`. `rank`
-        is the lost one, or None.
+        """End all ranks because of a loss. Running and later calls then raise `RanksLost` with the
+        reason of the first loss. `rank` is the lost rank, or None if no single rank was lost.
         """
         if self.ending is None:
             for link in self.links:
@@ -111,7 +111,9 @@ class _Session:
         method: str,
         timeout_s: float | None,
     ) -> list[Any]:
-        """Send each rank its frame, wait for all replies, and return the results by rank."""
+        """Send each rank its frame of the kind `kind`, wait for all replies, and return the results
+        by rank. `method` is the called method's name, for errors.
+        """
         self.doing = method
         replies = [
             asyncio.ensure_future(link.ask(kind, parts))
@@ -142,8 +144,8 @@ class _Session:
             await asyncio.gather(*(link.leave() for link in self.links))
 
     def _calls(self, common: Any, per_rank: Sequence[Any] | None) -> list[list[Bytes]]:
-        """Return each rank's CALL message: the number of common parts, these parts, and those of
-        the rank's own argument.
+        """Return for each rank the parts of its CALL frame: the number of parts that all ranks
+        share, these parts, and the parts of the rank's own argument.
         """
         parts = dump(common)
         head = [len(parts).to_bytes(4, "big"), *parts]

@@ -122,8 +122,8 @@ class Sender:
         self._update: WeightUpdate | None = None
 
     def _begin(self, update: WeightUpdate) -> tuple[Session, Mapping[str, Any]]:
-        """Make the session of an update; return it, and the transport's own fields of the
-        announcement.
+        """Make the session that sends an update. Return the session, and the fields that this
+        transport adds to the announcement.
         """
         raise NotImplementedError
 

@@ -64,7 +64,8 @@ class DiskSender(Sender):
 
 
 def remove_stale_folders(directory: pathlib.Path) -> None:
-    """Remove the folders of updates whose sender has died, on any machine, as a free lock shows.
+    """Remove the folders of updates whose sender has died, on whichever machine it ran: those whose
+    lock file is no longer locked.
 
     Folders of live senders, and folders without a lock file, are kept.
     """

@@ -309,7 +309,9 @@ class _Broadcasts(Session):
         work.wait()
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Return a uint8 buffer of `nbytes`, reused for all buckets."""
+        """Return a uint8 buffer of `nbytes` on the backend's device. All buckets reuse its memory,
+        which grows when a bucket is larger.
+        """
         if self._flat_N is None or len(self._flat_N) < nbytes:
             self._flat_N = None
             device = "cuda" if self._backend == "nccl" else "cpu"
