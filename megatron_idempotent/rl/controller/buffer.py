@@ -48,7 +48,7 @@ class ReadyGroups:
         return iter(self._ready.values())
 
     def __contains__(self, group: object) -> bool:
-        """Return whether the buffer has exactly this record: a `Held` as ready, or a `Generating`
+        """Return True if the buffer has exactly this record: a `Held` as ready, or a `Generating`
         as generating.
         """
         if isinstance(group, Held):
@@ -96,7 +96,8 @@ class GroupBuffer:
         """The complete groups that no step has leased, for a sampler."""
 
     def reserve(self, group_id: int, *, version: int = 0) -> None:
-        """Add a group as generating, with weights of `version`; it takes a place in the capacity.
+        """Add the group `group_id` as generating; it takes one of the buffer's `capacity` places.
+        `version` is the version of the weights that generate it.
 
         Raises:
             GroupStateError: the buffer is full, or has a group of this id.
@@ -124,7 +125,8 @@ class GroupBuffer:
         self._generating[group_id] = dataclasses.replace(old, version=version)
 
     def commit(self, group_id: int, *, version: int) -> Held:
-        """Move a complete group from generating to ready; return its record for samplers.
+        """Move a complete group from generating to ready; return the group's record (`Held`), from
+        which samplers decide.
 
         `version` is the oldest version of weights that sampled any of its tokens.
         """
@@ -225,7 +227,7 @@ class GroupBuffer:
         return min(self._owed, default=None)
 
     def holds(self, group_id: int) -> bool:
-        """Return whether the buffer has a group: generating, ready or leased."""
+        """Return True if the buffer has the group: generating, ready or leased."""
         return self._state(group_id) is not None
 
     def state(self) -> dict[str, Any]:

@@ -90,7 +90,8 @@ async def put_back(shared: RunState, stored: StoredGroups, state: Mapping[str, A
 
 
 def _settings(shared: RunState) -> dict[str, Any]:
-    """Return the settings that a checkpoint records, and that must be the same in a resumed run."""
+    """Return the settings that a checkpoint records, by name. They must be equal in a resumed run.
+    """
     return {
         "format": _FORMAT,
         "sampler": shared.sampler.name,
@@ -136,8 +137,8 @@ class Reporting:
         await asyncio.to_thread(self._loggers.flush)
 
     async def close(self) -> None:
-        """Wait until the loggers have all rows of metrics, and end their thread. The loggers stay
-        open.
+        """Wait until the loggers have all rows of metrics, and end the thread that calls them. The
+        loggers stay open.
         """
         if self._given:
             await asyncio.to_thread(self._loggers.close)

@@ -90,7 +90,8 @@ async def look_for_engines(shared: RunState) -> None:
 
 
 class Controller:
-    """Trains a policy on rollouts as they complete, and publishes its weights to the engines.
+    """Trains a policy on rollouts as they complete, and publishes the policy's weights to the
+    engines.
 
     Groups start as capacity and staleness allow, and every group is trained exactly once despite
     failures: a failed step is undone and repeated with the same groups, lost ranks are restored

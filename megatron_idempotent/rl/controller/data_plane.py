@@ -70,8 +70,8 @@ samples concatenated; `lengths` (int64) and `rewards` (float64) have a value per
 
 
 class TransferQueuePlane:
-    """Implements `protocol.DataPlane` with TransferQueue 0.1.11 or later: stores groups in one of
-    its partitions, under their ids.
+    """Implements `protocol.DataPlane` with TransferQueue 0.1.11 or later: stores groups in one
+    partition of the queue, under their ids.
 
     The first use starts TransferQueue on the connected Ray cluster unless it already runs there;
     `transfer_queue.close()` ends it. Prompts are pickled.

@@ -53,7 +53,7 @@ class Fleet:
         kv_scales: KvScales | None = None,
         timer: PhaseTimer | None = None,
     ) -> None:
-        """Prepare to send requests and weights to the engines; none is called yet.
+        """Prepare to send requests and weights to the engines; no engine is called yet.
 
         Args:
             engines: the engines that sample; all of them get the same weights.

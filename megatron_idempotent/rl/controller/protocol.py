@@ -45,7 +45,9 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled any of the tokens; staleness is measured from it."""
+        """The oldest version of the weights that sampled any of the group's tokens; staleness is
+        measured from it.
+        """
         return min((min(sample.versions) for sample in self.samples if sample.versions), default=0)
 
     @property
@@ -56,8 +58,10 @@ class RolloutGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """The record of a complete group in the buffer, from which samplers decide: its id, arrival and
-    oldest version. Example: `version - held.version`.
+    """The record of a complete group in the buffer, from which samplers decide: the group's id, its
+    order of arrival, and the oldest weight version of its tokens.
+
+    Example: `version - held.version`.
     """
 
     id: int
@@ -70,8 +74,8 @@ class Held:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Generating:
-    """The record of a group that is being generated, from which samplers decide: its id, start and
-    version.
+    """The record of a group that is being generated, from which samplers decide: the group's id,
+    its order of start, and the engines' weight version at that start.
 
     Example: `any(group.id == 7 for group in ready.generating())`.
     """
@@ -147,7 +151,9 @@ class Admission:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """The result of one optimizer step on all ranks. Example: `outcome.metrics["loss"]`."""
+    """The result of one optimizer step on all ranks: whether the weights were updated, the number
+    of tokens in the loss, and metrics. Example: `outcome.metrics["loss"]`.
+    """
 
     updated: bool
     """False if the step was skipped, because no token was in the loss or gradients overflowed."""
@@ -159,7 +165,8 @@ class StepOutcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """A snapshot of a run, as `Controller.ping` returns it.
+    """A snapshot of a run's progress, as `Controller.ping` returns it: versions, counts of groups,
+    and the current activity.
 
     Example: `(await controller.ping()).trainer_version`.
     """
@@ -287,8 +294,8 @@ class OneShotPolicy(Policy, Protocol):
 
 
 class Recipe(Protocol):
-    """The protocol of an algorithm: rejects useless groups, and turns the others into batches, in
-    plain functions that take milliseconds at most.
+    """The protocol of an RL algorithm: it rejects useless groups and turns the others into batches,
+    in plain functions that take milliseconds at most.
     """
 
     def rejects(self, group: RolloutGroup) -> str:
@@ -421,7 +428,8 @@ class Store(Protocol):
         """
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """Restart lost ranks, load the newest checkpoint on all ranks, and return its `state`.
+        """Restart lost ranks, load the newest checkpoint on all ranks, and return the `state` that
+        was saved in it.
 
         Without a checkpoint, ranks get the initial weights, and it returns None.
         """

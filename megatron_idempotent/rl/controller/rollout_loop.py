@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutPump:
-    """The loop that starts groups, retries failed ones, aborts stale ones, and stores complete
-    ones.
+    """The loop that starts the generation of groups, retries failed groups, aborts stale ones, and
+    stores complete ones.
 
     Example: `await RolloutPump(shared, stored).run()`, which goes on until it is cancelled.
     """

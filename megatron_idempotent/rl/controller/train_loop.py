@@ -368,8 +368,8 @@ class TrainPump:
         return list(chosen(shared.sampler, "select", ready, version=version, count=most))
 
     async def _add(self, step_id: str, call: int, *, lacking: int) -> list[RolloutGroup]:
-        """Compute the log-probs and the batch for one call's groups, and run forward and backward
-        on it in the open step; return the groups.
+        """Run one call of the open step: fetch the call's groups, compute their log-probs, make
+        their batch, and run forward and backward on it. Return the groups.
 
         `lacking` is the number of groups that the step lacked before this call.
         """
@@ -465,7 +465,8 @@ class TrainPump:
                     await shared.change()
 
     async def _publish(self, *, during_step: bool = False) -> None:
-        """Publish the weights to the engines; retry until an engine takes them.
+        """Publish the current weights to the engines. A failed publish is repeated, without limit
+        while no engine is left, otherwise in up to `step_attempts` attempts.
 
         `during_step` is True for a publish that runs during the next step.
 

@@ -216,8 +216,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def commit(self, update_id: str) -> int:
-        """Replace the served weights by those of the staged update; return its version. The engine
-        must be paused.
+        """Replace the served weights by those of the staged update; return the update's version.
+        The engine must be paused.
 
         Running requests keep the versions of the tokens sampled so far, and continue on a
         recomputed cache. Repeating the last commit does nothing and returns its version. If a

@@ -415,8 +415,8 @@ class Scheduler:
         return len(self._waiting) + len(self._joining) + len(self._rows)
 
     async def answer(self, request: Request) -> Sample:
-        """Queue a request, and return its sample: wait until sampling is not paused and the batch
-        has a free row, then sample.
+        """Queue a request, wait until its response is sampled, and return the sample. The request
+        waits while sampling is paused or the batch has no free row.
         """
         slot = RequestSlot(
             order=self._taken,
@@ -437,8 +437,8 @@ class Scheduler:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling, and wait until no forward is running. Mode "wait" first finishes the
-        requests that came before, "abort" ends them early, and "keep" lets them continue after
-        `open()`.
+        requests that arrived before the pause, "abort" ends all requests early, and "keep" lets
+        them continue after `open()`.
 
         A cancelled call still stops sampling.
 

@@ -50,8 +50,8 @@ class RowCache(Cache):
         sequence_of_row: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
-        """Append rows to the batch, and copy their keys and values, which a prefill has computed,
-        into the cache.
+        """Append rows to the batch, and copy the rows' keys and values, which a prefill has
+        computed, into the cache.
 
         Args:
             computed: keys and values of each layer, both [U, H, P, D]; values past a sequence's

@@ -66,8 +66,8 @@ class Places:
     """
 
     def __init__(self, model: Any, served: Mapping[str, torch.Tensor]) -> None:
-        """Run the model's loader with meta tensors, and record to which parameters it would copy
-        each tensor.
+        """Run the model's loader with meta tensors, and record to which part of which parameter it
+        would copy each tensor.
 
         Args:
             model: a model with a `load_weights` method, as vLLM's have.

@@ -227,13 +227,15 @@ class Inbox:
 
     @property
     def loaded_scales(self) -> Mapping[str, float] | None:
-        """The `kv_scales` of the update that is being loaded; None without any."""
+        """The `kv_scales` of the update that is being loaded; None if the update has none, or if no
+        update is being loaded.
+        """
         update = self._loaded[0] if self._loaded is not None else None
         return update.kv_scales if update is not None else None
 
     def began(self) -> None:
-        """Record that the worker begins to reload the model's layers; it must not serve until
-        `finished`.
+        """Record that the worker begins to reload the model's layers. The worker must not serve
+        until `finished` is called.
         """
         if self._updating:
             self.torn = self.torn or "a commit was begun, and neither ended nor failed"
@@ -385,7 +387,8 @@ class CacheScales:
 
     def check(self, kv_scales: Mapping[str, float]) -> None:
         """Raise an error unless the model has FP8 caches, and `kv_scales` has the scales of keys
-        and values for each layer and names no other layer.
+        and values for each layer. Names of other layers are an error too, except on a pipeline
+        stage.
 
         Raises:
             EngineUnsupported: no layer has a cache in FP8 with a scale per tensor.

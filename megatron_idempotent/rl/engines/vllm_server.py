@@ -193,7 +193,7 @@ class Control(HttpClient):
         return results
 
     async def pause(self, mode: PauseMode) -> None:
-        """Make the server stop sampling; it keeps its key-value caches."""
+        """Make the server stop sampling, in the mode `mode`; its key-value caches are kept."""
         limit = "wait_s" if mode == "wait" else "control_s"
         await self.post("/pause", limit=limit, mode=mode, clear_cache="false")
 
@@ -445,8 +445,8 @@ class VllmServer:
 
 
 def _listens(session: int, port: int) -> bool | None:
-    """Return True if a process of the session `session` listens on the TCP port `port`; None if
-    `/proc` does not show who listens on it.
+    """Return True if a process of the session `session` listens on the TCP port `port`, and False
+    if only others do. Return None if `/proc` shows no listener, or cannot be read.
     """
     sockets = set()
     try:

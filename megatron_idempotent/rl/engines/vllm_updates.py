@@ -139,7 +139,7 @@ class VllmUpdates:
 
     async def _state(self) -> WorkersState:
         """Ask all workers for their state, and return the combined state. Before the first commit,
-        its version is the one that vLLM stamps tokens with.
+        the state's version is the one with which vLLM stamps tokens.
         """
         state = await self._tell({"do": "state"})
         if state.version is None and not state.dirty:
@@ -263,8 +263,8 @@ class VllmUpdates:
             await self._tell({"do": "drop", "id": update_id})
 
     async def _card(self) -> Mapping[str, str]:
-        """Return the name and folder of the LoRA adapter to update, as the server lists them; raise
-        `EngineUnsupported` unless it is the server's only adapter.
+        """Return the name and folder of the LoRA adapter whose factors updates replace, as the
+        server lists them. Raise `EngineUnsupported` unless this adapter is the server's only one.
         """
         cards = (await self._control.get("/v1/models"))["data"]
         adapters = {card["id"]: card for card in cards if card.get("parent")}

@@ -41,7 +41,7 @@ def split(sizes: Sequence[int], most: int) -> list[range]:
 
 class BucketStream(Iterator[Bucket]):
     """Iterates over the buckets of an export, as `WeightSource.buckets` returns them. Every rank
-    takes all buckets, or closes its stream.
+    must take all buckets, or close its stream.
 
     `close()`, also at the end of a `with` block, takes part in the rest of the collective without
     keeping tensors, so that the other ranks can finish. A stream that is dropped midway warns
@@ -65,7 +65,8 @@ class BucketStream(Iterator[Bucket]):
         convert: Convert | None = None,
         checksums: dict[str, int] | None = None,
     ) -> None:
-        """Divide the units among buckets; nothing is fetched before the first `next`.
+        """Divide the units (tensors that must share a bucket) among buckets; nothing is fetched
+        before the first `next`.
 
         Args:
             units: the tensors to yield, in order; the tensors of a unit share a bucket.
@@ -134,8 +135,8 @@ class BucketStream(Iterator[Bucket]):
 def _side_by_side(
     units: Sequence[Sequence[TensorInfo]], keepers: Sequence[int], bucket_bytes: int
 ) -> Iterator[Sequence[Sequence[int]]]:
-    """Divide the units (tensors that stay together) into buckets. Yield for each bucket a list of
-    consecutive units per keeper, the rank that gets them.
+    """Divide the units (tensors that stay together) into buckets. Yield for each bucket one list
+    per keeper, the rank that gets the tensors: the numbers of the keeper's next units.
     """
     by_keeper: dict[int, list[int]] = {}
     for unit, keeper in enumerate(keepers):

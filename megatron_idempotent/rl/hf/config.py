@@ -30,7 +30,9 @@ class CheckpointMismatch(WeightsError):
 
 
 class FailedElsewhere(WeightsError):
-    """Another rank failed in an operation of all ranks; the message has its number and error."""
+    """Another rank failed in an operation of all ranks; the message has the failed rank's number
+    and error.
+    """
 
 
 def agree_on(error: BaseException | None, what: str, *, deadline_s: float) -> None:

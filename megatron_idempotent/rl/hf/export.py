@@ -43,7 +43,9 @@ class TensorPart(NamedTuple):
 
 
 class OwnedSlice(NamedTuple):
-    """A part of a Hugging Face tensor that this rank has, with the parameter that holds it."""
+    """A part of a Hugging Face tensor that this rank has, together with the Megatron parameter that
+    holds the part.
+    """
 
     share: SlotPart
     placed: Placed
@@ -149,7 +151,7 @@ def make_plan(
 
 
 def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
-    """Return whether a tensor's parts cover one of its dimensions without gaps or overlap."""
+    """Return True if a tensor's parts cover one of its dimensions without gaps or overlap."""
     end = 0
     for part in parts:
         if part.dim != parts[0].dim or part.start != end:
@@ -393,8 +395,8 @@ class Changes:
 
 
 class _Flight:
-    """Collects point-to-point messages to send or receive together, and the memory that is packed
-    for them.
+    """Collects point-to-point messages, then sends and receives them together, and limits the
+    memory of the packed parts in them.
     """
 
     def __init__(self, most: int, group: dist.ProcessGroup | None) -> None:
@@ -403,8 +405,8 @@ class _Flight:
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def room(self, info: TensorInfo, part: TensorPart, device: torch.device) -> torch.Tensor:
-        """Return memory for a packed part; if too little is left, first complete all messages so
-        far.
+        """Return memory for a packed part. If the packed parts would exceed the limit, first
+        complete all messages so far.
         """
         shape = list(info.shape)
         shape[part.dim] = part.size
@@ -589,7 +591,9 @@ class MegatronWeights:
 
 
 def _outputs(info: TensorInfo, fp8: Fp8Export | None) -> tuple[TensorInfo, ...]:
-    """Return the tensors that are sent for one tensor: itself, or its FP8 codes and scales."""
+    """Return the name, shape and dtype of the tensors that are sent for one tensor: of the tensor
+    itself, or of its FP8 codes and their scales.
+    """
     if fp8 is None or not fp8.converts(info.name, torch.empty(info.shape, device="meta")):
         return (info,)
     *lead, rows, columns = info.shape

@@ -32,7 +32,9 @@ class Block(NamedTuple):
 
 
 class SlotPart(NamedTuple):
-    """The part of a Hugging Face tensor in one rank's shard of a parameter: a range along `dim`."""
+    """The part of a Hugging Face tensor that one rank's shard of a Megatron parameter has: a range
+    along `dim`.
+    """
 
     name: str
     dim: int

@@ -77,8 +77,8 @@ class RolloutProgress(Progress):
         self._rollouts, self._held_out = rollouts, float("nan")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Draw the table with a step's metrics; without a terminal, print a line if they have a
-        held-out reward.
+        """Draw the table with a step's metrics. Without a terminal, print a line if the metrics
+        include a held-out reward.
         """
         self._held_out = metrics.get(names.HELD_OUT, self._held_out)
         trained = names.REWARD in metrics  # step 0 has an evaluation only
@@ -116,8 +116,8 @@ class StatusTable(Progress):
         self._metrics = {**self._metrics, **metrics}
 
     def show(self, status: Mapping[str, Any], at_s: float) -> None:
-        """Draw the table of a run's status; without a terminal, print a line if the last one is
-        `every_s` old or the run has ended.
+        """Draw the table of a run's status. Without a terminal, print a line if the last one was
+        printed `every_s` seconds ago or earlier, or if the run has ended.
 
         `status` has the fields of `controller.Status`, and `at_s` is the time of a monotonic clock.
         """

@@ -42,8 +42,8 @@ _LAST_LAG = 5
 
 
 def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
-    """Return the mean, maximum and histogram of the lags of a step's groups, as metrics by name;
-    `lags` has one per group.
+    """Return the mean, maximum and distribution of `lags`, the staleness in versions of each group
+    of an optimizer step, as metrics by name.
 
     The result is empty without groups.
 

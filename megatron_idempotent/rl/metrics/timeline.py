@@ -111,7 +111,8 @@ class Timeline:
         write_whole(path, f"{head}\n{events}\n]}}\n")
 
     def _track_order(self, track: str) -> tuple[int, str, int]:
-        """Return the key by which a trace sorts its tracks.
+        """Return the key by which a trace sorts `track`: the position that the constructor's
+        `tracks` give it, its name, and the number at its end.
 
         A number at the end of a name is compared as a number: `rollouts 2` comes before
         `rollouts 10`, and both have the position that `tracks` gives to `rollouts`.

@@ -44,8 +44,8 @@ _WRITER = "writer"
 
 
 class BucketPublisher:
-    """Publishes the updates of a `WeightSync` in an object store's bucket, from which engines
-    elsewhere are updated. The sync uses it like an engine.
+    """Publishes the updates of a `WeightSync` in an object store's bucket, from which a
+    `BucketFollower` updates engines elsewhere. The sync uses the publisher like an engine.
 
     Staging writes an update's objects, and the commit adds it to the index, so that engines
     elsewhere see the versions that this sync's engines serve. It cannot sample: keep it out of an

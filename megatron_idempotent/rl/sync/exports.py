@@ -362,7 +362,7 @@ class RemoteWeights:
 
 class RemoteBuckets(Iterator[Bucket]):
     """An iterator over the buckets of `RemoteWeights`: each `next` makes the ranks export one more
-    bucket.
+    bucket. Example: `next(buckets)`.
     """
 
     def __init__(self, weights: RemoteWeights, inbound: _Inbound | None, *begin_args: Any) -> None:

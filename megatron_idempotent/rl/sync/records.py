@@ -40,8 +40,8 @@ class Phases:
 
     @contextlib.contextmanager
     def time(self, phase: Phase) -> Iterator[None]:
-        """Measure the `with` block as `phase` with the timer, unless there is none or it has raised
-        before.
+        """Measure the `with` block as `phase` with the timer. If there is no timer, or the timer
+        has raised before, only run the block.
         """
         stack = contextlib.ExitStack()
         if self._timer is not None:
@@ -71,7 +71,7 @@ a known older version. `quarantined`: it must not serve until a later update rep
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SyncSettings:
     """The settings of a weight sync: the bucket size, the pause mode, time limits and numbers of
-    attempts.
+    attempts. Example: `SyncSettings(bucket_bytes=64 << 20, pause_mode="abort")`.
     """
 
     bucket_bytes: int = 256 << 20
@@ -113,7 +113,9 @@ class SyncSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOutcome:
-    """The result of an update for one engine. Example: `report.engines["vllm-0"].outcome`."""
+    """The result of an update on one engine: the outcome, and the version that the engine serves.
+    Example: `report.engines["vllm-0"].outcome`.
+    """
 
     outcome: Outcome
     version: int | None
@@ -125,7 +127,7 @@ class EngineOutcome:
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
     """The result of one weight update: the outcome on each engine, and the update's sizes and
-    times.
+    times. Example: `report.pause_s / report.total_s`.
     """
 
     version: int

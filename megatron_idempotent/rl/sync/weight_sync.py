@@ -157,10 +157,10 @@ class WeightSync:
 
     async def recover(self) -> Mapping[str, EngineHealth]:
         """Resume the engines that are paused and have one known version, such as those that an
-        earlier trainer left paused.
+        earlier trainer left paused. Return the health of all engines afterwards.
 
         Call it at the start of a run. It does not touch DIRTY and DEAD engines: the next update,
-        which sends everything, repairs DIRTY ones. Returns the health of all engines afterwards.
+        which sends everything, repairs DIRTY ones.
         """
         healths = await self._ask_all()
         for engine in self._engines:

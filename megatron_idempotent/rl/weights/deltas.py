@@ -98,7 +98,7 @@ class EncodedDelta:
 
     @property
     def itemsize(self) -> int:
-        """The number of bytes of one element of the tensor."""
+        """The number of bytes of one element of the tensor to which the delta applies."""
         return int(self._header[1])
 
     @property
@@ -432,8 +432,8 @@ def _joined(
 def _united(
     found: Sequence[tuple[Any, Any]], elements: int, before: int, after: int
 ) -> EncodedDelta:
-    """Add up several sets of positions and differences of one tensor, and encode the sums as one
-    delta.
+    """Add up several sets of changes of one tensor, each a pair of positions and differences, and
+    encode the sums as one delta.
     """
     at_U, by_U = _summed(found)
     return _sealed(_blocks(at_U, by_U, elements), (by_U.itemsize, elements), before, after)

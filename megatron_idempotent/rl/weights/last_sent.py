@@ -44,9 +44,9 @@ class LastSent:
         return encode(new, self._tensors[key], write=True, **sums)
 
     def changed(self, bucket: Bucket, *, whole: bool) -> Bucket:
-        """Return a bucket with those tensors of `bucket` that differ from the last sent ones, as
-        deltas if these are smaller, and update the copies. With `whole`, all tensors are sent in
-        full.
+        """Return a bucket with only those tensors of `bucket` that differ from the last sent ones,
+        as deltas where a delta is smaller. With `whole`, return `bucket` itself. Update the copies
+        in both cases.
         """
         if whole:
             for name, tensor in bucket.tensors.items():

@@ -41,8 +41,8 @@ class UpdateDamaged(WeightsError):
 
 
 class UpdateRefused(WeightsError):
-    """An engine does not accept an update: it is too old, builds on another version than the served
-    one, or comes while another is being staged.
+    """An engine does not accept an update, because the update is too old, builds on another version
+    than the served one, or comes while another update is being staged.
     """
 
 

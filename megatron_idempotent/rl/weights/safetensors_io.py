@@ -213,7 +213,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._files.clear()  # unmaps them
 
     def read(self, name: str, *, dim: int, start: int, size: int) -> torch.Tensor:
-        """Return a range of a tensor along a dimension, reading only that range.
+        """Read a range of a tensor along the dimension `dim` from the file, without the rest of the
+        tensor, and return it.
 
         Raises:
             CheckpointDamaged: the file cannot be read.

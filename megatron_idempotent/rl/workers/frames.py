@@ -154,8 +154,8 @@ def _receive(connection: socket.socket, size: int) -> bytearray | mmap.mmap:
 
 
 def room(size: int) -> bytearray | mmap.mmap:
-    """Return a buffer of `size` bytes to receive into; a large one is mapped, which avoids clearing
-    it.
+    """Return a buffer of `size` bytes to receive into. A large buffer is memory-mapped, so that its
+    pages are allocated only when they are written.
     """
     if size < _MAPPED:
         return bytearray(size)

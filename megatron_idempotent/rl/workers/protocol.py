@@ -100,7 +100,9 @@ class RankTraceback:
 
 
 class RankFailed(RuntimeError):
-    """A method raised on some ranks, which stay alive; `errors` has the error of each."""
+    """A worker's method raised on some ranks. All ranks stay alive; `errors` has the error of each
+    failing rank.
+    """
 
     def __init__(self, method: str, errors: Sequence[RankTraceback]) -> None:
         first = errors[0]
@@ -118,7 +120,7 @@ class RanksLost(RuntimeError):
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether this machine has a process with this id."""
+    """Return True if this machine has a process with the id `pid`."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

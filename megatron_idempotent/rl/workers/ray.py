@@ -39,7 +39,9 @@ _PING_S = 0.5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlacement:
-    """The node on which an actor runs, and its address there. Example: `placement.node`."""
+    """The Ray node on which an actor runs, the node's address, and the port of the actor's
+    TCPStore. Example: `placement.node`.
+    """
 
     node: str
     """Ray's id of the node."""
@@ -394,7 +396,7 @@ class _Actors:
         self.all = list(actors)
 
     async def placements(self, size: int, timeout_s: float) -> list[NodePlacement]:
-        """Ask all actors for their node and address, and return these.
+        """Make each actor start a TCPStore, and return the node, address and port of each actor.
 
         Raises:
             RanksLost: as in `answers`.
@@ -527,8 +529,8 @@ class _ActorLink:
 
 
 def _failure_of(future: asyncio.Future[Any]) -> str:
-    """Return the error of a future as one line, shortened to the start and end of Ray's long
-    reports; empty without an error.
+    """Return the error of a future as one line of text, with the middle of a long text cut out;
+    empty if the future has no error or is not done.
     """
     error = future.exception() if future.done() else None
     if error is None:
@@ -576,7 +578,9 @@ def connected_ray(caller: str) -> Any:
 
 
 async def _resources(ray: Any) -> str:
-    """Describe the cluster's free and total resources, for an error."""
+    """Return a text with the cluster's number of nodes and its free and total CPUs and GPUs, for an
+    error.
+    """
     free, total = await asyncio.gather(
         asyncio.to_thread(ray.available_resources), asyncio.to_thread(ray.cluster_resources)
     )

@@ -44,8 +44,8 @@ class Served:
         self._worker: Any = None
 
     def answer(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Execute a MAKE frame, which constructs the worker, or a CALL of a method; return the
-        result, or the error as text.
+        """Execute a MAKE frame, which constructs the worker, or a CALL frame, which calls one of
+        its methods. Return a frame with the result, or with the error as text.
         """
         try:
             if kind == CALL:

@@ -82,8 +82,8 @@ class Session:
     """
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
-        """Prepare a bucket for the receivers, such as by writing it to a file; return the JSON
-        fields with which they find it, besides the layout.
+        """Prepare a bucket for the receivers, such as by writing it to a file. Return the JSON
+        fields with which receivers find the bucket, in addition to those of its layout.
         """
         return {}
 
@@ -174,8 +174,8 @@ class Sender:
         await self._call(lambda: session.release(index))
 
     async def close(self) -> None:
-        """End the sending of the update, complete or not, and remove its bytes. A second call is a
-        no-op.
+        """End the sending of the update, complete or not, and remove the buckets that are still
+        stored for it. A second call is a no-op.
         """
         thread, session = self._thread, self._session
         if thread is None or session is None:
@@ -282,7 +282,7 @@ class TwoSegments(Session):
             self._free.append(self._taken.pop(index))
 
     def close(self) -> None:
-        """Free all segments."""
+        """Free all memory segments, including those whose buckets are not released."""
         for segment in (*self._free, *self._taken.values()):
             segment.unlink()
         self._free.clear()

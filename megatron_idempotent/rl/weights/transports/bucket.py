@@ -49,7 +49,7 @@ class Objects:
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        """Open the store at `url`.
+        """Open the object store or folder at `url`, through fsspec.
 
         Args:
             url: a folder's path, or a URL of one of `urls.SCHEMES`.
@@ -187,8 +187,8 @@ class Objects:
                     partial.unlink()
 
     def _do(self, doing: str, call: Callable[[], Any], *, absent: Any = _FAILS) -> Any:
-        """Call `call` and return its result, or `absent` if there is no such key. Any other error
-        becomes a `TransportError` without secrets.
+        """Call `call`, and return its result, or `absent`, if given, when the store has no such
+        key. Any other error becomes a `TransportError` without secrets.
         """
         try:
             return call()

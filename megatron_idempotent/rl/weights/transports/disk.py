@@ -84,7 +84,9 @@ def remove_stale_folders(directory: pathlib.Path) -> None:
 
 
 def _lock(path: pathlib.Path) -> int:
-    """Create a file and lock it; return the file descriptor. Closing that releases the lock."""
+    """Create a file and lock it; return the file descriptor. Closing the descriptor releases the
+    lock. On a file system without locks, the file is removed again.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -18,8 +18,8 @@ KIND = "several"
 
 
 def opened_together(announcements: Sequence[Announcement]) -> Announcement:
-    """Combine the announcements of several senders, which each send a part of one update; a single
-    one is returned unchanged.
+    """Combine the announcements of several senders, which each send a part of one update. A single
+    announcement is returned unchanged.
     """
     if len(announcements) == 1:
         return announcements[0]
@@ -28,8 +28,8 @@ def opened_together(announcements: Sequence[Announcement]) -> Announcement:
 
 
 def announced_together(parts: Sequence[Announcement]) -> Announcement:
-    """Combine the senders' announcements for the parts of one bucket, in the order of the
-    senders.
+    """Combine the senders' announcements for the parts of one bucket, in the order of the senders.
+    A single announcement is returned unchanged.
     """
     return parts[0] if len(parts) == 1 else {"parts": list(parts)}
 
@@ -40,7 +40,7 @@ class SeveralReceiver(Receiver):
     """
 
     def __init__(self, opened: Announcement, make: Callable[[Announcement], Receiver]) -> None:
-        """Make a receiver for each sender, and a thread for each.
+        """Make a receiver and a thread for each of the announced senders.
 
         Args:
             opened: the result of `opened_together`.
