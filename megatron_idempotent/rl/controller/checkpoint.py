@@ -90,8 +90,7 @@ async def put_back(shared: RunState, stored: StoredGroups, state: Mapping[str, A
 
 
 def _settings(shared: RunState) -> dict[str, Any]:
-    """Return the settings that a checkpoint records, by name. They must be equal in a resumed run.
-    """
+    """Return the settings that a checkpoint records, and that must be the same in a resumed run."""
     return {
         "format": _FORMAT,
         "sampler": shared.sampler.name,
@@ -147,8 +146,8 @@ class Reporting:
     def step(
         self, groups: Sequence[RolloutGroup], outcome: StepOutcome, extra: Mapping[str, float]
     ) -> None:
-        """Make the row of metrics for the optimizer step that has just made `trainer_version`;
-        `release` logs it.
+        """Make the row of metrics for the optimizer step that has just ended, and keep the row for
+        `release`, which logs it. The row's version is `trainer_version`.
 
         `extra` are further metrics under their full names, such as `evaluation/reward`.
         """

@@ -279,7 +279,9 @@ class Policy(Protocol):
         """
 
     async def abort(self, step_id: str | None = None) -> None:
-        """Undo the open step, as if it had never begun; do nothing if no step is open."""
+        """Undo the open step, so that weights and optimizer are as if the step had never begun. If
+        no step is open: no-op.
+        """
 
 
 class OneShotPolicy(Policy, Protocol):

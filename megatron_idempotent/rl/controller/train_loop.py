@@ -434,8 +434,8 @@ class TrainPump:
     # Weights to the engines ---------------------------------------------------------------------
 
     async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
-        """End an outer step: publish its weights to the engines, and let groups start with them;
-        return the metrics of an evaluation.
+        """End an outer step: publish the weights to the engines, and let groups start with these
+        weights. Return the metrics of the version's evaluation; empty without one.
 
         The publish runs during the next step, unless this version is evaluated, saved or the last.
         """

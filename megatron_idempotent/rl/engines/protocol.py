@@ -289,7 +289,8 @@ class EngineUnsupported(EngineError):
 
 
 def refuse_kv_scales(engine: str, update: WeightUpdate, reason: str) -> None:
-    """Raise `EngineUnsupported` if an update has `kv_scales`; for engines that do not support them.
+    """Raise `EngineUnsupported` if an update has `kv_scales`. Engines that do not support these
+    scales call it before they stage an update.
 
     Example: `refuse_kv_scales("engine-0", update, "its key-value cache is not FP8")`.
     """

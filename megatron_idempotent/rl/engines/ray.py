@@ -145,8 +145,8 @@ class EngineActor:
 
 
 class RayEngine:
-    """Implements `RolloutEngine` by an engine in a Ray actor (`EngineActor`), to which it passes
-    each call.
+    """Implements `RolloutEngine` by an engine that runs in a Ray actor (`EngineActor`): each call
+    is passed to that engine.
 
     Example:
         make = functools.partial(TransformersEngine, "/shared/checkpoint", name="engine-0")

@@ -148,9 +148,7 @@ class ServedWeights:
         return bool(self._replaced)
 
     def free(self) -> None:
-        """Free the memory of all served tensors; the next `exchange` must then bring all of
-        them.
-        """
+        """Free the memory of all served tensors; the next `exchange` must bring all tensors."""
         self._replaced.clear()
         for name, tensor in self._tensors.items():
             self._put(name, tensor.data.new_empty(0))
@@ -361,7 +359,7 @@ class WeightVersions:
         task.result()
 
     def commit(self, update_id: str) -> int:
-        """Replace the model's tensors by those of the staged update; return its version.
+        """Replace the model's tensors by those of the staged update; return the update's version.
 
         Raises:
             EngineError: the update is not staged, or its tensors cannot be swapped in.

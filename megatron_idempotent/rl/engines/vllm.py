@@ -155,8 +155,8 @@ class VllmEngine(VllmUpdates):
             waiting = {sent: drawing for sent, drawing in waiting.items() if not drawing.done()}
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Make the vLLM server stop sampling; see `RolloutEngine.pause`. It keeps its caches; only
-        a commit invalidates them.
+        """Make the vLLM server stop sampling; see `RolloutEngine.pause`. The server keeps its
+        caches, which only a commit invalidates.
 
         Requests that arrive during a pause wait inside vLLM.
         """
@@ -168,7 +168,7 @@ class VllmEngine(VllmUpdates):
                 await self._control.pause(mode)
 
     async def resume(self) -> None:
-        """Make the vLLM server continue sampling, unless its weights are DIRTY; see
+        """Make the vLLM server continue sampling; raise `EngineError` if its weights are DIRTY. See
         `RolloutEngine.resume`.
         """
         wrong = await self._wrong(await self._state())
@@ -216,7 +216,7 @@ class VllmEngine(VllmUpdates):
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Make the vLLM server allocate the memory of weights or cache again; see
-        `ColocatedEngine.wake`. Once both are awake, the engine is paused.
+        `ColocatedEngine.wake`. Once weights and cache are awake, the engine is paused.
         """
         await self._must_sleep()
         for tag in tags:

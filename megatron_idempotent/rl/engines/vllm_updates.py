@@ -217,7 +217,7 @@ class VllmUpdates:
             await sender.close()
 
     async def commit(self, update_id: str) -> int:
-        """Make all workers load the staged update into the model, and return its version; see
+        """Make all workers load the staged update into the model; return the update's version. See
         `RolloutEngine.commit`.
         """
         async with self._switching:

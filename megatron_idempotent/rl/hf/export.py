@@ -313,8 +313,8 @@ class Shipping:
 
 
 def _keepers(plan: Plan, senders: int | None) -> list[int]:
-    """Choose for each tensor the rank that gets it complete, its keeper, among up to `senders`
-    ranks.
+    """Choose for each tensor its keeper, the rank that gets the complete tensor, among up to
+    `senders` ranks.
 
     This is the owner of the tensor's first part, or the first owner in that owner's group.
     """

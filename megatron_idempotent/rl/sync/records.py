@@ -172,7 +172,7 @@ class SyncReport:
 
 
 class SyncError(RuntimeError):
-    """An update of the engines cannot begin, or no engine took it."""
+    """An update of the engines cannot begin, or no engine accepted the update."""
 
 
 class SyncFailed(SyncError):

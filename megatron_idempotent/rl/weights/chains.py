@@ -177,8 +177,8 @@ def write_manifest(
 
 
 class Manifest:
-    """Reads the tensors of one update from the objects that its manifest lists. Reading them in
-    order fetches each object once.
+    """Reads the tensors of one update from the objects that its manifest lists. Reading the tensors
+    in the manifest's order fetches each object once.
 
     Example: `Manifest(objects, index.run, index.newest).bucket("lm_head.weight")`.
     """

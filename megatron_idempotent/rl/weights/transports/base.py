@@ -62,7 +62,7 @@ class Receiver:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release the resources with which the update is received. A second call is a no-op."""
+        """Release the resources that receiving the update uses. A second call is a no-op."""
 
 
 class TransportError(RuntimeError):

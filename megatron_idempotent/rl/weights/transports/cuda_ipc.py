@@ -74,8 +74,8 @@ class CudaDriver:
         return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
-        """Map another process's GPU memory, given its handle; return its address in this
-        process.
+        """Map another process's GPU memory, given the memory's handle; return the address of the
+        mapping in this process.
         """
         pointer = _Pointer()
         native_handle = self._handle.from_buffer_copy(handle)

@@ -82,8 +82,8 @@ class BucketLayout:
 
     @classmethod
     def from_json(cls, announced: Mapping[str, Any], *, update_id: str) -> BucketLayout:
-        """Make a layout from the JSON object that `as_json` returned, after checking that it
-        belongs to the update `update_id`.
+        """Make a layout from the JSON object that `as_json` returned, after checking that the
+        object belongs to the update `update_id`.
 
         Raises:
             UpdateDamaged: it belongs to another update, or a field is missing, malformed or outside
