@@ -40,7 +40,8 @@ _STANDINGS: Mapping[str | None, Standing] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """Holds the outcome of one patch for one source tree.
+    """Holds the result of comparing one patch with one source tree, such as whether the bodies that
+    the patch wraps are reviewed there.
 
     Example:
         Drift(id="train-interval-timer", path="Megatron-LM", distribution="megatron-core",

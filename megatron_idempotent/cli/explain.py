@@ -60,7 +60,9 @@ def explain(text: str, *, upstream: bool = False) -> int:
 
 
 def case_text(patch: Hazard) -> str:
-    """Format one case file for a terminal."""
+    """Return a hazard's case file as text for a terminal, with the facts of its record and the
+    releases on which it was seen.
+    """
     sections = patch.case_file
     lines = [patch.id, "=" * len(patch.id), "", sections[""], ""]
     for name in SECTIONS:

@@ -74,7 +74,8 @@ def meaning(word: str) -> Meaning:
 
 
 def seen(hazard: Hazard, proven: Proven) -> dict[str, list[str]]:
-    """Return the releases and commits with each verdict about a hazard, in order of `WORDS`.
+    """Return, for each verdict about a hazard, the releases and commits that have this verdict, in
+    the order of `WORDS`.
 
     There are none for a framework's hazard, because only Megatron's releases have verdicts.
     """

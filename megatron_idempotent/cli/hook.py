@@ -87,7 +87,9 @@ def hook_parser() -> argparse.ArgumentParser:
 
 
 def hook_here() -> str | None:
-    """Return a line about the hook's effect in this environment; None without hook or variable."""
+    """Return a line about the hook's effect in this environment; None if there is no hook and
+    `MEGATRON_IDEMPOTENT` is not on.
+    """
     user, environment = Path(site.getusersitepackages()), Path(sysconfig.get_path("purelib"))
     folders = dict.fromkeys([environment, *map(Path, site.getsitepackages()), user])
     files = [folder / PTH for folder in folders if (folder / PTH).exists()]

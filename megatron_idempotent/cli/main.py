@@ -134,7 +134,9 @@ def _run(argv: list[str]) -> int:
 
 
 def _own_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of `_OWN_PARSERS`, without those whose packages are missing."""
+    """Return the argument parsers of the commands in `_OWN_PARSERS`, without commands whose
+    packages are missing.
+    """
     parsers = {}
     for command, (module, _, make) in _OWN_PARSERS.items():
         try:

@@ -44,7 +44,7 @@ def accepted_needs(
 
 
 def by_version(trees: Iterable[SourceTree]) -> list[SourceTree]:
-    """Return the trees with a Megatron, the oldest version first."""
+    """Return only the source trees that contain Megatron, sorted by its version, oldest first."""
     megatrons = [tree for tree in trees if MEGATRON in tree.versions]
     return sorted(megatrons, key=lambda tree: key_of(tree.versions[MEGATRON]))
 
@@ -58,7 +58,9 @@ def fits(patch: Patch, tree: SourceTree, *, read: bool) -> bool:
 
 
 def needs_of_names(names: Iterable[Need], *, keeps: bool) -> Needs:
-    """Sort needs; drop a need for a module if another need is for a name in that module."""
+    """Return sorted needs as a `Needs`, without a need for a module if another need is for a name
+    in that module.
+    """
     ordered = sorted(names, key=str)
     bound = {need.modules for need in ordered if need.name}
     # A module exists if a name in it does.
@@ -77,7 +79,8 @@ def versions_with(need: Need, trees: Iterable[SourceTree]) -> tuple[set[Version]
 
 
 def merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
-    """Return a need, limited to the releases and commits that have the name.
+    """Return the needs that replace a need, mostly one: the need limited to the releases and
+    commits that have the name.
 
     If releases in between lack the name these are two needs: for releases before them, and for
     those after them if the installed Megatron has the name again.

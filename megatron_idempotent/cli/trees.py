@@ -56,14 +56,16 @@ class Clone:
         return self.tree_of(commit, self.blobs(commit))
 
     def blobs(self, commit: str) -> dict[str, str]:
-        """Return the blob ids of a commit's files, by path."""
+        """Return the blob ids of a commit's files below `megatron/`, by path."""
         lines = self.git("ls-tree", "-r", f"{commit}^{{commit}}", "--", PACKAGE).splitlines()
         return {
             path: words.split()[-1] for words, _, path in (line.partition("\t") for line in lines)
         }
 
     def tree_of(self, commit: str, blobs: Mapping[str, str]) -> SourceTree:
-        """Return the source tree of Megatron with these blobs, named after a commit."""
+        """Return a Megatron source tree whose files are the git blobs `blobs`, by path; the tree's
+        name contains `commit`.
+        """
         files = Listed(blobs, lambda path: self._content(blobs[path]))
         name = commit[:12] if len(commit) == _SHA else commit
         return SourceTree(Path(f"{self._path}@{name}"), patches(), files)
@@ -89,7 +91,9 @@ def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
 
 
 def installed_trees() -> list[SourceTree]:
-    """Return [the Megatron on the path], or an empty list without one."""
+    """Return a list with the source tree of the Megatron on the path; an empty list without a
+    Megatron.
+    """
     info = locate(INFO)
     return [] if info is None else [SourceTree(info.parents[INFO.count(".")], patches())]
 

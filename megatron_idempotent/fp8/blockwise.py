@@ -32,7 +32,8 @@ Scales = Literal["float32", "ue8m0"]
 
 
 class Blockwise(NamedTuple):
-    """Holds a quantized weight: about `codes` · `scale_inv`, where each scale is of one block."""
+    """Holds a quantized weight: it is about `codes` · `scale_inv`, with one scale for each block.
+    """
 
     codes: Tensor
     """[..., R, C] of float8_e4m3fn."""
@@ -48,7 +49,8 @@ def quantize_blockwise(
     name: str = "weight",
     triton: bool | None = None,
 ) -> Blockwise:
-    """Quantize a weight, or those of all experts, by blocks of 128 × 128.
+    """Quantize a weight, or the weights of all experts, to E4M3 with a scale for each block of 128
+    × 128.
 
     A block's scale is its largest magnitude / 448 in float32; with "ue8m0" the least power of two
     that lets that magnitude be rounded to at most 448, so that quantizing the result of
@@ -217,7 +219,9 @@ def _slabs(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _as_blocks(slab_ERC: Tensor) -> Tensor:
-    """Return a copy in float32, [E, r, K, c, K], with zeros where blocks reach beyond the edge."""
+    """Return a float32 copy of a slab as blocks, [E, r, K, c, K], with zeros beyond the weight's
+    edges.
+    """
     experts, rows, columns = slab_ERC.shape
     shape = (experts, _blocks(rows) * BLOCK, _blocks(columns) * BLOCK)
     padded = torch.zeros(shape, dtype=torch.float32, device=slab_ERC.device)

@@ -46,12 +46,14 @@ class TokenAlignment:
             )
 
     def of_sequence(self, tokens: int) -> int:
-        """Return the tokens of a sequence in a pack, padding included."""
+        """Return the number of tokens that a sequence of `tokens` tokens takes in a pack, padding
+        included.
+        """
         return -(-tokens // self.sequence) * self.sequence
 
     def of_pack(self, lengths: Iterable[int]) -> int:
-        """Return the tokens of a pack of these sequences, padding included. For one sequence that
-        is the width of its row.
+        """Return the number of tokens of a pack of sequences with these lengths, padding included.
+        For one sequence that is the width of its row.
         """
         return -(-sum(map(self.of_sequence, lengths)) // self.pack) * self.pack
 
@@ -207,7 +209,7 @@ class Pack:
         tokens: int | None = None,
         device: torch.device | str | None = None,
     ) -> Pack:
-        """Return the layout of sequences of these lengths, which may be 0.
+        """Return the `Pack` for sequences of these lengths, which may be 0.
 
         Args:
             lengths: [n]; a tensor is read by the host once.
@@ -245,7 +247,7 @@ class Pack:
         *,
         device: torch.device | str | None = None,
     ) -> Pack:
-        """Return the layout of sequences of these lengths in segments of these padded sizes.
+        """Return the `Pack` for sequences of these lengths in segments of these padded sizes.
 
         Example: `Pack.laid_out(pack.lengths, pack.segments)` is that pack again.
         """
@@ -390,7 +392,9 @@ class Pack:
 
 
 class _SegmentSums(torch.autograd.Function):
-    """Adds up [T, ...] between borders [m + 1], to [m, ...]; `_Spread` is its transpose."""
+    """Adds up values [T, ...] over each of the m segments between `borders` [m + 1], to [m, ...];
+    the backward repeats the gradient of a segment for its tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, borders: Tensor) -> Tensor:
@@ -405,7 +409,9 @@ class _SegmentSums(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Repeats [m, ...] between borders, to [T, ...]; its gradient is a sum in token order."""
+    """Repeats the value of each segment between `borders` for its tokens, [m, ...] to [T, ...]; the
+    backward sums the gradients of a segment's tokens in their order.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, borders: Tensor, tokens: int) -> Tensor:

@@ -358,8 +358,8 @@ class LogprobsFromHidden(torch.autograd.Function):
         parts: ProductParts,
         sampler: Sampler | None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute log-prob, entropy and log-sum-exp from the logits `hidden_NH @ weight_VH.T`,
-        which are made part by part, in the type of both.
+        """Compute log-prob, entropy and log-sum-exp from the logits `hidden_NH @ weight_VH.T`. The
+        logits are computed one part at a time, in the dtype that `hidden_NH` and `weight_VH` share.
 
         It makes some columns of all tokens at a time, so that each row of the weight is read once;
         with Triton's kernels all columns of some tokens.
@@ -473,7 +473,9 @@ def _gradients_by_tokens(
 
 
 def _kept_gradient(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None) -> Any:
-    """Return the kept columns' tokens, numbers and gradients, each [E], and the saved inputs."""
+    """Return, for each column that a sampler kept for a token, the token's index, the column's
+    number and the logit's gradient, each [E]; and the inputs saved in the forward.
+    """
     total, *saved = _saved(ctx)
     columns, inputs = KeptColumns(*saved[:3]), saved[3:]
     if d_logprob_N is not None:  # a log-prob of -inf has no gradient

@@ -300,7 +300,9 @@ class Call:
         return min(self.workspace_bytes, limit)
 
     def parts(self, backend: Backend = "eager") -> ProductParts:
-        """Return the sizes of the parts in which logits are computed from hidden states."""
+        """Return a `ProductParts`: the sizes of the parts in which logits are computed from hidden
+        states.
+        """
         device = self.input.device.type
         usual = _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE)
         if backend == "triton" and device != "cpu":

@@ -42,7 +42,9 @@ _MOST_OF_ONE = 80.0
 
 
 class Scratch:
-    """Holds memory for blocks of rows: at most two buffers, which all blocks share."""
+    """Holds scratch memory for computing with blocks of rows of logits: at most two buffers, which
+    all blocks share.
+    """
 
     def __init__(self, panels: list[Tensor], workspace_bytes: int, *, moments: bool) -> None:
         like, sizes = panels[0], [len(panel) for panel in panels]
@@ -76,7 +78,9 @@ class Scratch:
         return self(0, len(logits_nV))[0].copy_(logits_nV)
 
     def without(self, logits_nV: Tensor, apart_nK: Tensor) -> Tensor:
-        """Return a copy, in the first buffer, of logits from `read` with -inf at some columns."""
+        """Return a copy, in the first buffer, of logits from `read`, with -inf in the columns
+        `apart_nK`.
+        """
         copy_nV, with_room_nV = self(0, len(logits_nV))
         if copy_nV.data_ptr() != logits_nV.data_ptr():
             copy_nV.copy_(logits_nV)
@@ -228,7 +232,8 @@ def _blocks_with(
     temperature: Tensor | float,
     *per_token: Tensor | None,
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield blocks of the panels' kept rows, with their temperature and their values.
+    """Yield each block of the panels' kept rows, with the temperature and the `per_token` values of
+    the block's tokens.
 
     A tensor of temperatures is yielded as [n, 1], None as None.
     """

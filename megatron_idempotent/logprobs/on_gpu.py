@@ -74,8 +74,8 @@ def grad_coefficients(
     d_logprob_N: Tensor | None,
     d_entropy_N: Tensor | None,
 ) -> tuple[GradCoefficients, Tensor]:
-    """Compute what `GradCoefficients.from_outputs` does, with Triton. Return that and each token's
-    index, [N].
+    """Compute each token's `GradCoefficients` with Triton, as `GradCoefficients.from_outputs` does
+    with torch. Return them, and the index of each token, [N].
 
     The index is -1 if the token's outputs have no gradient. The host does not wait.
     """
@@ -136,7 +136,9 @@ def write_gradient(
 
 
 def _computed(batch: TokenBatch) -> TokenBatch:
-    """Return a batch with temperatures for kernels: a number, or a contiguous float32 tensor."""
+    """Return the batch with a temperature that kernels can read: a number, or a contiguous float32
+    tensor.
+    """
     if not isinstance(batch.temperature, Tensor):
         return batch
     return batch._replace(temperature=batch.temperature.to(torch.float32).contiguous())
@@ -161,7 +163,8 @@ def combine_kernel(
     GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Combine parts [P, N, 4] into `Partial` [N, 4], or if `GLOBAL` into `VocabStatistics` [6, N].
+    """Combine statistics [P, N, 4] of P parts of the vocabulary into those of all parts: `Partial`
+    [N, 4], or if `GLOBAL` `VocabStatistics` [6, N].
 
     A target is in part `targets` // `width`.
     """
@@ -274,7 +277,8 @@ def coefficients_kernel(
 def launch_combine(
     parts_PN4: Tensor, target_N: Tensor, width: int, batch: TokenBatch, *, is_global: bool
 ) -> Tensor:
-    """Combine parts [P, N, 4] into `Partial` [N, 4], or if global into `VocabStatistics` [6, N].
+    """Combine statistics [P, N, 4] of P parts of the vocabulary into those of all parts: `Partial`
+    [N, 4], or with `is_global` `VocabStatistics` [6, N].
 
     A target is in part `target_N` // `width`.
     """

@@ -39,11 +39,13 @@ class Order:
         self._shape = [tensor.shape[dim] for dim in self._order]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return a view of the tensor with its leading dimensions in this order."""
+        """Return a view of the tensor with its leading dimensions sorted by descending stride."""
         return tensor.permute(*self._order, tensor.dim() - 1)
 
     def flat(self, per_token: Tensor) -> Tensor:
-        """Flatten values of each token, [...] or [..., K], to [N] or [N, K] in this order."""
+        """Flatten values of each token, [...] or [..., K], to [N] or [N, K], in the order of rows
+        in memory.
+        """
         leading = len(self._order)
         ordered = per_token.permute([*self._order, *range(leading, per_token.dim())])
         return ordered.reshape(math.prod(self._shape), *ordered.shape[leading:])
@@ -161,7 +163,9 @@ def zero_others(panels: list[Tensor], kept_N: Tensor | None, columns: int) -> No
 
 
 def submask(kept_N: Tensor | None, picked_K: Tensor) -> Tensor:
-    """Return a bool mask over all tokens of the picked ones among the K kept tokens."""
+    """Return a bool mask over all tokens that is True for the tokens that `picked_K` marks among
+    the K kept tokens.
+    """
     return picked_K if kept_N is None else kept_N.masked_scatter(kept_N, picked_K)
 
 
@@ -173,7 +177,8 @@ def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: tor
 def flat_indices(
     panels: list[Tensor], kept_N: Tensor | None, token_E: Tensor
 ) -> Iterator[tuple[Tensor, slice | Tensor, Tensor]]:
-    """Yield each panel, a mask of the entries of `token_E` in it, and their rows in the panel.
+    """Yield each panel, the entries of `token_E` whose tokens are in the panel, as indices or a
+    slice, and the rows of these tokens in the panel.
 
     `token_E` has indices among the kept tokens.
     """
@@ -195,7 +200,9 @@ TILE = 128
 
 
 class ProductParts(NamedTuple):
-    """Says how many logits are computed from hidden states at once, and where gradients go."""
+    """Says how many bytes of logits are computed from hidden states at once, whether the backward
+    sums the hidden states' gradients over ranks, and whether it adds the weight's to `main_grad`.
+    """
 
     logits_bytes: int
     """The bytes of logits that are computed at a time."""
@@ -371,7 +378,8 @@ class WeightGradient:
 def product_into(
     into: Tensor, left_factor: Tensor, right_factor: Tensor, *, add: bool = False
 ) -> Tensor:
-    """Write or add the product of two matrices to `into`, and return that.
+    """Write the product of two matrices to `into`, or with `add` add the product to it, and return
+    `into`.
 
     `into` may be of float32 while the factors have 16 bits.
     """

@@ -209,7 +209,8 @@ def merged(parts: list[Partial], has_target: list[Tensor], temperature: Tensor |
 def _summed(
     parts_PNX: Tensor, has_target_PN: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sum the parts of each token, and return the fields of `Partial` for the sums, in float64.
+    """Combine each token's statistics of several parts of the vocabulary, packed `Partial`s, into
+    those of all parts together. Return the fields of that `Partial` in float64.
 
     `has_target_PN` says which part has each target; for K targets it is [P, N, K].
     """
@@ -230,7 +231,8 @@ def _summed(
 def with_target(
     origin_N: Tensor, others_N: Tensor, moment_N: Tensor, z_N: Tensor, dtype: torch.dtype
 ) -> VocabStatistics:
-    """Compute the statistics of all columns from the target's z and the others' sums.
+    """Compute each token's statistics of all columns, from the target's z and the sums over all
+    columns but the target's.
 
     All are given in float64, and rounded to `dtype` at the end.
     """
@@ -252,7 +254,8 @@ def _with_targets(
     temperature: Tensor | float,
     dtype: torch.dtype,
 ) -> VocabStatistics:
-    """Compute the statistics of all columns from K targets' logits and the others' sums.
+    """Compute each token's statistics of all columns, from the logits of K targets and the sums
+    over all columns but the targets'.
 
     All are given in float64, and rounded to `dtype` at the end. Targets that `valid_NK` leaves out
     have no part in them; no token is a target twice.
@@ -303,8 +306,8 @@ class GradCoefficients(NamedTuple):
         d_logprob_N: Tensor | None,
         d_entropy_N: Tensor | None,
     ) -> GradCoefficients:
-        """Return the coefficients of p·(-g_logprob - g_entropy·(H + log p)) + [is
-        target]·g_logprob.
+        """Return the coefficients of the logits' gradient, p·(-g_logprob - g_entropy·(H + log p)) +
+        [is target]·g_logprob, from the gradients g of the outputs.
 
         It takes H + log p as z - mean, so that nothing cancels, and the target's 1 - p from its
         log-prob.
@@ -340,8 +343,8 @@ class GradCoefficients(NamedTuple):
         d_logprob_NX: Tensor,
         d_entropy_N: Tensor | None,
     ) -> GradCoefficients:
-        """Return the coefficients for K targets of each token and the rest, i.e. all other tokens
-        together, whose log-prob has a gradient too.
+        """Return the coefficients of the logits' gradient if each token has K targets, and the
+        log-prob of the rest (of all other columns of the vocabulary together) has a gradient too.
 
         The other columns' gradient is written with q = p / rest, which is a number however small
         both are: q·(g_rest·(1 - rest) - rest·Σ g_target), and for the entropy

@@ -171,7 +171,9 @@ def context_parallel_whole(
 def _positions_of(
     caller: str, rank: Any, size: int, positions: int, cu_seqlens: Tensor | None, device: Any
 ) -> Tensor:
-    """Return the positions that a rank has, [positions / size], or those of ranks [R, 1]."""
+    """Return the indices of the positions that context-parallel rank `rank` has, [positions /
+    size]; for a tensor of ranks [R, 1] one row of indices per rank.
+    """
     share_T = torch.arange(positions // size, device=device)
     start: Any = 0
     half: Any = positions // (2 * size)

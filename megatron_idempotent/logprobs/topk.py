@@ -140,7 +140,9 @@ def largest(logits_nV: Tensor, count: int) -> Tensor:
 
 
 def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) -> Tensor:
-    """Replace the chosen columns that tie with the last one by the lowest columns that do."""
+    """Replace those chosen columns whose logit is equal to the last chosen one by the lowest
+    columns with that logit.
+    """
     last_b1 = values_bC[:, -1:]
     above_b = (values_bC > last_b1).sum(-1)
     row_e, column_e = (logits_bV == last_b1).nonzero().unbind(1)
@@ -187,7 +189,8 @@ def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
 
 
 class TokenKL(NamedTuple):
-    """Holds the divergence of each token, [...], in nats; float32, or float64 for such logits.
+    """Holds the student's divergence from the teacher for each token, [...], in nats; float32, or
+    float64 for such logits.
 
     It is zero for tokens that are masked.
     """
@@ -300,7 +303,8 @@ def topk_kl(
 def _unnamed_logprob(
     teacher_K: Tensor, mass: Tensor, student_rest: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the log-prob of all tokens other than the teacher's K, from that of the K.
+    """Return the log-prob of all tokens other than the teacher's K, from what the probabilities of
+    the K leave of 1.
 
     It is at least the rounding error of the K, because less is not significant. It is -inf if no
     more is left and the student has no other token.
@@ -313,13 +317,17 @@ def _unnamed_logprob(
 
 
 def _renormalized(logprob_K: Tensor) -> Tensor:
-    """Divide a token's probabilities by their sum; leave a token without any as it is."""
+    """Normalize a token's log-probs, so that their probabilities add up to 1. A token whose
+    probabilities are all 0 keeps its log-probs.
+    """
     total = logprob_K.logsumexp(-1, keepdim=True)
     return logprob_K - torch.where(total > -torch.inf, total, 0.0)
 
 
 def _kl(first_K: Tensor, second_K: Tensor) -> Tensor:
-    """Sum p·(log p - log q), given the logarithms; infinite, without gradient, if only q is 0."""
+    """Sum p·(log p - log q), given log p and log q; infinite, without gradient, if q is 0 where p
+    is not.
+    """
     takes_part_K = first_K > -torch.inf
     infinite = (takes_part_K & (second_K == -torch.inf)).any(-1)
     used_K = takes_part_K & ~infinite[..., None]

@@ -308,7 +308,9 @@ def gradient_kernel(
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Write exp(z)·(factor + slope·z), at the target `of_target`, and 0 from `columns` on."""
+    """Write the logits' gradient of one segment of a row: exp(z)·(factor + slope·z), but
+    `of_target` in the target's column, and 0 from `columns` on.
+    """
     TILE: tl.constexpr = UNROLL * LANES
     program = tl.program_id(0)
     segments = (width + SEGMENT - 1) // SEGMENT

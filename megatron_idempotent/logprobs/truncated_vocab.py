@@ -117,7 +117,8 @@ class Sampling:
         beyond_n: Tensor | None,
         temperature: Tensor | float,
     ) -> tuple[Tensor, Tensor]:
-        """Return the lowest kept logit, and whether it is certain; both [n].
+        """Return, for each token, the lowest logit that top-k and top-p keep, and whether these
+        candidates suffice to be certain of it; both [n].
 
         `logits_nW` are all ranks' candidates. `mass_n`, which is used without top-k only, is
         Σ exp((logit - max) / temperature) over the whole vocabulary, in float64. No logit that is
@@ -142,14 +143,18 @@ class Sampling:
 
 
 def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
-    """Return whether no column outside the candidates can have a logit as high as the lowest."""
+    """Return, for each token, whether no column outside the candidates can have a logit as high as
+    `lowest_n`.
+    """
     if beyond_n is None:
         return torch.ones_like(lowest_n, dtype=torch.bool)
     return (lowest_n > beyond_n) | (beyond_n == -torch.inf)
 
 
 class KeptColumns(NamedTuple):
-    """Holds the columns of this rank that tokens keep, each once; [E]."""
+    """Holds this rank's columns that a sampler kept, with one entry for each token and column; each
+    field is [E].
+    """
 
     row: Tensor
     """The token that keeps the column."""
@@ -337,7 +342,8 @@ def _statistics(
     temperature: Tensor | float,
     dtype: torch.dtype,
 ) -> VocabStatistics:
-    """Compute statistics over the kept tokens, the same bits on all ranks.
+    """Compute each token's statistics over the columns that the sampler kept for it, the same bits
+    on all ranks.
 
     It computes in float64, from values that are equal on all ranks.
     """

@@ -271,7 +271,9 @@ def write_report() -> None:
 
 
 def nothing_lands(rows: Iterable[Row]) -> str | None:
-    """Return a sentence if a Megatron is on the path and no enabled patch is for it; else None."""
+    """Return a sentence if Megatron is on the import path and not one of the enabled patches
+    applies to it; else None.
+    """
     on = (row for row in rows if row.status != "disabled")
     rows = [row for row in on if outlines()[row.id].distribution == MEGATRON]
     if not rows or any(row.status in PROBLEMS | COVERED for row in rows):

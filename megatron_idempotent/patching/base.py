@@ -121,7 +121,9 @@ class Place(Record):
 
 
 class Outline(Record):
-    """Holds what the index file has about a `Patch`: id, releases, targets, but no wrappers."""
+    """Holds the fields of a `Patch` that the index file lists, such as id, affected releases and
+    targets. It has no wrappers: those are in the case file.
+    """
 
     id: str
     distribution: str
@@ -197,7 +199,9 @@ def folders() -> dict[str, str]:
 
 
 class PatchError(RuntimeError):
-    """A patch that was asked for by name, or any patch in strict mode, could not be applied."""
+    """Raised if a patch that was asked for by name, or any patch in strict mode, could not be
+    applied.
+    """
 
 
 class UnknownPatchError(ValueError):

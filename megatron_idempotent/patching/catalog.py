@@ -79,7 +79,9 @@ def outlines() -> dict[str, Outline]:
 
 
 def lost() -> dict[str, Outline]:
-    """Return the outlines of patches that the index lists and whose case file is missing, by id."""
+    """Return, by id, the outlines of patches that the index lists although their case file is
+    missing.
+    """
     outlines()
     return _lost
 
@@ -93,8 +95,8 @@ def case_file_of(patch_id: str) -> str:
 
 
 def without_case_file(patch_id: str) -> str:
-    """Return a clause that the case file of a patch of `lost()` is missing, and that the package
-    has to be installed again.
+    """Return a clause for messages: the case file of this patch, one of `lost()`, is missing, and
+    the package has to be installed again.
     """
     return f"{case_file_of(patch_id)} is missing, and the index lists it: install the package again"
 

@@ -63,7 +63,9 @@ class Contract(Record):
 
 
 def contract_of(wrapper: Callable[..., Any]) -> Contract:
-    """Return a wrapper's `Contract` from `contracts.txt`; an `unclear` one if it is not there."""
+    """Return a wrapper's `Contract` from `contracts.txt`; an `unclear` one if the file lacks the
+    wrapper.
+    """
     name = name_of(wrapper)
     return contracts().get(name) or Contract(
         unclear=f"{CONTRACTS} lacks {name}; run `python tools/casebook.py`"
@@ -145,8 +147,8 @@ def called(node: ast.AST) -> str:
 
 
 def _returning(body: Body) -> list[Body]:
-    """Return the function, and the functions of its module whose result it returns as `return
-    f(...)`, directly or through each other.
+    """Return the body of a function and of those functions in its module whose result it returns by
+    `return f(...)`, directly or over several such returns.
     """
     bodies = [body]
     for function in bodies:  # it grows while it is read
@@ -163,7 +165,8 @@ def _unmet_items(
     or_more: bool,
     functions: list[Body],
 ) -> Iterator[str]:
-    """Yield a clause for each `return` that does not fit the names that the wrapper unpacks.
+    """Yield a clause for each `return` statement that does not fit the names into which the wrapper
+    unpacks the function's result.
 
     At least one `return` must have each name at its position, and none may have another name there.
     `None`, a call or another value at the position is accepted.
@@ -193,7 +196,9 @@ def _unmet_items(
 
 
 def _leaves(block: Sequence[ast.stmt]) -> bool:
-    """Tell if a block ends in a return or a raise, in each branch of its last statement."""
+    """Tell if a block of statements always ends in a return or a raise, in every branch of its last
+    statement.
+    """
     last = block[-1]
     if isinstance(last, ast.If):
         return bool(last.orelse) and _leaves(last.body) and _leaves(last.orelse)

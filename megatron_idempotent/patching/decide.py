@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 
 class Verdict(Record):
-    """Holds the result of a decision step: with `status` None the patch may go on; any other status
-    refuses it for `reason`.
+    """Holds the result of one decision step about a patch. If `status` is None, the patch has
+    passed the step; any other status refuses the patch, for the `reason`.
     """
 
     status: Status | None
@@ -61,7 +61,9 @@ GO = Verdict(status=None, reason="")
 
 
 class Selection(Record):
-    """Holds the arguments of one `apply()` and the environment's settings; they select patches."""
+    """Holds the arguments of one `apply()` call and the settings from environment variables, which
+    together select the patches to apply.
+    """
 
     only: frozenset[str] | None
     exclude: frozenset[str]
@@ -153,8 +155,8 @@ def check_range(hazard: Hazard | Outline, release: Installed | None) -> Verdict:
 
 
 def check_unread(patch: Outline) -> Verdict:
-    """Check what is possible without reading a source file: that each target's module has a file,
-    and the version range (parts of steps 3 and 4).
+    """Check what is possible without reading source: that each target's module has a file, and the
+    version range (parts of steps 3 and 4). Return `GO`, or the verdict that refuses the patch.
     """
     missing = check_modules(patch)
     if missing.status is not None:
@@ -168,7 +170,7 @@ def check_unread(patch: Outline) -> Verdict:
 
 def beside_range(patch: Outline) -> str:
     """Return the reason why the version number that Megatron claims is outside the hazard's range;
-    an empty string if it is inside.
+    an empty string if it is inside, or if the patch is for a framework.
     """
     return check_range(patch, installed(MEGATRON)).reason if patch.distribution == MEGATRON else ""
 
@@ -187,8 +189,9 @@ def check_modules(patch: Outline) -> Verdict:
 
 
 def check_bodies(patch: Outline, *, named: bool, sources: Sources | None = None) -> Verdict:
-    """Decide steps 3 to 6 (version, target, fixed, drifted) for the code on the path. If its files
-    are those of a known release, a table has the answer; else bodies are read.
+    """Return the verdict of decision steps 3 to 6 (version, target, fixed, drifted) on a patch, for
+    the code on the path. For the files of a known release a table has the verdict; for others
+    function bodies are read.
 
     Args:
         patch: the patch; its case file is loaded only if bodies have to be read.
@@ -237,8 +240,8 @@ def judge(
     *,
     named: bool,
 ) -> Verdict:
-    """Decide steps 3 to 6 (version, target, fixed, drifted) from the target functions' bodies. A
-    body is None if the sources lack the function.
+    """Return the verdict of decision steps 3 to 6 (version, target, fixed, drifted) on a patch,
+    from the bodies of its target functions. A body is None if the sources lack the function.
 
     Args:
         patch: the patch.
@@ -300,8 +303,8 @@ _FIXED = "upstream's own code no longer has the hazard"
 
 
 def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
-    """Find the definition of a function that its module only imports, or its class inherits. Return
-    its address and body, or None.
+    """Find the definition of a target function that the target's module only imports, or the
+    target's class inherits. Return the definition's address and body, or None.
 
     An inherited method counts only if the wrapper fits it, because in old releases classes
     inherited other functions. It is returned with the target's own address.
@@ -364,8 +367,8 @@ def _older(label: str, since: str) -> bool:
 
 
 def review(target: Target, body: Body) -> tuple[bool, str]:
-    """Return whether the target's wrapper fits this body of the function, and the reason: a person
-    reviewed the body, or it meets what the patch relies on.
+    """Return whether the target's wrapper fits this body of the function, and the reason as text.
+    It fits if a person reviewed the body, or if the body has all that the patch relies on.
     """
     if body.hash in target.reviewed:
         return True, f"body reviewed on {target.reviewed[body.hash]}"
@@ -398,8 +401,8 @@ def _drifted(target: Target, body: Body) -> str | None:
 
 
 def part_of(target: Target, body: Body) -> BodyPart:
-    """Return the statements of the body that use names in the target's `relies_on`, and the
-    parameters that its wrapper takes, as a `BodyPart`.
+    """Return a `BodyPart`: the body's statements that use names in the target's `relies_on`, and
+    the declarations of the parameters that the target's wrapper takes.
 
     Raises:
         OSError, TypeError, ValueError: the wrapper cannot be read.

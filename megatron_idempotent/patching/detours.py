@@ -64,7 +64,7 @@ _FROZEN = 5_000
 
 def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
     """Search this process for live code that bypasses the installed patches. Return clauses that
-    name it, by the patched function's address.
+    name such code, as a list for each patched function's address.
 
     Args:
         sites: all patch points of this process; those without patches refer to functions, too.
@@ -87,7 +87,9 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
 
 
 def _overriding(site: PatchPoint, our_ids: Collection[int]) -> Iterator[str]:
-    """Yield a clause for each class that overrides the patched method and does not call it."""
+    """Yield a clause for each subclass whose method overrides the patched one, and whose code does
+    not call the patched one.
+    """
     overriding: set[type] = set()
     for heir in _heirs(site.owner):
         classes: tuple[type, ...] = heir.__mro__
@@ -133,8 +135,8 @@ def _asks(function: Any, name: str) -> bool:
 
 
 class _Original:
-    """Compares the reference count of one replaced function of upstream with the references of
-    known holders, so that new ones are noticed.
+    """Compares the reference count of one upstream function that was replaced with the number of
+    known references, so that a new reference is noticed.
 
     Args:
         site: a patch point that has replaced the function.
@@ -169,7 +171,7 @@ class _Original:
     @property
     def is_held_by_others(self) -> bool:
         """True if the function's reference count is not the sum of our own references and those of
-        known holders.
+        known holders (names and objects that refer to the function).
         """
         return self._total != self._own + sum(self._known.values())
 
@@ -178,7 +180,8 @@ class _Original:
         return sys.getrefcount(getattr(self.sites[0], self._attribute)) - _TEMPORARY
 
     def look(self, own_references: int) -> None:
-        """Count the references to the function; forget remembered holders that have none left.
+        """Count the references to the function, and forget remembered holders (names and objects
+        that referred to the function) that no longer refer to it.
 
         Args:
             own_references: the number of references that patch points have.
@@ -200,8 +203,8 @@ class _Original:
         return holders
 
     def add(self, holder: Holder, counts: References) -> bool:
-        """Count a holder's references to the function as known, and list the holder for the report.
-        Return False if all of them were known before.
+        """Add a holder's references to the function to the known ones, and list the holder for the
+        report. Return whether any of these references is new.
 
         A table with two names is listed by both. An object without a name is listed only for
         references that no other holder has. A `__wrapped__` is not listed: a replacement has it
@@ -236,7 +239,9 @@ class _Original:
 
 
 class _Alone:
-    """Holds a function with no other reference, to measure how many references counting adds."""
+    """Stands in for a patch point whose function has no other reference, to measure how many
+    references counting itself adds.
+    """
 
     def __init__(self) -> None:
         self.original = lambda: None
@@ -264,8 +269,8 @@ def _originals(sites: Iterable[PatchPoint], our_ids: Collection[int]) -> list[_O
 
 
 def _entitled(site: PatchPoint, attribute: str) -> Iterator[Holder]:
-    """Yield the names that may refer to upstream's function: they bypass no patch, or the report
-    shows them elsewhere.
+    """Yield a `Holder` for each name that may refer to upstream's function and is not reported as a
+    detour: it bypasses no patch, or the report shows it elsewhere.
     """
     if site.raw is ABSENT:
         yield from (of_class(cls, site.name) for cls in site.owner.__mro__[1:])
@@ -276,8 +281,8 @@ def _entitled(site: PatchPoint, attribute: str) -> Iterator[Holder]:
 
 
 def _search(originals: Sequence[_Original], container_ids: set[int]) -> None:
-    """Search the process for objects that refer to these functions, and remember each of them in
-    its `_Original`.
+    """Search the process for objects that refer to these functions, and remember each such object
+    in the function's `_Original`.
 
     Args:
         originals: functions with references that are not accounted for.

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Bodies(dict[str, Body]):
-    """Maps target addresses to function bodies; `lack` searches them and what they call.
+    """Maps target addresses to function bodies. `lack` searches their modules, and functions of
+    other modules that the bodies call, for a source fragment.
 
     Args:
         bodies: the bodies by target address.
@@ -63,7 +64,9 @@ class Bodies(dict[str, Body]):
 
 
 def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
-    """Make a function for `Patch.fixed_when`: True if a body contains one of the fragments."""
+    """Make a function for `Patch.fixed_when`: True if a body contains one of the fragments, with
+    `outside_loops` in code that is in no loop.
+    """
     return lambda bodies: any(
         body.contains(fragment, outside_loops=outside_loops)
         for body in bodies.values()
@@ -72,12 +75,14 @@ def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies
 
 
 def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
-    """Make a function for `Patch.fixed_when`: True if `Bodies.lack` finds no such code."""
+    """Make a function for `Patch.fixed_when`: True if neither the modules of the bodies nor
+    functions of other modules that the bodies call contain the fragment.
+    """
     return lambda bodies: bodies.lack(fragment)
 
 
 def _may_contain(text: str, fragment: str) -> bool:
-    """Tell if a text has all names in a fragment, without parsing it."""
+    """Tell if a text contains all names in a fragment: a quick test before the text is parsed."""
     return all(word in text for word in _names(fragment))
 
 

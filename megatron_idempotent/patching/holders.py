@@ -81,12 +81,16 @@ def path_of(cls: type) -> str:
 
 
 def of_module(module: str, name: str) -> Holder:
-    """Return the `Holder` for a name in a module."""
+    """Return a `Holder` that describes the name `name` in the module `module`, found through
+    `sys.modules`.
+    """
     return Holder(f"{module}.{name}", lambda: sys.modules.get(module), name)
 
 
 def of_class(cls: type, name: str) -> Holder:
-    """Return the `Holder` for a name in a class; it does not keep the class alive."""
+    """Return a `Holder` that describes the name `name` in a class, with a weak reference to the
+    class.
+    """
     return Holder(f"{path_of(cls)}.{name}", weakref.ref(cls), name)
 
 
@@ -96,8 +100,8 @@ def references(
     within: Collection[int] | None = None,
     most: int = MOST,
 ) -> dict[int, References]:
-    """Count a holder's references to functions: its own, and those of containers that it leads
-    to.
+    """Count the references to functions that a holder (a name or an object) has: its own, and those
+    of containers that can be reached from it.
 
     Args:
         holder: the holder.
@@ -164,7 +168,7 @@ def _may_hold(value: Any) -> bool:
 
 
 def _is_namespace(container: Any) -> bool:
-    """Tell if a dictionary is the namespace of a module or class, whose names are holders."""
+    """Tell if a dictionary is the namespace (`__dict__`) of a module or class."""
     if not issubclass(type(container), dict):
         return False
     has = functools.partial(dict.__contains__, container)
@@ -183,7 +187,9 @@ def _contents(container: Any) -> list[Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Tell if a function's code, or an object's class, belongs to this package."""
+    """Tell if a value belongs to this package: a function or generator by its code, any other
+    object by its class.
+    """
     kind = type(value)
     if issubclass(kind, functools.partial):
         return _is_ours(value.func)
@@ -244,7 +250,9 @@ class Climb:
         return above
 
     def _has_name(self, function: Any) -> bool:
-        """Tell if a function is found by its own qualified name; if so, note that name."""
+        """Tell if a function's own qualified name leads to that function; if so, keep a `Holder` of
+        the name for `places`.
+        """
         if type(function) is not types.FunctionType:
             return False
         module = str(function.__globals__.get("__name__"))
@@ -266,8 +274,8 @@ class Climb:
                 yield of_module(module, name) if module else of_class(owner, name)
 
     def nameless(self) -> Iterator[Holder]:
-        """Yield a `Holder` for each function or other object on the way that has no name in a
-        module or class.
+        """Yield a `Holder`, which describes the object and no name, for each function, generator
+        and other instance that was passed on the way to the names.
         """
         for value in self._between.values():
             kind = type(value)
@@ -278,7 +286,8 @@ class Climb:
 
 
 def with_attribute(holder: Holder, function_id: int) -> Holder:
-    """Return the holder with a label that also names the attribute which leads to a function.
+    """Return a copy of a holder whose label also names the holder's attribute that leads to a
+    function.
 
     Args:
         holder: any holder; one with a name, or that is a container, is returned unchanged.

@@ -37,7 +37,9 @@ def namespace(module: object) -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Clear the cache of modules' paths: `sys.path` may have changed since the last public call."""
+    """Clear the caches of modules' paths, because `sys.path` may have changed since they were
+    filled.
+    """
     _found.clear()
     _package_paths.clear()
 
@@ -203,7 +205,9 @@ def _register(name: str, action: _Action) -> None:
 
 
 def _imported(name: str, module: ModuleType, action: _Action) -> None:
-    """Call `action` for a module in `sys.modules`, at once or when its import ends."""
+    """Call `action` for a module in `sys.modules`, at once or when its import ends. If the end of
+    the import cannot be observed, a later import calls `action`.
+    """
     if is_complete(name):
         _hooked.discard(name)
         action()

@@ -145,7 +145,8 @@ def judge(
     outline: Outline, *, named: bool, sources: Sources | None = None, lands: bool = False
 ) -> tuple[decide.Verdict, list[tuple[Target, PatchPoint]], Row | None]:
     """Decide whether a patch may be installed, from the source of its modules and the live
-    functions of those that are imported.
+    functions of modules that are imported. Return the verdict, patch points, and the row of a
+    refused patch.
 
     Installation, a dry run and a report before the import call this, so that they agree.
 
@@ -195,8 +196,8 @@ def _accepted(patch: Outline, reason: str) -> Row:
 
 
 def site_of(target: Place) -> PatchPoint | None:
-    """Return the `PatchPoint` of a target's function, at its new address if upstream has moved it;
-    None if there is none.
+    """Return the `PatchPoint` that replaces a target's function in this process, also if upstream
+    has moved the function to a new address; None if no patch point was made.
     """
     return state.sites.get(state.homes.get(target.address, target.address))
 
@@ -248,8 +249,8 @@ def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPo
 
 
 def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
-    """Remove these patches from their functions, in reverse order of the patch points, and forget
-    them. Return their report rows.
+    """Remove the patches with these ids from the functions that they wrap, latest patch point
+    first, and stop waiting for their modules. Return the patches' report rows.
 
     Args:
         names: collects the patch points whose names are to be rebound; None rebinds them at once.
@@ -286,7 +287,9 @@ def landed(patch: Outline) -> bool:
 
 
 def missing(patch: Outline) -> list[str]:
-    """Return the names of the patch's modules that are not imported yet."""
+    """Return the names of the modules with the patch's target functions that are not fully imported
+    yet.
+    """
     return sorted({t.module for t in patch.targets if not import_hooks.is_complete(t.module)})
 
 

@@ -26,8 +26,8 @@ _CALLS = 2
 def definition(
     module: str, qualname: str, sources: Sources, *, inherited: bool = True, depth: int = _DEPTH
 ) -> tuple[Place, Body] | None:
-    """Follow imports, assignments and base classes from `module:qualname` to the definition. Return
-    its address and body, or None.
+    """Follow imports, assignments and base classes from `module:qualname` to the function's
+    definition. Return the definition's address and body; None if it is not found.
 
     Args:
         module: the module that binds the function or its class.

@@ -15,7 +15,9 @@ _NOT_THERE = frozenset({"fixed_upstream", "missing_target", "unsupported_version
 
 
 def always(_: Any) -> bool:
-    """Return True, for any model chunk: a need with this `where` applies to all chunks."""
+    """Return True for any model chunk. As the default of `Need.where` it makes a need apply to all
+    chunks.
+    """
     return True
 
 
@@ -34,12 +36,16 @@ class Need(NamedTuple):
 
 
 def providers(name: str) -> list[Outline]:
-    """Return the outlines of the patches that provide a key of `PROVIDED`, applied or not."""
+    """Return the outlines of all patches that provide the fact `name`, a key of `PROVIDED`, applied
+    or not.
+    """
     return [patch for patch in outlines().values() if name in patch.provides]
 
 
 def is_provided(name: str) -> bool:
-    """Return True if a patch that provides this key of `PROVIDED` is in place in this process."""
+    """Return True if a patch that provides the fact `name`, a key of `PROVIDED`, is in place in
+    this process.
+    """
     return any(map(landed, providers(name)))
 
 

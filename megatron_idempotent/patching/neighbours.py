@@ -30,7 +30,7 @@ def layers(
     value: Any, is_sought: Callable[[Any], bool]
 ) -> tuple[list[Callable[..., Any]], Callable[..., Any]] | None:
     """Search from `value`, through wrappers, for a function for which `is_sought` is true. Return
-    the wrappers passed on the way, and the function.
+    the wrappers passed on the way, and the function; None if none is found.
 
     It is the first one for which `is_sought` is true. The wrappers come outermost first; there is
     none if `value` is the function. Return None if no such function can be reached.
@@ -118,7 +118,9 @@ def mentioned(code: types.CodeType) -> Iterator[str]:
 
 
 def who(layers: Iterable[Any]) -> list[str]:
-    """Return the names of the packages that the wrappers' code is from, in order, each once."""
+    """Return the names of the packages that the wrappers' code is from, outermost first, each name
+    once.
+    """
     return list(dict.fromkeys(map(_package, layers)))
 
 

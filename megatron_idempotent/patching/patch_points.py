@@ -36,8 +36,8 @@ _NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
 
 class StaleReferences:
-    """Collects patch points; `rebind` then sets the names that still hold their old functions, in
-    all modules, in one pass.
+    """Collects patch points, i.e. replaced functions. `rebind` then rebinds the names in all
+    modules that still refer to their old functions, in one pass.
     """
 
     def __init__(self) -> None:
@@ -269,7 +269,9 @@ class PatchPoint:
             yield from site.family()
 
     def held(self) -> list[Any]:
-        """Return the objects that this patch point refers to, each as often as it refers to it."""
+        """Return the objects that this patch point refers to. An object is in the list once per
+        reference.
+        """
         items = [*vars(self).values(), unbound(self.raw) if self.raw is not self.original else None]
         for layer in self._chain():
             attributes = vars(layer).values()
@@ -342,7 +344,9 @@ class PatchPoint:
         return self.installed if self.is_installed else self.original
 
     def lead(self, module_name: str, module: types.ModuleType, name: str) -> None:
-        """Set a module's name to `current`; list it in `left` if we may not change the module."""
+        """Bind a name in a module to this patch point's `current` function; if the module may not
+        be changed, list the name in `left` instead.
+        """
         full_name = f"{module_name}.{name}"
         if module is self.owner or any(
             module_name == prefix or module_name.startswith(f"{prefix}.")
@@ -546,7 +550,9 @@ def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> s
 
 
 def _undecorated(function: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
-    """Return a clause that describes the function if it is not upstream's body; else None."""
+    """Return a clause that describes the function if it was not compiled from upstream's body; else
+    None.
+    """
     from .source import difference  # with the body's source, which apply() may do without
 
     if type(function) is not types.FunctionType:

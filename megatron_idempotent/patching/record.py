@@ -225,8 +225,8 @@ class Target(Place):
             raise ValueError(f"target {self.address} has parts of nothing: give fragments too")
 
     def at(self, homes: Mapping[str, str]) -> Target:
-        """Return a copy of the target with its function's new address in `homes`; the target itself
-        if `homes` has none.
+        """Return a copy of the target at the address (`module:qualname`) that `homes` has for its
+        present one. If `homes` lacks the present address, return the target itself.
         """
         home = homes.get(self.address)
         if home is None:

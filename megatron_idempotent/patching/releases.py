@@ -142,7 +142,9 @@ _read: dict[tuple[str, int], Installed | None] = {}
 
 
 def from_package_info(lines: Iterable[str]) -> Installed | None:
-    """Return the version in the lines of a `package_info.py`, or None."""
+    """Return the version in the lines of a `package_info.py`; None if they have no complete
+    version.
+    """
     # Line by line, because these are plain assignments and `ast` takes longer to import than the
     # rest of this file to run.
     constants: dict[str, str] = {}
@@ -214,8 +216,8 @@ the hazard; or the bodies have to be read to decide."""
 
 
 class Release(Record):
-    """Holds what `releases.txt` has about one Megatron release: the digests of its files, and a
-    mark per patch.
+    """Holds what `releases.txt` has about one Megatron release: the digests of its files, and for
+    each patch a mark that says whether it applies to this release.
 
     Example:
         Release(version="0.19.2", digests={"megatron.core.timers": "0123456789abcdef"},
@@ -231,7 +233,8 @@ class Release(Record):
     """Patch → `LANDS`, `OUTSIDE`, `FIXED` or `UNKNOWN_STANDING`."""
 
     def differing(self, files: Sources) -> Iterator[str]:
-        """Yield each module whose file differs from this release's, or that this release lacks.
+        """Yield the name of each module whose file in `files` differs from the file in this
+        release, or that this release lacks.
 
         Wheels before 0.17 lack `megatron.training`, which a checkout of the release has.
         """

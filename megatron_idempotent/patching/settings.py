@@ -39,7 +39,7 @@ ON, OFF = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off",
 
 
 class Settings(Record):
-    """Holds the checked values of the variables that begin with `MEGATRON_IDEMPOTENT`."""
+    """Holds the checked values of environment variables that begin with `MEGATRON_IDEMPOTENT`."""
 
     enabled: bool
     """`MEGATRON_IDEMPOTENT=0` turns every patch off."""
@@ -103,7 +103,9 @@ def _seconds(environ: Mapping[str, str], variable: str, *, default: float) -> fl
 
 
 def looks(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether `MEGATRON_IDEMPOTENT_CHECK` turns on checks that cost time."""
+    """Return True if the environment variable `MEGATRON_IDEMPOTENT_CHECK` turns on checks that cost
+    time.
+    """
     return switch(os.environ if environ is None else environ, f"{SWITCH}_CHECK", default=False)
 
 

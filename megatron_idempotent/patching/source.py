@@ -138,7 +138,9 @@ class Body:
 
     @computed
     def own_nodes(self) -> list[ast.AST]:
-        """Return the nodes of the function, without those of functions and classes in it."""
+        """Return the syntax nodes below the function, without those in nested functions, lambdas
+        and classes.
+        """
         return own_nodes(self.tree)
 
     @computed
@@ -284,7 +286,9 @@ def _parse_definition(text: str, name: str) -> _Definition | None:
 
 
 def _parse_method(text: str, owner: str, name: str) -> _Definition | None:
-    """Parse only one method's lines; return its definition, or None if that is not enough."""
+    """Parse only the lines of one method, and return its definition; None if these lines cannot be
+    found or parsed without the rest.
+    """
     span = _method_span(text, owner, name)
     tree = _parse_lines(text, *span, head=f"class {owner}:") if span else None
     return _definition(tree.body[0].body, name) if tree else None  # type: ignore[attr-defined]
@@ -314,7 +318,9 @@ _DEFINITION = re.compile(r"^([ \t]*)(?:async\s+def|def|(class))\s+(\w+)", re.MUL
 
 @lru_cache(maxsize=256)  # one pass over a module, for all names that are asked for
 def definitions(text: str) -> dict[str, list[Line]]:
-    """Return by name the lines of a module's source that may begin a definition."""
+    """Return, for each name, the lines of a module's source that may begin a definition of that
+    name.
+    """
     lines: dict[str, list[Line]] = {}
     for match in _DEFINITION.finditer(text):
         line = Line(match.start(), match.end(), match[1], match[2] is not None)
@@ -374,7 +380,9 @@ def _span(
 
 
 def _parse_lines(text: str, start: int, end: int, head: str = "") -> ast.Module | None:
-    """Parse a part of a text, below a line `head`; return None if the cut went through a string."""
+    """Parse the lines of a text between two offsets, below the line `head` if one is given; return
+    None if they are no valid code by themselves.
+    """
     above = "\n" * (text.count("\n", 0, start) - bool(head))  # for the line numbers
     try:
         return ast.parse(f"{above}{head}\n{text[start:end]}" if head else above + text[start:end])
@@ -466,7 +474,9 @@ def nodes_of(tree: ast.AST, without: tuple[type[ast.AST], ...] = ()) -> list[ast
 
 
 def own_nodes(tree: ast.AST) -> list[ast.AST]:
-    """Return the nodes below a function, without those of functions and classes in it."""
+    """Return the syntax nodes below a function, without those in nested functions, lambdas and
+    classes.
+    """
     return nodes_of(tree, (*SCOPES, ast.Lambda))[1:]
 
 
@@ -478,7 +488,7 @@ def bound_by(alias: ast.alias) -> str:
 
 
 def occurrences(nodes: Iterable[ast.AST], fragment: str) -> list[ast.AST]:
-    """Return the syntax nodes whose code is that of a source fragment.
+    """Return those of the given syntax nodes whose code is equal to that of a source fragment.
 
     The fragment is one expression or one statement.
     """
@@ -502,8 +512,8 @@ def _parsed(fragment: str) -> tuple[ast.AST, str]:
 
 
 def _first_name(node: ast.AST) -> str | None:
-    """Return a name that leads a node's code, or None. Nodes with different ones are different
-    code, which saves most comparisons.
+    """Return one name out of a node's code, or None. Equal code gives equal names, so comparing the
+    names first saves most comparisons of code.
     """
     inner: Any = node
     while inner is not None:
@@ -578,8 +588,8 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
-    """Yield the body's code objects: from the .pyc file, compiled alone, and in its whole
-    module.
+    """Yield the code object of a body as far as it can be had: from the .pyc file, compiled below
+    the module's imports, and compiled with the whole module.
     """
     code_like = _inside(kept(like.co_filename), qualname)
     if code_like is not None:
@@ -613,7 +623,9 @@ def _inside(code: CodeType | None, qualname: str) -> CodeType | None:
 
 
 def kept(file: str) -> CodeType | None:
-    """Return the module's code from its .pyc file; None if that does not fit the source."""
+    """Return the code object in the .pyc file of the source file `file`; None if there is none, or
+    if it does not fit the source.
+    """
     try:
         cached = importlib.util.cache_from_source(file)
         source, compiled_stat = os.stat(file), os.stat(cached)

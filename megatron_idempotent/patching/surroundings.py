@@ -135,7 +135,9 @@ def table() -> dict[str, Needs]:
 
 
 def parsed(lines: list[str]) -> dict[str, Needs]:
-    """Parse lines of `reads.txt`; return the needs by patch."""
+    """Parse lines of `reads.txt`. Return, by patch id, the names of upstream that the patch's
+    wrappers use.
+    """
     needs_of: dict[str, list[Need]] = {}
     keeps = set()
     patch_id = ""
@@ -221,8 +223,8 @@ def unmet(
 
 
 def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
-    """Return the key of the first version in the patch's range, and of those in it at which needs
-    begin or end, newest first.
+    """Return keys (`key_of`) of versions, newest first: of the first version in the patch's range,
+    and of each version in the range at which one of the needs begins or ends.
     """
     first, end = _key(patch.since or "0"), _key(patch.before)
     bounds = {_key(bound) for need in needs for bound in (need.since, need.before) if bound}
@@ -330,7 +332,7 @@ def _heads(text: str) -> list[int]:
 
 @lru_cache(maxsize=256)
 def class_text(text: str, owner: str) -> str:
-    """Return the source of all classes with a name, decorators included."""
+    """Return the source of all classes named `owner` in a module's text, decorators included."""
     parts = []
     for line in definitions(text).get(owner, ()):
         if line.is_class:
@@ -488,8 +490,8 @@ def _results(tree: Any) -> Iterator[ast.AST]:
 
 
 def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
-    """Yield a clause for each second reference to the target in its module or class, and for each
-    subclass that overrides it and does not call it.
+    """Yield a clause for each second reference to the target function in its module or class, and
+    for each subclass that overrides the target method and does not call it.
     """
     owner, _, name = target.qualname.rpartition(".")
     text = sources.text(target.module) or ""
@@ -504,7 +506,9 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
 
 @lru_cache(maxsize=1024)
 def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return a class's subclasses in a module that override a method and do not call it."""
+    """Return the names of the direct subclasses of `owner` in a module that override the method
+    `name` and do not call the overridden one.
+    """
     return tuple(
         heir
         for heir, bases in _classes_below(text)
@@ -514,7 +518,9 @@ def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=128)
 def _classes_below(text: str) -> tuple[tuple[str, str], ...]:
-    """Return (class, text of its base classes) for each class of a module that has any."""
+    """Return (class name, text of its base classes) for each class of a module that has base
+    classes.
+    """
     # An indented one may be an example in a docstring.
     return tuple(re.findall(r"^class (\w+)\(([^)]*)\)", text, re.MULTILINE))
 
@@ -538,7 +544,9 @@ _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
 
 @lru_cache(maxsize=1024)
 def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return the assignments in a function's module or class that refer to the function."""
+    """Return, as text, the assignments in a function's module or class that refer to the function
+    without a call.
+    """
     scope_lines = class_text(text, owner) if owner else text
     if not any(_mentions(part, name) for part in _open_statements(scope_lines, bool(owner))):
         return ()

@@ -37,8 +37,8 @@ class Options:
 
 
 class LocalFailure(Exception):
-    """Reports that this rank failed with `error`, and that no other rank waits for it in a
-    collective.
+    """Reports that this rank failed with `error` at a point where no other rank waits for this rank
+    in a collective.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -78,7 +78,9 @@ class Backend(Protocol):
 
     @property
     def narrow(self) -> bool:
-        """True if gradients of a loss that is summed over a whole step may overflow their type."""
+        """True if gradients may overflow their dtype, as in fp16, when the loss is summed over a
+        whole step and divided only at the step's end.
+        """
 
     @property
     def alignment(self) -> TokenAlignment:
@@ -89,7 +91,9 @@ class Backend(Protocol):
         """True if parameters may be half updated, and no copy of them can be restored."""
 
     def accept_loss(self, loss: StepLoss) -> None:
-        """Raise `ValueError` if the loss lacks a weight for auxiliary losses that the model has."""
+        """Raise `ValueError` if the model has auxiliary losses and the loss lacks the
+        `auxiliary_weight` that they need.
+        """
 
     def open(self) -> None:
         """Zero gradients, switch to training mode, and save the state that `restore` puts back.
@@ -132,8 +136,8 @@ class Backend(Protocol):
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
-        """Run forward and backward of the loss's sum, not divided by anything, for each microbatch.
-        Return what the loss returned.
+        """Run forward and backward for each microbatch, from the loss's sum, which nothing divides.
+        Return what the loss returned for each, on ranks that compute the loss.
 
         Ranks that compute the loss return one result per microbatch. With `reduce`, reductions
         start as they would in the last microbatch of a one-shot step. With `dummies` the
@@ -142,7 +146,8 @@ class Backend(Protocol):
         """
 
     def check_ready(self, increment: int | None) -> None:
-        """Raise `RuntimeError` if gradients could not be finalized; start no collective.
+        """Raise `RuntimeError` if the step could not end in an update, such as without an
+        optimizer; start no collective.
 
         Raise `ValueError` if the scheduler needs a batch size to advance by, and `increment` is
         None.
@@ -162,7 +167,8 @@ class Backend(Protocol):
         """
 
     def outdated_main_parameters(self) -> Any:
-        """Count the elements of this rank's main parameters that do not round to the model's.
+        """Count the elements of this rank's main parameters (the optimizer's copies) that, when
+        rounded, differ from the model's parameters.
 
         The count may be a tensor on the device. It costs one pass over both, and no wait.
         """
@@ -181,7 +187,8 @@ class Backend(Protocol):
     def update(
         self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
     ) -> Update:
-        """Reduce and finalize gradients once, divide them, step the optimizer and the scheduler.
+        """Reduce and finalize gradients once, divide them by the normalizer in `totals`, step the
+        optimizer and the scheduler.
 
         `local` is this replica's part of the normalizer, where that counts tokens or sequences. All
         ranks take part; none waits longer than `timeout_s` in a collective whose backend has

@@ -94,7 +94,8 @@ def _zeros(described: tuple[Any, ...], device: Any) -> Any:
 
 
 def fingerprint(batch: Any) -> dict[str, Any]:
-    """Return checksums of a batch or a list of microbatches, to compare them with another's.
+    """Return a checksum or a description of each item of a batch or list of microbatches, to
+    compare with those of another batch.
 
     There is an item for each tensor, number, string and None in the batch, by its path: for a
     tensor its shape, type and a checksum, which stays on the device, so that the host does not

@@ -24,7 +24,8 @@ _LIMIT = 2.0**52
 
 
 class ExactSums:
-    """Takes each microbatch's gradients out of `main_grad`, and puts exact sums there at the end.
+    """Moves each microbatch's gradients from `main_grad` into integer sums, which do not round, and
+    writes these sums back into `main_grad` at the end of the step.
 
     It holds 8 bytes for each trained parameter of this rank. It does not take gradients that come
     after the backward, such as those of deferred embeddings.
@@ -83,7 +84,8 @@ class ExactSums:
         self.active = False
 
     def check(self) -> None:
-        """Raise if a microbatch's gradient was too large to add exactly; NaN and infinity pass.
+        """Raise `RuntimeError` if a microbatch's gradient was too large to add exactly; NaN and
+        infinity pass.
 
         Raises:
             RuntimeError: names the largest element and the limit.
@@ -97,8 +99,8 @@ class ExactSums:
             )
 
     def put(self) -> None:
-        """Sum the exact gradients over all ranks, and write them into `main_grad` in such a way
-        that DDP's reduction does not change them.
+        """Sum the exact gradients over the data-parallel ranks, and write them into `main_grad` in
+        such a way that DDP's reduction does not change them.
 
         All data-parallel ranks take part, and for experts those that share them. The first of
         these ranks gets the sum and the others zeros, so that DDP's reduction changes nothing.

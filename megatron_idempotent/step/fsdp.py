@@ -99,8 +99,8 @@ class FSDPBackend:
         return self.shards.writes()
 
     def gradient_bits(self) -> None:
-        """Return None, so that gradients are not compared: no offload restores gradients that are
-        unsharded yet.
+        """Return None, so that the step does not compare gradients: until the reduction they are
+        unsharded, and no offload restores unsharded gradients.
         """
 
     def accept_loss(self, loss: StepLoss) -> None:
@@ -124,7 +124,7 @@ class FSDPBackend:
         return True, None  # every layer's parameters are gathered from all ranks
 
     def divide_losses(self, shift: int) -> None:
-        """Do nothing: gradients are not `narrow`."""
+        """Do nothing: FSDP2's gradients are not `narrow`, so a step never has to divide them."""
 
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
@@ -170,7 +170,7 @@ class FSDPBackend:
         return snapshot.sum_of_norms(self.shards.trained())
 
     def outdated_main_parameters(self) -> int:
-        """Return 0: FSDP2 steps on the parameters of the model."""
+        """Return 0: the optimizer updates the model's own parameters, without main copies."""
         return 0
 
     def bad_parameter(self) -> str | None:
@@ -209,7 +209,8 @@ class FSDPBackend:
         return Update(skipped=None, grad_norm=grad_norm)
 
     def _clipped(self) -> tuple[float | None, str | None]:
-        """Clip the gradients; return their norm before clipping, and the reason to skip the update.
+        """Clip the gradients; return their norm before clipping, and the reason to skip the update,
+        or None if it is to be made.
 
         The norm is None if gradients overflowed, and the loss scale is lower now.
 

@@ -81,7 +81,8 @@ class Shards:
         return self._root._is_root is False
 
     def process_groups(self) -> list[Any]:
-        """Return the groups that gather parameters, reduce gradients and sum their norms.
+        """Return the process groups in which FSDP2 gathers parameters, reduces gradients and sums
+        the gradients' norms.
 
         DTensor caches by mesh, and meshes of the same ranks are equal: it sums norms in the group
         of the mesh that came first.
@@ -223,7 +224,7 @@ def refusing_backward(output: Any) -> Iterator[None]:
 
 def vocabulary_of(model: nn.Module) -> EmbeddingSizes:
     """Return the size of the vocabulary: that of the model's input embeddings, or of its largest
-    `nn.Embedding` if it names none.
+    `nn.Embedding` if the model does not name its input embeddings.
     """
     modules: list[Any] = list(model.modules())
     if callable(get_embeddings := getattr(model, "get_input_embeddings", None)):
@@ -301,8 +302,8 @@ _THROUGH = "through"
 
 
 class Watch:
-    """Hooks the model's forward: tracks whether it runs, and raises for one that records gradients
-    outside of the step's calls.
+    """Hooks the model while a step is open: tracks whether a forward runs, and raises for a forward
+    that records gradients outside of the step's own calls.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -364,8 +365,8 @@ class Watch:
 
 
 class FSDPCall:
-    """Runs this rank's microbatches. After a failure it goes on with zeros, so that no other rank
-    waits, and `settle` tells all ranks.
+    """Runs this rank's microbatches. After a failure this rank sends zeros through the model
+    instead of data, so that no other rank waits, and `settle` tells all ranks of the failure.
     """
 
     def __init__(self, shards: Shards, watch: Watch, forward: Forward, scaler: Any) -> None:
@@ -449,7 +450,9 @@ class FSDPCall:
             return functools.partial(_send, zeros_for(output)), None
 
     def _zeros_after(self, error: Exception, inputs: Batch) -> Zeros:
-        """Return zeros that can go backwards through the model after `forward` has failed."""
+        """Return zero gradients, each with its edge of the graph, that can go backwards through the
+        model after `forward` has failed.
+        """
         if self._watch.inside:
             self._stop(error, "forward of the model")
             return []
@@ -475,7 +478,9 @@ class FSDPCall:
 
 
 def zeros_for(output: Any) -> Zeros:
-    """Return the graph's edges at the output, each with zeros from which a backward can start."""
+    """Return, for each tensor of the output that needs a gradient, its edge of the graph and a
+    gradient of zeros from which a backward can start.
+    """
     return [
         (get_gradient_edge(leaf), leaf.detach().new_zeros(()).expand(leaf.shape))
         for leaf in _pytree.tree_leaves(output)
@@ -489,7 +494,8 @@ def _send(zeros: Zeros) -> None:
 
 
 def check_internals(model: Any) -> None:
-    """Raise `RuntimeError` if this torch lacks a part of FSDP2 that a step uses; it names each.
+    """Raise `RuntimeError` if this torch lacks parts of FSDP2 that a step uses; the message names
+    them.
 
     `reset` uses more, up to torch 2.12 alone, which has no reset of its own and will not change.
     """
@@ -539,7 +545,9 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def accumulate(param: Any, grad: Any) -> None:
-    """Set an FSDPParam's accumulated gradient, unless it is a property, as from torch 2.15 on."""
+    """Set an FSDPParam's accumulated gradient, unless that attribute is a property, as in torch
+    2.15 and later.
+    """
     if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         param.unsharded_accumulated_grad = grad
 

@@ -67,7 +67,8 @@ A loss adds its own: `{**POLICY_GRADIENT_NORMALIZERS, "is_oob_ratio": "sequences
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepCounts:
-    """Holds what a step has counted on all ranks together: the divisor may be a function of it.
+    """Holds the counts of a step over all ranks together, such as valid tokens. A `divisor` that is
+    a function is called with it.
 
     Example: `divisor=lambda counts: counts.groups`.
     """
@@ -122,7 +123,9 @@ class StepLoss(Protocol):
 
     @property
     def normalizers(self) -> Mapping[str, Normalizer]:
-        """The denominator of each metric, by name; metrics without one use the gradients'."""
+        """The denominator of each metric, by name; a metric that is not named is divided as the
+        gradients are.
+        """
 
     def __call__(
         self, output: Any, microbatch: Any, /
@@ -517,7 +520,9 @@ def as_numbers(rows: Sequence[Metrics]) -> tuple[dict[str, float], ...]:
 
 
 def merge(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Return the rows' metrics as one row: minima and maxima by name, everything else summed."""
+    """Return the metrics of several rows as one row: the minimum or maximum of a metric whose name
+    has `_min` or `_max`, the sum of any other.
+    """
     by_name: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -630,7 +635,9 @@ class StepTotals:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the whole step: extrema by name; all others are summed and divided."""
+        """Return metrics of the whole step by name: minima and maxima as they are, all others
+        summed over microbatches and ranks and divided by their normalizers.
+        """
         return {name: value * self._scale(name) for name, value in self.counts.reported.items()}
 
     def _scale(self, name: str) -> float:

@@ -470,7 +470,8 @@ def _check_positions(calls: Calls, config: Any, size: int) -> None:
 
 
 class _StepWindow:
-    """Refuses other training on the chunks of an open step; patched schedules call it first.
+    """Refuses other training on the chunks of an open step; Megatron's patched schedules call `run`
+    first.
 
     See `megatron/schedules.py`.
     """

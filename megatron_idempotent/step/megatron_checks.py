@@ -60,7 +60,8 @@ def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
 
 
 def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Raise `ValueError` if the optimizer steps on parameters that are not these chunks'.
+    """Raise `ValueError` if the optimizer steps on a parameter that is not these chunks', or only
+    on parameters that these chunks' DDP does not reduce.
 
     Only the chunks' parameters get gradients, so that the step would never update the others.
     """

@@ -116,7 +116,9 @@ class CurrentMicrobatch:
         self._arguments.update(micro_batch_size=rows, seq_length=positions)
 
     def weight(self) -> float:
-        """Return the weight of the microbatch's auxiliary losses; 0 before the first one."""
+        """Return the weight of the current microbatch's auxiliary losses; 0 before the first
+        microbatch.
+        """
         return 0.0 if self._microbatch is None else self._weigh(self._microbatch, self._is_masked)
 
     def note_mask(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -281,7 +283,8 @@ class MegatronModel:
                     set_for(stack, config, name, _times(2.0**-self.shift, scale))
 
     def _use_own_functions(self, stack: ExitStack) -> None:
-        """Replace functions in configs that belong to another model by this model's, in this call.
+        """Replace functions in this model's configs that are methods of another model's DDP or
+        optimizer by those of this model, for one schedule call.
 
         Functions that are methods of neither a DDP nor an optimizer are the caller's, and stay.
         """
@@ -401,7 +404,8 @@ class MegatronModel:
 
 
 def embedding_sizes(chunks: Sequence[Any]) -> EmbeddingSizes:
-    """Return the sizes of a `GPTModel`'s vocabulary and of its learned positions, if it has them.
+    """Return the sizes of a `GPTModel`'s vocabulary and of its learned positions; None for a size
+    that the model does not have.
 
     All stages of a pipeline know them.
     """
@@ -481,7 +485,8 @@ class CheckedUpdate(OpenUpdate):
         return any(isinstance(scaler, DynamicGradScaler) for scaler in scalers)
 
     def run(self) -> tuple[float | None, str | None]:
-        """Call `step()`; return the gradients' norm, and the reason if there was no update.
+        """Call the optimizer's `step()`; return the gradients' norm, and the reason if there was no
+        update, else None.
 
         Raises:
             RuntimeError: the norm is not finite, and the rule is "refuse". Nothing was updated.

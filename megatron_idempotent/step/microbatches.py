@@ -61,7 +61,10 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """Holds one microbatch. Example: `Microbatch(inputs=batch, shape=(4, 512), sequences=4)`."""
+    """Holds one microbatch of a step: its inputs, shape, sequences and valid counts.
+
+    Example: `Microbatch(inputs=batch, shape=(4, 512), sequences=4)`.
+    """
 
     inputs: Any
     """The argument of `forward` and the loss."""
@@ -162,7 +165,8 @@ def cut_rows(
 
 
 def _split(batch: Batch, rows: int, size: int, shared: Collection[str]) -> Calls:
-    """Cut a batch into microbatches of `size` rows, in order; rows left over are a smaller one.
+    """Cut a batch into microbatches of `size` rows, in order; rows left over make one smaller
+    microbatch.
 
     Returns a call for each size, because the messages of a pipeline have one shape per call.
     """
@@ -239,8 +243,8 @@ def kind_of(value: Any) -> str:
 
 @contextmanager
 def in_batch(place: str) -> Iterator[None]:
-    """Put `place`, the part of the batch that it is about, before the message of a `ValueError`
-    that the block raises.
+    """Put `place`, a text that names a part of the batch, before the message of a `ValueError` that
+    the block raises.
     """
     try:
         yield
@@ -324,7 +328,8 @@ def check_masks(batch: Any, *, packed: bool = False, one_more: bool = False) -> 
 
 
 def nan_if_wrong(counts: Tensor, batch: Any) -> Tensor:
-    """Return the counts [2], NaN if a mask on a device has another value than 0 and 1.
+    """Return the counts [2] as they are, or NaN instead if one of the batch's masks is on a device
+    and has a value other than 0 and 1.
 
     The host reads counts at the end of a step, and waits for the device no more often.
     """
@@ -334,7 +339,9 @@ def nan_if_wrong(counts: Tensor, batch: Any) -> Tensor:
 
 
 def _wrong_in_masks(batch: Any, *, host: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield name, mask and wrong positions of each mask of numbers, on the host or on devices."""
+    """Yield (name, mask, marks) for each mask that is not bool, on the host or, without `host`, on
+    devices. The marks are True where a value is neither 0 nor 1.
+    """
     for name in (SAMPLE_MASK, TOKEN_MASK):
         mask = field_of(batch, name)
         if isinstance(mask, Tensor) and mask.dtype != torch.bool and on_host(mask) is host:

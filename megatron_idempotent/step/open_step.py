@@ -91,7 +91,9 @@ def failures_of(statuses: Sequence[RankStatus], group: Any = None) -> dict[int, 
 
 
 def differing_arguments(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> dict[int, str]:
-    """Return the arguments that ranks began one step with and others did not, by global rank."""
+    """Return, for each global rank that began the step with other arguments than the first rank
+    that has them, a sentence that names both values; empty if all agree.
+    """
     first_of: dict[str, tuple[int, str]] = {}
     differences: dict[int, str] = {}
     for rank, status in zip(ranks, statuses, strict=True):
@@ -384,7 +386,9 @@ class OpenStep:
         return self._updates + (has_updated and self.committed)
 
     def announce_abort(self) -> None:
-        """Tell the peers to stop, unless all ranks know of the failure. All ranks take part."""
+        """Tell all ranks that this rank aborts the step, unless they know of its failure already.
+        All ranks take part.
+        """
         if self.peers_wait and not is_poisoned():
             self._fail("it was interrupted on its way into a batch")
             poison(f"a batch of step {self.step_id!r} was left before it was run")
@@ -527,7 +531,8 @@ class OpenStep:
     def _agree_on_divisor(
         self, divisor: Callable[[StepCounts], float], counts: StepCounts
     ) -> float:
-        """Call the divisor's function, and raise on all ranks unless all got the same number.
+        """Call the divisor function, and return its number; raise on all ranks unless all ranks got
+        an equal number.
 
         This takes another gather: a function may look at what only one rank has, and parameters
         would differ between replicas that divide by different numbers.
@@ -676,7 +681,9 @@ class OpenStep:
         *,
         all_know: bool = True,
     ) -> None:
-        """Stop the step if there are failures: raise `WindowAborted` on all ranks alike."""
+        """Stop the step if there are failures, by global rank: raise `WindowAborted` with them on
+        all ranks.
+        """
         if failures:
             self.peers_wait = False
             self._fail("; ".join(failures.values()), all_know=all_know)
@@ -719,7 +726,8 @@ class OpenStep:
     def _run(
         self, calls: Calls, statuses: list[RankStatus], release: bool
     ) -> tuple[int, list[LossResult]]:
-        """Run forward and backward; return the number of this rank's own microbatches and results.
+        """Run forward and backward of this rank's calls, and of dummies for the calls that only
+        other ranks have. Return the number of own microbatches, and their results.
 
         `statuses` are those of ranks that run in lockstep; empty if this rank runs by itself.
         Results, one per microbatch, are empty if this rank does not have the loss.

@@ -198,7 +198,9 @@ def own_routes(microbatch: Any) -> Tensor:
 
 
 def _positions(params: Any, tokens_1T: Tensor) -> Tensor:
-    """Count positions [T] from 0 in each sequence, and in the padding after the last one."""
+    """Return each token's position [T], counted from 0 in each sequence of a pack, and in the
+    padding after the last sequence.
+    """
     borders: Tensor = _borders(params).to(tokens_1T.device, torch.int64)
     place_T = torch.arange(tokens_1T.shape[1], device=tokens_1T.device)
     number_T = torch.searchsorted(borders[1:].contiguous(), place_T, right=True)
@@ -212,7 +214,9 @@ def has_auxiliary_losses(config: Any) -> bool:
 
 
 def padding_inputs(config: Any, real_BT: Tensor) -> dict[str, Tensor]:
-    """Return arguments that tell routers and MTP heads which positions are no padding."""
+    """Return arguments for a `GPTModel` that tell routers and MTP heads which positions are real;
+    none for a model without either.
+    """
     from megatron.core.models.gpt import GPTModel
 
     inputs: dict[str, Tensor] = {}
@@ -232,7 +236,9 @@ def padding_inputs(config: Any, real_BT: Tensor) -> dict[str, Tensor]:
 
 
 def context_parallel_ranks() -> tuple[int, int]:
-    """Return this rank's index in its context-parallel group, and the group's size; or (0, 1)."""
+    """Return this rank's index in its context-parallel group, and the group's size; (0, 1) if
+    Megatron's groups are not initialised.
+    """
     from megatron.core import parallel_state  # FSDPTrainStep packs without Megatron
 
     if not parallel_state.model_parallel_is_initialized():

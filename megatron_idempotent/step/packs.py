@@ -139,7 +139,9 @@ def _evenly(
     number: int,
     capacity: int,
 ) -> list[list[int]] | None:
-    """Put each sequence into the bin with least work that has room; None if no bin has room."""
+    """Put each sequence into the bin with least work that has room. Return the bins; None if a
+    sequence fits into no bin.
+    """
     bins: list[list[int]] = [[] for _ in range(number)]
     rooms = [capacity] * number
     heap = [(0.0, index) for index in range(number)]
@@ -159,7 +161,9 @@ def _evenly(
 
 
 def _tightly(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each sequence into the fullest bin that has room for it: close to the fewest bins."""
+    """Put each sequence into the fullest bin that has room for it, which makes close to the fewest
+    bins. Return the bins.
+    """
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for index in order:

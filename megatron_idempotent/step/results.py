@@ -12,7 +12,10 @@ from .loss import Metrics, as_numbers, merge
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchResult:
-    """Reports what a `microbatch()` ran. Example: `step.microbatch(step_id, batch).rows`."""
+    """Holds what one call of `microbatch()` ran on this rank, and what the loss returned.
+
+    Example: `step.microbatch(step_id, batch).rows`.
+    """
 
     microbatch_id: str
     rows: int

@@ -166,7 +166,9 @@ class StepSchedule:
 
 
 class _ScheduleBatch:
-    """Holds what the framework's iterator yielded, and what its loss function returned for it."""
+    """Holds one microbatch that the framework's iterator yielded, and what the framework's loss
+    function returned for that microbatch.
+    """
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class _ScheduleBatch:
 
 
 class _ScheduleLoss:
-    """Calls the loss function that a framework's forward step returned."""
+    """Implements `StepLoss`: calls the loss function that a framework's forward step returned."""
 
     kind: Kind = "none"
     normalizers: ClassVar[Mapping[str, Normalizer]] = {"num_tokens": "none"}

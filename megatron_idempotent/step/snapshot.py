@@ -42,7 +42,7 @@ class ModuleSnapshot:
         return all(training for _, training in self._modes)
 
     def restore(self) -> None:
-        """Put modes and buffers back; may be called again."""
+        """Put the copied training modes and buffers back into the modules; may be called again."""
         for module, training in self._modes:
             module.training = training
         self.restore_buffers()
@@ -103,7 +103,9 @@ def keep_attributes(owner: Any, names: Iterable[str] | None = None) -> Restore:
 
 
 def check_scheduler(step: Any, remedy: str, *needed: str) -> None:
-    """Raise `ValueError` if the step's scheduler lacks a method or `__dict__` that it needs."""
+    """Raise `ValueError` if the step's scheduler lacks one of the `needed` attributes (methods, or
+    `__dict__`), without which `abort()` could not restore it.
+    """
     scheduler = step.scheduler
     is_class = isinstance(scheduler, type)  # whose methods want an object
     values = {name: None if is_class else getattr(scheduler, name, None) for name in needed}
@@ -239,7 +241,7 @@ class MegatronSnapshot:
             self._parts.append(keep_attributes(scheduler))
 
     def restore(self) -> None:
-        """Put the state back; may be called again."""
+        """Put the copied state back; may be called again."""
         for part in self._parts:
             part()
 

@@ -148,7 +148,8 @@ def _describe_batch(status: RankStatus) -> str:
 def calls_in_lockstep(
     calls: Calls, statuses: Sequence[RankStatus], device: object
 ) -> Iterator[tuple[Sequence[Microbatch], bool]]:
-    """Yield the calls that this rank makes, and whether their microbatches are dummies.
+    """Yield (microbatches, are dummies) for each schedule call that this rank makes in lockstep
+    with the ranks of `statuses`.
 
     Ranks that share a model's collectives make calls of the same sizes in the same order: up to
     the fewest microbatches that a rank has, up to the second fewest, and so on. A rank that ran
