@@ -230,9 +230,9 @@ def _run_release(
     torch: str = TABLE["torch"],
     suites: tuple[str, ...] = SUITES,
 ) -> bool:
-    """Run tests on one release; return whether to prove its hazards, too.
+    """Run tests on one release. Return True if its hazards are to be proven, too.
 
-    This is so unless the command line selects tests.
+    They are not if the command line selects tests.
     """
     python = _release(session, megatron, version, folder, torch)
     cache = f"cache_dir={folder / 'pytest'}"

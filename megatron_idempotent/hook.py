@@ -56,7 +56,8 @@ def init(args: object = None) -> Report:
 
 
 def watch() -> None:
-    """Apply the patches when this process first imports one of `PACKAGES`, or now if it has.
+    """Apply the patches when this process first imports one of `PACKAGES`; at once if it has
+    imported one already.
 
     `MEGATRON_IDEMPOTENT=0` turns all of them off. Safe to call any number of times.
     """

@@ -20,7 +20,7 @@ INTERPRETER = "TRITON_INTERPRET"
 def uses_triton(
     caller: str, device: torch.device, *, triton: bool | None, capability: tuple[int, int]
 ) -> bool:
-    """Decide whether Triton's kernels run for tensors on a device.
+    """Decide whether Triton's kernels run for tensors on a device; return True if they do.
 
     Args:
         caller: the name of the function that asks, for messages.

@@ -149,7 +149,7 @@ class SettingsReader(Generic[Record]):
         return self
 
     def build(self, under: Mapping[str, Mapping[str, Any]] | None = None) -> Record:
-        """Build the record out of the file and the texts.
+        """Build the record of settings out of the file and the `key=value` texts given to `set`.
 
         Args:
             under: values, by section and key, of keys that neither has; other keys have defaults.

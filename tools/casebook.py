@@ -157,7 +157,9 @@ def _kind(hazard: Hazard) -> str:
 
 
 def _seen_by_users(hazard: Hazard) -> str:
-    """Return the first error message that a user sees, if there is one, and the summary."""
+    """Return a hazard's summary for its row, after the first error message that its symptom quotes
+    if the summary lacks that message.
+    """
     quoted = messages(hazard.case_file["Symptom"])
     errors = [message for message in quoted if re.match(r"\w*(Error|Exception): ", message)]
     for message in errors or quoted:
@@ -213,7 +215,8 @@ def read_findings(folder: Path) -> Proven:
 
 
 def merged(older: Proven, newer: Proven) -> Proven:
-    """Return older verdicts, updated by newer ones, hazard by hazard.
+    """Return verdicts by release or commit, then hazard: the older ones, replaced by the newer one
+    where a hazard has both.
 
     Hazards without a case file are left out.
     """

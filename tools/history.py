@@ -32,10 +32,10 @@ COVERED = 0.99
 
 
 class Branches(Clone):
-    """Reads the commits of a clone's branches, one after another."""
+    """Reads Megatron's sources at the commits of a git clone's branches, one after another."""
 
     def commits(self, branch: str, since: str) -> list[tuple[str, str]]:
-        """Return a branch's commits since a date, with their days, the oldest first."""
+        """Return (commit id, day) for each commit of a branch since a date, the oldest first."""
         options = ("--first-parent", "--reverse", f"--since={since}T00:00", "--format=%H %cs")
         lines = self.git("log", *options, branch, "--").splitlines()
         return [(commit, day) for commit, day in map(str.split, lines)]
@@ -95,7 +95,9 @@ class _Recorder:
         self.recorded[kind, module] = self.state(kind, module)
 
     def state(self, kind: str, module: str) -> Any:
-        """Return the state of a source: the blob id of a file, or the modules in a folder."""
+        """Return a value that changes when a source does: the blob id of a module's file, None
+        without a file, or the names of the modules in a folder.
+        """
         if kind == "beside":
             return self.tree.beside(module)
         path = self.tree.file_of(module)

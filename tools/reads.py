@@ -117,14 +117,19 @@ def needs_of(
 
 
 def _kind(use: str) -> str:
-    """Return a use without its hashes, which `reads.txt` has and a wrapper's read has not."""
+    """Return how a wrapper uses a name, with `[…]` cut to `[]`, so that an entry of `reads.txt`,
+    which has hashes in the brackets, equals what is derived from the wrapper's code, which has
+    none.
+    """
     return "[]" if use.startswith("[") else use
 
 
 def _needs(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree], only_new: bool
 ) -> Iterator[Need | None]:
-    """Yield the needs for a new read, limited to the releases that have the name."""
+    """Yield a `Need` for each place that binds a newly used name, limited to the releases that have
+    the name; None for a place without such a range.
+    """
     if not read.use:
         for binding in _bindings_of(read, of_class, patch, trees):
             yield _bounded(binding, trees, only_new)
@@ -214,7 +219,9 @@ def _bindings_of(
 
 
 def _bases(module: str, owner: str, trees: Sequence[SourceTree]) -> list[tuple[str, str]]:
-    """Return (module, name) of a class's direct and indirect bases in the same folder."""
+    """Return (module, name) of a class's direct and indirect base classes that are defined in the
+    folder of the class's module, in the newest tree.
+    """
     bases: dict[tuple[str, str], None] = {}
     for tree in trees[-1:] if owner else ():
         for name in bases_of(tree.text(module) or "", owner):
@@ -235,7 +242,9 @@ def _binds(binding: _Binding, tree: SourceTree) -> bool:
 
 
 def _imported(read: Read, trees: Sequence[SourceTree]) -> _Binding:
-    """Return the binding of a name in a module; the name may be a module, or the module a class."""
+    """Return the binding of a name that a wrapper imports from a module. The name may itself be a
+    module, and `read.module` may name a class.
+    """
     if any(tree.text(f"{read.module}.{read.name}") is not None for tree in trees):
         return (f"{read.module}.{read.name}",), "", ""
     if any(tree.text(read.module) is not None for tree in trees):
@@ -271,7 +280,8 @@ def _bindings(
 
 
 def _in_modules(name: str, near: Sequence[str], trees: Sequence[SourceTree]) -> list[_Binding]:
-    """Return the bindings of a name in modules, () for all, of the newest tree that has any.
+    """Return the bindings of a name in the modules `near`, or in all modules of upstream if `near`
+    is empty, in the newest tree that has any.
 
     If there are many, a few that are in all trees are returned.
     """

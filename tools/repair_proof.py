@@ -41,14 +41,18 @@ TRAININGS = {
 
 
 def bits_of_neighbour(hazard_id: str) -> object:
-    """Run a hazard's neighbour on this rank, without patches."""
+    """Run a hazard's `neighbour`, a correct program that resembles the hazard's reproduction, on
+    this rank without patches. Return the values to compare.
+    """
     run = hazards()[hazard_id].neighbour
     assert run is not None
     return run()
 
 
 def trained(options: tuple[str, ...], calls: int) -> tuple[list[float], bytes]:
-    """Train for six iterations on this rank, in `calls` calls; return losses and parameters."""
+    """Train for six iterations on this rank, divided over `calls` calls of Megatron's `train`.
+    Return the losses and the parameters' bytes.
+    """
     running = program.start(options)
     for _ in range(calls):
         running.train(6 // calls)
@@ -56,7 +60,9 @@ def trained(options: tuple[str, ...], calls: int) -> tuple[list[float], bytes]:
 
 
 def on_ranks(pool: RankPool, ranks: int, function: Any, *arguments: Any) -> Any:
-    """Return what each rank returns, or the text of the error that a rank raises."""
+    """Run a function on ranks of the pool. Return the results of all ranks, or the text of the
+    error if a rank raises one or does not end in time.
+    """
     try:
         return pool.run(ranks, function, *arguments, timeout_s=DEADLINE_S, patience=3)
     except RankError as error:
@@ -66,7 +72,9 @@ def on_ranks(pool: RankPool, ranks: int, function: Any, *arguments: Any) -> Any:
 
 
 def run_trainings(pool: RankPool) -> dict[str, str]:
-    """Compare three calls of `train(2)` with one of `train(6)` in each layout of `TRAININGS`."""
+    """Compare three calls of `train(2)` with one of `train(6)` in each layout of `TRAININGS`.
+    Return `ok`, `other bits` or an error's text, by layout.
+    """
     outcomes = {}
     for name, (ranks, options) in TRAININGS.items():
         once = on_ranks(pool, ranks, trained, options, 1)
@@ -91,7 +99,9 @@ def run_programs(pool: RankPool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what the arguments name, and write the result."""
+    """Run on one source tree the reproductions, tests and programs that the command line names, and
+    write a pickle of their `Result`.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("tree", type=Path)
     parser.add_argument("result", type=Path)

@@ -35,7 +35,7 @@ FOLDER = ROOT / "upstream"
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """Holds what ran on one tree."""
+    """Holds the outcomes of all that a proof of repairs ran on one tree, stock or repaired."""
 
     statuses: dict[str, str] = field(default_factory=dict)
     """The status that `apply()` gives each patch."""
@@ -54,7 +54,7 @@ class Result:
 
 
 def repair_of(hazard_id: str) -> Repair:
-    """Return the repair of a hazard.
+    """Return the `Repair` that upstream/ID/repair.py declares for a hazard.
 
     Raises:
         SystemExit: upstream/ has none.
@@ -73,12 +73,14 @@ def repair_of(hazard_id: str) -> Repair:
 
 
 def repaired() -> list[str]:
-    """Return the hazards that have a repair, by id."""
+    """Return the ids of the hazards that have a repair in upstream/, sorted."""
     return sorted(path.parent.name for path in FOLDER.glob("*/repair.py"))
 
 
 def in_order(ids: Iterable[str]) -> list[str]:
-    """Return hazards with those that their repairs build on, each after them."""
+    """Return the given hazards, and all hazards whose repairs theirs build on, in the order in
+    which to apply their repairs: each hazard comes after the ones that its repair builds on.
+    """
     order: list[str] = []
 
     def add(hazard_id: str) -> None:
@@ -93,7 +95,8 @@ def in_order(ids: Iterable[str]) -> list[str]:
 
 
 def chosen(clone: Path, ids: list[str]) -> list[str]:
-    """Return the named hazards; without names, those whose repairs edit packages that CLONE has.
+    """Return the hazards `ids`; if it is empty, all hazards whose repairs edit only packages that
+    the clone has.
 
     A package counts with its first folder, because `megatron.core` and `megatron.bridge` are in
     different repositories.
@@ -123,14 +126,17 @@ def is_made(repair: Repair, root: Path) -> bool:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file, which may be a hard link of another tree's."""
+    """Replace a file by a new one with this text, so that a hard link to the old file in another
+    tree keeps the old text.
+    """
     half = path.with_name(f"{path.name}.new")
     half.write_text(text, "utf-8")
     half.replace(path)
 
 
 def make(root: Path, ids: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Edit the files of a checkout; yield each id with `applied`, or with what is missing.
+    """Edit the files of a checkout. Yield each hazard's id with `applied` or `already applied`, or
+    with a sentence about what is missing.
 
     A repair that does not fit changes no file.
     """
@@ -171,7 +177,9 @@ def diff(root: Path, hazard_id: str) -> str:
 
 
 def changed_lines(difference: str) -> int:
-    """Return how many lines a diff adds or replaces; lines that are only indented do not count."""
+    """Return how many lines a diff changes: the larger of the numbers of added and removed lines.
+    Lines that are only indented do not count.
+    """
     added, removed = (
         [line[1:].strip() for line in difference.splitlines() if line.startswith(sign)]
         for sign in ("+", "-")
@@ -187,7 +195,9 @@ def changed_lines(difference: str) -> int:
 
 
 def copied(clone: Path, tree: Path) -> Path:
-    """Copy the packages and tests of a checkout, as hard links where the file system can."""
+    """Copy a checkout without its `.git` to the folder `tree`, as hard links where the file system
+    can, and return `tree`.
+    """
     try:
         shutil.copytree(clone, tree, copy_function=os.link, ignore=shutil.ignore_patterns(".git"))
     except (OSError, shutil.Error):
@@ -197,7 +207,9 @@ def copied(clone: Path, tree: Path) -> Path:
 
 
 def ready_to_run(tree: Path) -> Path:
-    """Give a tree the compiled helper of the installed Megatron, which it would compile itself."""
+    """Copy the compiled helper of the installed Megatron into a tree, so that the tree does not
+    compile its own. Return the tree.
+    """
     datasets = tree / "megatron" / "core" / "datasets"
     if datasets.is_dir():
         spec = importlib.util.find_spec("megatron.core")
@@ -211,12 +223,14 @@ def ready_to_run(tree: Path) -> Path:
 
 
 def unit_test(hazard_id: str) -> str:
-    """Return the file that a repair's own unit test gets below tests/unit_tests."""
+    """Return the file name that a repair's own unit test gets in a tree's tests/unit_tests."""
     return f"test_repair_{hazard_id.replace('-', '_')}.py"
 
 
 def run(tree: Path, arguments: list[str]) -> Result:
-    """Run tools/repair_proof.py on a tree; return what it found."""
+    """Run tools/repair_proof.py on a tree in another process, after copying the repairs' unit tests
+    into the tree. Return its `Result`.
+    """
     tests = tree / "tests" / "unit_tests"
     tests.mkdir(parents=True, exist_ok=True)
     shutil.copy2(FOLDER / "train_utilities.py", tests / "train_utilities.py")
@@ -234,7 +248,9 @@ def run(tree: Path, arguments: list[str]) -> Result:
 
 
 def faults(hazard_id: str, stock: Result, mended: Result) -> Iterator[str]:
-    """Yield what speaks against a repair, given the results on both trees."""
+    """Yield a sentence for each fault of a repair, given the results on the stock tree and on the
+    repaired tree.
+    """
     repair = repair_of(hazard_id)
     ours = (hazard_id, *repair.also)
     for one in ours:
@@ -272,7 +288,9 @@ def faults(hazard_id: str, stock: Result, mended: Result) -> Iterator[str]:
 
 
 def changed_statuses(stock: Result, mended: Result, but: set[str]) -> Iterator[str]:
-    """Yield the patches, other than those of `but`, of which `apply()` says something else."""
+    """Yield a sentence for each patch outside of `but` to which `apply()` gives another status on
+    the repaired tree than on the stock tree.
+    """
     for patch_id, status in stock.statuses.items():
         if patch_id not in but and mended.statuses[patch_id] != status:
             reason = mended.reasons[patch_id]
@@ -346,7 +364,9 @@ def _of_another(line: str, repaired_here: set[str]) -> bool:
 
 
 def main() -> int:
-    """Run the command, and return its exit code."""
+    """Run the command `apply`, `diff` or `prove` that the command line names, and return the exit
+    code.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name, many in (("apply", "*"), ("diff", 1), ("prove", "*")):

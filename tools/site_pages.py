@@ -177,7 +177,7 @@ def _hazard_link(text: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """Turn bare URLs into links."""
+    """Return a Markdown text as one line, with its bare URLs turned into links."""
     text = " ".join(text.split())
     return re.sub(r"(?<![<(])https://[^\s,]*[^\s,.;:)]", lambda link: f"<{link[0]}>", text)
 

@@ -116,7 +116,9 @@ def outcomes(
 
 
 class _Recorder:
-    """Writes every outcome at once, so that a test that hangs leaves what ran before it."""
+    """Writes the outcome of each test to a file as soon as pytest reports it, so that a test that
+    hangs loses no earlier outcome.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w")

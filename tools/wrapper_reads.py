@@ -246,7 +246,9 @@ class _Definition:
                     self.reads.add(Read(name=name, module=module, guarded=guarded, use=use))
 
     def _named_attribute(self, node: ast.AST) -> str | None:
-        """Return the attribute that a call reads or sets by name; "" by a variable; else None."""
+        """Return the attribute's name in a call such as `getattr(object, "name")`; "" if a variable
+        holds the name; None if the node is no such call.
+        """
         if not isinstance(node, ast.Call):
             return None
         called = node.func

@@ -21,7 +21,9 @@ Action = Literal["before", "after", "replace", "substitute", "wrap", "first", "l
 
 
 class AnchorError(ValueError):
-    """Says that an edit does not fit a source: its function or its anchor is not there once."""
+    """Says that an edit does not fit a source: its function or its anchor is missing, or is there
+    more than once.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,22 +60,29 @@ class Edit:
 
 
 def before(address: str, anchor: str, lines: str) -> Edit:
-    """Insert lines before a statement, and before the comment that stands directly above it."""
+    """Return an `Edit` that inserts lines before a statement, and before a comment directly above
+    the statement.
+    """
     return Edit(address=address, action="before", anchor=anchor, lines=_clean(lines))
 
 
 def after(address: str, anchor: str, lines: str) -> Edit:
-    """Insert lines after a statement; after its whole block if it is a compound one."""
+    """Return an `Edit` that inserts lines after a statement; after its whole block if the statement
+    is a compound one.
+    """
     return Edit(address=address, action="after", anchor=anchor, lines=_clean(lines))
 
 
 def replace(address: str, anchor: str, lines: str) -> Edit:
-    """Replace a statement, a compound one with its block, by lines; by none to delete it."""
+    """Return an `Edit` that replaces a statement, a compound one with its block, by lines; empty
+    lines delete it.
+    """
     return Edit(address=address, action="replace", anchor=anchor, lines=_clean(lines))
 
 
 def substitute(address: str, anchor: str, text: str) -> Edit:
-    """Replace the anchor itself by a text, in the one statement or header that has it.
+    """Return an `Edit` that replaces the anchor itself by a text, in the one statement or header
+    that has it.
 
     Here the anchor is compared with the source as it is written, character by character.
     """
@@ -81,7 +90,8 @@ def substitute(address: str, anchor: str, text: str) -> Edit:
 
 
 def wrap(address: str, anchor: str, head: str, tail: str = "", *, until: str = "") -> Edit:
-    """Indent statements of one block under a `head` line, and put the lines of `tail` after them.
+    """Return an `Edit` that indents statements of one block under a `head` line, and puts the lines
+    of `tail` after them.
 
     Args:
         address: the function.
@@ -96,17 +106,21 @@ def wrap(address: str, anchor: str, head: str, tail: str = "", *, until: str = "
 
 
 def first(address: str, lines: str) -> Edit:
-    """Insert lines at the beginning of a function or class, after its docstring."""
+    """Return an `Edit` that inserts lines at the beginning of a function or class, after its
+    docstring.
+    """
     return Edit(address=address, action="first", lines=_clean(lines))
 
 
 def last(address: str, lines: str) -> Edit:
-    """Append lines at the end of a function, a class or a module."""
+    """Return an `Edit` that appends lines at the end of a function, a class or a module."""
     return Edit(address=address, action="last", lines=_clean(lines))
 
 
 def decorate(address: str, lines: str) -> Edit:
-    """Put decorators above a function or class, directly above its `def` or `class`."""
+    """Return an `Edit` that puts decorators directly above the `def` or `class` of a function or
+    class.
+    """
     return Edit(address=address, action="decorate", lines=_clean(lines))
 
 
@@ -183,7 +197,7 @@ def _clean(lines: str) -> str:
 
 
 def _owner(tree: ast.Module, edit: Edit) -> ast.AST:
-    """Return the module, class or function that an edit's address names."""
+    """Return the syntax node of the module, class or function that an edit's address names."""
     owner: ast.AST = tree
     for name in filter(None, edit.qualname.split(".")):
         inside = list(_definitions(owner, name))
@@ -195,7 +209,9 @@ def _owner(tree: ast.Module, edit: Edit) -> ast.AST:
 
 
 def _definitions(owner: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Yield the classes and functions of this name in an owner, but not those in other ones."""
+    """Yield the classes and functions with this name in an owner, but not those nested in other
+    classes or functions.
+    """
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for child in ast.iter_child_nodes(owner):
         if isinstance(child, kinds):
@@ -250,7 +266,9 @@ def _one(found: list[ast.stmt], anchor: str, edit: Edit) -> ast.stmt:
 
 
 def _anchored(owner: ast.AST, anchor: str, edit: Edit) -> ast.stmt:
-    """Return the one statement that has an anchor."""
+    """Return the one statement of an owner that contains an anchor; raise `AnchorError` if none or
+    several do.
+    """
     fragment = _normal(anchor)
     deep = not isinstance(owner, ast.Module)
     found = [s for s in _statements(owner, deep=deep) if fragment in _written(s)]

@@ -32,8 +32,7 @@ Scales = Literal["float32", "ue8m0"]
 
 
 class Blockwise(NamedTuple):
-    """Holds a quantized weight: it is about `codes` · `scale_inv`, with one scale for each block.
-    """
+    """Holds a quantized weight, which is about `codes` · `scale_inv`; each block has one scale."""
 
     codes: Tensor
     """[..., R, C] of float8_e4m3fn."""
