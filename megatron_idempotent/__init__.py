@@ -26,7 +26,8 @@ __getattr__, __dir__ = attributes(__name__)
 
 
 class _Package(type(sys)):  # the type of modules, without importing types
-    """Makes this module pickle as a reference, also if the package is pickled by value.
+    """Type of this module: it makes the module pickle as a reference, also if the package is
+    pickled by value.
 
     cloudpickle would copy the module's globals, which contain the module, and never end.
     """

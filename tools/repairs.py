@@ -298,7 +298,8 @@ def changed_statuses(stock: Result, mended: Result, but: set[str]) -> Iterator[s
 
 
 def prove(clone: Path, ids: list[str], *, together: bool, everything: bool) -> int:
-    """Prove repairs, each in a tree of its own; print a line for each, and return the exit code.
+    """Prove repairs, each in a copy of the checkout of its own, by results before and after the
+    repair. Print a line for each, and return the exit code.
 
     Args:
         clone: the checkout.

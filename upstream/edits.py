@@ -28,7 +28,8 @@ class AnchorError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """Holds one change of one function; the functions below build it.
+    """Holds one change of one function, class or module, such as lines to insert; the functions
+    below build it.
 
     Example:
         Edit(address="megatron.training.training:train", action="after",
@@ -276,7 +277,7 @@ def _anchored(owner: ast.AST, anchor: str, edit: Edit) -> ast.stmt:
 
 
 def _start(statement: ast.AST) -> int:
-    """Return the index of a statement's first line, which may be its decorator's."""
+    """Return the index, from 0, of a statement's first line, which may be its decorator's."""
     decorators = getattr(statement, "decorator_list", [])
     numbers = [statement.lineno, *(d.lineno for d in decorators)]  # type: ignore[attr-defined]
     return int(min(numbers)) - 1

@@ -71,7 +71,9 @@ class Drift:
 
 
 def compare(trees: Iterable[SourceTree]) -> list[Drift]:
-    """Compare each patch with each tree of its distribution; return a row for each pair."""
+    """Compare each patch with each source tree of its distribution. Return a `Drift` for each pair
+    of patch and tree.
+    """
     trees = list(trees)
     rows = []
     for patch in patches().values():

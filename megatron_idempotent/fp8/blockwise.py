@@ -130,7 +130,8 @@ def dequantize_blockwise(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Return the weight of codes and scales: their product in float32, rounded to `dtype`.
+    """Return the weight that codes and scales stand for: their product in float32, rounded to
+    `dtype`.
 
     Args:
         codes: [..., R, C] of float8_e4m3fn.

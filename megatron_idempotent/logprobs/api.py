@@ -253,7 +253,8 @@ Sampler = Callable[[Source, TokenBatch], tuple[KeptColumns, VocabStatistics]]
 
 
 class LogprobsFromLogits(torch.autograd.Function):
-    """Computes `(logprob, entropy, lse)` from logits, each [N] in the order of `Order`.
+    """Computes `(logprob, entropy, lse)` from logits, each [N], with the tokens in the order of
+    rows in memory.
 
     The N tokens are those that are kept: neither masked nor ignored. With a sampler the outputs are
     over what that kept, and the logits are not needed after the forward, unless their memory is
@@ -278,7 +279,9 @@ class LogprobsFromLogits(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
-        """Compute the logits' gradient, without a collective: all ranks' sums have been saved."""
+        """Compute the logits' gradient, without a collective, because the forward has saved
+        statistics of all ranks.
+        """
         gradient_of = _gradient_of_kept_logits if ctx.is_sampled else _gradient_of_logits
         return None, gradient_of(ctx, d_logprob_N, d_entropy_N), None, None
 
@@ -361,8 +364,8 @@ class LogprobsFromHidden(torch.autograd.Function):
         """Compute log-prob, entropy and log-sum-exp from the logits `hidden_NH @ weight_VH.T`. The
         logits are computed one part at a time, in the dtype that `hidden_NH` and `weight_VH` share.
 
-        It makes some columns of all tokens at a time, so that each row of the weight is read once;
-        with Triton's kernels all columns of some tokens.
+        A part is some columns of all tokens, so that each row of the weight is read once; with
+        Triton's kernels it is all columns of some tokens.
         """
         # Saved tensors may be other objects, without the weight's main_grad.
         ctx.parts, ctx.weight, ctx.is_sampled = parts, weight_VH, sampler is not None

@@ -59,7 +59,7 @@ class Scratch:
         self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, number: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Return buffer `number` as [rows, columns], and as [rows, columns + 1].
+        """Return two views of buffer `number`: as [rows, columns], and as [rows, columns + 1].
 
         The extra column receives the values for targets of other ranks.
         """
@@ -72,7 +72,9 @@ class Scratch:
         return self._views[number, rows]
 
     def read(self, logits_nV: Tensor) -> Tensor:
-        """Return the logits in the type of the computation: unchanged, or a copy in the buffer."""
+        """Return the logits in the dtype in which statistics are computed: unchanged, or a copy in
+        the first buffer.
+        """
         if logits_nV.dtype == self._dtype:
             return logits_nV
         return self(0, len(logits_nV))[0].copy_(logits_nV)

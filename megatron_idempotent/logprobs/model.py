@@ -33,7 +33,8 @@ _INSTEAD = "take the logits, and token_logprobs(logits=…)"
 def _stats_of(
     layer: Any, hidden_SBH: Tensor, output_weight: Tensor | None, arguments: dict[str, Any]
 ) -> TokenStats:
-    """Call the output layer with `token_logprobs` as its forward; stats are [B, S] as the targets.
+    """Call the output layer with `token_logprobs` in place of its forward, and return the
+    `TokenStats`, [B, S] as the targets.
 
     The module's hooks run as usual: DDP's, which waits for parameters that are still being gathered
     and starts the next gather, and FSDP2's, which unshards parameters.

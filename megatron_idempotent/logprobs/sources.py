@@ -104,7 +104,8 @@ class RowBlock(NamedTuple):
 
 
 def blocks_of(panels: list[Tensor], kept_N: Tensor | None, rows: int) -> Iterator[RowBlock]:
-    """Yield blocks of at most `rows` rows: all tokens of these panels, or the kept ones.
+    """Yield `RowBlock`s of at most `rows` rows, which together have all rows of these panels, or
+    those of kept tokens.
 
     `kept_N` is a bool mask, or None for all tokens; the host reads it once for each panel.
     """
@@ -155,7 +156,9 @@ def kept_places(kept_N: Tensor, count: int) -> Tensor:
 
 
 def zero_others(panels: list[Tensor], kept_N: Tensor | None, columns: int) -> None:
-    """Zero in place what has no gradient: padded columns, and rows of tokens not kept."""
+    """Zero in place the entries of a gradient that get no value: padded columns, and rows of tokens
+    not kept.
+    """
     for panel, mask in masked(panels, kept_N):
         panel[:, columns:] = 0
         if mask is not None:
@@ -247,9 +250,9 @@ class Product:
 
 
 class Logits:
-    """Reads logits [..., V] from a tensor, in the order of `Order`.
+    """Reads logits [..., V] from a tensor, in the order in which its rows lie in memory.
 
-    They are those of the tokens that are computed, in this rank's columns without padding.
+    It reads the rows of tokens that are computed, in this rank's columns without padding.
     """
 
     def __init__(
@@ -347,7 +350,9 @@ class WeightGradient:
             self._sum[written if parts else 0 :].zero_()
 
     def add(self, rows: slice | Tensor, d_logits_nv: Tensor, hidden_nH: Tensor) -> None:
-        """Add the product of the gradients of some columns and tokens with the hidden states."""
+        """Add the product of some logits' gradients with the hidden states to the weight's gradient
+        in `rows`, the rows for these logits' columns.
+        """
         if self._sum is None:
             return
         if isinstance(rows, slice):
@@ -360,7 +365,9 @@ class WeightGradient:
             self._sum[rows] = product_vH
 
     def finish(self) -> Tensor | None:
-        """Return the gradient for autograd; zeros if it went into `main_grad`."""
+        """Return the weight's gradient for autograd: None if it is not needed, zeros if it was
+        added to `main_grad`.
+        """
         if self._sum is None:
             return None
         parameter = self._parameter

@@ -119,7 +119,8 @@ def place_of(local_n: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 class Partial(NamedTuple):
-    """Holds statistics of a rank's columns, with z = (logit - origin) / temperature; each [N].
+    """Holds each token's statistics over the columns of one rank, with z = (logit - origin) /
+    temperature; each [N].
 
     Sums leave the targets out. If a target's probability is nearly 1, other summands would be lost
     beside it by rounding, and so would 1 - p, which is the target's gradient.
@@ -150,7 +151,9 @@ class Partial(NamedTuple):
 
 
 class VocabStatistics(NamedTuple):
-    """Holds statistics of all columns, with z = (logit - origin) / temperature; each [N]."""
+    """Holds each token's statistics over all columns of the vocabulary, with z = (logit - origin) /
+    temperature; each [N].
+    """
 
     origin: Tensor
     """The largest of the ranks' origins, and with K targets of their logits."""

@@ -135,7 +135,9 @@ def using(**shapes: Shape) -> Iterator[None]:
 
 
 def temperature_arguments(batch: TokenBatch, like: Tensor) -> dict[str, Any]:
-    """Return a kernel's arguments for the temperature; `like` replaces a missing tensor."""
+    """Return a kernel's arguments for the temperature. If that is one number, `like` is passed for
+    the tensor of temperatures, which the kernel then does not read.
+    """
     if isinstance(batch.temperature, Tensor):
         return {"temperatures": batch.temperature, "temperature": 1.0, "PER_TOKEN": True}
     return {"temperatures": like, "temperature": float(batch.temperature), "PER_TOKEN": False}

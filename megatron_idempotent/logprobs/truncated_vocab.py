@@ -43,7 +43,8 @@ _CANDIDATES = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sampling:
-    """Describes the set of tokens from which each token was sampled.
+    """Describes the set of tokens from which each token was sampled, by top-k, top-p or the ids in
+    the set.
 
     The set is made as engines make it: logits are divided by the temperature, the `top_k` most
     probable tokens are kept, and of those the fewest that together have `top_p` of the probability
@@ -164,7 +165,9 @@ class KeptColumns(NamedTuple):
 
     @staticmethod
     def joined(parts: list[KeptColumns], like_N: Tensor) -> KeptColumns:
-        """Join the parts, with indices of int32 and logits of the type of `like_N`."""
+        """Join several `KeptColumns` into one, with indices of int32 and logits of the type of
+        `like_N`.
+        """
         none = like_N.new_empty(0)
         parts = [KeptColumns(none.int(), none.int(), none), *parts]
         row, column, logit = map(torch.cat, zip(*parts, strict=True))

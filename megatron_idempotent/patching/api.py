@@ -26,8 +26,8 @@ def apply(
     strict: bool | None = None,
     dry_run: bool = False,
 ) -> Report:
-    """Install the enabled patches whose hazards the Megatron on the path has. A patch whose module
-    is not imported yet is installed when that module is imported.
+    """Install the enabled patches whose hazards, the defects that they repair, the Megatron on the
+    path has. A patch whose module is not imported yet is installed when that module is imported.
 
     Safe to call any number of times and from any thread. Every process calls it for itself: forked
     children inherit the patches, spawned ones and Ray workers do not.
@@ -271,8 +271,8 @@ def write_report() -> None:
 
 
 def nothing_lands(rows: Iterable[Row]) -> str | None:
-    """Return a sentence if Megatron is on the import path and not one of the enabled patches
-    applies to it; else None.
+    """Return a sentence if Megatron is on the import path and none of the enabled patches is for
+    it, neither an applied nor a refused one; else None.
     """
     on = (row for row in rows if row.status != "disabled")
     rows = [row for row in on if outlines()[row.id].distribution == MEGATRON]

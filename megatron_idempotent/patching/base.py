@@ -30,7 +30,8 @@ NOTHING: Mapping[Any, Any] = type(vars(object))({})
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Record:
-    """Base class like a frozen keyword-only dataclass; a subclass's annotated names are fields.
+    """Base class whose subclasses are like frozen keyword-only dataclasses: a subclass's annotated
+    names are its fields.
 
     Example:
         class Point(Record):
@@ -148,8 +149,8 @@ def specifier(since: str, before: str) -> str:
 
 
 def untried() -> str:
-    """Return the first Megatron release that this package is not tested with, such as `0.20`, as
-    the first line of the index says.
+    """Return the first Megatron release that this package is not tested with, such as `0.20`. The
+    first line of `index.txt` names it.
     """
     if not _untried:
         _untried.append(generated(INDEX)[0].rpartition(" ")[2])
@@ -157,7 +158,9 @@ def untried() -> str:
 
 
 def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
-    """Parse the index's lines; return the ids of all hazards, and an `Outline` per patch, by id."""
+    """Parse lines of the index of patches, `index.txt`. Return the ids of all hazards, and an
+    `Outline` per patch, by id.
+    """
     ids, outlines = [], {}
     for line in lines[1:]:
         name, switch, *fields = line.split(" ")
@@ -271,8 +274,8 @@ class PerProcessList(PerProcess, list["Any"]):
 
 
 class PerProcessLock(PerProcess):
-    """A lock that is replaced in a forked child, so that it is free there even if a thread of the
-    parent held it.
+    """A lock whose underlying lock is replaced in a forked child, so that the child finds it free
+    even if a thread of the parent held it.
 
     Example:
         _lock = PerProcessLock(__name__, "_lock")

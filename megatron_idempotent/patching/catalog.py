@@ -62,7 +62,7 @@ _patches: dict[str, Patch] = {}
 
 
 def outlines() -> dict[str, Outline]:
-    """Return the `Outline` of each known patch by id, in order of id, as the index has them.
+    """Return the `Outline`, or index entry, of each known patch by id, in order of id.
 
     They come from the index. If a case file was added or deleted since the index was written, all
     case files are imported instead.

@@ -142,7 +142,9 @@ def _unmet(contract: Contract, body: Body) -> Iterator[str]:
 
 
 def called(node: ast.AST) -> str:
-    """Return `f` for the call `f(...)` of a plain name; an empty string for any other node."""
+    """Return the name `f` if a node is a call `f(...)` of a plain name; an empty string for any
+    other node.
+    """
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
@@ -246,7 +248,9 @@ class BodyPart:
 
     @property
     def text(self) -> str:
-        """The found statements as text, a line each, below the conditions and loops around it."""
+        """The found statements as text, one per line: the conditions and loops around the
+        statement, then the statement.
+        """
         return "\n".join(" > ".join(map(_readable, line)) for line in self._lines)
 
     @computed
@@ -310,7 +314,9 @@ def _plain(statement: ast.stmt) -> _Step:
 
 
 def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
-    """Map each parameter's name to a tuple with its default's node, or to an empty tuple."""
+    """Map each parameter's name to a tuple with the syntax node of its default; the tuple is empty
+    if the parameter has no default.
+    """
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
     both = [
@@ -321,7 +327,8 @@ def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
 
 
 class _Terms:
-    """Collects attributes, texts and names in source fragments; tells if other code uses one.
+    """Collects the attributes, texts and names in source fragments, and tells if other code uses
+    any of them.
 
     Attributes count by name, on any object. Texts count, and so do return statements if a fragment
     has one. A name that the function binds counts where it is bound, any other name at every use.

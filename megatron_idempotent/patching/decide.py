@@ -71,7 +71,9 @@ class Selection(Record):
     strict: bool
 
     def named(self, patch_id: str) -> bool:
-        """Return True if `only=` of `apply()` names this patch, so that its failure is an error."""
+        """Return True if the argument `only=` of `apply()` names this patch, so that a failure of
+        the patch is an error.
+        """
         return self.only is not None and patch_id in self.only
 
     def gate(self, patch: Outline) -> Verdict:

@@ -87,8 +87,8 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
 
 
 def _overriding(site: PatchPoint, our_ids: Collection[int]) -> Iterator[str]:
-    """Yield a clause for each subclass whose method overrides the patched one, and whose code does
-    not call the patched one.
+    """Yield a clause for each class whose method overrides the patched one in a subclass, and whose
+    code does not call the patched one.
     """
     overriding: set[type] = set()
     for heir in _heirs(site.owner):
@@ -121,8 +121,8 @@ def _heirs(owner: Any) -> Iterator[type]:
 
 
 def _asks(function: Any, name: str) -> bool:
-    """Tell if the code of a function, or of one that it decorates (`__wrapped__`), uses the name as
-    a global or an attribute.
+    """Tell if a function's code uses the name `name` as a global or an attribute. Functions that
+    this one decorates, by `__wrapped__`, count too.
     """
     for _ in range(64):
         code = getattr(function, "__code__", None)

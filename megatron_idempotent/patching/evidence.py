@@ -64,8 +64,8 @@ class Bodies(dict[str, Body]):
 
 
 def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
-    """Make a function for `Patch.fixed_when`: True if a body contains one of the fragments, with
-    `outside_loops` in code that is in no loop.
+    """Make a function for `Patch.fixed_when`: True if a body contains one of the fragments. With
+    `outside_loops` code in loops does not count.
     """
     return lambda bodies: any(
         body.contains(fragment, outside_loops=outside_loops)

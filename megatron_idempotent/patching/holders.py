@@ -141,8 +141,8 @@ def references(
 
 
 def _kinds(container: Any, functions: Sequence[Any]) -> Iterator[tuple[str, int]]:
-    """Count a container's references to one function. Yield ("__wrapped__", 1) for that key of a
-    dictionary, and ("", number) for all others.
+    """Count a container's references to one function. Yield ("__wrapped__", 1) if a dictionary has
+    the function under that key, and ("", number) for all other references.
 
     Args:
         container: any object.
@@ -274,8 +274,8 @@ class Climb:
                 yield of_module(module, name) if module else of_class(owner, name)
 
     def nameless(self) -> Iterator[Holder]:
-        """Yield a `Holder`, which describes the object and no name, for each function, generator
-        and other instance that was passed on the way to the names.
+        """Yield a `Holder` for each function, generator and other instance that was passed on the
+        way to the names. The `Holder` describes the object itself, not a name.
         """
         for value in self._between.values():
             kind = type(value)

@@ -70,8 +70,8 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent)
 
 
 def settle() -> None:
-    """Install each wanted patch on those of its modules that are imported by now, and drop patches
-    that are refused. `apply()` and finished imports call it.
+    """Install the patches that `apply()` calls have selected on those of their modules that are
+    imported by now, and drop patches that are refused. `apply()` and finished imports call it.
     """
     due = [
         patch
@@ -294,8 +294,8 @@ def missing(patch: Outline) -> list[str]:
 
 
 def detours() -> dict[str, list[str]]:
-    """Return clauses about live code that bypasses the patched functions of this process, by
-    function address.
+    """Return clauses about live code that bypasses the patched functions of this process, as a list
+    for each function's address.
     """
     if not state.sites:
         return {}

@@ -32,8 +32,8 @@ def layers(
     """Search from `value`, through wrappers, for a function for which `is_sought` is true. Return
     the wrappers passed on the way, and the function; None if none is found.
 
-    It is the first one for which `is_sought` is true. The wrappers come outermost first; there is
-    none if `value` is the function. Return None if no such function can be reached.
+    The function is the first one found. The wrappers come outermost first; there is none if `value`
+    is the function.
     """
     waiting: list[tuple[Any, list[Any]]] = [(value, [])]
     passed_ids: set[int] = set()
@@ -87,7 +87,9 @@ def _below(value: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _callables(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the callables among the values, and those in tables and attributes of the values."""
+    """Yield the callables among the values, those in values that are dictionaries, lists or tuples,
+    and those among the attributes of other values.
+    """
     # Not isinstance(), which reads a lazy proxy's `__class__` and so loads it.
     for value in values:
         kind = type(value)

@@ -44,8 +44,8 @@ class StaleReferences:
         self._sites: list[PatchPoint] = []
 
     def follow(self, site: PatchPoint) -> None:
-        """Add a patch point. The next `rebind()` sets the module names that hold its old function
-        to `site.current`.
+        """Add a patch point. The next `rebind()` sets module names that hold the patch point's old
+        function to its `current` function.
         """
         self._sites.append(site)
 
@@ -261,8 +261,8 @@ class PatchPoint:
         return None if reached is None else reached[0]
 
     def family(self) -> Iterator[PatchPoint]:
-        """Yield this patch point, the one that it replaced after a module reload, and the one of
-        the function inside other packages' wrappers.
+        """Yield this patch point, the patch point of the same address before a module reload, and
+        the patch point of the function inside other packages' wrappers.
         """
         yield self
         for site in self._below():
@@ -324,7 +324,9 @@ class PatchPoint:
             self._upstream.add(patch_id, wrapper)
 
     def remove(self, patch_id: str) -> None:
-        """Take a patch's wrapper off. Our function stays in place until `uninstall`."""
+        """Take a patch's wrapper off the function. Our function stays in place of upstream's until
+        `uninstall`.
+        """
         if self.layers.pop(patch_id, None) is not None:
             self._compose()
         for site in self._below():
@@ -463,8 +465,8 @@ def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
 
 
 def check_patch_point(target: Target, body: Body | None) -> tuple[list[Any], Any]:
-    """Check that the target's live function was compiled from its source, or wraps one that was; no
-    patch point is made.
+    """Check that the target's live function was compiled from its source, or is a wrapper around
+    such a function. Return the wrappers and that function; make no patch point.
 
     A patch point refers to itself: one that is dropped would keep the function alive until the next
     garbage collection.

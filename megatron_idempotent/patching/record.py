@@ -340,8 +340,8 @@ class Hazard(Record):
         return getattr(sys.modules[self.module], "neighbour", None)
 
     def raises(self, text: str) -> bool:
-        """Return True if an error's text matches `stock_error`; always False if that is only an
-        exception's type.
+        """Return True if an error's text matches the pattern `stock_error`; always False if the
+        pattern names an exception's type and nothing else.
         """
         pattern = self.stock_error
         names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None

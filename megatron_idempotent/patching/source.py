@@ -269,7 +269,7 @@ def known_texts() -> dict[str, str]:
     """Return the contents of `texts.txt`: digest of a function's source text → hash of its body, so
     that known texts are not parsed.
 
-    They are kept in `texts.txt`; most functions of a commit have the text of some release.
+    Most functions of a commit have the text of some release.
     """
     both = (line.split() for line in generated(TEXTS))
     return dict(both)
@@ -588,8 +588,8 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
-    """Yield the code object of a body as far as it can be had: from the .pyc file, compiled below
-    the module's imports, and compiled with the whole module.
+    """Yield the code objects that a body compiles to: from the .pyc file if there is one, compiled
+    below the module's imports, and compiled with the whole module.
     """
     code_like = _inside(kept(like.co_filename), qualname)
     if code_like is not None:
@@ -654,7 +654,9 @@ def _read_kept(cached: str, seconds: int, size: int) -> CodeType | None:
 
 @lru_cache(maxsize=256)
 def imports_of(text: str) -> tuple[ast.stmt, ...]:
-    """Return a module's imports outside of functions and classes, without parsing all of it."""
+    """Return a module's import statements outside of functions and classes, without parsing all of
+    the module.
+    """
     import_statements: list[ast.stmt] = []
     outside = True
     for match in re.finditer(r"^(?:([\w@]+)|[ \t]+(?=import\b|from\b))", text, re.MULTILINE):

@@ -128,7 +128,9 @@ _table: dict[str, Needs] = {}
 
 
 def table() -> dict[str, Needs]:
-    """Return the contents of `reads.txt`: by patch id, the names that its wrappers use."""
+    """Return the contents of `reads.txt`: by patch id, the names of upstream that the patch's
+    wrappers use.
+    """
     if not _table:
         _table.update(parsed(generated(READS)))
     return _table
@@ -252,7 +254,9 @@ def binds(text: str, owner: str, name: str) -> bool:
 
 
 def words(text: str, name: str) -> Iterator[tuple[int, int]]:
-    """Yield start and end of each occurrence of a name as a whole word, without a regex."""
+    """Yield the start and end offsets of each occurrence of a name as a whole word, without a
+    regex.
+    """
     start = text.find(name)
     while start >= 0:
         end = start + len(name)
@@ -353,7 +357,9 @@ def _above(text: str, start: int) -> int:
 
 @lru_cache(maxsize=1024)
 def has_slots(text: str, owner: str) -> bool:
-    """Tell if a class and all its base classes have `__slots__`: its objects lack a `__dict__`."""
+    """Tell if a class and all its base classes have `__slots__`, so that the class's objects lack a
+    `__dict__`.
+    """
     class_lines = class_text(text, owner)
     if "slots" not in class_lines:
         return False

@@ -84,7 +84,7 @@ class Backend(Protocol):
 
     @property
     def alignment(self) -> TokenAlignment:
-        """The token multiples that packs are padded to; `ValueError` if they are unknown."""
+        """The multiples of tokens that packs are padded to; `ValueError` if they are unknown."""
 
     @property
     def partially_updated(self) -> bool:
@@ -128,7 +128,8 @@ class Backend(Protocol):
         """
 
     def divide_losses(self, shift: int) -> None:
-        """Divide the gradients so far, and later losses of the step, by 2 ** shift.
+        """Divide the gradients that the step has added up so far, and the losses of later
+        microbatches, by 2 ** shift.
 
         Called only where gradients are `narrow`. The update multiplies by 2 ** shift again.
         """
@@ -161,7 +162,8 @@ class Backend(Protocol):
         """
 
     def parameter_norm(self) -> Any:
-        """Return a norm of this rank's trained parameters; it is finite only if all of them are.
+        """Return a norm of this rank's trained parameters, which is finite only if all their
+        elements are.
 
         It may be a tensor on the device. It costs one pass over the parameters, and no wait.
         """

@@ -77,8 +77,8 @@ def _is_mark(value: Any) -> bool:
 
 
 def _zeros(described: tuple[Any, ...], device: Any) -> Any:
-    """Make the object that a mark of a `template` describes: a `Pack`, its `cu_seqlens`, or a
-    tensor of zeros.
+    """Make the object that one description in a `template` stands for: a `Pack`, its `cu_seqlens`,
+    or a tensor of zeros.
     """
     match described:
         case _, "pack", lengths, segments:

@@ -139,7 +139,8 @@ class Shards:
         return f"{order}; {'; '.join(groups)}"
 
     def reduce(self) -> None:
-        """Reduce gradients that backwards without reductions accumulated. All ranks take part.
+        """Reduce over the ranks the gradients that backwards have accumulated without reducing
+        them. All ranks take part.
 
         FSDP2 calls the same function at the end of each backward, for groups whose own hook did
         not fire there: it makes the same copy-in and collective per group, so the same bits.
@@ -169,7 +170,9 @@ class Shards:
             module.reshard()
 
     def settle(self) -> None:
-        """Bring FSDP2 to its state between two steps, also after an exception in a backward."""
+        """Reset FSDP2's internal state to what it is between two steps, with sharded parameters;
+        also after an exception in a backward.
+        """
         if self._root._is_root:  # before the first forward FSDP2 has no state, and no streams
             reset(self.model)
         for group in self._groups:
@@ -198,8 +201,8 @@ def _version(tensor: Any) -> int:
 
 @contextmanager
 def refusing_backward(output: Any) -> Iterator[None]:
-    """Make a backward through `output` raise `ValueError` in this block, before it enters the
-    model, where ranks meet.
+    """Make any backward through `output` in this block raise `ValueError`. It raises before the
+    backward enters the model, where ranks would wait for each other.
 
     `torch.autograd.grad` with regard to the output passes.
     """
@@ -236,7 +239,8 @@ def vocabulary_of(model: nn.Module) -> EmbeddingSizes:
 
 
 def keep_gradients(shards: Shards) -> Restore:
-    """Keep references to the gradients, and return a function that puts them back.
+    """Keep references to the model's gradients, accumulated ones too, and return a function that
+    puts them back.
 
     A reset of FSDP2 may drop gradients, from torch 2.15 on all of them. Gradients that were added
     since the call are dropped when these are put back.

@@ -94,7 +94,8 @@ class SplitStep(Options):
 
     @_by_one_thread
     def prepare(self) -> None:
-        """Make the gloo groups in which ranks agree. All ranks call it, and wait for each other.
+        """Make the gloo process groups over which ranks exchange their status. All ranks call it,
+        and wait for each other.
 
         The first `begin` does so by itself. Call this before, where ranks begin their first step at
         different times: when their data come, or in a schedule that a framework calls.
@@ -273,8 +274,8 @@ class SplitStep(Options):
         divisor: Divisor | None = None,
         lr: float | None = None,
     ) -> StepResult:
-        """End the step: reduce gradients once, divide them by the count of all ranks, update,
-        advance the scheduler.
+        """End the step: reduce gradients once, divide them by what is valid on all ranks (or by
+        `divisor`), update, advance the scheduler.
 
         All ranks take part, those without data too, and give the same arguments. A step in which
         nothing is valid is skipped, or updates, as the step's `nothing_valid` says.

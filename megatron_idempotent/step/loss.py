@@ -183,7 +183,7 @@ class _Rule(NamedTuple):
 
 
 def is_number(value: Any) -> bool:
-    """Return whether the value is an int or a float, which a bool is not here."""
+    """Return whether the value is an int or a float; a bool is neither here."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -382,7 +382,8 @@ _MISTAKEN: Mapping[type[BaseException], str] = {
 
 
 def call_user(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of the user's and return its result; `name` is its name in errors.
+    """Call a function that the user gave, and return the function's result; errors name the
+    function as `name`.
 
     Raises:
         RuntimeError: it raised StopIteration or SystemExit, and not from a signal's handler.

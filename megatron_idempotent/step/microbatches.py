@@ -412,7 +412,7 @@ class EmbeddingSizes(NamedTuple):
 
 
 def check_ids(sizes: EmbeddingSizes, calls: Calls, *, read: bool) -> None:
-    """Raise `ValueError` for tokens or positions that the model's embeddings do not have.
+    """Raise `ValueError` for token ids or positions for which the model's embeddings have no row.
 
     The host looks at those that it holds, and with `read` waits for those on a device.
     """
@@ -440,7 +440,9 @@ def name_the_token(error: Exception, sizes: EmbeddingSizes, inputs: Any) -> Exce
 
 
 def _unknown_id(sizes: EmbeddingSizes, inputs: Any, *, read: bool) -> str | None:
-    """Describe the first token or position that the embeddings do not have; None without one."""
+    """Describe the first token id or position for which the embeddings have no row; None without
+    one.
+    """
     tokens = field_of(inputs, TOKENS)
     positions = field_of(inputs, POSITIONS)
     if sizes.positions is not None and positions is None and isinstance(tokens, Tensor):

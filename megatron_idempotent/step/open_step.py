@@ -307,8 +307,8 @@ class OpenStep:
         return self.results[microbatch_id]
 
     def _note_writes(self) -> None:
-        """Record the first write into gradients or parameters, since the last call, that the step
-        has not made.
+        """Record a sentence about the first write into gradients or parameters, since the last
+        call, that the step itself has not made.
         """
         writes = self._backend.writes()
         gradients, parameters = writes.since(self._writes)
@@ -665,8 +665,8 @@ class OpenStep:
         return max(int(max(terms, 1) - 1).bit_length(), self._shift or 0)
 
     def _agree_on_shift(self, shifts: Iterable[int | None]) -> None:
-        """Adopt the largest of the ranks' exponents: losses, and the gradients so far, are divided
-        by that power of two on all of them.
+        """Adopt the largest of the ranks' exponents on this rank: divide losses, and the gradients
+        so far, by 2 ** that exponent.
         """
         largest = max((shift for shift in shifts if shift is not None), default=None)
         if largest is not None and largest != self._shift:

@@ -208,7 +208,9 @@ def _positions(params: Any, tokens_1T: Tensor) -> Tensor:
 
 
 def has_auxiliary_losses(config: Any) -> bool:
-    """Tell if a model with this config has routers or MTP heads, whose losses count positions."""
+    """Tell if a model with this config has MoE routers or MTP heads, whose own losses are means
+    over positions.
+    """
     routes = getattr(config, "num_moe_experts", None) is not None
     return routes or bool(getattr(config, "mtp_num_layers", None))
 

@@ -270,7 +270,7 @@ class PackedRows:
         return len(self._bins)
 
     def prepare(self, packs: int) -> PreparedBatch:
-        """Make at least `packs` packs, which are run in one call.
+        """Return a `PreparedBatch` of at least `packs` packs, which are run in one call.
 
         There are no more packs than rows, rounded up to the multiple that a call takes.
         """

@@ -29,7 +29,8 @@ class BatchResult:
     """The sum and the metrics that the loss returned for each microbatch, on ranks that have it."""
 
     def metrics(self) -> dict[str, float]:
-        """Return sums over this rank's microbatches, not divided by anything, and extrema by name.
+        """Return the metrics of this rank's microbatches, not divided by anything: the minimum or
+        maximum of those with `_min` or `_max` in their name, sums of all others.
 
         It waits for the device, as `finish()` does once for the whole step. Empty on ranks that do
         not have the loss.

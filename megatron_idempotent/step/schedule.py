@@ -130,7 +130,8 @@ class StepSchedule:
         return [batch.reported[0] for batch in batches if batch.reported]
 
     def prepare(self) -> None:
-        """Make the groups in which ranks agree: see `TrainStep.prepare`. All ranks call it.
+        """Make the process groups over which ranks exchange their status: see `TrainStep.prepare`.
+        All ranks call it.
 
         The schedule's first call makes the groups by itself. If ranks make that call at different
         times, call this on all of them before.

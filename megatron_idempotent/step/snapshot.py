@@ -137,7 +137,8 @@ def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
 
 
 class Writes(NamedTuple):
-    """Holds torch's version counters, which count writes in place, except through `.data`.
+    """Holds torch's version counters of gradients and of parameters, which count writes in place,
+    except through `.data`.
 
     A counter is -1 for a tensor that is missing. An offload keeps the counters, or resets them to
     0.
