@@ -322,22 +322,22 @@ def prove(clone: Path, ids: list[str], *, together: bool, everything: bool) -> i
     with tempfile.TemporaryDirectory(dir=os.environ.get("REPAIRS_TMP")) as folder:
         plain = ready_to_run(copied(clone, Path(folder) / "stock"))
 
-        def proof(hazard_id: str) -> tuple[str, list[str], Result | None]:
+        def proof(hazard_id: str) -> tuple[str, list[str]]:
             tree = copied(plain, Path(folder) / hazard_id)
             unmade = [f"{i}: {o}" for i, o in make(tree, [hazard_id]) if o != "applied"]
             if unmade:
-                return hazard_id, unmade, None
+                return hazard_id, unmade
             mended = run(tree, arguments(hazard_id))
             shutil.rmtree(tree)
-            return hazard_id, list(faults(hazard_id, stock, mended)), mended
+            return hazard_id, list(faults(hazard_id, stock, mended))
 
         # Only what `test_repair.py` needs: the packages are those of each tree.
         stock = run(plain, arguments(*ids))
         with ThreadPoolExecutor(int(os.environ.get("REPAIRS_JOBS", "2"))) as threads:
-            for hazard_id, wrong, _ in threads.map(proof, ids):
+            for hazard_id, wrong in threads.map(proof, ids):
                 failed += bool(wrong)
-                count = changed_lines(diff(clone, hazard_id)) if wrong[:1] != ["unmade"] else 0
-                print(f"{hazard_id}: {'FAILED' if wrong else 'proven'} ({count} lines)", flush=True)
+                lines = "" if wrong else f" ({changed_lines(diff(clone, hazard_id))} lines)"
+                print(f"{hazard_id}: {'FAILED' if wrong else 'proven'}{lines}", flush=True)
                 for line in wrong:
                     print(f"    {line}", flush=True)
         if together:
