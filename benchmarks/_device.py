@@ -78,7 +78,9 @@ def in_turn(
 
 
 def real_sizes(hidden: int, sequence: int, layers: int) -> dict[str, Any]:
-    """Return options of `tiny.build` for a bf16 model whose steps are mostly matrix products."""
+    """Return options of `tiny.build` for a bf16 model so large that its steps are mostly matrix
+    products.
+    """
     return {
         "dtype": "bf16",
         "layers_per_stage": layers,

@@ -17,7 +17,7 @@ _WIDTH, _ROW, _LEFT, _RIGHT = 720, 19, 270, 570
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A ratio that is drawn as a bar.
+    """A ratio that is drawn as a bar, with the bar's labels and a limit for the ratio.
 
     Example:
         Bar(group="bfloat16", side="ours", value=0.5, ours=True, limit=("at most", 1.0))
@@ -32,7 +32,7 @@ class Bar:
 
 
 def picture(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """Return the content of an SVG file with these elements."""
+    """Return the content of an SVG file with the elements `parts`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" font-family="system-ui, sans-serif" font-size="13" '

@@ -23,8 +23,8 @@ _LEFT, _RIGHT, _TOP, _HEIGHT = 40, 770, 120, 150
 
 
 def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]]) -> str:
-    """Return an SVG picture of the share of patches that apply to Megatron over time: a row for
-    each of its branches, and a line at each pinned commit.
+    """Return an SVG picture: a curve for each branch of Megatron, with the percentage of patches
+    that apply over time, and a line at each commit that a framework pins.
     """
     ends = [run[end] for runs in found.values() for run in runs for end in ("since", "until")]
     days = [date.fromisoformat(end) for end in ends]
@@ -78,7 +78,9 @@ def main(argv: list[str], root: Path) -> int:
 
 
 def pinned(found: dict[str, Any], root: Path) -> list[dict[str, Any]]:
-    """Return the commits of Megatron's own repository that frameworks pin, from pyproject.toml."""
+    """Return, from pyproject.toml, the commits of Megatron's own repository that frameworks pin,
+    without those named in `found`.
+    """
     table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     commits = table["tool"]["megatron-idempotent"]["commits"]
     return [each for each in commits if each["name"] not in found and "repository" not in each]

@@ -62,7 +62,8 @@ writes this page from [layouts.json](layouts.json), and this runs a single layou
 
 
 def read(folder: Path, known: Collection[str] = ADAPTERS) -> Found:
-    """Read the results of `certify --json` in `folder/MEGATRON/ADAPTER.json`, of known adapters.
+    """Read the results of `certify --json` in `folder/MEGATRON/ADAPTER.json`; return them by
+    Megatron and adapter. Each adapter must be in `known`.
 
     Raises:
         ValueError: there is none, one is no list of results, or of an unknown adapter.
@@ -148,8 +149,8 @@ def _table(runs: Mapping[str, Verdicts]) -> _grid.Block:
 
 
 def _bits(runs: Mapping[str, Verdicts]) -> list[_grid.Block]:
-    """Return a text and a table of layouts that differ in their number of replicas alone: on which
-    numbers the bits are equal.
+    """Return a text and a table. A row has the layouts that differ only in their number of
+    replicas, a cell the numbers of replicas with equal bits.
     """
     alike: dict[str, list[str]] = {}
     for layout in dict.fromkeys(layout for run in runs.values() for layout in run):
@@ -175,8 +176,8 @@ def _bits(runs: Mapping[str, Verdicts]) -> list[_grid.Block]:
 
 
 def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
-    """Return a line for each fault with one of these verdicts: the Megatrons, layouts, checks, and
-    the fault.
+    """Return a line for each different fault of the checks with a verdict in `counted`: the
+    Megatrons, layouts and checks that have the fault, and the fault.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for name, layouts in runs.items():
@@ -193,7 +194,9 @@ def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
 
 
 def _others(found: Found) -> Iterator[_grid.Section]:
-    """Yield a table of `TrainStep`'s checks: in how many layouts each was made, and passed."""
+    """Yield one grid section with a table of `TrainStep`'s checks: for each run, how many layouts
+    each check passed, of those in which it was made. Yield nothing without a run of `TrainStep`.
+    """
     runs = {
         name: adapters["SplitStep"] for name, adapters in found.items() if "SplitStep" in adapters
     }
@@ -238,8 +241,8 @@ def line(*cells: str) -> str:
 
 
 def write(folders: Sequence[str], found: Path, read: Callable[[Path], Found]) -> Found:
-    """Merge the results in the folders into the JSON file `found`, check by check; return all that
-    it then has.
+    """Merge the results in the folders into the JSON file `found`, check by check; return all
+    results in the file.
     """
     known = json.loads(found.read_text("utf-8")) if found.exists() else {}
     for folder in folders:

@@ -38,7 +38,9 @@ class Case:
 
     @property
     def references(self) -> tuple[str, str]:
-        """The names of the two baselines, by whose times all times are divided."""
+        """The names of the two implementations, both this library's, by whose times all times are
+        divided.
+        """
         return ("borrow", "consume") if self.form == "logits" else ("hidden", "logits, consume")
 
     def __str__(self) -> str:
@@ -125,14 +127,18 @@ class Inputs:
         return Given(inputs, self.targets_N, self.kept_N, self.group, self.case.entropy)
 
     def total(self, logprob_N: Any, entropy_N: Any) -> Any:
-        """Return the scalar whose gradient is computed: a random weighting of the outputs."""
+        """Return the scalar whose gradient is computed: the sum of the outputs times random
+        weights.
+        """
         total = (logprob_N * self.of_logprob_N).sum()
         if self.case.entropy == "grad":
             total = total + (entropy_N * self.of_entropy_N).sum()
         return total
 
     def truth(self) -> tuple[Any, Any, list[Any]]:
-        """Compute log-probs, entropies and gradients of this rank's inputs in float64."""
+        """Compute log-probs and entropies in float64 from the entire inputs; return them, and the
+        gradients of this rank's part of the inputs.
+        """
         import torch
 
         whole = {name: each.double().requires_grad_() for name, each in self.whole.items()}

@@ -139,7 +139,9 @@ def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[
 
 
 def tuned(rounds: int, copied: float) -> Iterator[dict[str, Any]]:
-    """Measure every kernel shape on logits, as a fraction of the copy's bandwidth."""
+    """Measure the kernels for logits with each of their shapes (warps, loads, stages); yield each
+    speed as a fraction of the copy's bandwidth.
+    """
     import torch
 
     from megatron_idempotent import token_logprobs

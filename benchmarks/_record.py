@@ -26,7 +26,9 @@ _NAMES = {"tokens": "{} tokens", "kept": "{:.0%} kept"}
 
 
 def options(doc: str) -> argparse.ArgumentParser:
-    """Return an argument parser with `--json`, described by the first line of a docstring."""
+    """Return an argument parser with the option `--json`, described by the first line of the
+    docstring `doc`.
+    """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -18,7 +18,7 @@ from megatron_idempotent.proof.cpu import tiny
 
 
 class TokenLoss:
-    """Sums the cross entropy over valid tokens."""
+    """A loss for `TrainStep`: returns the sum of the cross entropy over valid tokens."""
 
     kind = "token"
 
@@ -121,8 +121,8 @@ class Sides:
         self.scheduler.step(increment=self.microbatches * self.rows)
 
     def split(self, chunks: int, *, last: bool) -> Callable[[], None]:
-        """Return a function that takes a step in `chunks` calls of `TrainStep.microbatch`. `last`
-        marks the last call as such.
+        """Return a function that takes a step in `chunks` calls of `TrainStep.microbatch`. If
+        `last` is true, the last call is passed `last=True`.
         """
 
         def step() -> None:

@@ -51,11 +51,15 @@ Result = TypeVar("Result")
 
 
 class Deadlock(RuntimeError):
-    """Tasks wait, but no timer exists that could resume one; the message lists the tasks."""
+    """Raised if all tasks wait, and no timer exists that could resume one; the message lists the
+    tasks.
+    """
 
 
 class TooLong(RuntimeError):
-    """The virtual clock has passed `limit_s`; the message lists the tasks that still wait."""
+    """Raised if the virtual clock has passed `limit_s`; the message lists the tasks that still
+    wait.
+    """
 
 
 class _Timer(asyncio.TimerHandle):
@@ -74,7 +78,9 @@ class _Timer(asyncio.TimerHandle):
 
 
 class _Jumping(selectors.DefaultSelector):
-    """A selector that calls `jump` with the timeout, to advance the clock, instead of waiting."""
+    """A selector that does not wait: it calls `jump` with the timeout, to advance the virtual
+    clock.
+    """
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         super().__init__()

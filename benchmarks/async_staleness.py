@@ -67,7 +67,9 @@ _SIGMA = math.log(P99_TOKENS / MEDIAN_TOKENS) / 2.3263478740408408  # of the nor
 
 @functools.cache
 def lengths(group_id: int) -> tuple[int, ...]:
-    """Return the length of each response to a prompt in tokens; the same in all runs."""
+    """Return the number of tokens of each response of a group, drawn from the group's id, so that
+    all runs have the same lengths.
+    """
     rng = random.Random(group_id)
     drawn = (rng.lognormvariate(math.log(MEDIAN_TOKENS), _SIGMA) for _ in range(SAMPLES))
     return tuple(min(round(length) + 1, MOST_TOKENS) for length in drawn)

@@ -90,7 +90,9 @@ def programs(every_shape: bool) -> Iterator[Program]:
 
 
 def _of_tokens() -> Iterator[Program]:
-    """Yield the kernels that combine a token's partial results into its statistics, in float64."""
+    """Yield a `Program` for each kernel that combines a token's partial results into its
+    statistics, in float64.
+    """
     from megatron_idempotent.logprobs import on_gpu
 
     common = {"PER_TOKEN": False, "BLOCK": 128}

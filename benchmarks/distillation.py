@@ -53,8 +53,8 @@ class Row:
 
 
 def _torch(what: str) -> Run:
-    """Return plain torch's implementation of `what`, in float64 for float64 logits and else in
-    float32.
+    """Return plain torch's implementation of the computation `what`, in float64 for float64 logits
+    and else in float32.
     """
     import torch
 

@@ -66,7 +66,9 @@ def whole(attention: float) -> Packer:
 
 
 def each_rank(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
-    """Pack each rank's own sequences into the same number of bins on all ranks; return them."""
+    """Pack each rank's own sequences into the same number of bins on all ranks; return the bins of
+    each rank.
+    """
     shares = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
     given = [[lengths[index] for index in share] for share in shares]
     number = max(len(bin_sequences(each, budget)) for each in given)
@@ -101,7 +103,9 @@ def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) ->
 
 
 def bins(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all packers on drawn lengths; return means over seeds, and the maximum of `above`."""
+    """Measure each packer on lengths drawn with several seeds. Return the means of its measures
+    over the seeds; of `above`, the fullest microbatch ÷ the budget, return the maximum.
+    """
     sides: dict[str, Packer | str] = {
         "ours, of the whole batch": whole(0.0),
         "ours, of the whole batch, by work": whole(1 / WORK),
@@ -129,7 +133,9 @@ def bins(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Loss:
-    """Sums the negative log-probs of valid tokens, for padded rows and for packs."""
+    """A loss for `TrainStep`: returns the sum of the negative log-probs of valid tokens, for padded
+    rows and for packs.
+    """
 
     kind = "token"
 

@@ -115,16 +115,16 @@ def page(machines: Mapping[str, Runs]) -> str:
 
 
 def _each(machines: Mapping[str, Runs], name: str) -> Iterator[Runs]:
-    """Yield the runs of each machine; for one that has not run the benchmark `name`, yield `{name:
-    {}}`.
+    """Yield each machine's results by benchmark; `{name: {}}` for a machine that has not run the
+    benchmark `name`.
     """
     for runs in machines.values():
         yield runs if name in runs else {name: {}}
 
 
 def _decided(name: str, template: str, run: Mapping[str, Any]) -> str:
-    """Return a table cell with this machine's ratios in the template; "" if it has not measured
-    one.
+    """Return a table cell: the template filled with this machine's ratios; "" if a ratio in the
+    template was not measured.
     """
     told = _filled(template, ratios(name, run["found"])) if run else None
     return "" if told is None else f"{told}{', busy' if _busy(run) else ''}"
@@ -192,7 +192,7 @@ def _filled(template: str, numbers: Mapping[str, float]) -> str | None:
 
 
 def _bars(name: str, shown: Runs) -> list[Bar]:
-    """Return the bars of a benchmark's picture, the bars of a group one after the other."""
+    """Return the bars of a benchmark's picture, sorted so that the bars of a group are adjacent."""
     meaning = MEANINGS[name]
     found = []
     for label, run in shown.items():

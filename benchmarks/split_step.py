@@ -102,7 +102,9 @@ def times(
     rows: int = 2,
     limit_s: float | None = None,
 ) -> Seconds:
-    """Measure all kinds of steps on a rank; return seconds: wall, CPU, and wall of the call."""
+    """Measure all kinds of steps on a rank; return for each kind and round: wall seconds, CPU
+    seconds, and wall seconds within the call.
+    """
     built, sides = _sides(hidden, microbatches, rows, **options)
     clocks = (time.perf_counter, time.process_time, lambda: built.call_s)
     return _in_turn(rounds, sides, clocks, limit_s)

@@ -72,8 +72,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def rows(case: Case, found: Found) -> Iterator[dict[str, Any]]:
-    """Yield a table row for each implementation of a case, with its times ÷ those of two of this
-    library's.
+    """Yield a table row for each implementation of a case, with its times ÷ the times of two of
+    this library's implementations.
     """
     references = [found[name] for name in case.references]
     for name, side in found.items():

@@ -43,7 +43,9 @@ MATRICES, CHANGED = 16, 0.022
 
 
 def measure(hidden: int, steps: int) -> dict[str, Any]:
-    """Train from the same weights at each learning rate; return the sizes and rates of deltas."""
+    """Train from the same weights at each learning rate; return the sizes of the deltas between two
+    steps' weights, and the rates of encoding and applying them.
+    """
     import torch
 
     torch.manual_seed(0)

@@ -96,7 +96,8 @@ def _fetch_only(source: Any, bucket_bytes: int) -> None:
 def measure(
     rounds: int, megabytes: int, bucket_bytes: int, layout: dict[str, int]
 ) -> tuple[dict[str, list[float]], int, float]:
-    """Measure exports of a model's weights and `save_file` on a rank.
+    """Measure the seconds of exporting a model's weights, and of `save_file` on the same tensors,
+    on a rank; measure an export's peak memory.
 
     Returns:
         The seconds of each round, the bytes of the model, and the peak memory ÷ (bucket + largest

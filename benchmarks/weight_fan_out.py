@@ -60,7 +60,7 @@ class CheckpointSource:
 
 
 def make(folder: str) -> Exports:
-    """Make the worker of a rank, which exports the checkpoint."""
+    """Make the worker of a rank, which exports the checkpoint in `folder`."""
     return Exports(CheckpointSource(folder))
 
 

@@ -151,7 +151,9 @@ class Streams:
 
 
 def _model(folder: Path, hidden: int) -> tuple[list[Any], Any]:
-    """Write a checkpoint with random weights to the folder; return Megatron's model of it."""
+    """Write a checkpoint with random weights to the folder, and load it into a Megatron model;
+    return the model's chunks and its `Architecture`.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

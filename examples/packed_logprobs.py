@@ -16,7 +16,9 @@ VOCABULARY = 64
 
 
 def run() -> list[float]:
-    """Compute each sequence's log-prob out of one packed row, with a rank's columns of logits."""
+    """Compute each sequence's log-prob from one packed row, of whose logits this rank has only some
+    columns.
+    """
     import torch
     import torch.distributed as dist
 

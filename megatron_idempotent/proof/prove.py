@@ -95,8 +95,8 @@ def prove(
     pool: RankPool | None = None,
     device: str | None = None,
 ) -> Iterator[Finding]:
-    """Run hazards' reproductions on stock and on patched Megatron; yield a `Finding` for each, by
-    id.
+    """Run hazards' reproductions on stock and on patched Megatron; yield a `Finding` for each
+    hazard, in the order of their ids.
 
     Args:
         ids: the hazards to run; None for all.
@@ -151,7 +151,7 @@ def affected() -> list[str]:
 
 
 def _runs(hazard: Hazard) -> bool:
-    """Return whether all packages are installed that the hazard's reproduction needs."""
+    """Return whether all packages that the hazard's reproduction needs are installed."""
     return not _missing(hazard) and check_installed(hazard).status is None
 
 
@@ -161,8 +161,8 @@ def _missing(hazard: Hazard) -> str:
 
 
 def _left_out(hazard: Hazard, decided: Report) -> str | None:
-    """Return why `apply()` leaves a hazard's patch out, or why the installed release lacks the
-    hazard; else None.
+    """Return the reason why `apply()` leaves a hazard's patch out, or why the installed release
+    lacks the hazard; None if neither is so.
     """
     if not isinstance(hazard, Patch):
         verdict = check_installed(hazard)
@@ -185,8 +185,8 @@ def outcome(
     applied: Iterable[str],
     helped: bool = False,
 ) -> str:
-    """Run a hazard's reproduction on ranks with these patches; return `ok`, or the error as `Type:
-    message`.
+    """Run a hazard's reproduction on ranks with the patches `applied`; return `ok`, or the error as
+    `Type: message`.
 
     Args:
         run: `RankPool.run`, or the pytest fixture `megatron_ranks`.

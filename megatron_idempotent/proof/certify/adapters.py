@@ -41,8 +41,8 @@ _NO_OFFLOAD: Mapping[str, str] = MappingProxyType(
 
 
 class _Loss:
-    """Sums the subject's loss over the positions, or sequences, that count; `TrainStep` divides by
-    their number.
+    """A loss for `TrainStep`: returns the sum of the losses of the positions, or sequences, that
+    count; `TrainStep` divides the sum by their number.
     """
 
     normalizers: Mapping[str, Any] = MappingProxyType({})
@@ -63,14 +63,16 @@ class _Loss:
 
 
 def _described(microbatch: Any) -> Rows | Packed:
-    """Convert a microbatch that `TrainStep` packed to a dict for `Subject`; return plain rows
-    unchanged.
+    """Return a microbatch in the form that `Subject.forward` takes: a pack that `TrainStep` made is
+    converted to a dict, plain rows are returned unchanged.
     """
     return batches.described(microbatch) if "pack" in microbatch else microbatch
 
 
 class Stateful:
-    """Saves, loads and offloads this rank's parameters and optimizer state: a base of adapters."""
+    """Base class of adapters: saves, loads, offloads and onloads this rank's parameters and
+    optimizer state.
+    """
 
     subject: Subject
     parts: tuple[Part, ...] = ("weights", "gradients", "optimizer")
@@ -95,7 +97,9 @@ class Stateful:
         }
 
     def load(self, state: Any) -> None:
-        """Write the copies of `save` back into the parameters and the optimizer."""
+        """Write the copies that `save` returned back into the model's parameters and the optimizer,
+        in place.
+        """
         updates = list(updated(self.subject))
         values = [*state["model"], *state["main"]]
         with torch.no_grad():
@@ -107,8 +111,8 @@ class Stateful:
                 inner.state[main] = copy.deepcopy(moments)
 
     def offload(self, *, only: Part | None = None) -> None:
-        """Move parameters and optimizer state to the host, and free gradients, by Megatron's
-        functions. With `only`, do so for one of the three.
+        """Move this rank's parameters and optimizer state to the host, and free the memory of its
+        gradients, by Megatron's functions. `only` names one of the three to offload alone.
         """
         self._away = {*self.parts} if only is None else {only}
         # The optimizer first: the distributed one's float32 parameters are views of the model's.
@@ -127,7 +131,9 @@ class Stateful:
                     parameter.data = parameter.data.cpu()
 
     def onload(self, *, training: bool = True) -> None:
-        """Undo `offload`; with `training=False` move back the parameters alone."""
+        """Undo `offload`: move parameters and optimizer state back to the device, and allocate the
+        gradients again. With `training=False` only move the parameters back.
+        """
         for chunk in self.subject.chunks:
             for buffer in buffers(chunk) if "weights" in self._away else ():
                 buffer.reload_from_cpu(move_grads=False)
@@ -140,7 +146,7 @@ class Stateful:
 
 
 def buffers(chunk: Any) -> list[Any]:
-    """Return a DDP chunk's buffers of parameters and gradients, the experts' included."""
+    """Return a DDP chunk's buffers of parameters and gradients, including those of experts."""
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
@@ -150,15 +156,17 @@ def parameters_of(subject: Subject) -> list[Any]:
 
 
 def updated(subject: Subject) -> Iterator[tuple[Any, Any]]:
-    """Yield (torch optimizer, parameter) for each parameter that the subject's optimizer trains."""
+    """Yield (torch optimizer, parameter) for each parameter that the subject's optimizer updates,
+    such as a float32 main parameter.
+    """
     for inner in inner_optimizers(subject.optimizer):
         for group in inner.param_groups:
             yield from ((inner, parameter) for parameter in group["params"])
 
 
 class SplitStep(Stateful):
-    """Adapts this library's `TrainStep` to the checks, which know it as
-    `megatron_idempotent.proof.certify.adapters:SplitStep`.
+    """Adapts this library's `TrainStep` to the interface that checks call, `Adapter`. Its name for
+    `certify` is `megatron_idempotent.proof.certify.adapters:SplitStep`.
     """
 
     cannot: Mapping[str, str] = _NO_OFFLOAD
@@ -212,13 +220,17 @@ class SplitStep(Stateful):
         return _logprobs(self.subject, rows)
 
     def export(self) -> None:
-        """Copy this rank's parameters to `exported`, after pending gathers, like a weight sync."""
+        """Set `exported` to copies of this rank's parameters on the CPU, after waiting for pending
+        parameter gathers, like a weight sync.
+        """
         megatron_idempotent.ensure_params_synced(self.subject.chunks)
         self.exported = [p.detach().cpu().clone() for p in parameters_of(self.subject)]
 
 
 class OrderStable(SplitStep):
-    """Adapts `TrainStep(order_stable=True)` to the checks."""
+    """Adapts `TrainStep(order_stable=True)`, whose bits do not depend on the order of microbatches,
+    to the checks.
+    """
 
     order_stable = True
 
@@ -354,8 +366,8 @@ class Megatron(Stateful):
 
 
 class Window(Megatron):
-    """Adapts `accumulation_window` to the checks: each part of a step is a call of Megatron's
-    schedule.
+    """Adapts `accumulation_window` to the checks: each call of `microbatch` runs Megatron's
+    schedule once, within one window per optimizer step.
     """
 
     cannot: Mapping[str, str] = MappingProxyType(
@@ -381,8 +393,8 @@ class Window(Megatron):
         return self._update()
 
     def abort(self) -> None:
-        """Leave the `accumulation_window` as an exception does, without a reduction of gradients,
-        and drop them with `abort_window`.
+        """Leave the `accumulation_window` as an exception would, so that gradients are not reduced;
+        then drop the gradients with `abort_window`.
         """
         with contextlib.suppress(Planted):
             raised = Planted("the step is dropped")
@@ -404,8 +416,8 @@ def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
 
 @contextlib.contextmanager
 def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that scales a microbatch's auxiliary losses, before its forward, for a mean
-    over sequences.
+    """Yield a function to call before a microbatch's forward. If the loss is a mean over sequences,
+    it scales the coefficients of the microbatch's MoE and MTP losses by sequences / positions.
 
     Megatron multiplies each loss by the positions of its microbatch, and divides by the number that
     the loss functions return. If that counts sequences, the result is positions / sequences times
@@ -452,7 +464,7 @@ def _schedule(
 
 def _logprobs(subject: Subject, rows: Rows) -> Tensor | None:
     """Return the log-probs [B, T] of rows, computed by Megatron's schedule without gradients; None
-    before the last stage.
+    on pipeline stages before the last.
     """
 
     def forward_step(data: Any, chunk: Any) -> Any:

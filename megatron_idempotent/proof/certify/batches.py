@@ -26,8 +26,8 @@ _EACH_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "scale", "sha
 
 
 def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a microbatch that `TrainStep` or `pack_batches` packed to a dict for
-    `Subject.forward`.
+    """Convert a pack that `TrainStep` or `pack_batches` made to the dict that `Subject.forward`
+    takes.
 
     Example: `subject.forward(chunk, described(microbatch))`.
     """
@@ -56,8 +56,8 @@ def described(microbatch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def one_pack(rows: Rows, config: Any, tokens: int) -> dict[str, Any]:
-    """Pack rows in their order into one pack of `tokens` tokens, for `Subject.forward`. Each row is
-    padded to the multiple that `config` needs, and the end to `tokens`.
+    """Pack rows in their order into one pack, a dict for `Subject.forward`. Each row is padded to
+    the multiple that `config` needs, and the whole pack to `tokens` tokens.
 
     Example: `subject.forward(chunk, one_pack(rows, subject.config, subject.max_tokens))`.
     """
@@ -87,8 +87,8 @@ def is_pack(rows: Mapping[str, Any]) -> bool:
 
 
 def forward(chunk: Any, rows: Rows | Packed) -> Tensor:
-    """Run a model chunk on this rank's positions of rows, or of a pack; return its output. On the
-    last pipeline stage that is the negative log-probability of each label.
+    """Run a model chunk on this context-parallel rank's positions of rows, or of a pack; return its
+    output. On the last pipeline stage that is the negative log-probability of each label.
     """
     if is_pack(rows):
         inputs, masks = token_fields(rows), {"packed_seq_params": rows[_BORDERS]}
@@ -135,7 +135,9 @@ def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _padded(pack: Mapping[str, Any]) -> Tensor:
-    """Return a pack's padded `cu_seqlens`, or the unpadded ones if it has no others."""
+    """Return a pack's `cu_seqlens` with padding, or the `cu_seqlens` without padding if the pack
+    has no padded ones.
+    """
     borders = pack[_BORDERS]
     padded = borders.cu_seqlens_q_padded
     cu_seqlens: Tensor = borders.cu_seqlens_q if padded is None else padded
@@ -143,8 +145,8 @@ def _padded(pack: Mapping[str, Any]) -> Tensor:
 
 
 def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
-    """Return the rows with the field `lengths`; zero their token mask after these lengths, in
-    place.
+    """Set the rows' token mask to 0 after these lengths, in place; return the rows with the lengths
+    added as the field `lengths`.
     """
     lengths_B = torch.tensor(lengths, dtype=torch.int64, device=rows["input_ids"].device)
     place_T = torch.arange(rows["input_ids"].shape[1], device=lengths_B.device)

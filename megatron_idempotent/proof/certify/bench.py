@@ -30,8 +30,8 @@ from .tolerances import of_gradient, of_logprobs
 
 
 class Bench(LayoutModel, LayoutRows):
-    """Runs an adapter's steps on this rank, and compares each with its definition in float64.
-    `parameters` has the whole model's parameters after the last step.
+    """Runs an adapter's training steps on this rank, and compares each step with a reference
+    computed in float64. `parameters` has the whole model's parameters after the last step.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class Bench(LayoutModel, LayoutRows):
         """A digest of the parameters after the steps of `same-bits`."""
 
     def offers(self, *methods: str) -> bool:
-        """Return whether the adapter has these methods; an attribute None counts as missing."""
+        """Return whether the adapter has all of these methods; an attribute that is None counts as
+        missing.
+        """
         return all(callable(getattr(self.adapter, name, None)) for name in methods)
 
     def declares(self, check: str) -> bool:
@@ -63,8 +65,8 @@ class Bench(LayoutModel, LayoutRows):
 
     @property
     def multiple(self) -> int:
-        """The number of which a call's number of microbatches must be a multiple: pp with virtual
-        stages, else 1.
+        """The factor by which the number of microbatches of each call must be divisible: the number
+        of pipeline stages with virtual stages, else 1.
         """
         return self.layout.sizes["pp"] if self.layout.sizes["vpp"] > 1 else 1
 
@@ -94,8 +96,8 @@ class Bench(LayoutModel, LayoutRows):
         self.step_name = ""
 
     def step(self, calls_of: Calls, *, between: Callable[[], object] | None = None) -> Finished:
-        """Run one step of the adapter, and return its `Finished` without a comparison. A rank on
-        which it raises calls `abort()`, and raises on.
+        """Run one step of the adapter, and return its `Finished` without a comparison. If the step
+        raises on a rank, call the adapter's `abort()` there, and re-raise the error.
 
         Other ranks would wait without the abort.
         """
@@ -129,7 +131,8 @@ class Bench(LayoutModel, LayoutRows):
         return self.adapter.finish()
 
     def checked(self, finished: Any) -> Finished:
-        """Check the type of what an adapter's `finish` returned; return it with numbers as floats.
+        """Check the type of what an adapter's `finish` returned; return it with gradient norm and
+        loss as floats.
 
         Raises:
             Wrong: the result has the wrong type.
@@ -153,8 +156,8 @@ class Bench(LayoutModel, LayoutRows):
         return dataclasses.replace(finished, **numbers)
 
     def unwatched(self, steps: Sequence[Calls]) -> None:
-        """Run several steps without a look at the parameters in between, then compare each with its
-        definition in float64.
+        """Run several steps without waiting for parameter gathers in between; then compare each
+        step with its reference in float64.
 
         The parameters after a step are read in the next step's forward. Reading them earlier would
         wait for gathers, which the framework itself has to wait for.
@@ -196,8 +199,8 @@ class Bench(LayoutModel, LayoutRows):
         *,
         parameters: dict[str, Tensor] | None = None,
     ) -> None:
-        """Raise `Wrong` unless a finished step is right for the rows of all replicas: its
-        parameters, gradient norm and loss.
+        """Raise `Wrong` unless a finished step has the right parameters, gradient norm and loss for
+        the rows of all replicas.
 
         `parameters` are the whole model's after the step; None to gather them now. A step in which
         nothing counts has a gradient of zero, and may be skipped.
@@ -287,8 +290,8 @@ class Bench(LayoutModel, LayoutRows):
 
     @property
     def _computing(self) -> dict[str, Tensor]:
-        """The whole model's parameters, in 16-bit layouts rounded to the type that the model
-        computes in.
+        """The whole model's parameters as the model computes with them: in 16-bit layouts the main
+        parameters, rounded to 16 bits.
         """
         if not self.half:
             return self.parameters
@@ -326,7 +329,8 @@ class Bench(LayoutModel, LayoutRows):
         self._same(self.gather_parameters(), cause)
 
     def hold_export(self, exported: Any) -> None:
-        """Raise `Wrong` unless the exports of all ranks have the model's current parameters.
+        """Raise `Wrong` unless the parameters that the adapter exported, on all ranks together, are
+        all of the model's parameters with their current values.
 
         Raises:
             Wrong: values differ, or no rank exports a parameter.
@@ -359,8 +363,8 @@ class Bench(LayoutModel, LayoutRows):
         finished: Finished,
         everybody: Sequence[Rows],
     ) -> None:
-        """Raise `Wrong` if a step's change of the parameters is not the one of the right gradient.
-        `coasting` are the parameters after a step with a zero gradient.
+        """Raise `Wrong` if a step has changed the parameters otherwise than the right gradient
+        would. `coasting` are the parameters after a step with a zero gradient.
         """
         names = list(expected)
 
@@ -409,8 +413,8 @@ class Bench(LayoutModel, LayoutRows):
     def _miscounted(
         self, everybody: Sequence[Rows], truth: Truth, moved: Tensor, right: Tensor, near: float
     ) -> str:
-        """Return in words how often each call's rows count in a wrong gradient; "" if that does not
-        explain the fault.
+        """Return a hint for an error: the calls whose rows count more or less than once in a wrong
+        gradient, each with its factor. Return "" if such factors do not explain the gradient.
 
         All ranks take part. A step is the sum of its calls, each of which may have a factor.
         """
@@ -435,8 +439,8 @@ class Bench(LayoutModel, LayoutRows):
         return f"; the rows {', '.join(wrong[:4])}" if wrong else ""
 
     def _clipped(self, finished: Finished, truth: Truth, factor: float) -> str:
-        """Return a hint, for an error, that the step may clip: its gradient is too small, and its
-        reported norm right. Return "" otherwise.
+        """Return a hint that the step may clip gradients, if its gradient is too small and the norm
+        that it reports is right; else return "".
         """
         norm = finished.grad_norm
         if not 0 < factor < 1 or norm is None:

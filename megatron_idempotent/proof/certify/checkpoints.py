@@ -178,7 +178,9 @@ class DPReshardable(DistCheckpoint):
 
 
 class Persistent(DPReshardable):
-    """Saves asynchronously in one long-lived process (`--use-persistent-ckpt-worker`)."""
+    """Saves as `DPReshardable`; one long-lived process writes all asynchronous saves
+    (`--use-persistent-ckpt-worker`).
+    """
 
     persistent = True
 
@@ -200,7 +202,9 @@ class ModelSpace(DistCheckpoint):
 
 
 class OnHost(DPReshardable):
-    """Keeps half of the optimizer's state on the host (`--optimizer-cpu-offload`)."""
+    """Saves as `DPReshardable`, and trains with half of the optimizer's state on the host
+    (`--optimizer-cpu-offload`).
+    """
 
     parts = ()  # moments are on the host already
     optimizer_overrides = MappingProxyType(
@@ -213,7 +217,8 @@ class OnHost(DPReshardable):
 
 
 class LowRank(DPReshardable):
-    """Trains float32 low-rank factors over a frozen base; saves only them and the experts' biases.
+    """Trains float32 low-rank factors over a frozen base model; saves only the factors and the
+    experts' biases.
 
     The biases move although the base is frozen.
     """
@@ -348,20 +353,24 @@ class TrainingFully(Training):
 
 
 class Resilient(Training):
-    """Saves asynchronously by nvidia-resiliency-ext, Megatron's choice from 0.17 on."""
+    """Saves as `Training`; asynchronous saves use nvidia-resiliency-ext, Megatron's choice from
+    0.17 on.
+    """
 
     strategy = "nvrx"
 
 
 class ResilientPersistent(Resilient):
-    """Saves as `Resilient`, in one long-lived process (`--use-persistent-ckpt-worker`)."""
+    """Saves as `Resilient`; one long-lived process writes all asynchronous saves
+    (`--use-persistent-ckpt-worker`).
+    """
 
     persistent = True
 
 
 class Legacy(Training):
-    """An adapter that saves and loads with `--ckpt-format torch`, a file per model-parallel
-    rank.
+    """An adapter that saves and loads with `--ckpt-format torch`, which writes a file for each
+    model-parallel rank.
     """
 
     reshards = ()

@@ -91,7 +91,9 @@ def whole_step(bench: Bench) -> None:
 
 
 def _steps(bench: Bench, rows: int = CALL) -> None:
-    """Run two steps, each of one call with `rows` rows, and compare each with its definition."""
+    """Run two steps, each of one call with `rows` rows, and compare each step with its reference in
+    float64.
+    """
     for seed in range(2):
         bench.take(bench.alike(seed, rows))
 
@@ -163,8 +165,8 @@ def rows_left_over(bench: Bench) -> None:
 def _refused(
     bench: Bench, calls_of: Calls, name: str, between: Callable[[], object] | None = None
 ) -> bool:
-    """Run a step; return whether all ranks refuse it. If none does, compare it with its definition;
-    if some do, raise `Wrong`.
+    """Run a step; return True if all ranks refuse it by an error, False if no rank does and the
+    step is right. Raise `Wrong` if only some ranks refuse it, or if the step is wrong.
 
     `name` is the step's in errors, and `between` is called before each microbatch and after the
     last.
@@ -223,8 +225,8 @@ def _many_counted(bench: Bench) -> Calls:
 
 
 def _many_alike(bench: Bench) -> Calls:
-    """Return the rows of a step with one microbatch 81 times, the first with a loss 512 times as
-    large: a sum in bfloat16 loses the others.
+    """Return the rows of a step that repeats one microbatch at least 81 times. The first has a loss
+    512 times as large as the others, which a sum in bfloat16 would lose.
 
     Each of the others is less than half of the last bit of a sum in bfloat16 that begins with the
     first: it would be lost. All others are 13.5 % of the gradient, above the bounds of bfloat16.
@@ -276,8 +278,8 @@ def drawn_sizes(bench: Bench) -> None:
 
 
 def _drawn(bench: Bench, calls: int, *, empty: Sequence[int] = (), size: float = 1.0) -> Calls:
-    """Draw a random step of `calls` calls. Replicas have different sizes, unless the adapter
-    declares that it cannot.
+    """Draw the rows of a random step of `calls` calls. Replicas have different numbers of
+    microbatches, unless the adapter declares that it cannot train so.
 
     The calls in `empty` have no rows, on some replicas or all. `size` is that of the rows' scales.
     """
@@ -395,15 +397,17 @@ def logprobs_in_mid_step(bench: Bench) -> None:
 
 
 def _hold_logprobs(bench: Bench, microbatches: int = 2) -> tuple[Rows, Tensor]:
-    """Raise `Wrong` unless the adapter's log-probs of some rows are right; return these rows."""
+    """Draw random rows; raise `Wrong` unless the adapter's log-probs of the rows are right. Return
+    the rows and their lengths.
+    """
     rows, lengths_B = _some(bench, microbatches)
     bench.hold_logprobs(rows, lengths_B, bench.adapter.logprobs(rows))
     return rows, lengths_B
 
 
 def _some(bench: Bench, microbatches: int) -> tuple[Rows, Tensor]:
-    """Return random rows of this replica for `microbatches` microbatches, and the rows' lengths
-    [B].
+    """Draw random rows of this replica for `microbatches` microbatches; return the rows and their
+    lengths [B].
     """
     return bench.ragged(bench.replica, bench.draw.number(1, 10**5), MICRO_BATCH * microbatches)
 
@@ -472,8 +476,8 @@ def nan(bench: Bench) -> None:
 
 
 def _not_finite(bench: Bench, replica: int, point: Point, number: float | None) -> str:
-    """Run a step with a loss or gradient that is not finite; raise `Wrong` if a rank updates, or
-    only some raise. Return in words what was not finite.
+    """Run a step with a loss or gradient that is not finite; raise `Wrong` if a rank updates, or if
+    some ranks raise and others do not. Return in words what was not finite.
 
     The loss of a row of the replica is multiplied by `number`. If that is None, the loss stays as
     it is, and a gradient is NaN on one rank of the replica.

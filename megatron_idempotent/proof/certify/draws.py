@@ -47,8 +47,8 @@ class Draw:
         return dealt[:number]
 
     def sizes(self, calls: int, multiple: int = 1, *, most: int = MICROBATCHES) -> list[int]:
-        """Draw how many microbatches each call of a step with `calls` calls has; return the
-        numbers.
+        """Draw the number of microbatches of each call, for a step of `calls` calls; return the
+        numbers in the order of the calls.
 
         They are odd and even, in random order. With CALLS calls one of them is 1, and one
         MICROBATCHES. All are rounded to multiples of `multiple`, as an interleaved schedule needs.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def or_aborted(
     bench: Bench, rows_of_calls: Sequence[Rows], **options: Any
 ) -> tuple[str | None, Finished | None]:
-    """Run one step of the adapter; if it raises, call `abort()`. Return (None, the step's
-    `Finished`), or (the error's first line, None).
+    """Run one step of the adapter; if the step raises, call the adapter's `abort()`. Return (None,
+    the step's `Finished`), or (the error's first line, None).
 
     `options` are those of `Bench.drive`.
     """
@@ -91,8 +91,8 @@ class Failure:
 
 def failures(bench: Bench) -> list[Failure]:
     """Draw the failures that a check injects, one for each step. Each rank that computes the loss
-    fails in it once or more. If `bench.fails_within_model`, forwards and backwards fail too, on all
-    ranks of a replica's pipeline stage.
+    gets at least one failure in the loss. If `bench.fails_within_model`, some forwards and
+    backwards fail too, on all ranks of one replica's pipeline stage.
 
     Errors are of types that frameworks catch, such as those of missing memory or a bad sample; in
     the model also of types that end a process or a task.
@@ -135,9 +135,9 @@ def failures(bench: Bench) -> list[Failure]:
 
 
 def fail(bench: Bench, failure: Failure) -> None:
-    """Run a step with `failure` injected; raise `Wrong` if a rank finishes it, or a parameter
-    changes. If nothing has failed, because the adapter runs other microbatches, the step must be
-    right.
+    """Run a step with `failure` injected; raise `Wrong` if a rank finishes the step, or if a
+    parameter changes. If the failure never occurred, because the adapter makes other microbatches,
+    the step must be right.
     """
     seed = bench.draw.number(1, 10**5)
     point = failure.point

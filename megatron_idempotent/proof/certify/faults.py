@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> tuple[str | None, Any]:
-    """Call a function; return (None, its result), or (its error in one line, None)."""
+    """Call a function; return (None, its result), or (the error in one line, None) if it raises."""
     from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
     try:
@@ -116,8 +116,8 @@ class SlowDisk:
         self._starts = contextlib.ExitStack()
 
     def hold_starts(self) -> None:
-        """Delay each new thread, and each call given to a thread pool, at its start, until
-        `returned`.
+        """Delay the start of each new thread, and of each call submitted to a thread pool, from now
+        until `returned` is called.
 
         Their whole work is late then, and not the writing alone.
         """
@@ -152,7 +152,9 @@ class SlowDisk:
         self._is_released[0] = 1
 
     def hold(self) -> None:
-        """Wait until `release`; at most 1 s before the saving call has returned, 20 s after it."""
+        """Block the calling thread or process until `release`, for at most 1 s while the saving
+        call runs, and 20 s once it has returned.
+        """
         begun_s = time.monotonic()
         while not self._is_released[0]:
             has_returned = self._has_returned[0]
@@ -167,8 +169,8 @@ class SlowDisk:
             self.hold()
 
     def hold_file(self, path: Any) -> None:
-        """Delay the calling thread if it opens a file of the folder, and is not the check's own
-        thread.
+        """Delay the calling thread if `path` is in the checkpoint folder, and the thread is not the
+        check's own.
         """
         if (
             os.getpid() == self._process
@@ -236,8 +238,8 @@ _STUCK = "stuck-"
 
 @contextlib.contextmanager
 def ending_hangs(bench: States, reason: str) -> Iterator[None]:
-    """Kill this rank if the block takes longer than `LONGEST_S`, after it has written `reason` and
-    its stacks to a file for `stuck`.
+    """Kill this rank's process if the block takes longer than `LONGEST_S`. Before that, write
+    `reason` and the stacks of its threads to a file, which `stuck` reads.
 
     A collective would wait for ever for a rank that does not join it. All ranks enter.
     """
@@ -279,7 +281,7 @@ def _write_note(path: Path, reason: str) -> None:
 
 def stuck(folder: Path) -> tuple[int, str, str] | None:
     """Return the first rank that `ending_hangs` killed, the reason, and the rank's stacks; None if
-    it killed none.
+    `ending_hangs` killed no rank.
     """
     for note in sorted(folder.glob(f"{_STUCK}*")):
         reason, _, stacks = note.read_text(encoding="utf-8").partition("\n")
@@ -289,7 +291,9 @@ def stuck(folder: Path) -> tuple[int, str, str] | None:
 
 @contextlib.contextmanager
 def _unreadable(bench: States, path: Path) -> Iterator[str]:
-    """Let the last rank open no file in the block (EMFILE); yield the fault in words."""
+    """Make the last rank unable to open files within the block (EMFILE); yield a description of
+    this fault.
+    """
     rank = bench.ranks - 1
     with _limited(resource.RLIMIT_NOFILE, 3, yes=bench.rank == rank):
         yield f"rank {rank} cannot open files"
@@ -297,8 +301,8 @@ def _unreadable(bench: States, path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _cut(bench: States, path: Path, *, share: float | None = None) -> Iterator[str]:
-    """Truncate a file to the fraction `share` of its size, or for None remove it; yield the fault
-    in words. The file is restored after the block.
+    """Truncate a file to the fraction `share` of its size, or remove it if `share` is None; yield a
+    description of this fault. The file is restored after the block.
     """
     content = path.read_bytes()
     bench.gather(None)
@@ -327,7 +331,9 @@ Stamps = Mapping[Path, tuple[int, int]]
 
 
 def stamps(bench: States) -> Stamps:
-    """Return the time of change and the size of each checkpoint file. A collective."""
+    """Return the time of the last change and the size of each checkpoint file, by path. A
+    collective.
+    """
     bench.gather(None)  # all have written
     files = [path for path in bench.folder.rglob("*") if not path.name.endswith(LATER)]
     stats = {path: path.stat() for path in files if path.is_file()}
@@ -335,7 +341,8 @@ def stamps(bench: States) -> Stamps:
 
 
 def saved_files(bench: States, older: Stamps = MappingProxyType({})) -> list[tuple[int, Path]]:
-    """Return (size, path) of the largest saved file of each kind of name, the largest first.
+    """Group the checkpoint files whose names differ only in digits; return (size, path) of the
+    largest file of each group, the largest first.
 
     Second is another file of the first one's kind, such as another rank's, if there is one. Names
     are of one kind if they differ in numbers only. A file that is unchanged since `older` is

@@ -53,8 +53,8 @@ class Forwards:
 
     @contextmanager
     def failing(self, count: int | None, phase: Phase) -> Iterator[None]:
-        """Let one training forward of the first chunk fail in the block: the one after `count`
-        others.
+        """Make one microbatch of the first chunk fail within the block, in its forward or its
+        backward: the one after `count` training forwards.
 
         It raises `Planted` at its end, or in its backward, when only the first layer is left; with
         the phase "gradient" its backward begins with NaN instead. With `count` None nothing fails.
@@ -150,7 +150,7 @@ def _on_gradient(output: Any, act: Callable[[Tensor], Tensor | None]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SeenPart:
-    """Holds the tokens of a pack that one context-parallel rank computed, on the CPU."""
+    """Holds, on the CPU, the tokens of a pack on which one context-parallel rank ran the model."""
 
     place_s: Tensor
     """The indices of its tokens in the pack."""
@@ -169,8 +169,8 @@ class PacksSeen:
     """
 
     def __init__(self, chunk: Any) -> None:
-        """Put a hook on a chunk's innermost module, if it is of the first stage: others get no
-        tokens.
+        """Put a forward hook on a chunk's innermost module, if the chunk belongs to the first
+        pipeline stage; chunks of later stages get no tokens.
         """
         chunk = innermost(chunk)
         self._shares: list[SeenPart] = []
@@ -238,15 +238,17 @@ class PacksSeen:
 
 
 def _sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each row's tokens without padding, and a mask that is 1 where a position counts."""
+    """Yield each row's tokens without padding, and a mask that is 1 where a position counts, both
+    on the CPU.
+    """
     mask_BT = counted(rows).cpu()
     for row, length in enumerate(rows["lengths"].tolist()):
         yield rows["input_ids"][row, :length].cpu(), mask_BT[row, :length]
 
 
 def _joined(shares: Sequence[SeenPart], missing: dict[tuple[int, ...], Tensor]) -> PackSeen | None:
-    """Join the ranks' parts of one pack, and remove its rows from `missing`. Return None if
-    `missing` has none of its rows.
+    """Join the ranks' parts of one pack, and remove the rows in it from `missing`, in place. Return
+    None if the pack has none of the rows in `missing`.
     """
     first = shares[0]
     size = first.starts[-1]

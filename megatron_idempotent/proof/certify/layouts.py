@@ -115,7 +115,9 @@ class Layout:
         return not (self.packs or self.stages > 1 or self.auxiliary)
 
     def lacks(self, feature: str) -> str | None:
-        """Return why this layout lacks `feature`, which a check needs; None if it has it."""
+        """Return the reason why this layout lacks `feature`, such as "replicas", which a check
+        needs; None if the layout has the feature.
+        """
         has_it, reason = {
             "": (True, ""),
             "replicas": (self.replicas > 1, "one replica"),
@@ -141,7 +143,9 @@ class Layout:
 
     @property
     def dtype(self) -> Literal["fp64", "fp32", "bf16", "fp16"]:
-        """The type of the model's parameters. In float64 SGD trains it, else Adam."""
+        """The type of the model's parameters, such as "bf16". SGD trains a model in float64, Adam
+        trains all others.
+        """
         if half := self.flags & {"bf16", "fp16"}:
             return "bf16" if "bf16" in half else "fp16"
         return "fp32" if self.flags & {"distopt", "fp32"} else "fp64"
@@ -220,8 +224,8 @@ def layout(name: str) -> Layout:
 
 
 def _share_experts(name: str, sizes: dict[str, int], flags: set[str], kinds: set[str]) -> None:
-    """Set `etp` and `dp` in `sizes` where the name lacks them; raise `ValueError` if experts do not
-    fit.
+    """Set `etp` and `dp` in `sizes`, in place, if the layout's name lacks them; raise `ValueError`
+    if the layout's ranks cannot share the experts evenly.
     """
     if "etp" not in kinds:
         sizes["etp"] = sizes["tp"]
@@ -261,7 +265,8 @@ STATE_LAYOUTS = ("dp2-distopt", "dp2-bf16-distopt", "dp2-fp16-distopt", "ep2-bf1
 
 
 def resharded(start: Layout, word: str) -> Layout | None:
-    """Return the layout with another size of `word`, such as "tp"; None if no other size fits.
+    """Return a layout like `start` with another number for `word`, such as "tp"; None if no other
+    number fits.
 
     1 becomes 2, and any other number 1. Replicas and expert-parallel ranks are doubled if that
     fits, and else halved. A `word` of "" gives the layout itself.

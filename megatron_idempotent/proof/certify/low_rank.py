@@ -38,8 +38,8 @@ _SUMS = 16.0
 
 
 class LowRank(Bench):
-    """Runs steps on a model with LoRA or DoRA factors in its linear layers, and checks them.
-    `parameters` has the base and the factors.
+    """Runs steps on a model with LoRA or DoRA factors in its linear layers, and checks the factors'
+    gradients. `parameters` has the base model's parameters and the factors.
 
     The base is frozen, and must keep its bits.
 
@@ -57,8 +57,8 @@ class LowRank(Bench):
         self._base = {n: value for n, value in self.parameters.items() if not n.endswith(_FACTORS)}
 
     def expect(self, finished: Finished, calls_of: Calls, **options: Any) -> None:
-        """Compare a step with its definition; raise `Wrong` if a frozen parameter has changed a
-        bit.
+        """Compare a step with its reference in float64; raise `Wrong` if a bit of a frozen
+        parameter has changed.
         """
         frozen = self._base | {name: self.parameters[name] for name in self.update.frozen}
         super().expect(finished, calls_of, **options)
@@ -122,8 +122,8 @@ class LowRank(Bench):
 
     @property
     def _rounded(self) -> dict[str, Tensor]:
-        """The base and the factors in float64, rounded before to the type that the model computes
-        in.
+        """The base model's parameters and the factors, rounded to the type that the model computes
+        in, and then converted to float64.
         """
         wide = not self.half or self._kinds.get("wide")
         dtype = None if wide else self.subject.config.params_dtype
@@ -195,8 +195,9 @@ def add(module: Any, *, rank: int, magnitudes: bool = False, wide: bool = False)
 def _factor(
     shape: tuple[int, int], base: Any, dimension: int | None, dtype: torch.dtype
 ) -> nn.Linear:
-    """Return a low-rank factor as a linear layer with a weight of `shape`. Ranks have shards of it
-    along `dimension`, or for None copies.
+    """Return a low-rank factor as a linear layer whose weight has `shape` on this rank. The weight
+    is marked as sharded along `dimension` over tensor-parallel ranks, or as replicated if that is
+    None.
     """
     # If both factors were zero, so would be both gradients, and no step would move them. The values
     # are drawn from no generator, so all replicas have the same.
@@ -213,8 +214,8 @@ class _Adapter(nn.Module):
         self.linear_in, self.linear_out = linear_in, linear_out
 
     def forward(self) -> Tensor | None:
-        """Return DoRA's magnitudes, or None. Callers get them in a forward, because DDP's hook on
-        it gathers updated parameters.
+        """Return DoRA's magnitudes, or None for LoRA. `Adapted.forward` calls this module to get
+        them, because DDP's hook on a module's forward gathers its updated parameters.
         """
         return getattr(self, "weight_magnitude", None)
 
@@ -300,8 +301,8 @@ def _sharing(base: Any) -> int:
 
 
 def mark(parameter: Any, base: Any, dimension: int | None) -> Any:
-    """Set the attributes that tell Megatron how ranks share a factor; return the factor. It is
-    split along `dimension` as the layer's weight is, or for None copied.
+    """Set the attributes that tell Megatron how tensor-parallel ranks share a factor; return the
+    factor. Ranks have shards of it along `dimension`, or copies if that is None.
 
     Sequence-parallel ranks compute a copy's gradient of their own positions; finalizing sums it.
     """

@@ -91,7 +91,9 @@ class LayoutModel(Ranks):
         self.subject = self.subject_of(self.model, forward)
 
     def built(self, **more: Any) -> tiny.Tiny:
-        """Return the model that `tiny.build` makes for the layout; `more` adds to its arguments."""
+        """Return the model that `tiny.build` makes for the layout; `more` are further arguments of
+        `tiny.build`, which override the layout's.
+        """
         settings = self._settings()
         if "mtp" in self.layout.flags:
             # With MTP upstream's arguments refuse learned positions, which would be added twice.
@@ -129,7 +131,9 @@ class LayoutModel(Ranks):
         return {"config_overrides": config, "optimizer_overrides": optimizer, **precise}
 
     def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
-        """Return the `Subject` that hands a model and its `forward` to the adapter."""
+        """Return the `Subject` for the adapter: the model's chunks and optimizer, `forward`, and
+        the layout's loss.
+        """
         # Only packs have to be seen: the rows of each auxiliary loss are known.
         looks = self.layout.packs and self.layout.auxiliary
         self.packs_seen = PacksSeen(model.chunks[0]) if looks else None
@@ -147,7 +151,7 @@ class LayoutModel(Ranks):
 
     @property
     def coordinates(self) -> tuple[int, int, bool]:
-        """The rank's replica and pipeline stage, and whether it computes the loss."""
+        """This rank's replica, its pipeline stage, and whether it computes the loss."""
         if self.layout.fsdp2:
             return self.replica, 0, True
         from megatron.core import parallel_state as ps
@@ -217,8 +221,8 @@ class LayoutModel(Ranks):
     def _own_parts(
         self, *, synced: bool = True, chunks: Sequence[int] | None = None
     ) -> list[ParameterPart]:
-        """Copy this rank's parameters of `chunks`, or of all for None, to the CPU. With `synced`,
-        first wait for pending parameter gathers.
+        """Copy this rank's parameters of the model chunks with the indices `chunks` (None for all)
+        to the CPU. With `synced`, first wait for pending parameter gathers.
         """
         if self.layout.fsdp2:
             return [

@@ -161,8 +161,8 @@ def truth_of(
 
 
 def _equal_lengths(rows: Rows) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield tokens [B, T], a mask of the positions that count, and scales [B, 1]; one row at a time
-    if rows have lengths.
+    """Yield (tokens [B, T], mask of the positions that count, scales [B, 1]): of all rows together
+    or, if rows have lengths, of one row at a time without padding.
     """
     tokens_BT, mask_BT = rows["input_ids"], counted(rows).double()
     scale_B1 = rows["scale"].double()[:, None]
@@ -184,7 +184,9 @@ def counted(rows: Rows) -> Tensor:
 
 
 def negative_logprobs(parameters: Parameters, tokens_BT: Tensor) -> Tensor:
-    """Return -log p of the token after each position, [B, T]; the first token follows the last."""
+    """Return -log p [B, T] of the token after each position; at the last position, of the row's
+    first token.
+    """
     gpt = Gpt(parameters)
     return gpt.negative_logprobs(gpt.hidden(tokens_BT), tokens_BT, 1)
 
@@ -218,8 +220,8 @@ class Gpt:
         return self.norm(x_BTH, "decoder.final_layernorm")
 
     def negative_logprobs(self, x_BTH: Tensor, tokens_BT: Tensor, offset: int) -> Tensor:
-        """Return -log p [B, T] of the token `offset` after each position, from hidden states; rows
-        wrap around.
+        """Return -log p [B, T] of the token `offset` positions after each position, from hidden
+        states; beyond the end of a row, of tokens from its beginning.
         """
         output = "output_layer.weight"
         if output not in self._parameters:  # tied
@@ -239,7 +241,9 @@ class Gpt:
         return x_BTH + (learned[: x_BTH.shape[1]] if positions_T is None else learned[positions_T])
 
     def layer(self, x_BTH: Tensor, prefix: str) -> Tensor:
-        """Return x after the transformer layer whose parameters begin with `prefix`."""
+        """Apply the transformer layer whose parameters' names begin with `prefix` to the hidden
+        states x; return the new hidden states.
+        """
         batch, length, _ = x_BTH.shape
         later = torch.ones(length, length, dtype=torch.bool, device=x_BTH.device).triu(1)
         normed = self.norm(x_BTH, f"{prefix}.input_layernorm")
@@ -302,8 +306,8 @@ class _Auxiliary:
         self.routed += mask_BT.numel()
 
     def of_pack(self, parameters: Parameters, pack: PackSeen) -> None:
-        """Add the auxiliary losses of a pack: run its segments one by one, and take means over all
-        of them.
+        """Add the auxiliary losses of a pack: run the model on its segments one by one; the losses
+        are means over the tokens of all segments.
         """
         predictions: list[tuple[Tensor, Tensor, Tensor]] = []
         routed: list[list[Tensor]] = []
@@ -336,8 +340,8 @@ class _Auxiliary:
     def _predict(
         self, losses_BT: Tensor, predicted_BT: Tensor, mask_BT: Tensor, unit: float
     ) -> None:
-        """Add a microbatch's MTP loss, times MTP_FACTOR: the sum of its losses, or their mean times
-        the number of positions that count.
+        """Add a microbatch's MTP loss, times MTP_FACTOR. With `mtp_sum` it is the sum of the
+        tokens' losses, else the mean of these losses times the number of positions that count.
         """
         total, number = losses_BT.sum(), float(mask_BT.sum())
         if not self._mtp_sum:

@@ -29,7 +29,9 @@ Sums over the tokens of a microbatch stay below that, and few gradients of a tok
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Main:
-    """Holds a rank's part of a float32 main parameter: all of it, or with distopt a shard."""
+    """Holds a rank's part of a float32 main parameter: all of it, or a shard with the distributed
+    optimizer.
+    """
 
     start: int
     """The index in the parameter of the part's first element."""
@@ -108,8 +110,8 @@ def model_in(chunk: Any) -> Any:
 
 
 def numbered(module: Any, name: str) -> str:
-    """Return a parameter's or buffer's name with its layer's number in the whole model, in the
-    place of that in this stage.
+    """Return the name of a parameter or buffer with its layer's number in the whole model, instead
+    of the layer's number within this pipeline stage.
     """
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
@@ -142,8 +144,8 @@ def drawn(part: ParameterPart, size: float) -> Tensor:
 
 
 def joined(shards: Sequence[ParameterPart]) -> Tensor:
-    """Concatenate the shards of one parameter, one of each tensor-parallel rank, to the whole
-    tensor.
+    """Concatenate the shards of one parameter, one of each tensor-parallel rank, and return the
+    whole tensor.
 
     Raises:
         Wrong: one is missing.
@@ -208,8 +210,8 @@ def mains_of(optimizer: Any) -> dict[Any, Main]:
 
 
 def copied_for_adam(optimizer: Any) -> list[Kept]:
-    """Copy this rank's main parameters and Adam moments to float64; moments not there yet are
-    zeros.
+    """Copy this rank's main parameters and Adam moments to float64; moments that the optimizer does
+    not have yet are zeros.
     """
     copies = []
     for kept in kept_by(optimizer):
@@ -266,8 +268,8 @@ def not_of_adam(
 
 
 def joined_main(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
-    """Join the ranks' parts of a float32 main parameter, in the shape of the model's parameter
-    `rounded`.
+    """Join the ranks' parts of a float32 main parameter, and return it in the shape of `rounded`,
+    the model's parameter in 16 bits.
 
     Raises:
         Wrong: a part is missing, two ranks have other bits, or the model has other values.
@@ -292,8 +294,8 @@ def joined_main(name: str, rounded: Tensor, parts: Sequence[Main]) -> Tensor:
 def compared(
     exported: Any, own_parts: Sequence[ParameterPart], model: Mapping[str, Tensor]
 ) -> tuple[set[str], str | None]:
-    """Compare what a rank exported with the model. Return the exported parameters' names, and the
-    difference in words, or None.
+    """Compare the tensors that a rank exported with the model's parameters. Return the exported
+    parameters' names, and the difference in words, or None if there is none.
 
     Exported tensors may be the rank's own parameters in their order, or whole ones, or have names.
     If names and shapes are not Megatron's, the export must contain all numbers of the rank's

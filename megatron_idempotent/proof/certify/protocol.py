@@ -194,8 +194,8 @@ class Adapter(Protocol):
     the verdict."""
 
     def build(self, subject: Subject) -> None:
-        """Prepare the framework to train the subject's model; called again for a second run over
-        it.
+        """Prepare the framework to train the subject's model; called again for a second run with
+        the same model.
         """
 
     def begin(self) -> None:

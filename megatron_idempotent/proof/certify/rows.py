@@ -29,8 +29,8 @@ class LayoutRows:
     layout: Layout
 
     def rows(self, replica: int, seed: int, number: int) -> dict[str, Any]:
-        """Return `number` random rows [B, T] for a replica; the loss counts all their positions.
-        All ranks get the same rows.
+        """Return `number` random rows [B, T], drawn from `seed` for this replica; the loss counts
+        all their positions. The result does not depend on the rank that calls this.
 
         In a layout of packs each row has a length of three quarters of T.
         """

@@ -312,8 +312,8 @@ def _refuses_packs_with_mtp() -> bool:
 
 
 def facts(adapter: str) -> Facts | str:
-    """Return the `Facts` of an adapter, or as a string why it cannot be loaded; this runs on a
-    rank.
+    """Return an adapter's `Facts`; if the adapter cannot be loaded, return the reason as a string.
+    Called on a rank.
     """
     try:
         kind = load(adapter)
@@ -325,8 +325,8 @@ def facts(adapter: str) -> Facts | str:
 
 
 def _in_words(need: str) -> str:
-    """Return a method or attribute that a check needs as an adapter writes it: `save()`, `packs =
-    True`, `'dp' in reshards`.
+    """Return a method or attribute that a check needs, written as in the code of an adapter:
+    `save()`, `packs = True`, `'dp' in reshards`.
     """
     if need in _FLAGS:
         return f"{need} = True"

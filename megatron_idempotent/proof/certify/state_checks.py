@@ -130,8 +130,8 @@ def saved_again(bench: States) -> None:
 
 
 def _saved_after_two(bench: States) -> Any:
-    """Record the undisturbed run, run its first two steps again, and return what the adapter saves
-    then.
+    """Record the undisturbed run, run its first two steps again in a new model, and return what the
+    adapter's `save` returns then.
     """
     bench.run_through()
     bench.advance(0, 1)
@@ -149,7 +149,8 @@ def _saved(bench: States, save: str = "save") -> Any:
 
 
 def _save_aside(bench: States) -> tuple[Any, Snapshot]:
-    """Save without a comparison; return the result of `save()`, and the snapshot before it.
+    """Call the adapter's `save` without checking that it leaves the state unchanged; return its
+    result, and a snapshot of the state before it.
 
     The state is put back: `save_and_go_on` judges a save that changes it.
     """
@@ -160,12 +161,13 @@ def _save_aside(bench: States) -> tuple[Any, Snapshot]:
 
 
 def _saves(bench: States) -> list[str]:
-    """Return the names of the adapter's methods that save: "save" and "save_async"."""
+    """Return which of the methods "save" and "save_async" the adapter has, by name."""
     return [save for save in ("save", "save_async") if bench.offers(save)]
 
 
 def hold_kept(bench: States) -> None:
-    """Raise `Wrong` if a load of this check lost a kind of state that a plain save and load keep.
+    """Raise `Wrong` if a load in the check that has run lost a kind of state, such as random
+    states, although a plain save and load keep this kind.
 
     If every load loses the kind, the check of its name reports that.
     """
@@ -262,8 +264,8 @@ def _load_later(bench: States) -> None:
 
 
 def _reshard(bench: States) -> None:
-    """Load what another layout saved; raise `Wrong` unless the run goes on as one that was set up
-    by plain copies.
+    """Load a checkpoint that ranks in another layout saved; raise `Wrong` unless the next step
+    equals that of a model whose state was copied without any loader.
     """
     state, _, model_state, snapshots, older = _handover_of(bench, 0)
     bench.advance(0, 1)
@@ -365,8 +367,8 @@ def offload_one_part(bench: States) -> None:
 
 
 def _follow_with_offload(bench: States, number: int, part: str) -> None:
-    """Run a step that offloads and onloads a part before each microbatch. Raise `Wrong` unless it
-    is the undisturbed step, or all ranks refuse it.
+    """Run a step that offloads and onloads `part`, such as "weights", before each microbatch. Raise
+    `Wrong` unless the step equals the undisturbed run's, or all ranks refuse it.
     """
     before_step = bench.snapshot()
     away_and_back = functools.partial(
@@ -419,8 +421,8 @@ def offload_again(bench: States) -> None:
 
 
 def _fail_to_offload(bench: States, calls_before: int, cause: str) -> None:
-    """Make an offload fail after `calls_before` copies; raise `Wrong` unless `onload()` restores
-    all state.
+    """Make an offload fail after `calls_before` copies of tensors; raise `Wrong` unless `onload()`
+    then restores all state.
     """
     with bench.keeping(cause):
         with no_memory(calls_before):
@@ -499,8 +501,8 @@ def failed_save(bench: States) -> None:
 
 
 def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
-    """Save while `rank` can write only `room` bytes to each file. Raise `Wrong` if other ranks take
-    the run for saved, or any state changes.
+    """Save while `rank` can write only `room` bytes to each file. Raise `Wrong` if some ranks raise
+    and others do not, if none raises and the save cannot be loaded, or if any state changes.
     """
     adapter, is_async = bench.adapter, save == "save_async"
     yes, cannot_write = bench.rank == rank, f"rank {rank} could not write"
@@ -538,8 +540,9 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
 def _failed_load(
     bench: States, fault: str, spoilers: Sequence[Callable[..., Any]], kinds: int
 ) -> None:
-    """Load checkpoints with files spoilt one by one, and then with all intact; raise `Wrong` if a
-    load misbehaves.
+    """Load checkpoints with one file spoilt at a time, by each of `spoilers`, and then an intact
+    one. Raise `Wrong` unless spoilt loads raise on all ranks and change nothing, and the intact
+    load restores the run.
     """
     bench.run_through()
     for save in _saves(bench):
@@ -572,8 +575,8 @@ def _fail_to_load(
     older: Stamps = MappingProxyType({}),
     method: str = "load",
 ) -> bool:
-    """Call the adapter's load with one file spoilt at a time: the largest, then one of each other
-    kind, `kinds` in all.
+    """Call the adapter's load method repeatedly, each time with another checkpoint file spoilt: the
+    largest, then one file of each other kind of name, at most `kinds` in all.
 
     Return whether a load has succeeded, after which steps were taken. A load may do so without the
     other kinds, and without a rank that reads nothing; one of weights alone may need none of them.

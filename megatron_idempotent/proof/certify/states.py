@@ -48,7 +48,9 @@ Snapshot = Mapping[str, Any]
 
 
 class States(Bench):
-    """Runs an adapter's steps, and compares the ranks' state with that of an undisturbed run."""
+    """Runs an adapter's steps, and compares the ranks' state bit by bit with that of a run without
+    saves, loads or offloads (the undisturbed run).
+    """
 
     def __init__(self, adapter: Any, layout: Layout, *, folder: Path, **options: Any) -> None:
         """Build the layout's model as `Bench` does, with `folder` for the checkpoints."""
@@ -63,12 +65,14 @@ class States(Bench):
 
     @property
     def kept_kinds(self) -> list[str]:
-        """The kinds that the adapter's checkpoints keep beside weights and optimizer."""
+        """The kinds of state, such as "scheduler", that the adapter's checkpoints keep in addition
+        to weights and optimizer state.
+        """
         return [kind for kind in KEEPS if kind in getattr(self.adapter, "keeps", ())]
 
     def built(self, **more: Any) -> tiny.Tiny:
-        """Build the layout's model; the adapter's `before_ddp`, if it has one, may change it before
-        DDP wraps it.
+        """Build the layout's model; the adapter's method `before_ddp`, if there is one, may change
+        each chunk's module before DDP wraps it.
         """
         return super().built(**{"before_ddp": getattr(self.adapter, "before_ddp", None), **more})
 
@@ -139,16 +143,16 @@ class States(Bench):
             total.zero_()
 
     def begin_in(self, folder: str) -> None:
-        """Call `begin_again` with a subfolder for checkpoints: a new adapter numbers its saves from
-        the start.
+        """Call `begin_again` with the subfolder `folder` for checkpoints, because a new adapter
+        would use the names of earlier saves again.
         """
         self.folder /= folder
         self.folder.mkdir(exist_ok=True)
         self.begin_again()
 
     def advance(self, *numbers: int, between: Callable[[], object] | None = None) -> Finished:
-        """Run one step for each of `numbers`, which choose its rows, and advance the scheduler
-        after each. Return the last step's result.
+        """Run one training step for each of `numbers`, and advance the scheduler after each step; a
+        step's number chooses its rows. Return the last step's result.
 
         `between` is called before each of a step's two microbatch calls and after the last.
         """
@@ -184,8 +188,8 @@ class States(Bench):
                 buffer += 0.01 * torch.randn(buffer.shape, generator=generator).to(buffer.device)
 
     def _draw(self) -> None:
-        """Draw from each random generator, as data and layers do. Python's and NumPy's then still
-        hold the second number of a pair.
+        """Draw a number from each random generator, as data and layers do. Python's and NumPy's
+        generators then still hold the second number of a pair.
         """
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -196,8 +200,8 @@ class States(Bench):
                 torch.rand(1, device="cuda")
 
     def run_through(self) -> None:
-        """Run the undisturbed steps, record each result and state in `course`, and call
-        `begin_again`.
+        """Run the steps of the undisturbed run, record each step's result and the state after it in
+        `course`, and call `begin_again`.
         """
         for number in range(STEPS):
             finished = self.advance(number)
@@ -234,7 +238,8 @@ class States(Bench):
         }
 
     def hold_saved(self, state: Any) -> None:
-        """Raise `Wrong` if fewer bytes were saved than half of a rank's trained weights take.
+        """Raise `Wrong` if a save has fewer bytes, in the checkpoint folder and in `state`
+        together, than half of a rank's trained weights.
 
         Files outside of the folder do not count: another machine may not see them.
         """
@@ -251,8 +256,9 @@ class States(Bench):
         )
 
     def load(self, state: Any, expected: int | Snapshot = 1, *, cause: str = "load()") -> None:
-        """Call the adapter's `load(state)`; raise `Wrong` unless this rank's state is then the
-        expected one. Kinds that the adapter's checkpoints need not keep are put back first.
+        """Call the adapter's `load(state)`; raise `Wrong` unless this rank's weights and optimizer
+        state are then the expected ones. Differences in other kinds of state are noted in `lost`,
+        and these kinds put back.
 
         `expected` is the state to expect, or the number of the step after which it was saved.
         """
@@ -260,8 +266,9 @@ class States(Bench):
         self.hold_loaded(expected, cause)
 
     def hold_loaded(self, expected: int | Snapshot, cause: str) -> None:
-        """Raise `Wrong` unless this rank's state after a load is the expected one. Kinds that the
-        adapter's checkpoints need not keep are put back first.
+        """Raise `Wrong` unless this rank's weights and optimizer state after a load are the
+        expected ones. Differences in other kinds of state are noted in `lost`, and these kinds put
+        back.
         """
         if isinstance(expected, int):
             _, expected = self.course[expected]
@@ -269,8 +276,8 @@ class States(Bench):
         self.hold(expected, cause)
 
     def loaded(self, expected: Snapshot, cause: str, kinds: Iterable[str] | None = None) -> None:
-        """Note in `lost` the kinds of state that the adapter keeps and a load did not restore. Then
-        put all kinds back, except weights and optimizer.
+        """Note in `lost` the kinds of state that the adapter's checkpoints keep and a load did not
+        restore. Then write all kinds of `expected` back, except weights and optimizer.
 
         If other loads lose a kind, too, the check `keeps-...` reports it.
         """
@@ -322,14 +329,14 @@ class States(Bench):
         self.hold(before, cause, before)
 
     def follow(self, number: int, cause: str) -> None:
-        """Run step `number`; raise `Wrong` unless its result and the state after it are the
-        undisturbed run's.
+        """Run step `number` of the run; raise `Wrong` unless the step's result, and the state after
+        the step, equal those of the undisturbed run.
         """
         self.hold_step(number, cause, self.advance(number))
 
     def hold_step(self, number: int, cause: str, finished: Finished) -> None:
-        """Raise `Wrong` unless a step's result and the state after it are those of the undisturbed
-        run.
+        """Raise `Wrong` unless the result of step `number`, and the state after it, equal those of
+        the undisturbed run.
         """
         actual = finished, self.snapshot()
         self._compare(f"{cause} and step {number + 1}", actual, self.course[number])
@@ -337,8 +344,8 @@ class States(Bench):
     def follow_as(
         self, model_state: Mapping[str, Any], rank_state: Snapshot, number: int, cause: str
     ) -> None:
-        """Run a step, then run it again in a new model that is set to the given state; raise
-        `Wrong` if they differ.
+        """Run a step; then run it again in a new model that is set to the given state from before
+        the step. Raise `Wrong` if the results, or the states after the two steps, differ.
 
         Args:
             model_state: the weights and optimizer state of the whole model before the step.
@@ -370,8 +377,8 @@ class States(Bench):
         self.stop_at(difference and f"after {cause} the whole model has another {difference}")
 
     def groups_at(self, rates: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return each optimizer group's options at the scheduler's `rates`, times the group's own
-        factors.
+        """Return the options of each optimizer group, with the learning rate and weight decay of
+        `rates` times the group's own factors.
         """
         return [
             {
@@ -524,8 +531,8 @@ def steppers(optimizer: Any) -> list[Any]:
 
 
 def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a name and a copy of the torch optimizer's state for each parameter, with its value;
-    step counts are floats.
+    """Yield, for each parameter of the torch optimizers, a name and a copy of the parameter and its
+    optimizer state; step counts are converted to floats.
     """
     for number, inner in enumerate(steppers(optimizer)):
         parameters = [p for group in inner.param_groups for p in group["params"]]

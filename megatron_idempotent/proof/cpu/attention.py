@@ -294,8 +294,8 @@ def _block_positions(starts: list[int], positions: int) -> Tensor:
 
 
 def _states_at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
-    """Select the states at the indices `place_PG`: of one block of rows [P, B, N, D], or of G
-    blocks of a pack [P, G, N, D].
+    """Select the query, key or value states at the indices `place_PG`: return [P, B, N, D] for one
+    block of rows, or [P, G, N, D] for G blocks of a pack.
     """
     positions, number = place_PG.shape
     if number == 1:
@@ -475,8 +475,8 @@ def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
 def pack_segments(
     packed: Any, query: Tensor, key: Tensor, cp: Part
 ) -> tuple[list[RowSpan], Tensor | None]:
-    """Check a pack's shapes; return a `RowSpan` for each sequence, and the sequences' ends with
-    padding [n + 1].
+    """Check a pack's shapes; return a `RowSpan` for each sequence, and the boundaries [n + 1] of
+    the sequences with their padding.
     """
     if packed.qkv_format != "thd":
         raise ValueError(
@@ -558,7 +558,7 @@ def _ends(packed: Any, of_queries: str, of_keys: str) -> Tensor | None:
 
 def own_mask(mask_BNQK: Tensor | None, query: Tensor, key: Tensor, cp: Part) -> Tensor | None:
     """Return the part of an attention mask (true where hidden) that this rank's queries need; None
-    for None.
+    if there is no mask.
     """
     if mask_BNQK is None:
         return None

@@ -34,8 +34,8 @@ GROUP_MAKERS = ("init_process_group", "new_group", "new_subgroups", "new_subgrou
 
 
 def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a torch function that makes process groups, so that it takes gloo for "nccl" and for no
-    backend.
+    """Wrap a torch function that makes process groups, so that groups use gloo if the caller asks
+    for NCCL or names no backend.
     """
 
     @functools.wraps(original)
@@ -56,7 +56,8 @@ def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_listed_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all_to_all_single so that split sizes may be tensors, which become lists.
+    """Wrap all_to_all_single so that it also takes split sizes as tensors, which are converted to
+    lists.
 
     Megatron's token dispatcher brings the sizes to the host as numpy arrays, but passes tensors
     that are on the host already as they are.
@@ -203,7 +204,9 @@ _coalesced: dict[Any, Copies] = {}
 
 
 def begin(device: str) -> None:
-    """Run this process's collectives from now on over gloo, on host copies of the tensors."""
+    """Run this process's collectives from now on over gloo, on host copies of the tensors on
+    `device`.
+    """
     _state.device = device
 
 

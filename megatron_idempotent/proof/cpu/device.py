@@ -238,7 +238,9 @@ _selected = _Selected(__name__, "_selected")
 
 
 class StreamContext:
-    """Makes s the current stream in a block, `with torch.cuda.stream(s)`; None changes nothing."""
+    """A context manager that makes `stream` the current emulated stream within its block; None
+    changes nothing.
+    """
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -400,7 +402,9 @@ def replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _elsewhere(original: Any, replacement: Any, owner: Any) -> list[tuple[Any, str, Any]]:
-    """Return (module, name, replacement) for an object's other names in torch.cuda's modules."""
+    """Return (module, name, replacement) for each name in torch.cuda's modules, except `owner`,
+    that is bound to the object `original`.
+    """
     return [
         (module, name, replacement)
         for module in (torch.cuda, *_SUBMODULES)

@@ -67,7 +67,7 @@ class RankFailure:
 
     @property
     def of_a_peer(self) -> bool:
-        """True if the failure only reports that another rank has left."""
+        """True if the failure reports only that another rank has left."""
         kind = self.exception_type.rpartition(".")[2]
         return kind.startswith("Dist") or "/gloo/" in self.message
 

@@ -27,7 +27,8 @@ VARIABLE = "MEGATRON_IDEMPOTENT_DEVICE"
 
 
 def chosen_device(device: str | None = None) -> Device:
-    """Return the device that the argument names, else the environment, else the CPU.
+    """Return the device that the argument names, else the one that the environment variable names,
+    else "cpu".
 
     Raises:
         ValueError: a name that is not in DEVICES.
@@ -67,7 +68,9 @@ def prepare() -> None:
 
 
 def require() -> None:
-    """Raise NoDeviceError if torch finds no GPU; do not start the CUDA driver in a launcher."""
+    """Raise NoDeviceError if torch finds no GPU. The check does not start the CUDA driver in a
+    launcher.
+    """
     import torch
 
     from .errors import NoDeviceError

@@ -206,7 +206,9 @@ class ForkedCall:
         return written.decode("utf-8", errors="replace")
 
     def _end(self) -> None:
-        """Let finished ranks end, kill the others and all that ranks started, and reap them."""
+        """Let the ranks exit if all have returned a result; otherwise kill those still running.
+        Then kill all processes that the ranks started, and reap all.
+        """
         over = not self._outcome.failures and len(self._outcome.results) == self._call.world_size
         for rank, pid in self._pids.items():
             if over:
@@ -224,7 +226,7 @@ class ForkedCall:
 
 
 def children() -> set[int]:
-    """Return the ids of this process's children and adopted orphans; none without /proc."""
+    """Return the ids of this process's children and adopted orphans; an empty set without /proc."""
     try:
         pids = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
     except OSError:
@@ -379,7 +381,9 @@ def set_for_process(option: int, value: int) -> None:
 
 @contextlib.contextmanager
 def _reporting_failure(connection: Connection) -> Iterator[None]:
-    """Send the pool, which waits for "ready", a `RankFailure` if the block raises, and raise on."""
+    """Send a `RankFailure` to the pool, which waits for "ready", if the block raises; then re-raise
+    the error.
+    """
     try:
         yield
     except BaseException as error:
@@ -393,7 +397,7 @@ def _reporting_failure(connection: Connection) -> Iterator[None]:
 
 
 def _import(name: str) -> None:
-    """Import a module, unless it, or a package that it needs, is not installed."""
+    """Import a module; do nothing if the module, or a package that it imports, is not installed."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:

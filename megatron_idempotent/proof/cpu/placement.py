@@ -51,7 +51,9 @@ _clone = torch.Tensor.clone
 
 
 def on_cpu(device: Any) -> Any:
-    """Return the CPU for "cuda", "cuda:1", torch.device("cuda") or an index; else the argument."""
+    """Return the CPU for "cuda", "cuda:1", torch.device("cuda") or an index; return any other
+    argument unchanged.
+    """
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -62,7 +64,9 @@ def on_cpu(device: Any) -> Any:
 
 
 class _OfGroup(str):
-    """The string "cpu" as the device that a group uses for objects, which with NCCL is the GPU."""
+    """Marks the string "cpu" as the device on which a process group exchanges Python objects. With
+    NCCL that device is the GPU, so tensors made for it do not count as host tensors.
+    """
 
 
 def placed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +180,9 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Pickle a tensor for another process, with its emulated memory, "host" or "device"."""
+    """Return the pickle form of a tensor that goes to another process, with its emulated memory,
+    "host" or "device", which is restored there.
+    """
     reduced = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     return _rebuilt, (memory_of(tensor), *reduced)
 
@@ -281,7 +287,9 @@ def _put(tensor: torch.Tensor, memory: str) -> None:
 
 @contextlib.contextmanager
 def making(memory: str) -> Iterator[None]:
-    """Let tensors that are made in the block be in `memory`, and check no operation in it."""
+    """Record tensors that are made in the block as being in `memory`, "host" or "device", and check
+    no operation in the block.
+    """
     previous, _state.making = _state.making, memory
     try:
         yield
@@ -290,7 +298,9 @@ def making(memory: str) -> Iterator[None]:
 
 
 def _moved(tensor: torch.Tensor, memory: str) -> torch.Tensor:
-    """Return the tensor if it is in `memory`, "host" or "device", else a copy that is."""
+    """Return the tensor itself if it is in `memory`, "host" or "device"; else return a copy in that
+    memory.
+    """
     current = memory_of(tensor)
     # On unchecked ranks a tensor is on the device unless it is known to be on the host.
     if current == memory if _state.checked else memory in (current or "device", "unknown"):
@@ -459,8 +469,8 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def checking() -> Iterator[None]:
-    """Raise `PlacementError` on this thread for operations in the block on host and device tensors
-    together. Turn the CPU runtime on before.
+    """Raise `PlacementError` for operations of this thread in the block that combine host and
+    device tensors. The CPU runtime must be on before.
 
     Functions of torch stay replaced until the process ends.
     """

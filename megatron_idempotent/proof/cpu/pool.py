@@ -117,7 +117,8 @@ class RankPool:
         self._rehashing_pool: RankPool | None = None
 
     def hashing_differently(self) -> RankPool:
-        """Return a pool like this one, but with other string hashes, and so other orders of sets.
+        """Return a pool like this one, but with another seed of string hashes, and so other orders
+        of sets.
 
         It imports everything at its first call, and closes with this pool.
         """
@@ -477,7 +478,8 @@ _OF_PYTEST = ("AssertionRewritingHook", "_read_pyc", "get_cache_dir", "PYC_TAIL"
 
 
 def _rewritten_by_pytest() -> dict[str, str]:
-    """Return name and file of each module whose assertions pytest has rewritten here.
+    """Return, by module name, the file of each module whose assertions pytest has rewritten in this
+    process.
 
     Installed ones are left out: pytest rewrites its plugins, too.
     """
@@ -498,8 +500,8 @@ def _rewritten_by_pytest() -> dict[str, str]:
 
 
 class RewritingFinder(importlib.abc.MetaPathFinder):
-    """An import finder on a rank, for a test's modules: it has their assertions rewritten as pytest
-    does.
+    """An import finder for ranks: imports a test's modules with their assertions rewritten, as
+    pytest does.
     """
 
     def __init__(self, files: dict[str, str]) -> None:
@@ -554,7 +556,7 @@ def resolve(call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, 
 
 
 def _load_main(file: str) -> None:
-    """Load the caller's main module, without what it guards by `__name__ == "__main__"`."""
+    """Load the caller's main module, without running the code under `if __name__ == "__main__"`."""
     module = sys.modules.get(MAIN_IN_RANK)
     if module is None or getattr(module, "__file__", None) != file:
         module = sys.modules["__main__"] = _load_file(MAIN_IN_RANK, file)
@@ -563,7 +565,9 @@ def _load_main(file: str) -> None:
 
 
 class StoragePickler(pickle.Pickler):
-    """Pickles tensor storages so that a process can read them without importing Megatron."""
+    """Pickles tensor storages so that another process can load them on the CPU without importing
+    Megatron.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -582,7 +586,9 @@ def _load_storage(data: bytes) -> Any:
 
 
 def dump_result(result: Any, *, by_value: bool) -> bytes:
-    """Pickle a rank's result so that the caller need not import Megatron to read it."""
+    """Pickle a rank's result. The caller can load its tensors, on the CPU, without importing
+    Megatron. With `by_value`, cloudpickle pickles functions and classes typed into a session.
+    """
     kind: type[pickle.Pickler] = StoragePickler
     if by_value:
         import cloudpickle

@@ -33,7 +33,8 @@ def _events(run: Callable[[], Any], *, on_device: bool = False, **options: Any) 
 
 
 def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
-    """Return the most bytes that `run` holds at a time, in addition to those held before it.
+    """Return the most bytes that `run` allocates at a time, in addition to those allocated before
+    it.
 
     It calls `run` several times, and returns the least.
 
@@ -101,7 +102,9 @@ class Activity:
         }
 
     def added_to(self, base: Activity) -> dict[str, int]:
-        """Return the counts that are larger than in `base`, and by how much; operators by name."""
+        """Return the counts that are larger than in `base`, each with the difference; operators are
+        counted by name.
+        """
         more = {name: n - base.operators[name] for name, n in self.operators.items()}
         base_totals = base.totals()
         more |= {k: v - base_totals[k] for k, v in self.totals().items() if k != "operators"}

@@ -268,7 +268,9 @@ def _options(**values: Any) -> list[str]:
 
 @contextlib.contextmanager
 def arguments_of(argv: list[str]) -> Iterator[None]:
-    """Put arguments into sys.argv inside of the block: Megatron's parser reads nothing else."""
+    """Set `sys.argv` to these arguments within the block, because Megatron's parser reads them only
+    from there.
+    """
     outer = sys.argv
     sys.argv = [outer[0], *argv]
     try:

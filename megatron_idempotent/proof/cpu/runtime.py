@@ -299,8 +299,9 @@ class Completer(importlib.abc.MetaPathFinder):
 
 
 def _later(decorate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a decorator so that it decorates a plain function only in its first call with the
-    runtime off. Other objects are decorated at once.
+    """Wrap a decorator so that it postpones its work on a plain function: the function runs
+    undecorated while the runtime is on, and is decorated at its first call with the runtime off.
+    Other objects are decorated at once.
     """
 
     @functools.wraps(decorate)

@@ -149,12 +149,14 @@ EMULATED: tuple[tuple[str, str], ...] = (
 
 
 def short(names: str) -> tuple[str, ...]:
-    """Return the names without their modules or classes: `"torch.zeros"` is `"zeros"`."""
+    """Split a string of names at its spaces; return each name without its module or class:
+    `"torch.zeros"` becomes `"zeros"`.
+    """
     return tuple(name.rpartition(".")[2] for name in names.split())
 
 
 def emulated_names() -> set[str]:
-    """Return all emulated names: `"torch.cuda.Stream" in emulated_names()`."""
+    """Return all names that the CPU runtime emulates: `"torch.cuda.Stream" in emulated_names()`."""
     return {name for names, _ in EMULATED for name in names.split()}
 
 

@@ -120,7 +120,9 @@ class Tiny:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The rows and positions of a microbatch, on all context-parallel ranks."""
+        """The rows and positions of a microbatch, before context-parallel ranks split the
+        positions.
+        """
         return (1, sum(self.lengths)) if self.lengths else (self.batch, self.sequence)
 
     def step(self) -> tuple[bool, Any, Any]:
@@ -163,7 +165,7 @@ class Tiny:
         return parameters_of(self.chunks)
 
     def bits(self) -> bytes:
-        """Return the bytes of `parameters()`, which differ if one bit does."""
+        """Return the bytes of `parameters()`, to compare parameters bit by bit."""
         bits: bytes = self.parameters().numpy().tobytes()
         return bits
 
@@ -193,8 +195,8 @@ class Tiny:
         return forward_step
 
     def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
-        """Return a function that cuts [B, T] to this context-parallel rank's positions, the
-        position ids, the attention mask, and the arguments for packs.
+        """Return four inputs of the forward: a function that cuts [B, T] to this context-parallel
+        rank's positions, the position ids, the attention mask, and the keyword arguments for packs.
         """
         # The runtime makes "cuda" the CPU.
         rows, length = self._shape
@@ -238,7 +240,8 @@ def own_part(values: Any, cu_seqlens: Any = None) -> Any:
 
 
 def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
-    """Return this rank's part of the loss's mean over all context-parallel ranks, and that mean.
+    """Return (this rank's part, the mean) of the mean loss over all context-parallel ranks; the
+    parts of these ranks add up to the mean. A collective of these ranks.
 
     A loss function without tokens returns such a share: shares add up over these ranks, because the
     schedule multiplies by their number, and DDP then averages.
@@ -279,8 +282,8 @@ def inputs(data_seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def mtp_labels(chunk: Any, labels_BT: torch.Tensor) -> dict[str, Any]:
-    """Return the labels of MTP layers as a keyword argument, if the chunk needs it to compute their
-    loss; else nothing.
+    """Return a dict with the keyword argument `mtp_kwargs`, the labels of MTP layers, if the
+    chunk's `forward` takes it; else an empty dict.
 
     The commits that slime and miles pin do so.
     """
@@ -575,7 +578,9 @@ def _precision(dtype: Dtype) -> tuple[dict[str, bool], torch.dtype]:
 
 
 def _known_fields(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of `values` that are fields of this release's dataclass."""
+    """Return the items of `values` whose names are fields of the dataclass `record` in this
+    release.
+    """
     names = {field.name for field in dataclasses.fields(record)}
     return {name: value for name, value in values.items() if name in names}
 
@@ -598,8 +603,8 @@ def has_layout() -> bool:
 def _layer_wise_layout(
     module: Any, ddp_config: Any, *, by_layout: bool, muon: bool
 ) -> dict[str, Any]:
-    """Mark the parameters of a model for the layer-wise optimizer; return the arguments for its
-    DDP. Without `by_layout` do nothing, and return none.
+    """Mark a model's parameters for the layer-wise optimizer; return the keyword arguments with
+    which DDP lays its buffers out for it. Without `by_layout` change nothing, and return {}.
 
     With Muon the vectors and embeddings go to a DistributedOptimizer of their own, as upstream
     routes them; without, the layer-wise optimizer has everything.

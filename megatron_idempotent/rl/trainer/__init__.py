@@ -9,20 +9,22 @@ from __future__ import annotations
 
 
 class TrainerError(ValueError):
-    """A user error: the command prints the message and exits with code 2."""
+    """Raised for a user's error: the command prints the message and exits with code 2."""
 
 
 class ConfigError(TrainerError):
-    """A setting is unknown, or has an invalid value."""
+    """Raised if a setting is unknown, or has an invalid value."""
 
 
 class DataError(TrainerError):
-    """A prompt file is unusable; the message starts with the path and the line."""
+    """Raised if a prompt file is unusable; the message starts with the path and the line."""
 
 
 class OutputError(TrainerError):
-    """An output directory cannot be written, or belongs to another run."""
+    """Raised if an output directory cannot be written, or belongs to another run."""
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint is missing, damaged or has other settings; the message names the file."""
+    """Raised if a checkpoint is missing or damaged, or has other settings than the run; the message
+    names the file.
+    """

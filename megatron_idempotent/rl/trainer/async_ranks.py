@@ -50,7 +50,9 @@ class RankPolicy:
         await self._call("begin", step_id)
 
     async def logprobs(self, batch: Batch, which: LogprobsOf) -> torch.Tensor:
-        """Compute log-probs [B, T] of the batch's targets on the ranks; 0 where the mask is 0."""
+        """Compute log-probs of the batch's targets on the ranks; return them [B, T] in the order of
+        the batch's rows, 0 where the mask is 0.
+        """
         replicas = self.layout.replicas
         shares = self._shares(batch)
         if self.meet:
@@ -66,12 +68,16 @@ class RankPolicy:
     async def microbatch(
         self, step_id: str, batch: Batch, *, microbatch_id: str, last: bool
     ) -> None:
-        """Run forward and backward on the batch; see `controller.Policy.microbatch`."""
+        """Run forward and backward on the batch's rows, split over the replicas; see
+        `controller.Policy.microbatch`.
+        """
         shares = self._shares(batch)
         await self._call("microbatch", step_id, microbatch_id, last, per_rank=shares)
 
     async def finish(self, step_id: str) -> StepOutcome:
-        """Reduce gradients and update the weights; see `controller.Policy.finish`."""
+        """Reduce gradients and update the weights; return rank 0's outcome. See
+        `controller.Policy.finish`.
+        """
         outcomes: list[StepOutcome] = await self._call("finish", step_id)
         return outcomes[0]
 
@@ -87,7 +93,9 @@ class RankPolicy:
         await self._call("abort", step_id)
 
     def _shares(self, batch: Batch) -> list[Batch]:
-        """Split a batch over ranks; ranks of one replica get the same rows."""
+        """Split a batch's rows over the replicas; return a list with one batch for each rank. Ranks
+        of one replica get the same rows.
+        """
         layout = self.layout
         if layout.replicas == 1:
             return [batch] * layout.ranks
@@ -125,7 +133,9 @@ class PolicyWorker(Exports):
         self._policy.begin(step_id)
 
     def logprobs(self, which: LogprobsOf, batch: Batch) -> torch.Tensor:
-        """Return log-probs [B, T] of this replica's rows; 0 where the loss mask is 0."""
+        """Return log-probs [B, T] of the targets in this replica's rows; 0 where the loss mask is
+        0.
+        """
         return self._policy.logprobs(batch, which)
 
     def microbatch(self, step_id: str, microbatch_id: str, last: bool, batch: Batch) -> None:
@@ -165,15 +175,17 @@ class PolicyWorker(Exports):
         self._policy.step.abort()
 
     def save(self, directory: str, iteration: int) -> str:
-        """Write Megatron's checkpoint; return the digest of the weights."""
+        """Write a Megatron checkpoint to `directory`; return a SHA-256 digest of the weights."""
         return save_weights(self._policy, Path(directory), iteration=iteration)
 
     def load(self, directory: str) -> int:
-        """Load Megatron's checkpoint; return the iteration that it was written with."""
+        """Load the Megatron checkpoint in `directory`; return the iteration at which it was
+        written.
+        """
         return load_weights(self._policy.stock, Path(directory))
 
     def save_hf(self, directory: str) -> None:
-        """Write the weights as a Hugging Face checkpoint."""
+        """Write the weights to `directory` as a Hugging Face checkpoint."""
         self._policy.save_hf(Path(directory))
 
 

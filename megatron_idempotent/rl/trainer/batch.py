@@ -53,7 +53,9 @@ class Batch:
         return self._map(lambda tensor: tensor[index])
 
     def padded(self, rows: int) -> Batch:
-        """Return a batch of `rows` rows; those appended are zeros, which do not affect the loss."""
+        """Return the batch with rows of zeros appended, up to `rows` rows; the appended rows do not
+        affect the loss.
+        """
         more = rows - len(self)
         if not more:
             return self
@@ -62,7 +64,9 @@ class Batch:
         )
 
     def on_device(self) -> Batch:
-        """Return a copy on this rank's device; batches are made and split on the host."""
+        """Return a copy with all tensors on this rank's device, except the routed experts; batches
+        are made and split on the host.
+        """
         # Routed experts stay on the host, which checks them and uses a few rows at a time.
         moved = dataclasses.replace(self, routed_experts=None)._map(lambda tensor: tensor.cuda())
         return dataclasses.replace(moved, routed_experts=self.routed_experts)
@@ -73,7 +77,8 @@ class Batch:
         return dataclasses.replace(self, **changed)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the batch's tensors by the names that `TrainStep.microbatch` and the loss read.
+        """Return the tensors of a batch of padded rows, by the names that `TrainStep.microbatch`
+        and the loss read.
 
         `token_mask` is [B, T + 1]: an entry for the first token, which is never predicted, followed
         by the T targets.
@@ -89,8 +94,8 @@ class Batch:
         return tensors
 
     def _by_target(self) -> dict[str, torch.Tensor]:
-        """Return the tensors [B, T] that have a value for each target, by the names that the loss
-        reads.
+        """Return the tensors [B, T] with a value for each target, such as old log-probs, by the
+        names that the loss reads.
         """
         tensors = {
             "targets": self.targets_BT,
@@ -134,7 +139,7 @@ Row = tuple[tuple[int, ...], Sample, float]
 
 
 def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool = False) -> Batch:
-    """Make a batch with a sequence per row: prompt, response and padding with `pad_id`.
+    """Make a padded batch with one sequence per row: prompt, response and padding with `pad_id`.
 
     `positions` is T. With `replays`, the batch has the experts that the engine selected.
 
@@ -173,8 +178,8 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool
 
 
 def _routes(rows: Sequence[Row], lengths: Sequence[int], width: int) -> torch.Tensor:
-    """Return the experts that the engine selected for each token, [B, width, layers, topk]; 0 where
-    there are none.
+    """Return the experts that the engine selected for each token, [B, width, layers, topk]; 0 for
+    tokens without recorded experts.
     """
     routes_of_rows = [sample.routed_experts for _, sample, _ in rows]
     like = next((routes for routes in routes_of_rows if routes is not None), None)
@@ -202,7 +207,8 @@ def _routes(rows: Sequence[Row], lengths: Sequence[int], width: int) -> torch.Te
 
 
 def chunks(batch: Batch, *, size: int, seed: int, index: int) -> Iterator[Batch]:
-    """Yield the batch's sequences once each, in a random order, in batches of `size`.
+    """Yield batches of `size` sequences, which together have each sequence of `batch` once, in a
+    random order.
 
     The order depends on `seed` and `index`, the rollout's index. `size` must divide the number of
     sequences.

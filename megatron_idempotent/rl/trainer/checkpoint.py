@@ -32,7 +32,8 @@ _MEGATRON, _CONTROLLER = "megatron", "controller.json"
 
 
 def save_checkpoint(job: Job, policy: MegatronPolicy, rollouts: int) -> None:
-    """Write the checkpoint after `rollouts` rollouts, and remove the oldest ones. A collective.
+    """Write a checkpoint of the run after `rollouts` rollouts, and remove the oldest checkpoints. A
+    collective.
 
     Megatron's checkpoint has weights, optimizer, schedule and random states. The loop adds only the
     number of rollouts, because prompts, microbatch order and sampling are functions of it and the
@@ -52,7 +53,8 @@ def save_checkpoint(job: Job, policy: MegatronPolicy, rollouts: int) -> None:
 
 
 def save_weights(policy: MegatronPolicy, directory: Path, *, iteration: int) -> str:
-    """Write Megatron's checkpoint of weights, optimizer, schedule and random states. A collective.
+    """Write Megatron's checkpoint of weights, optimizer, schedule and random states; return a
+    digest of the weights. A collective.
 
     Returns:
         A digest of the entire model's weights: of this rank's chunks if every rank has the entire
@@ -107,7 +109,7 @@ def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
 
 @contextmanager
 def _argument(args: Any, name: str, value: str) -> Iterator[None]:
-    """Set one of Megatron's global arguments within a block, and restore it afterwards."""
+    """Set one of Megatron's global arguments within a block, and then restore its old value."""
     old_value = getattr(args, name)
     setattr(args, name, value)
     try:
@@ -142,7 +144,8 @@ class CheckpointStore:
         await asyncio.to_thread(seal)
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """Restart all ranks and load the newest checkpoint; see `controller.Store.restore`.
+        """Restart all ranks, unless they have just started to resume a run, and load the newest
+        checkpoint; return the controller's state in it. See `controller.Store.restore`.
 
         Raises:
             CheckpointError: the checkpoint is damaged.

@@ -80,8 +80,8 @@ class RunConfig:
 
 @settings(ConfigError, "parallel.")
 class ParallelConfig:
-    """Settings of model parallelism: how ranks share a replica. Example: `ParallelConfig(tp=2,
-    pp=2)`.
+    """Settings of model parallelism: how many ranks share a replica, and in which dimensions.
+    Example: `ParallelConfig(tp=2, pp=2)`.
     """
 
     tp: int = setting(1, ge=1, le=64, flag="--tp N")
@@ -113,21 +113,26 @@ class ParallelConfig:
 
     @property
     def is_whole(self) -> bool:
-        """True if every rank has the entire model."""
+        """True if every rank has all of the model's weights: no tensor, pipeline or expert
+        parallelism.
+        """
         return self.tp == self.pp == self.ep == 1
 
     @property
     def members(self) -> int:
-        """The number of ranks that share a replica."""
+        """The number of ranks that together hold one replica: tp x cp x pp."""
         return self.tp * self.cp * self.pp
 
     def rounded(self, positions: int) -> int:
-        """Return `positions`, rounded up to a length that ranks can split evenly."""
+        """Return `positions`, rounded up to a length that context- and sequence-parallel ranks can
+        split evenly.
+        """
         divisor = (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
         return -(-positions // divisor) * divisor
 
     def check_sizes(self, sizes: Mapping[str, int]) -> None:
-        """Check that ranks can split a model of these sizes.
+        """Raise `ValueError` if the ranks cannot split the heads, layers or experts of a model with
+        these sizes evenly.
 
         `sizes` are named as in the user's configuration, in this order: heads, query groups, width
         of a feed-forward block or, in a model with experts, of an expert; layers; experts, 0 for
@@ -154,7 +159,9 @@ class ParallelConfig:
 
 @settings(ConfigError, "task.")
 class TaskConfig:
-    """Settings of prompts and their verifier. Example: `TaskConfig(data="my_task.jsonl")`."""
+    """Settings of the task: the prompt file and the verifier. Example:
+    `TaskConfig(data="my_task.jsonl")`.
+    """
 
     data: str = setting("", flag="--data FILE", may_change=True)
     """JSONL file of prompts, with `prompt` (or `messages`), `answer`, `split` and fields for the
@@ -211,7 +218,9 @@ class ModelConfig:
 
 @settings(ConfigError, "rollout.")
 class RolloutConfig:
-    """Settings of sampling. Example: `RolloutConfig(prompts=32, group_size=8)`."""
+    """Settings of rollouts: numbers of prompts and samples, sampling, and inference engine.
+    Example: `RolloutConfig(prompts=32, group_size=8)`.
+    """
 
     # An asynchronous run has as many samples as a synchronous one. Its steps have more prompts with
     # fewer samples each: a synchronous step has 256 samples of 64 prompts.
@@ -257,7 +266,7 @@ class RolloutConfig:
 
 @settings(ConfigError, "sync.")
 class SyncConfig:
-    """Settings of weight updates to the engines. Example:
+    """Settings of weight updates to the engines, such as transport and bucket size. Example:
     `SyncConfig(transport="shared_memory")`.
     """
 
@@ -299,7 +308,9 @@ class SyncConfig:
 
 @settings(ConfigError, "loss.")
 class LossConfig:
-    """Settings of the objective. Example: `LossConfig(clip_low=0.2, clip_high=0.28)`."""
+    """Settings of the GRPO loss: clipping, KL penalty, off-policy correction. Example:
+    `LossConfig(clip_low=0.2, clip_high=0.28)`.
+    """
 
     clip_low: float = setting(0.2, ge=0, le=1)
     """The ratio to the old policy is clipped below at 1 - `clip_low`."""
@@ -452,7 +463,8 @@ class EvaluationConfig:
 
 @settings(ConfigError)
 class Config:
-    """All sections of a configuration. Example: `Config(run=RunConfig(rollouts=3))`.
+    """The configuration of a training run: all its sections. Example:
+    `Config(run=RunConfig(rollouts=3))`.
 
     The defaults are those of a synchronous run; `load_config` gives an asynchronous run its own.
 
@@ -530,7 +542,9 @@ class Config:
 
     @property
     def chunks(self) -> int:
-        """The number of calls over which the microbatches of an optimizer step are divided."""
+        """The number of calls of `TrainStep.microbatch` over which the microbatches of an optimizer
+        step are divided.
+        """
         optimizer, stages = self.optimizer, self.parallel.pp
         if optimizer.chunks_per_step:
             return optimizer.chunks_per_step
@@ -550,7 +564,7 @@ class Config:
 
     @property
     def microbatch_size(self) -> int:
-        """The number of sequences in a replica's microbatch."""
+        """The number of sequences in one microbatch of a replica."""
         pieces = self.optimizer.steps_per_rollout * self.optimizer.microbatches_per_step
         return self.samples_per_replica // pieces
 
@@ -571,7 +585,9 @@ class Config:
 
     @property
     def chunk_size(self) -> int:
-        """The number of sequences that a replica passes in one of `chunks` calls."""
+        """The number of sequences that a replica passes in each of the `chunks` calls of an
+        optimizer step.
+        """
         return self.rank_batch_size // self.chunks
 
 
@@ -583,8 +599,8 @@ SECTIONS: dict[str, Any] = {
 
 @functools.cache
 def declared(mark: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return, by section and key, the value that each setting has for `mark`, an argument of
-    `setting`. Settings without it are left out.
+    """Return the value that each setting was declared with for `mark`, an argument of `setting`
+    such as "flag", by section and key. Settings without it are left out.
 
     Example: `declared("with_async")["run"]["rollouts"]` is 600.
     """
@@ -617,14 +633,16 @@ def load_config(
 
 
 def as_toml(config: Config) -> str:
-    """Return the configuration as TOML, for `load_config`."""
+    """Return the configuration as TOML text, which `load_config` can read."""
     import tomli_w
 
     return tomli_w.dumps(dataclasses.asdict(config))
 
 
 def default(field: Mapping[str, Any]) -> str:
-    """Return a setting's default, or one per mode, as Markdown; `field` is its JSON schema."""
+    """Return a setting's default as Markdown text, with the default of asynchronous runs if that is
+    another one; `field` is the setting's JSON schema.
+    """
     text = _as_markdown(field["default"])
     if "with_async" in field:
         text += f"; with `--async` {_as_markdown(field['with_async'])}"

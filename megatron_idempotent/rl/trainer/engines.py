@@ -31,7 +31,8 @@ from .policy import MegatronPolicy
 
 
 class Engines:
-    """Samples with the run's engines for this rank, and updates their weights.
+    """Samples responses to this rank's requests with the run's inference engines, and sends new
+    weights to the engines.
 
     Example: `engines.publish(version=0); samples = engines.generate(requests)`.
     """
@@ -85,7 +86,7 @@ class Engines:
         return {}
 
     def generate(self, requests: Sequence[Request]) -> Sequence[Sample]:
-        """Return a sample for each request, in order; a collective if engines are shared.
+        """Return a sample for each request, in order; a collective if rank 0 samples for all ranks.
 
         `publish` must have been called.
 
@@ -130,7 +131,8 @@ class Engines:
 
 
 class SpreadWeights:
-    """A `WeightSource` that gives tensors to all ranks of a group, not only to the first.
+    """A `WeightSource` that broadcasts the tensors of another source to all ranks of a group, not
+    only to the first.
 
     It lets every rank have an engine. Example: `SpreadWeights(weights, group)`.
     """
@@ -190,7 +192,7 @@ class SpreadBuckets(Iterator[Bucket]):
 
 
 def sync_settings(config: Config) -> SyncSettings:
-    """Return the settings of a weight sync, from the configuration: the size of a bucket."""
+    """Return the settings of a weight sync: the configured size of a bucket, in bytes."""
     return SyncSettings(bucket_bytes=config.sync.bucket_mb << 20)
 
 
@@ -248,13 +250,17 @@ def server_engines(
 
 
 def routing_layers(config: Config, checkpoint: Path) -> Sequence[int]:
-    """Return the layers whose experts samples must include; none without router replay."""
+    """Return the indices of the layers whose selected experts each sample must include: all layers,
+    or none if `rollout.router_replay` is "off".
+    """
     off = config.rollout.router_replay == "off"
     return () if off else range(Architecture.read(checkpoint).layers)
 
 
 def make_sender(config: Config, directory: Path) -> Sender:
-    """Make the sender of weights that `sync.transport` names, in the process with the weights."""
+    """Make the weight sender that `sync.transport` names; called in the process that has the
+    weights.
+    """
     sync = config.sync
     make: dict[str, Callable[[], Sender]] = {
         "bucket": functools.partial(transports.BucketSender, sync.directory or str(directory)),
@@ -270,7 +276,9 @@ def make_sender(config: Config, directory: Path) -> Sender:
 
 
 def files_sender(out: Path) -> Callable[[], Sender]:
-    """Return a factory, for any process, of a sender through files in the output directory."""
+    """Return a factory of weight senders that write files in the output directory; any process can
+    call the factory.
+    """
     return functools.partial(transports.DiskSender, (out / SYNC).absolute())
 
 
@@ -325,7 +333,7 @@ def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> Rollout
 
 
 def local_sender(config: Config, out: Path) -> Callable[[], Sender]:
-    """Return a factory of senders for receivers on this machine.
+    """Return a factory of weight senders to receivers on this machine.
 
     It sends through shared memory if that has room for the two buckets of an update, else files.
     """

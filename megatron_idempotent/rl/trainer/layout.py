@@ -108,8 +108,8 @@ class Replica:
         return self._layout.share(items, self._rank)
 
     def gather(self, results: Sequence[Item]) -> list[Item]:
-        """Gather the results of all ranks of this replica on each, in the order of the replica's
-        items.
+        """Gather the results of all ranks of this replica; return them, on each of these ranks, in
+        the order of the replica's items.
 
         A collective of the replica's ranks; each passes a result per item of its `share`.
         """

@@ -85,7 +85,8 @@ class Loop:
     loggers: Loggers
 
     def run(self, first_rollout: int) -> None:
-        """Run all rollouts from an index on: sample, score, train, publish. A collective.
+        """Run all rollouts from the index `first_rollout` on: sample, score, train, publish. A
+        collective.
 
         From index 0, the initial weights are evaluated first.
         """
@@ -130,12 +131,15 @@ class Loop:
                     save_checkpoint(self.job, policy, completed)
 
     def _publish(self, completed: int) -> Mapping[str, float]:
-        """Send the weights after some completed rollouts to the engines. A collective."""
+        """Send the current weights to the engines, as the version `completed`, the number of
+        completed rollouts. A collective.
+        """
         with self.policy.weights():
             return self.engines.publish(completed)
 
     def _evaluate(self, scorer: Scorer, completed: int) -> Mapping[str, float]:
-        """Measure the mean reward on held-out prompts after some rollouts. A collective.
+        """Measure the mean reward on held-out prompts after `completed` rollouts; return it among
+        metrics. A collective.
 
         Each prompt has one sample, at the training temperature.
         """
@@ -151,7 +155,8 @@ class Loop:
     def _draw(
         self, prompts: Sequence[Prompt], *, samples: int, stream: int
     ) -> list[tuple[Prompt, tuple[Sample, ...]]]:
-        """Sample responses to this rank's prompts; a collective if engines are shared.
+        """Sample `samples` responses to each of this rank's prompts; return a (prompt, responses)
+        pair for each. A collective if engines are shared.
 
         A sample depends on the seed, `stream`, the prompt's row, its own index and the weights. It
         does not depend on the number of ranks or, up to the rounding of logits, on other samples.

@@ -171,7 +171,8 @@ def importance_correction(
 def corrected(
     batch: Batch, proximal_BT: torch.Tensor, config: LossConfig
 ) -> tuple[Batch, Mapping[str, float]]:
-    """Return a batch with recomputed old log-probs and weights, and the correction's metrics.
+    """Return a copy of the batch with `proximal_BT` as old log-probs, importance weights, and a
+    loss mask without rejected tokens; also return the correction's metrics.
 
     `batch.old_logprobs_BT` must be the engine's log-probs, as `pack_rows` sets them; `proximal_BT`
     replaces them. If the KL penalty's reference is the policy that sampled, set the batch's
@@ -214,7 +215,8 @@ class LogitsOf:
         cu_seqlens: torch.Tensor | None = None,
         ownership: Literal["borrow", "consume"] = "borrow",
     ) -> torch.Tensor:
-        """Return log-probs [B, T] of entire rows; 0 where the mask is 0.
+        """Return the targets' log-probs [B, T] at all positions of the rows, on every rank; 0 where
+        the mask is 0.
 
         `targets_BT` and `mask_BT` are also entire rows. `cu_seqlens` has the positions at which the
         sequences of a pack begin and end. With `ownership="consume"`, the logits may be

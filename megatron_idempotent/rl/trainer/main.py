@@ -139,7 +139,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def check(config: Config, prompts: PromptSet) -> None:
-    """Check settings, model, tokenizer and data against each other, before anything is written.
+    """Raise an error if settings, model, tokenizer and data do not fit together, before anything is
+    written.
 
     Raises:
         DataError: the data uses words that the tokenizer reserves, or lacks fields that the
@@ -170,7 +171,7 @@ def check(config: Config, prompts: PromptSet) -> None:
 
 
 def _check_packages(config: Config) -> None:
-    """Check that the further packages of the chosen settings are installed."""
+    """Raise `ConfigError` if an optional package that the chosen settings need is not installed."""
     from megatron_idempotent.lazy import REMEDIES
 
     for (section, key, value), modules in _NEEDED_BY.items():
@@ -184,7 +185,9 @@ def _check_packages(config: Config) -> None:
 
 
 def _check_checkpoint(config: Config) -> None:
-    """Check that a checkpoint is complete, and that ranks can split its model."""
+    """Raise an error if the checkpoint at `model.path` is damaged or incomplete, or if the ranks
+    cannot split its model evenly.
+    """
     from megatron_idempotent.rl.hf import Architecture
     from megatron_idempotent.rl.weights.safetensors_io import Checkpoint
 
@@ -265,7 +268,9 @@ def start_ranks(job: Job) -> None:
 
 
 def run_rank(job: Job) -> None:
-    """Train as one rank; imports the worker here, in a process that may import torch."""
+    """Train as one rank. The training loop is imported in this call, because only ranks may import
+    torch.
+    """
     from .loop import work
 
     work(job)
@@ -322,8 +327,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises if `--help` is written to a pipe that its reader has closed; argparse ignores that
-    error.
+    """An argument parser that raises if `--help` is written to a pipe that its reader has closed;
+    argparse ignores that error.
     """
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -331,7 +336,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Wraps each line of the description and of the settings by itself."""
+    """Wraps each line of the help's description and list of settings by itself, instead of joining
+    the lines.
+    """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(

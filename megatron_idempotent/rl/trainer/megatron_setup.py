@@ -96,7 +96,9 @@ def build_megatron_model(
 
 
 def _initialize(arguments: Sequence[str]) -> None:
-    """Initialise Megatron with these arguments, through `sys.argv`, its only source."""
+    """Initialise Megatron with these command-line arguments, passed in `sys.argv`, because Megatron
+    reads them only from there.
+    """
     from megatron.core.datasets import utils as datasets
     from megatron.training import arguments as parser
     from megatron.training import initialize
@@ -184,7 +186,8 @@ def megatron_arguments(config: Config, arch: Architecture, *, positions: int) ->
 def ensure_checkpoint(
     directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
 ) -> Path:
-    """Write a random checkpoint on rank 0 unless it exists; return its folder. A collective.
+    """Write a Hugging Face checkpoint with random weights on rank 0, unless `directory` exists;
+    return the folder. A collective.
 
     Its weights depend only on the sizes and the seed. The model has RMSNorm, rotary positions,
     SwiGLU, grouped queries and no biases; `positions` is the longest sequence. The folder is
@@ -203,7 +206,7 @@ def ensure_checkpoint(
 def write_checkpoint(
     directory: Path, model: ModelConfig, tokenizer: TextTokenizer, *, seed: int, positions: int
 ) -> None:
-    """Write a checkpoint with random weights; see `ensure_checkpoint`.
+    """Write a Hugging Face checkpoint with random weights; see `ensure_checkpoint`.
 
     Not a collective. Torch's random state does not change.
     """

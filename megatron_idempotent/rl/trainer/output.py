@@ -68,7 +68,9 @@ def say(phase: str, began_s: float, to: IO[str] | None = None) -> None:
 
 
 def data_path(config: Config) -> Path:
-    """Return the prompt file: the configured one, or the shipped one."""
+    """Return the path of the prompt file: the configured file, or the file shipped with the
+    package.
+    """
     return Path(config.task.data) if config.task.data else SHIPPED_FILE
 
 
@@ -176,7 +178,9 @@ def remove_old(directory: Path, keep: int) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its list first, so that a partly removed one is not complete."""
+    """Remove a checkpoint, its list of files first, so that a partly removed checkpoint does not
+    count as complete.
+    """
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
 
@@ -195,7 +199,9 @@ def rollouts_of(checkpoint: Path) -> int:
 
 
 def unfinished_path(directory: Path, rollouts: int) -> Path:
-    """Return the folder to write a checkpoint in; a dead run may have left files there."""
+    """Return the folder in which a checkpoint is written before it is complete; a run that died may
+    have left files there.
+    """
     path = checkpoint_path(directory, rollouts)
     return path.with_name(f"{path.name}.unfinished")
 
@@ -254,7 +260,7 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path, remedy: str) -> None:
-    """Compare a folder's files with its SHA256SUMS; do nothing if it has none.
+    """Compare a folder's files with its SHA256SUMS; do nothing if the folder has no such file.
 
     Raises:
         CheckpointError: a file is missing or changed; the message names it, and ends with `remedy`.

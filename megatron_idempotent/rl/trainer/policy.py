@@ -101,7 +101,7 @@ class MegatronPolicy:
 
     @contextmanager
     def weights(self) -> Iterator[tuple[torch.nn.Module, ...]]:
-        """Yield this rank's chunks, to compute with or to export.
+        """Yield this rank's model chunks without DDP, to compute with or to export.
 
         Within the block their parameters are up to date, they are in eval mode, and gradients are
         off.
@@ -157,7 +157,8 @@ class MegatronPolicy:
         }
 
     def routing_metrics(self) -> dict[str, float]:
-        """Return how often trainer and engine selected different experts, since the last call.
+        """Return, as a metric, the fraction of tokens and layers for which trainer and engine
+        selected different experts since the last call.
 
         `other_experts` is a fraction of tokens and layers of all ranks. It compares the trainer's
         own selection, even if the engine's is replayed. Empty without router replay. A collective.
@@ -198,7 +199,7 @@ class MegatronPolicy:
         self.step.microbatch(step_id, tensors, microbatch_id=microbatch_id, last=last)
 
     def logprobs(self, batch: Batch, which: Literal["policy", "reference"]) -> torch.Tensor:
-        """Return log-probs [B, T] of this rank's rows; 0 where the loss mask is 0.
+        """Return log-probs [B, T] of the targets in this rank's rows; 0 where the loss mask is 0.
 
         "policy" uses the current weights, "reference" the initial ones. May be called while a step
         is open.
@@ -210,7 +211,8 @@ class MegatronPolicy:
             return self._forward_only(batch, dict(zip(modules, weights, strict=True)))
 
     def _forward_only(self, batch: Batch, weights: Mapping[Any, _Weights | None]) -> torch.Tensor:
-        """Return log-probs [B, T] of the targets, computed at once or, in a pipeline, in pieces.
+        """Return log-probs [B, T] of the targets, without gradients; in a pipeline they are
+        computed in microbatches, otherwise at once.
 
         `weights` replace the parameters of each module, by name; None for its own. Every rank of
         the replica gets the complete result. A collective of the replica's ranks, or of all ranks
@@ -254,8 +256,8 @@ class MegatronPolicy:
         return logprobs_BT[:rows].cpu()
 
     def _decoded(self, module: Any, weights: _Weights | None, batch: Batch) -> torch.Tensor:
-        """Compute a chunk's logits on a batch; with the chunk's own weights, replay the engine's
-        experts.
+        """Return a chunk's output for a batch, on the last stage the logits. If `weights` is None,
+        use the chunk's own weights, and replay the experts that the engine selected.
 
         The reference has other weights, and selects its own experts.
         """
@@ -341,8 +343,8 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> dict[
 
 
 def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> int:
-    """Return the length T of training sequences, rounded up for the ranks: the last token of the
-    longest one is only a target.
+    """Return the length T of training sequences, rounded up for the ranks: one less than the
+    longest possible sequence, whose last token is only a target.
     """
     return config.parallel.rounded(longest_sequence(config, prompts, tokenizer) - 1)
 
@@ -367,7 +369,8 @@ def check_budget(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -
 
 
 def start_policy(job: Job) -> tuple[MegatronPolicy, PromptSet, TextTokenizer]:
-    """Apply the patches, read the data, and build the model and its optimizer. A collective.
+    """Apply the patches, read the data, and build model and optimizer; return the policy, the
+    prompts and the tokenizer. A collective.
 
     Without `model.path`, rank 0 writes a random checkpoint first. The tokenizer is the
     checkpoint's, or has a token per word of the task.

@@ -88,7 +88,8 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any
 
 
 def make_loggers(job: Job, *displays: Logger, threaded: bool) -> Loggers:
-    """Make the loggers of a run: its files, the configured loggers, and `displays`.
+    """Make the loggers of a run: its metrics file, TensorBoard, the configured loggers, and
+    `displays`.
 
     If TensorBoard is not installed, its logger is dropped with a warning.
     """

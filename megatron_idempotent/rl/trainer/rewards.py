@@ -70,7 +70,9 @@ EVALUATION_STREAM = 1 << 40
 
 
 class Scorer:
-    """Scores samples with the verifier. Example: `await scorer(0, prompt, samples)`."""
+    """Scores the samples of a prompt with the verifier, a reward function. Example: `await
+    scorer(0, prompt, samples)`.
+    """
 
     def __init__(self, reward: Reward, tokenizer: TextTokenizer) -> None:
         self._reward, self._fields, self._tokenizer = reward, FieldsOf(reward), tokenizer
@@ -123,7 +125,8 @@ def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def group_means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean reward and the fractions of solved samples and of tied groups, from sums.
+    """Return the mean reward and the fractions of solved samples and of tied groups, from the sums
+    of `group_sums`.
 
     A sample with reward 1 is solved. A group with equal rewards is tied: it has no gradient.
     """
@@ -135,14 +138,16 @@ def group_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def due(completed: int, every: int, last: int) -> bool:
-    """Return whether a periodic action is due: every `every` rollouts (0: never), and at the
-    last.
+    """Return whether a periodic action is due after `completed` rollouts: every `every` rollouts
+    (0: never), and at the last.
     """
     return completed == last or (every > 0 and completed % every == 0)
 
 
 def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean reward and fraction of solved samples on held-out prompts, from sums."""
+    """Return the mean reward and the fraction of solved samples on held-out prompts, from the sums
+    of `group_sums`.
+    """
     return {
         HELD_OUT: sums["reward"] / sums["samples"],
         "evaluation/solved_fraction": sums["solved"] / sums["samples"],
@@ -164,7 +169,9 @@ class Evaluation:
     """The held-out prompts, of which the first `evaluation.prompts` are used."""
 
     async def __call__(self, version: int) -> Mapping[str, float]:
-        """Evaluate a version of the weights, and return metrics; {} if it is not due."""
+        """Sample the held-out prompts with the engines, whose weights have this version, and return
+        metrics; {} if no evaluation is due.
+        """
         if not self.due(version):
             return {}
         prompts = self.held_out[: self.config.evaluation.prompts]
@@ -172,7 +179,9 @@ class Evaluation:
         return evaluation_means(group_sums(await asyncio.gather(*drawn)))
 
     def due(self, version: int) -> bool:
-        """Return whether a weight version is evaluated; `evaluation.every` counts rollouts."""
+        """Return whether the weights of this version are to be evaluated: the first, the last, and
+        those after every `evaluation.every` rollouts.
+        """
         every = self.config.evaluation.every * self.config.optimizer.steps_per_rollout
         return version == 0 or due(version, every, self.config.last_version)
 
@@ -198,8 +207,8 @@ class GrpoRecipe:
     _corrections: dict[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Return why a group is dropped: all its rewards are equal, and `controller.drop_tied` is
-        set. Return "" to keep it.
+        """Return the reason to drop a group, if all its rewards are equal and
+        `controller.drop_tied` is set; else return "", which keeps the group.
         """
         if not self.config.controller.drop_tied or len(set(group.rewards)) > 1:
             return ""
@@ -228,8 +237,8 @@ class GrpoRecipe:
         inputs: Any,
         logprobs: Mapping[LogprobsOf, torch.Tensor],
     ) -> Batch:
-        """Return the batch `inputs` with reference log-probs and importance weights, if the loss
-        needs them.
+        """Return the batch `inputs` with reference log-probs and importance weights added, if the
+        loss needs them.
         """
         loss = self.config.loss
         batch: Batch = inputs

@@ -43,7 +43,7 @@ def size() -> int | None:
 
 
 def check(config: Config) -> None:
-    """Check that torchrun's ranks can run this configuration.
+    """Raise `ConfigError` unless the ranks that torchrun has started can run this configuration.
 
     Raises:
         ConfigError: the run is asynchronous, or has another number of ranks.

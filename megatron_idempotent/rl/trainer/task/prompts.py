@@ -34,7 +34,8 @@ Messages = tuple[Mapping[str, Any], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A row of a prompt file.
+    """A row of a prompt file: a prompt, its correct answer, and whether it is for training or for
+    evaluations.
 
     Example: `Prompt(row=0, text="reverse a b c", answer="c b a", split="train")`.
     """
@@ -53,7 +54,9 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSet:
-    """The prompts of a file. Example: `read_prompts(SHIPPED_FILE).held_out[:256]`."""
+    """The training prompts and the held-out prompts of a file. Example:
+    `read_prompts(SHIPPED_FILE).held_out[:256]`.
+    """
 
     train: tuple[Prompt, ...]
     """The prompts to train on, in the order of the file."""
@@ -67,7 +70,8 @@ class PromptSet:
 
 
 def read_prompts(path: Path, *, words: bool = True) -> PromptSet:
-    """Read and check a prompt file.
+    """Read a JSONL file of prompts; raise `DataError` if a row is invalid, a prompt appears twice,
+    or a split is empty.
 
     With `words`, for a tokenizer with a token per word, blanks in prompts and answers are
     normalized to single ones, and messages are rejected. Otherwise both are unchanged.

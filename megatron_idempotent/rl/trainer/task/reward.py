@@ -14,7 +14,9 @@ from .prompts import Prompt, PromptSet
 
 
 class Reward(Protocol):
-    """Scores a response from 0 to 1, as a pure function; `position_reward` is one."""
+    """The interface of a verifier: a pure function that scores a response from 0 to 1, such as
+    `position_reward`.
+    """
 
     def __call__(self, response: str, answer: str, *, finished: bool, **fields: Any) -> float:
         """Return the reward of a response; `finished` is True if it ended with an end token.
@@ -48,7 +50,7 @@ class FieldsOf:
         return {name: value for name, value in fields.items() if self._all or name in self._names}
 
     def check(self, prompts: PromptSet) -> None:
-        """Check that every prompt's row has the fields that the reward function requires.
+        """Raise `DataError` if a prompt's row lacks a field that the reward function requires.
 
         Raises:
             DataError: a row lacks a field; the message has its line.
@@ -63,8 +65,8 @@ class FieldsOf:
 
 
 def check_reward(reward: Reward, prompts: PromptSet) -> None:
-    """Check a reward function against the prompts before a run, and call it twice. The calls pass
-    the first prompt's correct answer, and an empty response.
+    """Check that a reward function accepts the fields of all prompts, and call it twice on the
+    first prompt: with the correct answer, and with an empty response.
 
     Raises:
         DataError: a row lacks a field that the verifier requires.

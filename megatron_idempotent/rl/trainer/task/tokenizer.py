@@ -35,7 +35,9 @@ class TextTokenizer:
         vocabulary_size: int,
         checkpoint: Path | None = None,
     ) -> None:
-        """Take a tokenizer; the first chat loads the chat template from `checkpoint`."""
+        """Take a tokenizer and its special ids. The chat template in `checkpoint` is loaded when a
+        chat is first encoded.
+        """
         self._tokenizer = tokenizer
         self._checkpoint = checkpoint
         self.end_ids = end_ids
@@ -44,7 +46,8 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, checkpoint: Path) -> TextTokenizer:
-        """Load a Hugging Face checkpoint's `tokenizer.json`, and special ids of its configuration.
+        """Load the tokenizer of a Hugging Face checkpoint, `tokenizer.json`, and the end and
+        padding ids in its configuration.
 
         Raises:
             CheckpointError: a file is missing or lacks something; the message names both.
@@ -166,14 +169,17 @@ class TextTokenizer:
 
 
 def make_tokenizer(config: Config, prompts: PromptSet) -> TextTokenizer:
-    """Load the tokenizer of `model.path`; without a path, make one with a token per word."""
+    """Load the tokenizer of `model.path`; without a path, make one with a token per word of the
+    prompts.
+    """
     if config.model.path:
         return TextTokenizer.load(Path(config.model.path))
     return TextTokenizer.of_words(prompts.all)
 
 
 def longest_sequence(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> int:
-    """Return the most tokens of a sequence: the longest prompt with the longest response.
+    """Return the most tokens that a sequence can have: those of the longest prompt, plus
+    `rollout.max_response_tokens`.
 
     Held-out prompts are included, so that evaluation and training have the same rotary table.
     """
