@@ -14,12 +14,16 @@ from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen_device
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--device`, whose default is the environment's device, else the CPU."""
+    """Add the option `--device` to a parser; its default is the device that the environment names,
+    else the CPU.
+    """
     parser.add_argument("--device", choices=DEVICES, type=str, default=chosen_device())
 
 
 def add_seconds(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--seconds`, after which a benchmark on a GPU starts no further round."""
+    """Add the option `--seconds` to a parser: the time after which a benchmark on a GPU starts no
+    further round.
+    """
     parser.add_argument("--seconds", type=float, help="on a GPU: start no round after these")
 
 

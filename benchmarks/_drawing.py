@@ -46,7 +46,7 @@ def words(x: float, y: float, text: str, more: str = "") -> str:
 
 
 def path(points: str, colour: str = INK, more: str = "") -> str:
-    """Return an SVG element that draws the outline of a path, not filled."""
+    """Return an SVG element that draws the lines of the path `points`, without filling it."""
     return f'<path d="{points}" fill="none" stroke="{colour}"{more}/>'
 
 

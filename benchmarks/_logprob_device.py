@@ -78,7 +78,8 @@ def sides(case: Case) -> tuple[list[Side], dict[str, str]]:
 
 
 def _group() -> Any:
-    """Return Megatron's tensor-parallel group of this single rank; None without Megatron.
+    """Return Megatron's tensor-parallel group of this single rank, which is created if needed; None
+    without Megatron.
 
     Megatron's cross entropy needs it.
     """

@@ -21,7 +21,9 @@ _SKYRL_CHUNK = 1024
 
 
 def _skyrl(case: Case) -> list[Side]:
-    """Return SkyRL's fused output layers, from a checkout; their entropy has no gradient."""
+    """Return SkyRL's fused output layers as implementations, loaded from a checkout; they compute
+    no gradient of the entropy.
+    """
     if case.form == "logits" or case.entropy != "none":
         return []
     source = os.environ.get("SKYRL_SOURCE")
@@ -185,7 +187,9 @@ def _trl(case: Case) -> list[Side]:
     from trl.trainer import utils
 
     def logits(given: Given) -> tuple[Any, Any]:
-        """Call TRL's functions of logits, with the tokens as four sequences."""
+        """Call TRL's functions that compute log-probs from logits, with the tokens as four
+        sequences.
+        """
         logits_BTV = given.inputs[0].unflatten(0, (4, -1))
         targets_BT = given.targets.unflatten(0, (4, -1))
         if given.entropy == "none":

@@ -71,7 +71,8 @@ def leaves(at: str, found: Any) -> Iterator[tuple[str, float | str]]:
 
 
 def machine(*, busy: bool = False) -> dict[str, Any]:
-    """Describe this machine before a benchmark.
+    """Return a description of this machine before a benchmark: processor, load and versions of
+    packages.
 
     `load_per_core` is the load average of the last minute, which includes the previous benchmark.
     `use_per_core` is the average utilization of a core in the next second. In a container, both may
@@ -91,7 +92,9 @@ def machine(*, busy: bool = False) -> dict[str, Any]:
 
 
 def _use(seconds: float = 1.0) -> float | None:
-    """Measure the average utilization of a core, 0 to 1; None without /proc/stat."""
+    """Measure the average utilization of a core over `seconds`, from 0 to 1; None without
+    /proc/stat.
+    """
     before = _times()
     if before is None:
         return None

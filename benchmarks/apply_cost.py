@@ -141,7 +141,9 @@ def _with_megatron(part: str, environ: dict[str, str], rounds: int) -> dict[str,
 
 
 def main() -> None:
-    """Print the median and least CPU time of each program, and its ratio to the yardstick."""
+    """Print the median and least CPU time of each program, and the median ÷ that of a reference
+    program.
+    """
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="a third of them import Megatron")
     asked = parser.parse_args()

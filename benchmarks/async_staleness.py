@@ -155,7 +155,7 @@ class Engine:
 
 
 class Weights:
-    """Implements `WeightSource` with one bucket without tensors."""
+    """Implements `WeightSource` for simulated engines: yields one bucket that has no tensors."""
 
     def tensors(self) -> tuple[()]:
         return ()

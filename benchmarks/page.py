@@ -168,7 +168,9 @@ def pictures(machines: Mapping[str, Runs]) -> dict[str, str]:
 
 
 def _sentences(name: str, numbers: Mapping[str, float]) -> Iterator[str]:
-    """Yield the grid's sentences about ratios, for the ratios that this machine measured."""
+    """Yield the benchmark's sentences filled with ratios, if this machine has measured their
+    ratios.
+    """
     for sentence in MEANINGS[name]["says"]:
         filled = _filled(sentence, numbers)
         if filled is not None:
@@ -176,7 +178,8 @@ def _sentences(name: str, numbers: Mapping[str, float]) -> Iterator[str]:
 
 
 def _filled(template: str, numbers: Mapping[str, float]) -> str | None:
-    """Return a template with its ratios, or None if one of them was not measured.
+    """Return a template with the measured ratios filled in, or None if a ratio in the template was
+    not measured.
 
     `{pattern:.2f}` becomes the ratio of that name, or the least and the most of several.
     """

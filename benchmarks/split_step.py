@@ -118,7 +118,8 @@ def times_on_device(rounds: int, hidden: int, sequence: int, limit_s: float | No
 
 
 def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> tuple[Seconds, int]:
-    """Measure steps on a rank with a simulated network.
+    """Measure steps on a rank with a simulated network: their wall time, and the communication that
+    computation does not hide.
 
     Returns:
         Wall seconds and seconds of exposed communication of each kind of step, and the bytes of

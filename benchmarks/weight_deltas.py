@@ -144,7 +144,9 @@ def _encoded(new: dict[str, Any], old: dict[str, Any]) -> dict[str, float]:
 
 
 def _others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """Encode the change in other libraries' formats; return bytes ÷ the model's, and GB/s."""
+    """Encode the change from `old` to `new` in other libraries' formats; return for each its bytes
+    ÷ the model's, and GB/s.
+    """
     import torch
 
     def sparse(tensor: Any, was: Any) -> int:

@@ -46,7 +46,9 @@ class CheckpointSource:
         return tuple(TensorInfo.of(name, tensor) for name, tensor in self._tensors.items())
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yield the tensors in buckets of up to `bucket_bytes`, at least one tensor each."""
+        """Yield the tensors in buckets of up to `bucket_bytes`, but at least one tensor each;
+        buckets are empty on ranks other than 0.
+        """
         parts: list[dict[str, Any]] = [{}]
         for name, tensor in self._tensors.items():
             if (
@@ -65,7 +67,7 @@ def make(folder: str) -> Exports:
 
 
 def make_engine(folder: str, name: str) -> Any:
-    """Make the engine of an actor, which serves the checkpoint."""
+    """Make an inference engine in an actor, from the checkpoint in `folder`."""
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
     return TransformersEngine(folder, name=name)

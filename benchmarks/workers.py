@@ -27,7 +27,7 @@ RANKS = 2
 
 
 class Worker:
-    """The worker of a rank, whose methods the benchmark calls."""
+    """A worker for the ranks that are measured; the benchmark calls its methods on all ranks."""
 
     def __init__(self, megabytes: int) -> None:
         import torch
@@ -35,7 +35,7 @@ class Worker:
         self._tensor = torch.zeros(megabytes << 18)  # float32
 
     def nothing(self) -> None:
-        """Do nothing."""
+        """Do nothing: the benchmark measures an empty call."""
 
     def give(self) -> Any:
         """Return the tensor on rank 0, and None on other ranks."""

@@ -288,7 +288,9 @@ def _examine(hazard: Hazard, pool: RankPool, left_out: str | None) -> Finding:
 
 
 def _ready() -> None:
-    """Do nothing: the call ends once the pool has imported torch and Megatron."""
+    """Do nothing: a call of this function returns once the pool's ranks have imported torch and
+    Megatron.
+    """
 
 
 def _reproduce(hazard_id: str, applied: tuple[str, ...], helped: bool) -> None:

@@ -78,7 +78,7 @@ class Stateful:
     parts: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 
     def save(self) -> Any:
-        """Return copies of this rank's parameters and optimizer state.
+        """Return copies of this rank's parameters, main parameters and optimizer state.
 
         If the model is in bfloat16, "main" has the float32 parameters that the optimizer updates.
         """
@@ -151,7 +151,7 @@ def buffers(chunk: Any) -> list[Any]:
 
 
 def parameters_of(subject: Subject) -> list[Any]:
-    """Return the parameters of all model chunks of a subject, in order."""
+    """Return this rank's parameters in all model chunks of a subject, in order."""
     return [p for chunk in subject.chunks for p in chunk.module.parameters()]
 
 

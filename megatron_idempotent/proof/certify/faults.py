@@ -148,7 +148,7 @@ class SlowDisk:
         self._has_returned[0] = 1
 
     def release(self) -> None:
-        """End all delays: waiting writers go on."""
+        """End all delays: threads and processes that `hold` blocks go on."""
         self._is_released[0] = 1
 
     def hold(self) -> None:
@@ -186,7 +186,9 @@ _slow_disks: list[SlowDisk] = []
 
 @functools.cache
 def _watch_files() -> None:
-    """Install, once, an audit hook by which an active `slow_disk` delays opens for writing."""
+    """Install, once, an audit hook: it delays a thread that opens a file for writing while a
+    `slow_disk` block is active.
+    """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and _slow_disks:

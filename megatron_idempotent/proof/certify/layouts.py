@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """The number of data-parallel ranks."""
+        """The number of data-parallel ranks, which is the number of replicas of the model."""
         return self.sizes["dp"]
 
     @property
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def packs(self) -> bool:
-        """True if rows have lengths, and the adapter trains on packs of them."""
+        """True if rows have different lengths, and the adapter trains on packs of such rows."""
         return "packs" in self.flags
 
     @property

@@ -280,7 +280,9 @@ class Adapted(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return the sharded state of the base and the factors, for a distributed checkpoint."""
+        """Return the sharded state of the wrapped layer and of its factors, for a distributed
+        checkpoint.
+        """
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         base, adapter = (f"{prefix}{name}." for name in ("to_wrap", "adapter"))

@@ -61,7 +61,9 @@ class LayoutModel(Ranks):
         self.rank_names: list[str] = self.gather(self._rank_name)
 
     def set_up(self) -> None:
-        """Build a new model of the layout, and call the adapter's `build` with it."""
+        """Build the layout's model, and call the adapter's `build` with it; a further call makes a
+        new model.
+        """
         self.make_model()
         self.adapter.build(self.subject)
         self.memories, self.forwards = Memories(self.subject), Forwards(self.subject.chunks)

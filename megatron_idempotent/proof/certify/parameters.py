@@ -341,7 +341,7 @@ def _tensors(exported: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _same(has: Tensor, right: Tensor) -> bool:
-    """Return whether exported values equal the right ones, cast to the export's type."""
+    """Return whether exported values equal the right values, converted to the export's type."""
     return torch.equal(has, right.detach().cpu().to(has.dtype))
 
 

@@ -29,7 +29,9 @@ class Ranks:
         self._group = group
 
     def add_up(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks, in place on each. A collective."""
+        """Sum a tensor over all ranks, and write the sum into the tensor on each rank. A
+        collective.
+        """
         # A method: cloudpickle takes `torch.distributed.config` along where a function names both.
         dist.all_reduce(tensor, group=self._group)
 

@@ -111,7 +111,9 @@ class Certification:
         options: Options | None = None,
         declared: bool = False,
     ) -> None:
-        """Take the arguments of `certify`; no check runs before the first `judge`."""
+        """Take the adapter's name, the pool and the options; no check runs before the first
+        `judge`.
+        """
         self._options = options or Options()
         self._adapter = adapter
         self._pool = pool
@@ -356,7 +358,8 @@ def alike(layout: str) -> str:
 def outcome_of(
     pool: RankPool, adapter: str, check: Check, layout: Layout, options: Options | None = None
 ) -> tuple[str, float, str]:
-    """Run one check of an adapter on fresh ranks of a pool.
+    """Run one check of an adapter on fresh ranks of a pool; return its fault, if any, and two
+    measurements.
 
     Returns:
         The fault in one line, or an empty string; the largest error of a step, as a part of its
@@ -423,7 +426,8 @@ def _waits(stacks: str) -> str:
 
 
 def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[int, str, float, str]:
-    """Run one check of an adapter on this rank; all ranks of the layout call this function.
+    """Run one check of an adapter on this rank, and return its fault, if any; all ranks of the
+    layout call this function.
 
     Returns:
         A number, the fault, the largest error of a step as a part of its bound, and the digest of

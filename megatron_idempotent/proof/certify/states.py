@@ -209,7 +209,9 @@ class States(Bench):
         self.begin_again()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a copy of this rank's state, by kind, after pending parameter gathers."""
+        """Wait for pending parameter gathers; return a copy of this rank's state, by kind, such as
+        "weights".
+        """
         ensure_params_synced(self.model.chunks)
         counters = getattr(self.adapter, "counters", None) or dict
         return {
@@ -289,7 +291,9 @@ class States(Bench):
         self.put(expected)
 
     def put(self, saved: Snapshot) -> None:
-        """Write a snapshot's state back, except weights and optimizer state."""
+        """Write a snapshot's state back into this rank's model and generators, except weights and
+        optimizer state.
+        """
         scheduler, optimizer = self.subject.scheduler, self.model.optimizer
         rates = saved["scheduler"]
         vars(scheduler).update({name: rates[name] for name in _plain(scheduler)})
@@ -435,7 +439,8 @@ class States(Bench):
                     state["step"] = torch.tensor(float(steps + _SKIPPED))
 
     def _shards(self) -> Iterator[tuple[ParameterPart, str, int, Tensor]]:
-        """Yield this rank's weight, main values and moments [N] of each of its parameters.
+        """Yield the weight, the main values and the moments [N] that this rank has for each of its
+        parameters.
 
         Each comes with the `ParameterPart`, the tensor's name, and its first index in the
         parameter.
@@ -550,7 +555,9 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _rates(optimizer: Any) -> list[dict[str, Any]]:
-    """Copy the options of the optimizer's groups, without parameters and step counts."""
+    """Copy the options of each optimizer group, such as its learning rate, without parameters and
+    step counts.
+    """
     left_out = ("params", "step")
     return [{n: v for n, v in group.items() if n not in left_out} for group in _groups(optimizer)]
 
@@ -573,7 +580,9 @@ def random_states() -> dict[str, Any]:
 
 
 def put_random(states: Mapping[str, Any]) -> None:
-    """Set the random states to those that `random_states` returned."""
+    """Set the random states of Python, NumPy, torch and Megatron's tracker to those that
+    `random_states` returned.
+    """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     random.setstate(states["python"])

@@ -113,7 +113,9 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Compute attention for this rank's queries. All context-parallel ranks take part."""
+        """Compute the attention output of this rank's queries. A collective of the context-parallel
+        ranks, if there are several.
+        """
         if attention_bias is not None:
             raise ValueError("ExactAttention got an attention_bias: pass None")
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
@@ -454,7 +456,9 @@ class _Gather(torch.autograd.Function):
 
 
 def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
-    """Check the shapes of rows, which have one length; return a `RowSpan` of that length."""
+    """Check the shapes of rows, which all have one length; return a `RowSpan` of that length, or
+    raise `ValueError`.
+    """
     queries, keys = len(query), len(key)
     if cp.size > 1 and (queries != keys or queries % 2):
         raise ValueError(

@@ -128,7 +128,9 @@ class _Copying:
         self._work, self._copies = work, copies
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
-        """Wait for the collective, as `dist.Work.wait` does, and copy on the current stream."""
+        """Wait for the collective, as `dist.Work.wait` does; then copy its results into the real
+        outputs, on the current stream.
+        """
         if self._work is not None:
             self._work.wait(*args, **kwargs)
         self.copy_back()

@@ -32,7 +32,9 @@ NAME = "megatron_idempotent CPU runtime"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProperties:
-    """Holds the values of `torch.cuda.get_device_properties`; `total_memory` is the host's."""
+    """Emulates the result of `torch.cuda.get_device_properties`; `total_memory` is the host's
+    memory.
+    """
 
     name: str = NAME
     #: The major compute capability, 0, so that all kernels that upstream gates on it stay off.
@@ -58,7 +60,7 @@ def current_device() -> int:
 
 
 def set_device(device: Any) -> None:
-    """Select a device by number or name; raise RuntimeError for one that does not exist."""
+    """Select an emulated device by number or name; raise RuntimeError if it does not exist."""
     index = _index(device)
     if index >= device_count():
         raise RuntimeError(
@@ -200,7 +202,7 @@ class Event:
 
 
 class Stream:
-    """Emulates `torch.cuda.Stream`, a queue of work that is always done already."""
+    """Emulates `torch.cuda.Stream`: a queue of work that has always completed."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_kwargs: Any) -> None:
         self.device = device

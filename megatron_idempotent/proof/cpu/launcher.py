@@ -182,7 +182,7 @@ class ForkedCall:
         return rank in self._exit_codes
 
     def _dump(self, ranks: list[int]) -> None:
-        """Make `ranks` write their Python stacks, by a signal, and add these to the outcome."""
+        """Make `ranks` write their Python stacks, by a signal; add the stacks to the outcome."""
         for rank in ranks:
             if not self._has_exited(rank):
                 os.kill(self._pids[rank], signal.SIGUSR1)
@@ -235,7 +235,9 @@ def children() -> set[int]:
 
 
 def end_children(*, but: Set[int]) -> None:
-    """Kill and reap this process's children except `but`, and the orphans that they leave."""
+    """Kill and reap this process's children, except those in `but`, and the orphans that killed
+    children leave.
+    """
     while strays := children() - but:
         for pid in strays:
             os.kill(pid, signal.SIGKILL)
@@ -411,7 +413,9 @@ def _import(name: str) -> None:
 
 
 def _read_ahead() -> None:
-    """Read and check the code that patches replace, so that no rank's `apply()` has to."""
+    """Read and check the code that patches replace, once in the launcher, so that `apply()` on a
+    rank need not.
+    """
     import wrapt  # noqa: F401  patches that wait for an import need it
 
     from megatron_idempotent.patching import catalog, decide, patch_points
@@ -578,7 +582,8 @@ def _settle(call: Call, setup: RankSetup) -> None:
 
 
 def take_device(device: Device, rank: int, ranks: int, *, one_machine: bool) -> None:
-    """Select a rank's device, and set the environment variables that go with it.
+    """Select a rank's device, and set the environment variables and the number of threads that
+    ranks need.
 
     `rank` and `ranks` count ranks of this machine; `one_machine` is True if there are no others.
     """

@@ -269,7 +269,9 @@ def run_ranks(
 
 
 class _Launcher:
-    """Starts the launcher process, and keeps this process's end of the connection to it."""
+    """Starts the launcher process, sends calls to it over a connection, and receives their
+    outcomes.
+    """
 
     def __init__(
         self,

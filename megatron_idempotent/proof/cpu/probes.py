@@ -112,7 +112,9 @@ class Activity:
 
 
 def activity(run: Callable[[], Any]) -> Activity:
-    """Run a function under torch's profiler, which sees all threads, and count what runs."""
+    """Run a function under torch's profiler, which sees all threads; return the counts of what ran
+    as an `Activity`.
+    """
     import torch
 
     from .runtime import is_enabled

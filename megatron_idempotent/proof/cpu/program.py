@@ -64,7 +64,7 @@ class Program:
             training.train(**offered)
 
     def load(self) -> int:
-        """Load the checkpoint of `args.load`; return the iteration. All ranks take part.
+        """Load the checkpoint of `args.load`; return its iteration. All ranks take part.
 
         The counts of samples start again, as in a process that has just begun: until September
         2025 a load asserts that they are zero.
@@ -257,7 +257,9 @@ def _batches(seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor,
 
 
 def _options(**values: Any) -> list[str]:
-    """Make command-line options: `_options(lr=0.1, vpp=None) == ["--lr", "0.1"]`."""
+    """Convert keyword arguments to command-line options: `_options(lr=0.1, vpp=None) == ["--lr",
+    "0.1"]`.
+    """
     return [
         text
         for name, value in values.items()

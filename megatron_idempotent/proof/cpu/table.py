@@ -161,7 +161,9 @@ def emulated_names() -> set[str]:
 
 
 def as_markdown() -> str:
-    """Return EMULATED as a Markdown table, as it stands in docs/cpu-runtime.md."""
+    """Return EMULATED, the emulated names and their behaviour, as the Markdown table of
+    docs/cpu-runtime.md.
+    """
     rows = [
         f"| {', '.join(f'`{name}`' for name in names.split())} | {answer} |"
         for names, answer in EMULATED

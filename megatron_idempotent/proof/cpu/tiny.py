@@ -629,7 +629,8 @@ def _layer_wise_layout(
 
 
 def _layer_wise_optimizer(values: Mapping[str, Any], chunks: list[Any]) -> Any:
-    """Build the layer-wise optimizer around Muon or AdamW.
+    """Build Megatron's layer-wise optimizer, which gives each rank whole parameters to update,
+    around Muon or AdamW.
 
     For Muon (`emerging-optimizers`) upstream's own factory makes it; for AdamW this wraps torch's.
     `values` are fields of OptimizerConfig; `use_distributed_optimizer` in it is ignored, as

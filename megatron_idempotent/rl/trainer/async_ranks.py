@@ -82,7 +82,9 @@ class RankPolicy:
         return outcomes[0]
 
     async def train(self, step_id: str, batch: Batch) -> StepOutcome:
-        """Take an optimizer step on the batch, with one call of the ranks."""
+        """Take an entire optimizer step on the batch, by one call of `PolicyWorker.train` on all
+        ranks.
+        """
         outcomes: list[StepOutcome] = await self._call(
             "train", step_id, per_rank=self._shares(batch)
         )
@@ -120,7 +122,7 @@ class PolicyWorker(Exports):
     """
 
     def __init__(self, job: Job) -> None:
-        """Build the job's model and optimizer."""
+        """Build the job's model and optimizer on this rank."""
         self._policy, *_ = start_policy(job)
         super().__init__(
             self._policy.source(
@@ -129,7 +131,7 @@ class PolicyWorker(Exports):
         )
 
     def begin(self, step_id: str) -> None:
-        """Open an optimizer step with this id."""
+        """Open an optimizer step with the id `step_id` on this rank."""
         self._policy.begin(step_id)
 
     def logprobs(self, which: LogprobsOf, batch: Batch) -> torch.Tensor:
@@ -139,11 +141,13 @@ class PolicyWorker(Exports):
         return self._policy.logprobs(batch, which)
 
     def microbatch(self, step_id: str, microbatch_id: str, last: bool, batch: Batch) -> None:
-        """Run forward and backward on this replica's rows."""
+        """Run forward and backward on this replica's rows, as a part of the open step."""
         self._policy.microbatch(step_id, batch, microbatch_id=microbatch_id, last=last)
 
     def finish(self, step_id: str) -> StepOutcome:
-        """Reduce gradients and update the weights; return the outcome over all ranks."""
+        """Reduce the open step's gradients and update the weights; return the outcome over all
+        ranks.
+        """
         result = self._policy.step.finish(step_id)
         metrics: dict[str, float] = dict(result.metrics)
         metrics["learning_rate"] = result.lr
@@ -155,7 +159,7 @@ class PolicyWorker(Exports):
         )
 
     def train(self, step_id: str, batch: Batch) -> StepOutcome:
-        """Take an optimizer step on this replica's rows; return its outcome.
+        """Take an entire optimizer step on this replica's rows; return its outcome over all ranks.
 
         Repeating a step that was taken only returns its outcome. If an error is raised, the step is
         undone on all ranks.

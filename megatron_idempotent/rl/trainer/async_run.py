@@ -61,7 +61,8 @@ def make_sampler(config: Config) -> async_controller.Sampler:
 
 
 def make_settings(config: Config) -> async_controller.ControllerSettings:
-    """Make the controller's settings from the configuration.
+    """Make the asynchronous controller's settings from the configuration; raise `ConfigError` if
+    one is invalid.
 
     Raises:
         ConfigError: a setting is invalid, or the sampler cannot work with the sizes.
@@ -250,7 +251,9 @@ def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:
-    """Write the trace into the output directory; print a warning if that fails."""
+    """Write the timeline of the run, a trace, into the output directory; print a warning if that
+    fails.
+    """
     try:
         timeline.write(out / TRACE_FILE)
     except OSError as error:

@@ -87,7 +87,9 @@ def save_weights(policy: MegatronPolicy, directory: Path, *, iteration: int) -> 
 
 
 def load_weights(stock: MegatronModel, directory: Path) -> int:
-    """Load a checkpoint of `save_weights`; return its iteration. A collective."""
+    """Load a checkpoint that `save_weights` wrote into model, optimizer and scheduler; return its
+    iteration. A collective.
+    """
     from megatron.training.checkpointing import load_checkpoint
 
     # no_grad: the optimizer copies into views of float32 parameters, which are leaves here.
@@ -132,7 +134,9 @@ class CheckpointStore:
         self._fresh = job.resume_from is not None
 
     async def save(self, version: int, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, hashing its files in a thread; see `controller.Store.save`."""
+        """Write a checkpoint of the ranks' weights and of the controller's state, hashing its files
+        in a thread; see `controller.Store.save`.
+        """
         unfinished = output.unfinished_path(self._directory, version)
         await asyncio.to_thread(output.make_empty, unfinished)
         digest, *_ = await self._call("save", str(unfinished / _MEGATRON), version)

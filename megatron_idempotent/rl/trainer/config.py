@@ -531,7 +531,7 @@ class Config:
 
     @property
     def layout(self) -> RankLayout:
-        """The `RankLayout` of the run: the sizes of model parallelism, the number of replicas."""
+        """The `RankLayout` of the run: sizes of model parallelism, and number of replicas."""
         parallel = self.parallel
         return RankLayout(tp=parallel.tp, cp=parallel.cp, pp=parallel.pp, replicas=self.replicas)
 
@@ -580,7 +580,7 @@ class Config:
 
     @property
     def last_version(self) -> int:
-        """The last version of a run: its number of optimizer steps."""
+        """The number of the last version of the weights in a run: its number of optimizer steps."""
         return self.run.rollouts * self.optimizer.steps_per_rollout
 
     @property

@@ -148,14 +148,18 @@ class SpreadWeights:
         return self._source.tensors()
 
     def buckets(self, *, bucket_bytes: int) -> SpreadBuckets:
-        """Iterate over buckets with all tensors, on every rank; see `WeightSource.buckets`."""
+        """Return an iterator over the buckets of all tensors, complete on every rank; see
+        `WeightSource.buckets`.
+        """
         return SpreadBuckets(
             self._source.buckets(bucket_bytes=bucket_bytes), self.tensors(), self._group
         )
 
 
 class SpreadBuckets(Iterator[Bucket]):
-    """Broadcasts the buckets of a source to all ranks of a group. Example: `next(buckets)`."""
+    """Broadcasts the buckets of a source from a group's first rank to all its ranks. Example:
+    `next(buckets)`.
+    """
 
     def __init__(self, buckets: Iterator[Bucket], infos: Sequence[TensorInfo], group: Any) -> None:
         self._buckets, self._group = buckets, group
@@ -186,7 +190,7 @@ class SpreadBuckets(Iterator[Bucket]):
         return Bucket(index=bucket.index, tensors=tensors, checksums=checksums)
 
     def close(self) -> None:
-        """Receive the remaining buckets, so that the other ranks can finish."""
+        """Take part in broadcasts of the remaining buckets, so that other ranks can finish."""
         for _ in self:
             pass
 
@@ -232,7 +236,7 @@ def server_engines(
     out: Path,
     on_ranks: Callable[[Callable[[], Sender]], Sender] | None = None,
 ) -> Sequence[RolloutEngine]:
-    """Return an engine for each vLLM server in `rollout.engine_url`.
+    """Return an engine, a client, for each vLLM server in `rollout.engine_url`.
 
     `on_ranks` makes a sender that sends from the ranks; None to send from this process.
     """
@@ -310,7 +314,9 @@ async def make_async_engines(
 
 
 def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> RolloutEngine:
-    """Make the engine of a Ray actor: a model in its process, or a vLLM server."""
+    """Make the inference engine within a Ray actor: a model in the actor's process, or a vLLM
+    server.
+    """
     gpus = config.controller.gpus_per_engine
     if config.rollout.engine == "transformers":
         return _transformers(config, checkpoint, name=name, device="cuda" if gpus else None)
@@ -349,7 +355,7 @@ def local_sender(config: Config, out: Path) -> Callable[[], Sender]:
 def _ray_engines(
     config: Config, checkpoint: Path, names: Sequence[str], out: Path, weights: RemoteWeights
 ) -> Sequence[RayEngine]:
-    """Make engines in actors of the cluster, which receive weights through files in `out`.
+    """Make engines in actors of the Ray cluster; they receive weights through files in `out`.
 
     Paths are made absolute, because actors run in other folders.
     """

@@ -33,12 +33,12 @@ class RankLayout:
 
     @property
     def members(self) -> int:
-        """The number of ranks of a replica."""
+        """The number of ranks that together have one replica."""
         return self.tp * self.cp * self.pp
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of all replicas."""
+        """The number of ranks of all replicas together."""
         return self.members * self.replicas
 
     def replica(self, rank: int) -> int:

@@ -205,7 +205,8 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the seconds and the memory of a block, unless it raises.
+        """Measure the seconds and the device memory of a `with` block as the phase `name`, unless
+        the block raises.
 
         Memory is in GiB: allocated and reserved at the block's end, the peak, and `kept`, the
         increase of allocated memory, which is 0 for a phase that frees what it allocates. This does
@@ -225,6 +226,8 @@ class Stopwatch:
                 self._metrics[f"memory/train/{name}_{kind}_gib"] = size / _GIB
 
     def metrics(self, tokens: float) -> dict[str, float]:
-        """Return all measurements by metric name, the total seconds, and `tokens` per second."""
+        """Return all measurements by metric name, with the total seconds, and `tokens` ÷ the total
+        seconds.
+        """
         total = time.perf_counter() - self._started
         return {**self._metrics, TOTAL_S: total, TOKENS_PER_S: tokens / total}

@@ -241,7 +241,7 @@ class LogitsOf:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The GRPO objective of a microbatch, for `TrainStep`.
+    """The GRPO loss of a microbatch, computed from logits, for `TrainStep`.
 
     Microbatches come from `Batch.tensors()`, or are packs of `Batch.sequences()`. The step divides
     the gradient and the metrics by the response tokens of all ranks in the optimizer step.

@@ -170,7 +170,9 @@ def seal_checkpoint(directory: Path, rollouts: int, config: Config, *, digest: s
 
 
 def remove_old(directory: Path, keep: int) -> None:
-    """Remove all checkpoints except the `keep` newest, and incomplete ones of dead runs."""
+    """Remove all checkpoints in a directory except the `keep` newest, and incomplete checkpoints of
+    runs that died.
+    """
     newest = complete_checkpoints(directory)[-keep:]
     for old in (*_numbered(directory, "rollout"), *directory.glob("rollout-[0-9]*.unfinished")):
         if old not in newest:
@@ -207,7 +209,7 @@ def unfinished_path(directory: Path, rollouts: int) -> Path:
 
 
 def make_empty(unfinished: Path) -> None:
-    """Create an empty directory, removing leftovers of a dead run."""
+    """Create an empty directory; if it exists, remove what a run that died has left in it."""
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
 

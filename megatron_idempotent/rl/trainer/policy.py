@@ -41,7 +41,7 @@ _Weights = Mapping[str, torch.Tensor]
 
 
 class MegatronPolicy:
-    """Trains a decoder on all ranks, in any layout.
+    """Trains a decoder with Megatron on all ranks, in any layout of ranks.
 
     The constructor and all methods are collectives of the default group.
 
@@ -49,7 +49,7 @@ class MegatronPolicy:
     """
 
     def __init__(self, config: Config, checkpoint: Path, *, positions: int) -> None:
-        """Build the model and its optimizer, and load the weights.
+        """Build the Megatron model and its optimizer, and load the weights from `checkpoint`.
 
         `checkpoint` is a Hugging Face checkpoint; `positions` is the length of training sequences.
         """
@@ -296,7 +296,7 @@ def _forward(module: Any, microbatch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _filled(batch: Batch, multiple: int) -> Batch:
-    """Pad a batch with rows of zeros, up to a multiple of `multiple` rows.
+    """Append rows of zeros to a batch, up to a multiple of `multiple` rows; return the new batch.
 
     In an interleaved schedule the number of microbatches must be a multiple of the stages.
     """

@@ -105,7 +105,7 @@ def make_loggers(job: Job, *displays: Logger, threaded: bool) -> Loggers:
 
 
 def named_loggers(config: Config, out: Path, *, first_step: int = 0) -> list[Callable[[], Logger]]:
-    """Return factories of the loggers in `controller.loggers`.
+    """Return a factory for each logger that `controller.loggers` names.
 
     Raises:
         ConfigError: a logger is unknown, or its package is not installed.

@@ -84,7 +84,8 @@ class Scorer:
         return await asyncio.to_thread(self.rewards, prompt, samples)
 
     def rewards(self, prompt: Prompt, samples: Sequence[Sample]) -> tuple[float, ...]:
-        """Return the verifier's reward for each sample, given its text and whether it finished.
+        """Return the verifier's reward for each sample. The verifier gets the sample's text, and
+        whether it ended with an end token.
 
         Raises:
             ConfigError: a reward is not a number from 0 to 1, such as NaN.
@@ -103,7 +104,9 @@ class Scorer:
         )
 
     def group(self, prompt: Prompt, samples: Sequence[Sample]) -> RolloutGroup:
-        """Score the samples of a prompt, and return them as a group; raises as `rewards` does."""
+        """Score the samples of a prompt, and return them with their rewards as a `RolloutGroup`;
+        raises as `rewards` does.
+        """
         rewards = self.rewards(prompt, samples)
         return RolloutGroup(id=prompt.row, prompt=prompt, samples=tuple(samples), rewards=rewards)
 
@@ -216,7 +219,9 @@ class GrpoRecipe:
         return f"tied: task.reward {self.config.task.reward} gave {samples} samples {reward:g} each"
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Batch:
-        """Make a batch with a row per sample, with advantages and the engine's log-probs."""
+        """Make a batch with a row for each sample of the groups, with advantages and the engine's
+        log-probs.
+        """
         rows = []
         for group in groups:
             prompt = self.tokenizer.encode_prompt(group.prompt.text)

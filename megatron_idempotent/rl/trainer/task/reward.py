@@ -46,7 +46,7 @@ class FieldsOf:
         } - {"finished"}
 
     def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those fields of a data row that the reward function takes."""
+        """Return the fields of a data row for which the reward function has parameters."""
         return {name: value for name, value in fields.items() if self._all or name in self._names}
 
     def check(self, prompts: PromptSet) -> None:

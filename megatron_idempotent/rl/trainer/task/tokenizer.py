@@ -21,7 +21,7 @@ SPECIAL = (PAD, END, ANSWER)
 
 
 class TextTokenizer:
-    """Converts text to token ids and back, and has the ids that end a response.
+    """Converts text to token ids and back, and knows the ids that end a response and that pad.
 
     Example: `TextTokenizer.load(Path("checkpoints/Qwen3-0.6B")).encode_prompt("2 + 3 =")`.
     """
@@ -84,7 +84,7 @@ class TextTokenizer:
 
     @classmethod
     def of_words(cls, prompts: Iterable[Prompt]) -> TextTokenizer:
-        """Make a tokenizer with one token per word of the data.
+        """Make a tokenizer with one token for each word in the prompts and answers.
 
         Ids are in alphabetical order, so that they do not depend on the order of prompts. Prompts
         end with `<answer>`, responses with `<end>`.
@@ -117,7 +117,8 @@ class TextTokenizer:
         self._tokenizer.save(str(path))
 
     def encode_prompt(self, text: str | Messages) -> tuple[int, ...]:
-        """Return the token ids of a prompt, including the tokenizer's special tokens.
+        """Return the token ids of a prompt, text or messages, including the tokenizer's special
+        tokens.
 
         Messages are formatted with the checkpoint's chat template, which has its own special
         tokens, up to the beginning of the assistant's answer.
