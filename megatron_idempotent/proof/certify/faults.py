@@ -346,9 +346,9 @@ def saved_files(bench: States, older: Stamps = MappingProxyType({})) -> list[tup
     """Group the checkpoint files whose names differ only in digits; return (size, path) of the
     largest file of each group, the largest first.
 
-    Second is another file of the first one's kind, such as another rank's, if there is one. Names
-    are of one kind if they differ in numbers only. A file that is unchanged since `older` is
-    returned only if its kind has no changed one. All ranks take part.
+    The second entry is another file of the first file's group, such as another rank's, if there is
+    one. A file that is unchanged since `older` is returned only if its group has no changed file. A
+    collective: all ranks get rank 0's list.
     """
     files = sorted(
         (older.get(path) != (changed_ns, size), size, path)

@@ -57,7 +57,7 @@ class LowRank(Bench):
         self._base = {n: value for n, value in self.parameters.items() if not n.endswith(_FACTORS)}
 
     def expect(self, finished: Finished, calls_of: Calls, **options: Any) -> None:
-        """Compare a step with its reference in float64; raise `Wrong` if a bit of a frozen
+        """Raise `Wrong` if a step differs from its reference in float64, or if a bit of a frozen
         parameter has changed.
         """
         frozen = self._base | {name: self.parameters[name] for name in self.update.frozen}
