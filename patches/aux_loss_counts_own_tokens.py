@@ -66,7 +66,7 @@ def reproduce() -> None:
     expect_weight_per_token(tp=2, moe_z_loss_coeff=0.125)
 
 
-def neighbour() -> list[float]:
+def control() -> list[float]:
     """Return the norm of a router's gradient with a padding mask, as a control.
     Stock Megatron computes it correctly.
     """

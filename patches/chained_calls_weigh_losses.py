@@ -68,7 +68,7 @@ def reproduce(*, helped: bool) -> None:
         )
 
 
-def neighbour(*, helped: bool) -> list[bytes]:
+def control(*, helped: bool) -> list[bytes]:
     """Run two steps of one schedule call each, as a control that stock Megatron computes correctly.
     With `helped` they run in an `accumulation_window`. Return the parameters' bytes.
     """

@@ -65,7 +65,7 @@ def reproduce() -> None:
             raise
 
 
-def neighbour() -> object:
+def control() -> object:
     """Save while only gradients are offloaded, and after parameters are back, as a control.
     Return the parameters' bytes.
     """

@@ -42,7 +42,7 @@ def reproduce() -> None:
     _writers.ends(async_utils)
 
 
-def neighbour() -> object:
+def control() -> object:
     """Run saves with writer processes that stay alive, as a control, and return their results."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 

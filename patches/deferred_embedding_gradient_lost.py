@@ -50,7 +50,7 @@ def reproduce(*, helped: bool) -> None:
     _expect_gradient(model)
 
 
-def neighbour(*, helped: bool) -> bytes:
+def control(*, helped: bool) -> bytes:
     """Run the step in one call that finalizes, as a control; return the gradients' bytes.
     With `helped` the call runs in an `accumulation_window`.
     """

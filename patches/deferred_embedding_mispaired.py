@@ -91,7 +91,7 @@ def reproduce() -> None:
         raise Fault(f"the deferred gradient is off by {off:.0%} of its norm")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Compare gradients of two microbatches without MTP, deferred and not, as a control.
     Return the deferred ones on the last pipeline stage, None on the first.
     """

@@ -127,17 +127,17 @@ def reproduce() -> None:
         raise Fault(f"output layer's gradient norm {deferred} deferred, {plain} not")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Compare steps with and without a deferred gradient where reductions come late, as a control.
     They run without overlap, and once with overlap in a first window.
     """
-    from . import _neighbours
+    from . import _controls
 
     bits = []
     for overlap, windows in ((False, (2, 3, 2)), (True, (2,))):
         plain = bench(pp=2, overlap_grad_reduce=overlap)
         deferring = _deferred_embedding.build(overlap_grad_reduce=overlap)
-        if overlap and not _neighbours.learns(plain):
+        if overlap and not _controls.learns(plain):
             continue
         for data_seed, microbatches in enumerate(windows):
             norms = []

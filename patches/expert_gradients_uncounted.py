@@ -175,7 +175,7 @@ def _expect_counted(model: Any, pattern: str) -> None:
             )
 
 
-def neighbour() -> list[float]:
+def control() -> list[float]:
     """Return norms and numbers of zeros of steps with ungrouped experts, as a control.
     Stock Megatron counts these correctly. The model also has shared experts, split like dense
     layers.

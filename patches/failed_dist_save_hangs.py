@@ -145,7 +145,7 @@ def reproduce() -> None:
             raise Fault(f"rank 0 could not write {name or 'a folder'}, and rank 1 waited for it")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Save synchronously and asynchronously, and load, as a control; return the loaded values."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue

@@ -149,7 +149,7 @@ def reproduce() -> None:
             raise Fault(f"a file is truncated; rank {rank} raises {raised}; {name} is loaded")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Load files with extra bytes at their ends, whose data are intact, as a control.
     Return the name of the error, "nothing" here, and the loaded weights.
     """

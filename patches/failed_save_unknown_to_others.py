@@ -53,7 +53,7 @@ def reproduce() -> None:
         raise Fault(f"rank 0 could not write, and rank {rank} waited for it")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Save and load without a failure, as a control; return the loaded iteration."""
     from megatron.training import checkpointing
 

@@ -71,7 +71,7 @@ def reproduce() -> None:
         raise Fault("the gradients are zero")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Finalize gradients of a module other than GPTModel on one pipeline stage, as a control."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads

@@ -53,7 +53,7 @@ def _expect_held(chunk: Any, when: str) -> None:
         raise Fault(f"gradients are reduced inside of no_sync() {when}")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Run steps whose schedule enters `no_sync` itself, as a control; return parameter bytes."""
     model = bench(fsdp="optim")
     (chunk,) = model.chunks

@@ -128,11 +128,11 @@ def reproduce() -> None:
         raise Fault("the second microbatch's gradients are not reduced")
 
 
-def neighbour() -> object:
-    """Run the correct programs of `_neighbours`, as a control, and return the parameters' bytes."""
-    from . import _neighbours
+def control() -> object:
+    """Run the correct programs of `_controls`, as a control, and return the parameters' bytes."""
+    from . import _controls
 
-    return _neighbours.run_all()
+    return _controls.run_all()
 
 
 PATCH = Patch(

@@ -37,7 +37,7 @@ def reproduce(*, helped: bool) -> None:
     _one_window(helped, wire=False)
 
 
-def neighbour(*, helped: bool) -> bytes:
+def control(*, helped: bool) -> bytes:
     """Run a window of a program that sets all functions itself, as a control.
     Return the gradients' bytes.
     """

@@ -59,7 +59,7 @@ def reproduce(*, helped: bool) -> None:
         )
 
 
-def neighbour(*, helped: bool) -> list[int]:
+def control(*, helped: bool) -> list[int]:
     """Initialize the process groups once by hand, as a control; return their sizes and this rank.
     With `helped`, `ensure_initialized` then finds them set up.
     """

@@ -97,7 +97,7 @@ def reproduce() -> None:
         )
 
 
-def neighbour() -> list[bytes]:
+def control() -> list[bytes]:
     """Train a step on one optimizer instance, as a control, and return the parameters' bytes."""
     model = _built(1)
     model.train_step(1, data_seed=0)

@@ -181,7 +181,7 @@ def reproduce() -> None:
         raise Fault("a processor computes other logits than the model")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Run the model without an `output_processor`, as a control: logits, losses and gradients.
     Return their bytes.
     """

@@ -143,7 +143,7 @@ def reproduce() -> None:
             raise Fault(f"a checkpoint was loaded without an error: {fault}")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Load a checkpoint with an additional `_extra_state`, as a control; return the parameters."""
     running = _program()
     extra = "decoder.final_layernorm._extra_state"

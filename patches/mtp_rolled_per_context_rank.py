@@ -80,7 +80,7 @@ def _context_group() -> dict[str, Any]:
     return {"cp_group": parallel_state.get_context_parallel_group()} if takes_group else {}
 
 
-def neighbour() -> object:
+def control() -> object:
     """Shift an odd number of positions without context parallelism, as a control.
     Return the shifted row and its sum.
     """

@@ -57,13 +57,13 @@ def _expect_held(chunk: Any, when: str) -> None:
         raise Fault(f"gradients are reduced inside of no_sync() {when}")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Use `no_sync` contexts as a decorator, left by an exception, and never entered, as a control.
     Return the parameters' bytes.
     """
-    from . import _neighbours
+    from . import _controls
 
-    model = _neighbours.build(overlap=True, distributed=True, wired=False)
+    model = _controls.build(overlap=True, distributed=True, wired=False)
     (chunk,) = model.chunks
     decorated = chunk.no_sync()(model.forward_backward)
     bits = []

@@ -150,7 +150,7 @@ def reproduce() -> None:
             raise Fault("the step's gradient norm is 0 after an offload of the buffers")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Offload after steps, zeroing, and windows without a step, as a control.
     One step overflows and is skipped. Return the parameters' bytes.
     """

@@ -45,7 +45,7 @@ def reproduce(*, helped: bool) -> None:
     expect_agreement(model, "in an export after the step")
 
 
-def neighbour(*, helped: bool) -> bytes:
+def control(*, helped: bool) -> bytes:
     """Gather by hand before the read, as a control; return the parameters' bytes.
     With `helped`, call `ensure_params_synced` twice instead.
     """

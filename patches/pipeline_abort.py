@@ -64,7 +64,7 @@ def reproduce(*, helped: bool) -> None:
         raise Fault("the gradients of a window are those of the aborted one before it")
 
 
-def neighbour(*, helped: bool) -> list[bytes]:
+def control(*, helped: bool) -> list[bytes]:
     """Run training windows and forward-only windows without failures, as a control.
     With `helped` the guard is on, and every function for recovery is called between windows. Return
     the parameters' bytes.

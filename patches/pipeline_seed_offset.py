@@ -104,7 +104,7 @@ def reproduce() -> None:
         raise Fault("pipeline stages 0 and 1 draw the same weights")
 
 
-def neighbour(*, helped: bool) -> list[bytes]:
+def control(*, helped: bool) -> list[bytes]:
     """Seed two stages differently, by hand or with `seed_all` (`helped`), as a control.
     Return the numbers that are drawn.
     """

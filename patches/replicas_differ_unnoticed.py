@@ -97,15 +97,15 @@ def reproduce() -> None:
     raise Fault("a step on gradients that differ between ranks went unnoticed")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Run steps on reduced gradients, and one step on gradients of zero, as a control.
     Return the parameters' bytes, and the results of the last step.
     """
-    from . import _neighbours
+    from . import _controls
 
-    model = _neighbours.build(overlap=True, distributed=False)
+    model = _controls.build(overlap=True, distributed=False)
     model.chunks[0].zero_grad_buffer()
-    return [*_neighbours.run_all(), tuple(map(str, model.step()))]
+    return [*_controls.run_all(), tuple(map(str, model.step()))]
 
 
 PATCH = Patch(

@@ -205,15 +205,15 @@ def _two_windows(**options: Any) -> Any:
     return model
 
 
-def neighbour() -> object:
+def control() -> object:
     """Run second windows that stock Megatron reduces correctly, as a control.
     Return the gradients' bytes.
     """
-    from . import _neighbours
+    from . import _controls
 
     bits = []
     for distributed in (False, True):
-        model = _neighbours.build(overlap=False, distributed=distributed)
+        model = _controls.build(overlap=False, distributed=distributed)
         for data_seed in range(3):
             if distributed:  # reducing zeros again is exact
                 for gradients in ddp.gradients(model.chunks[0]):
@@ -222,14 +222,14 @@ def neighbour() -> object:
             model.chunks[0].finish_grad_sync()
             model.forward_backward(1, data_seed=9, forward_only=True)
             bits.append(model.gradients().numpy().tobytes())
-    model = _neighbours.build(overlap=True, distributed=True, wired=False)
+    model = _controls.build(overlap=True, distributed=True, wired=False)
     (chunk,) = model.chunks
     for _ in range(2):
         chunk.zero_grad_buffer()
         with chunk.no_sync():  # gradients that are never reduced
             model.forward_backward(1, data_seed=7, zero_first=False)
         bits.append(model.gradients().numpy().tobytes())
-        _neighbours.step(model, (1, 1), held=True, data_seed=3)
+        _controls.step(model, (1, 1), held=True, data_seed=3)
         bits.append(_shards(model))
     if bits[-4:-2] != bits[-2:]:
         raise Fault("the same windows have other gradients the second time")

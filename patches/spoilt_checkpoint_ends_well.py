@@ -156,7 +156,7 @@ def reproduce() -> None:
             raise Fault(f"{name} is truncated, and weights are loaded; the error was {raised}")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Load a complete checkpoint over changed weights, as a control; return the weights' bytes."""
     running = program(["--ckpt-format", "torch", "--no-save-optim", "--no-load-optim"])
     _save_and_move(running)

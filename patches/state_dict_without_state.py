@@ -154,7 +154,7 @@ def _expect_refused(model: Any, moments: list[Any], which: str) -> None:
     raise Fault(f"after load_state_dict() a step used moments {which}")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Run loads that are correct on stock Megatron, as a control.
     Return the moments' and parameters' bytes.
     """

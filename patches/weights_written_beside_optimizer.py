@@ -45,7 +45,7 @@ def reproduce(*, helped: bool) -> None:
     _expect_kept(model)
 
 
-def neighbour(*, helped: bool) -> bytes:
+def control(*, helped: bool) -> bytes:
     """Write earlier weights, call `reload_model_params()`, and train, as a control.
     With `helped` it calls `ensure_main_params_synced` twice instead. Return the parameters' bytes.
     """

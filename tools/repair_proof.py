@@ -40,11 +40,11 @@ TRAININGS = {
 }
 
 
-def bits_of_neighbour(hazard_id: str) -> object:
-    """Run a hazard's `neighbour`, a correct program that resembles the hazard's reproduction, on
+def bits_of_control(hazard_id: str) -> object:
+    """Run a hazard's `control`, a correct program that resembles the hazard's reproduction, on
     this rank without patches. Return the values to compare.
     """
-    run = hazards()[hazard_id].neighbour
+    run = hazards()[hazard_id].control
     assert run is not None
     return run()
 
@@ -118,9 +118,9 @@ def main() -> None:
         for hazard_id in arguments.ids:
             hazard = hazards()[hazard_id]
             result.reproductions[hazard_id] = outcome(pool.run, hazard_id, applied=())
-            if hazard.neighbour is not None:
-                bits = on_ranks(pool, hazard.ranks, bits_of_neighbour, hazard_id)
-                result.neighbours[hazard_id] = bits
+            if hazard.control is not None:
+                bits = on_ranks(pool, hazard.ranks, bits_of_control, hazard_id)
+                result.controls[hazard_id] = bits
         from unit_tests import outcomes
 
         for test in arguments.unit_tests:

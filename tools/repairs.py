@@ -43,8 +43,8 @@ class Result:
     """The reason for the status, by patch."""
     reproductions: dict[str, str] = field(default_factory=dict)
     """`ok`, or the error, of each named hazard's reproduction without patches."""
-    neighbours: dict[str, Any] = field(default_factory=dict)
-    """The bits, or the error, of each named hazard's neighbour without patches."""
+    controls: dict[str, Any] = field(default_factory=dict)
+    """The bits, or the error, of each named hazard's control without patches."""
     unit_tests: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     """The outcomes on each rank, by file of upstream's unit tests and by test."""
     programs: dict[str, Any] = field(default_factory=dict)
@@ -260,7 +260,7 @@ def faults(hazard_id: str, stock: Result, mended: Result) -> Iterator[str]:
             yield f"{one} is still there: {mended.reproductions[one]}"
         if one in stock.statuses and mended.statuses[one] != "fixed_upstream":
             yield f"apply() says {mended.statuses[one]} of {one}: {mended.reasons[one]}"
-        if stock.neighbours.get(one) != mended.neighbours.get(one):
+        if stock.controls.get(one) != mended.controls.get(one):
             yield f"the correct program beside {one} has other bits"
     for patch_id in repair.rereads:
         if mended.statuses[patch_id] != "drifted":

@@ -290,8 +290,8 @@ def prove(ids: Sequence[str] | None, *, as_json: bool, device: str | None) -> in
         ]
         print(render(("hazard", "verdict", "seconds", "patched", "stock"), rows))
         for finding in findings:
-            if finding.failed and finding.neighbour not in ("-", "ok"):
-                print(f"\n{finding.id}, the right program beside it: {finding.neighbour}")
+            if finding.failed and finding.control not in ("-", "ok"):
+                print(f"\n{finding.id}, the correct program beside it: {finding.control}")
     if any(finding.failed for finding in findings):
         return 1
     if all(finding.verdict == "not_applicable" for finding in findings):

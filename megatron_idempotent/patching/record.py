@@ -8,7 +8,7 @@ group may be applied in part. But a program that relies on the group's promise t
 of the missing member.
 
 A record holds only what its module cannot tell. The rest comes from that module: the hazard's id
-is the file's name, its programs are the functions `reproduce`, `repaired`, `neighbour` and
+is the file's name, its programs are the functions `reproduce`, `repaired`, `control` and
 `helped`, and its docstring is the case file, with the link to upstream.
 
 `reviewed.txt` lists the bodies of upstream's functions that a person has read. It is one file for
@@ -328,7 +328,7 @@ class Hazard(Record):
         return sys.modules[self.module].reproduce  # type: ignore[no-any-return]
 
     @property
-    def neighbour(self) -> Callable[..., object] | None:
+    def control(self) -> Callable[..., object] | None:
         """The module's control function: a correct program that resembles `reproduce`; None if
         there is none.
 
@@ -337,7 +337,7 @@ class Hazard(Record):
         bytes, numbers, strings, or lists of them. Each patch that can raise has one, and each
         helper. It may take `helped`, which is True when it is called with the patches.
         """
-        return getattr(sys.modules[self.module], "neighbour", None)
+        return getattr(sys.modules[self.module], "control", None)
 
     def raises(self, text: str) -> bool:
         """Return True if an error's text matches the pattern `stock_error`; always False if the
@@ -464,7 +464,7 @@ class Helper(Hazard):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("reproduce", "neighbour"):
+        for name in ("reproduce", "control"):
             if not takes_help(getattr(sys.modules[self.module], name, None)):
                 raise ValueError(
                     f"helper {self.id} is not shown in use: define {name}(*, helped: bool)"

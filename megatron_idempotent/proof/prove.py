@@ -2,7 +2,7 @@
 
 A hazard is proven if stock Megatron fails with the error that its case file names, and the same
 code runs with the patches applied. For a hazard that only the caller can avoid, the code that calls
-the helper has to run instead. If the case file has a neighbour (a correct program close to the
+the helper has to run instead. If the case file has a control (a correct program close to the
 hazard), it has to run on stock, and to give the same bits with the patches.
 
 `prove` runs every reproduction, whatever `apply()` says about its patch: it is a failure, too, if
@@ -71,7 +71,7 @@ class Finding:
     other patch repairs the hazard. `stock_runs`: `apply()` installs the patch, but stock ran
     without error. `other_error`: `apply()` installs the patch, but stock failed in another way than
     the case file says. `not_repaired`: the program fails with the patches, too. `false_alarm`: the
-    patches break the neighbour, which is correct on stock."""
+    patches break the control, which is correct on stock."""
     stock: str
     """The outcome on stock: `ok`, or `Type: message` of the first rank that failed. With the
     verdicts `not_applicable` and `unpatched`, the reason that `apply()` gives."""
@@ -79,8 +79,8 @@ class Finding:
     """The outcome with all patches: `ok`, `Type: message`, or `-` if it was not run."""
     seconds: float
     """Seconds of all runs."""
-    neighbour: str = "-"
-    """The outcome of the neighbour: `ok`, the fault as `stock: …` or `patched: …`, or `-` if there
+    control: str = "-"
+    """The outcome of the control: `ok`, the fault as `stock: …` or `patched: …`, or `-` if there
     is none or it was not run."""
 
     @property
@@ -198,8 +198,8 @@ def outcome(
     return error or "ok"
 
 
-def neighbour_outcome(run: Callable[..., list[Any]], hazard_id: str) -> str:
-    """Run a hazard's neighbour, a correct program close to the hazard, on stock and with all
+def control_outcome(run: Callable[..., list[Any]], hazard_id: str) -> str:
+    """Run a hazard's control, a correct program close to the hazard, on stock and with all
     patches. Both runs must end without an error, and give the same bits.
 
     Args:
@@ -208,14 +208,14 @@ def neighbour_outcome(run: Callable[..., list[Any]], hazard_id: str) -> str:
 
     Returns:
         `ok`; `stock: …` if stock raises; `patched: …` if it raises with the patches, or if a bit
-        differs; `-` if the hazard has no neighbour.
+        differs; `-` if the hazard has no control.
     """
-    if hazards()[hazard_id].neighbour is None:
+    if hazards()[hazard_id].control is None:
         return "-"
-    error, bits = _run_on_ranks(run, _neighbour, hazard_id, (), False)
+    error, bits = _run_on_ranks(run, _control, hazard_id, (), False)
     if error is not None:
         return f"stock: {error}"
-    error, patched = _run_on_ranks(run, _neighbour, hazard_id, patches(), True)
+    error, patched = _run_on_ranks(run, _control, hazard_id, patches(), True)
     if error is not None:
         return f"patched: {error}"
     differing = [rank for rank, (a, b) in enumerate(zip(bits, patched, strict=True)) if a != b]
@@ -256,7 +256,7 @@ def _examine(hazard: Hazard, pool: RankPool, left_out: str | None) -> Finding:
     stock = outcome(pool.run, hazard.id, applied=())
     is_there = stock != "ok" and re.search(hazard.stock_error, stock) is not None
     limit = isinstance(hazard, Limit)
-    patched = neighbour = "-"
+    patched = control = "-"
     verdict: Verdict
     if left_out is not None:
         # Another patch may repair the hazard. Without the hazard, the program proves nothing.
@@ -272,10 +272,10 @@ def _examine(hazard: Hazard, pool: RankPool, left_out: str | None) -> Finding:
         if not limit and patched != "ok":
             verdict = "not_repaired"
         else:
-            neighbour = neighbour_outcome(pool.run, hazard.id)
-            if neighbour.startswith("stock"):
+            control = control_outcome(pool.run, hazard.id)
+            if control.startswith("stock"):
                 verdict = "other_error"
-            elif neighbour.startswith("patched"):
+            elif control.startswith("patched"):
                 verdict = "false_alarm"
     return Finding(
         id=hazard.id,
@@ -283,7 +283,7 @@ def _examine(hazard: Hazard, pool: RankPool, left_out: str | None) -> Finding:
         stock=stock,
         patched=patched,
         seconds=time.perf_counter() - started,
-        neighbour=neighbour,
+        control=control,
     )
 
 
@@ -299,9 +299,9 @@ def _reproduce(hazard_id: str, applied: tuple[str, ...], helped: bool) -> None:
     _run(hazard.reproduce, helped)
 
 
-def _neighbour(hazard_id: str, applied: tuple[str, ...], helped: bool) -> object:
+def _control(hazard_id: str, applied: tuple[str, ...], helped: bool) -> object:
     _apply(hazard_id, applied)
-    return _run(hazards()[hazard_id].neighbour, helped)
+    return _run(hazards()[hazard_id].control, helped)
 
 
 def _run(program: Any, helped: bool) -> object:

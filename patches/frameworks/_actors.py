@@ -245,7 +245,7 @@ def reproduce(framework: str, *, by_init: bool) -> None:
             _expect_actor_weights(method(), receiver, "after a pass of the reference that raised")
 
 
-def neighbour(framework: str) -> object:
+def control(framework: str) -> object:
     """Send weights to engines and save while the model has the actor's own weights, as a control.
     Return these weights.
     """

@@ -47,7 +47,7 @@ def reproduce() -> None:
     _checkpoints.expect_told(lambda: run.load(folder))
 
 
-def neighbour() -> object:
+def control() -> object:
     """Save with Bridge, zero the weights, and load, as a control; return the weights' bytes."""
     run, folder = _saved()
     return _checkpoints.loaded_over(run.held[0][0].parameters(), lambda: run.load(folder))

@@ -35,9 +35,9 @@ def reproduce() -> None:
     _actors.reproduce("miles", by_init=False)
 
 
-def neighbour() -> object:
+def control() -> object:
     """Send weights to miles' engines and save while the actor's own are loaded, as a control."""
-    return _actors.neighbour("miles")
+    return _actors.control("miles")
 
 
 PATCH = Patch(

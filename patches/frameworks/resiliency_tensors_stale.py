@@ -94,7 +94,7 @@ def reproduce() -> None:
         raise Fault("a tensor that has moved is not sent: the worker writes its old memory")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Prepare three saves of a tensor that does not move, as a control.
     Return for each whether the tensor is sent.
     """

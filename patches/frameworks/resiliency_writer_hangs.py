@@ -87,7 +87,7 @@ def reproduce() -> None:
         raise Fault("the next writer does not get the tensors that the previous one had cached")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Run saves with writer processes that stay alive, as a control, and return their results."""
     return _writers.lives(importlib.import_module(_CORE))
 

@@ -40,7 +40,7 @@ def reproduce() -> None:
     _checkpoints.expect_told(lambda: strategy.load_checkpoint(model, folder))
 
 
-def neighbour() -> object:
+def control() -> object:
     """Save with SkyRL, zero the weights, and load, as a control; return the weights' bytes."""
     folder, strategy, model = _saved()
     weights = model.actor_module[0].parameters()

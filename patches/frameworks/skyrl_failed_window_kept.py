@@ -84,7 +84,7 @@ def reproduce() -> None:
     raise Fault("a step used a window that had lost gradients")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Run steps of two calls, with log-prob passes in between, one of which raises, as a control.
     Return losses and parameters' bytes.
     """

@@ -39,7 +39,7 @@ def reproduce() -> None:
     _checkpoints.expect_told(_saved())
 
 
-def neighbour() -> object:
+def control() -> object:
     """Load a checkpoint with slime, as a control; return its iteration."""
     return _saved()()[0]
 

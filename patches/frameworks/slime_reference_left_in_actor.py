@@ -39,9 +39,9 @@ def reproduce() -> None:
     _actors.reproduce("slime", by_init=True)
 
 
-def neighbour() -> object:
+def control() -> object:
     """Send weights to slime's engines and save while the actor's own are loaded, as a control."""
-    return _actors.neighbour("slime")
+    return _actors.control("slime")
 
 
 PATCH = Patch(

@@ -112,7 +112,7 @@ def reproduce() -> None:
             raise Fault(f"the gradient of {name} is off by {largest:.2g}")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Compute log-probs and entropy without gradients, as a control; return their bytes."""
     import torch
 

@@ -106,7 +106,7 @@ def reproduce() -> None:
     raise Fault("a file of the optimizer's is truncated, and weights are loaded")
 
 
-def neighbour() -> object:
+def control() -> object:
     """Save with verl, train on, and load, as a control; return the weights' bytes."""
     model, load, _ = saved()
     model.train_step(1, data_seed=1)

@@ -38,7 +38,7 @@ def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys, shar
 
 
 @pytest.mark.parametrize(
-    ("stock", "patched", "neighbour", "verdict"),
+    ("stock", "patched", "control", "verdict"),
     [
         ("ok", "ok", "ok", "stock_runs"),
         ("ValueError: something else", "ok", "ok", "other_error"),
@@ -48,13 +48,13 @@ def test_prove_shows_a_hazard_on_stock_and_its_absence_when_patched(capsys, shar
     ],
 )
 def test_prove_fails_where_release_and_case_file_disagree(
-    stock, patched, neighbour, verdict, capsys, mocker, shared_ranks
+    stock, patched, control, verdict, capsys, mocker, shared_ranks
 ):
     def outcome(run, patch_id, *, applied, helped=False):
         return patched if list(applied) else stock
 
     mocker.patch.object(proof, "outcome", outcome)
-    mocker.patch.object(proof, "neighbour_outcome", return_value=neighbour)
+    mocker.patch.object(proof, "control_outcome", return_value=control)
     code, (finding,) = proved(capsys, "pipeline-seed-offset")
     assert (code, finding["verdict"]) == (1, verdict)
 
@@ -96,7 +96,7 @@ def test_a_hazard_whose_program_needs_a_package_says_so_without_it(mocker, capsy
         assert said == ("not_applicable", "not_installed: needs einops (pip install einops)")
 
 
-#: The file, what is right there, what is wrong, and what is said of the neighbour then.
+#: The file, what is right there, what is wrong, and what is said of the control then.
 FALSE_ALARMS = {
     # A first batch that has registered more than one gradient is refused.
     "gradient-after-reduction": (
@@ -131,7 +131,7 @@ def test_the_right_program_beside_a_hazard_is_compared_by_bits_and_errors():
                 raise found
             return found
 
-        return proof.neighbour_outcome(run, "no-sync-ends-early")
+        return proof.control_outcome(run, "no-sync-ends-early")
 
     died = RankFailure(rank=0, exception_type="ValueError", message="no", traceback="")
     failed = RankError([died], {})
@@ -157,4 +157,4 @@ def test_prove_tells_of_a_patch_or_helper_that_breaks_a_right_program(tmp_path):
     assert done.returncode == 1
     assert {each["verdict"] for each in findings.values()} == {"false_alarm"}
     for name, (*_, said) in FALSE_ALARMS.items():
-        assert said in findings[name]["neighbour"]
+        assert said in findings[name]["control"]

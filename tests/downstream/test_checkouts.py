@@ -19,7 +19,7 @@ from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.source import locate
 from megatron_idempotent.proof.cpu import RankError
-from megatron_idempotent.proof.prove import neighbour_outcome
+from megatron_idempotent.proof.prove import control_outcome
 
 FRAMEWORKS = [p for p in patches().values() if p.distribution != MEGATRON]
 
@@ -78,4 +78,4 @@ def test_the_hazard_is_there_gone_with_the_patches_and_back_without_its_own(patc
         source = source_of(patch.distribution)
         return megatron_ranks(ranks, on_source, source, function, *arguments, **how)
 
-    assert neighbour_outcome(run, patch.id) in ("ok", "-")
+    assert control_outcome(run, patch.id) in ("ok", "-")

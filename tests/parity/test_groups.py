@@ -15,7 +15,7 @@ from megatron_idempotent.proof import prove
 pytestmark = pytest.mark.full
 
 AFFECTED = [each for each in prove.affected() if each in patches()]
-BESIDE = [name for name in AFFECTED if hazards()[name].neighbour is not None]
+BESIDE = [name for name in AFFECTED if hazards()[name].control is not None]
 #: Of groups of two that every release has, by default.
 SHORT = ("loss-scale", "offload")
 
@@ -47,8 +47,10 @@ def test_the_others_leave_right_programs_as_they_are_without_it(without, megatro
     rest = tuple(set(patches()) - {without})
     mates = {name for group in patches()[without].groups for name in members(group)} - {without}
     for hazard in sorted(mates & set(BESIDE)):
-        stock = prove._ended(megatron_ranks, prove._neighbour, hazard, (), False)
-        assert prove._ended(megatron_ranks, prove._neighbour, hazard, rest, True) == stock, hazard
+        stock = prove._run_on_ranks(megatron_ranks, prove._control, hazard, (), False)
+        assert prove._run_on_ranks(megatron_ranks, prove._control, hazard, rest, True) == stock, (
+            hazard
+        )
 
 
 def report_with(**statuses: tuple[str, str]) -> Report:

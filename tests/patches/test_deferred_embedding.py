@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from megatron_idempotent.patches import _deferred_embedding, _neighbours
+from megatron_idempotent.patches import _controls, _deferred_embedding
 from ranks import built, digest, on_ranks, same
 
 import megatron_idempotent
@@ -114,7 +114,7 @@ def computed_by_the_caller(applied: bool) -> list[str]:
     for overlap, steps in ((False, ((2,), (2, 3), (3,))), (True, ((3,),))):
         plain = built(applied=applied, pp=2, overlap_grad_reduce=overlap)
         other = deferring(applied=applied, overlap_grad_reduce=overlap)
-        if overlap and not _neighbours.learns(plain):
+        if overlap and not _controls.learns(plain):
             continue  # then a first window misses the gradient, too
         for number, calls in enumerate(steps):
             for model in (plain, other):

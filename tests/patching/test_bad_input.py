@@ -237,13 +237,13 @@ def helped_is_a_local_name():
     return helped
 
 
-@pytest.mark.parametrize("missing", ["reproduce", "neighbour"])
+@pytest.mark.parametrize("missing", ["reproduce", "control"])
 @pytest.mark.parametrize("wrong", [None, lambda: None, helped_is_a_local_name])
 def test_a_helper_is_shown_in_use_and_in_a_program_that_it_leaves_alone(
     missing, wrong, monkeypatch
 ):
     case = types.ModuleType("some_symptom")
-    vars(case).update(dict.fromkeys(("reproduce", "neighbour"), lambda *, helped: None))
+    vars(case).update(dict.fromkeys(("reproduce", "control"), lambda *, helped: None))
     vars(case)[missing] = wrong
     monkeypatch.setitem(sys.modules, case.__name__, case)
     said = f"is not shown in use: define {missing}(*, helped: bool)"
@@ -259,7 +259,7 @@ def test_a_hazard_takes_from_its_module_what_it_does_not_say(monkeypatch):
     limit = case.LIMIT
     assert (limit.module, limit.id, limit.ranks) == (case.__name__, "some-symptom", 2)
     assert (limit.distribution, limit.versions) == ("megatron-core", f">=0.12,<{untried()}")
-    assert (limit.reproduce, limit.neighbour) == (print, None)
+    assert (limit.reproduce, limit.control) == (print, None)
     with pytest.raises(ValueError, match="patch some-symptom links nothing upstream: give the sec"):
         _ = limit.upstream
     case.__doc__ += ", and https://example.com/x, `y`."

@@ -165,7 +165,7 @@ def test_a_patch_that_can_raise_names_a_right_program_beside_the_hazard():
     }
     assert {"gradient-after-reduction", "no-sync-ends-early"} <= raising, "the search finds them"
     assert {"replicas-differ-unnoticed"} <= raising, "in what a wrapper calls elsewhere, too"
-    without = {name for name in raising if patches()[name].neighbour is None}
+    without = {name for name in raising if patches()[name].control is None}
     assert not without, "a false alarm of theirs would go unnoticed"
 
 
@@ -183,7 +183,7 @@ def test_a_helper_that_can_raise_is_called_by_a_right_program_beside_a_hazard():
     called = {
         name
         for hazard in hazards().values()
-        if takes_help(hazard.neighbour)
-        for _, name, _ in under(hazard.module, "neighbour", PACKAGE)
+        if takes_help(hazard.control)
+        for _, name, _ in under(hazard.module, "control", PACKAGE)
     }
     assert not refusing - called, "a false alarm of theirs would go unnoticed"

@@ -235,7 +235,7 @@ STOCK = Result(
     statuses={"fits": "applied", "other": "applied"},
     reasons={"fits": "", "other": ""},
     reproductions={"fits": "Fault: it is there"},
-    neighbours={"fits": [1.0]},
+    controls={"fits": [1.0]},
     unit_tests={
         "test_repair_fits.py": {"test_it": ["failed: it is there"]},
         "test_theirs.py": {"test_theirs": ["passed"]},
@@ -272,7 +272,7 @@ def test_a_proof_that_holds_has_no_fault(clone):
             {"statuses": {"fits": "fixed_upstream", "other": "drifted"}},
             "apply() says drifted of other, not applied: ",
         ),
-        ({}, {"neighbours": {"fits": [2.0]}}, "the correct program beside fits has other bits"),
+        ({}, {"controls": {"fits": [2.0]}}, "the correct program beside fits has other bits"),
         (
             {"unit_tests": {"test_repair_fits.py": {"test_it": ["passed"]}}},
             {"unit_tests": {"test_repair_fits.py": {"test_it": ["passed"]}}},
