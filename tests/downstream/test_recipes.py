@@ -36,6 +36,9 @@ class Recipe:
     hazards: tuple[str, ...]
     absent: tuple[str, ...] = ()
     """Packages that `first` imports, and that a machine without a GPU lacks."""
+    alone: tuple[str, ...] = ()
+    """Hazards whose reproductions import their modules by themselves: those of `first` would put
+    stand-ins in their places."""
 
 
 SLIME = "backends.megatron_utils"
@@ -82,6 +85,7 @@ RECIPES = {
             "huggingface_hub",
             "peft",
         ),
+        alone=("skyrl-checkpoint-hangs",),
     ),
     "megatron-bridge": Recipe(
         "MEGATRON_BRIDGE_SOURCE",
@@ -183,7 +187,7 @@ def meet(recipe: Recipe, source: str, hazard: str, only: list[str] | None, door:
     if door:
         hook.watch()
     _standins.replace("ray")
-    for module in recipe.first:
+    for module in () if hazard in recipe.alone else recipe.first:
         _standins.import_alone(module, *recipe.absent)
     hazards()[hazard].reproduce()
     return megatron_idempotent.report()[hazard].status
