@@ -17,8 +17,8 @@ PATH = _grid.FOLDER / "certify.json"
 
 
 def grid() -> Iterator[_grid.Section]:
-    """Yield the sections of docs/certify.md's grid: the checks of a step, those of state, and the
-    words of layouts.
+    """Yield the three sections of the grid in docs/certify.md, each a table: the checks of a step,
+    the checks of state, and the words, such as "tp", of which a layout's name is made.
     """
     for title, checks in (("Checks of a step", CHECKS), ("Checks of state", STATE_CHECKS)):
         rows = [(f"`{check.name}`", check.summary) for check in checks.values()]

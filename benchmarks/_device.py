@@ -14,8 +14,8 @@ from megatron_idempotent.proof.cpu.gpu import DEVICES, chosen_device
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--device` to a parser; its default is the device that the environment names,
-    else the CPU.
+    """Add the option `--device` to an argument parser. Without the option the device is that of the
+    variable MEGATRON_IDEMPOTENT_DEVICE, or else the CPU.
     """
     parser.add_argument("--device", choices=DEVICES, type=str, default=chosen_device())
 
@@ -28,8 +28,8 @@ def add_seconds(parser: argparse.ArgumentParser) -> None:
 
 
 def rounds_within(rounds: int, seconds: float | None) -> Iterator[int]:
-    """Yield the indices of `rounds` rounds; end earlier once `seconds` have passed, but after three
-    rounds or more.
+    """Yield the indices 0 to `rounds` - 1. Stop early once `seconds` have passed, but not before
+    three indices were yielded.
 
     Pass None for `seconds` if there are several ranks: each has its own clock, so they could run
     different numbers of rounds.
@@ -55,7 +55,8 @@ def in_turn(
     warm_up: int = 1,
     limit_s: float | None = None,
 ) -> Seconds:
-    """Measure several programs, `sides`, on a rank: all of them in each round, in varying order.
+    """Time several programs, `sides`, on a rank. Each round runs all programs, in an order that
+    changes from round to round. Return each program's time per step in each round, by each clock.
 
     `before` is called with a program's name before its measurement. The program then runs `steps`
     times, and the results are divided by `steps`. Results of `warm_up` rounds are dropped.

@@ -32,7 +32,7 @@ class Bar:
 
 
 def picture(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """Return the content of an SVG file with the elements `parts`."""
+    """Return the text of an SVG file with this size and title, which shows the elements `parts`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" font-family="system-ui, sans-serif" font-size="13" '
@@ -41,17 +41,21 @@ def picture(width: float, height: float, title: str, parts: Sequence[str]) -> st
 
 
 def words(x: float, y: float, text: str, more: str = "") -> str:
-    """Return an SVG element with a line of text, whose baseline is at y."""
+    """Return an SVG element that shows the line `text`, with its baseline at y."""
     return f'<text x="{x:.6g}" y="{y:.6g}"{more}>{html.escape(text)}</text>'
 
 
 def path(points: str, colour: str = INK, more: str = "") -> str:
-    """Return an SVG element that draws the lines of the path `points`, without filling it."""
+    """Return an SVG element that draws lines without filling them; `points` is an SVG path, such as
+    "M0 0H9".
+    """
     return f'<path d="{points}" fill="none" stroke="{colour}"{more}/>'
 
 
 def number(value: float) -> str:
-    """Format a ratio with three significant digits, or three decimals from 0.9 to 1.1."""
+    """Format a ratio with three decimals if it is between 0.9 and 1.1, else with three significant
+    digits.
+    """
     return format(value, ".3f" if 0.9 < value < 1.1 else ".3g")
 
 

@@ -61,7 +61,8 @@ def about() -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """The time of a call on the GPU in milliseconds, and the memory that it takes.
+    """The median and least time of a call on the GPU in milliseconds, and the peak memory that the
+    call adds, in GB.
 
     Example:
         call = measured(make_inputs, lambda given: given[0].sum(), rounds=5)
@@ -75,7 +76,8 @@ class Call:
 
 
 def measured(prepare: Callable[[], Any], run: Callable[[Any], Any], rounds: int) -> Call:
-    """Measure the time and memory of `run` on the GPU, with new inputs of `prepare` in each round.
+    """Measure the time and memory of `run` on the GPU. In each round, `run` gets new inputs, which
+    `prepare` returns.
 
     Freeing the result is not part of the measured time.
     """

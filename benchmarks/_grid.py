@@ -18,17 +18,23 @@ Section = Mapping[str, Any]
 
 
 def section(title: str, *blocks: Block) -> Section:
-    """Return a grid's section: a title and blocks, which the site folds below the title."""
+    """Return one section of a grid, which the docs site displays: a title that unfolds the blocks
+    (texts, lists, pictures, tables) below it.
+    """
     return {"title": title, "blocks": blocks}
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Block:
-    """Return a table as a block of a grid: its column titles and rows."""
+    """Return a table as a block of a grid, which the docs site displays: a dict of the column
+    titles and the rows.
+    """
     return {"head": head, "rows": [*rows]}
 
 
 def text(sections: Iterable[Section]) -> str:
-    """Return the JSON text of a grid, which is a list of sections for the docs site, one a line."""
+    """Return a grid, a list of sections for the docs site, as JSON text with one section on each
+    line.
+    """
     lines = ",\n".join(json.dumps(section, ensure_ascii=False) for section in sections)
     return f"[\n{lines}\n]\n"
 

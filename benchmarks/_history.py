@@ -69,7 +69,9 @@ def draw(found: dict[str, list[dict[str, Any]]], pins: list[dict[str, Any]]) -> 
 
 
 def main(argv: list[str], root: Path) -> int:
-    """Copy the results of `tools/history.py` to docs/, and draw them; return the exit code."""
+    """Copy the results of `tools/history.py` from the file that `argv` names to docs/history.json,
+    and draw the picture of them; return the exit code.
+    """
     (file,) = argv
     found = json.loads(Path(file).read_text(encoding="utf-8"))
     (root / FOUND).write_text(f"{json.dumps(found, indent=1)}\n", encoding="utf-8")
@@ -78,8 +80,8 @@ def main(argv: list[str], root: Path) -> int:
 
 
 def pinned(found: dict[str, Any], root: Path) -> list[dict[str, Any]]:
-    """Return, from pyproject.toml, the commits of Megatron's own repository that frameworks pin,
-    without those named in `found`.
+    """Return the commits of Megatron's own repository that frameworks pin, as pyproject.toml lists
+    them. Leave out commits with the name of a branch in `found`.
     """
     table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     commits = table["tool"]["megatron-idempotent"]["commits"]

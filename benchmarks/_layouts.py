@@ -63,7 +63,7 @@ writes this page from [layouts.json](layouts.json), and this runs a single layou
 
 def read(folder: Path, known: Collection[str] = ADAPTERS) -> Found:
     """Read the results of `certify --json` in `folder/MEGATRON/ADAPTER.json`; return them by
-    Megatron and adapter. Each adapter must be in `known`.
+    Megatron and adapter. Raise `ValueError` for an adapter that is not in `known`.
 
     Raises:
         ValueError: there is none, one is no list of results, or of an unknown adapter.
@@ -108,8 +108,8 @@ def _runs(found: Found, adapter: str) -> dict[str, Verdicts]:
 
 
 def _summary(run: Verdicts) -> str:
-    """Return a table cell: how many layouts passed, of those judged, and the largest error as a
-    part of its bound.
+    """Return a table cell for one adapter on one Megatron: how many layouts passed, of those
+    judged, and the largest error as a fraction of the allowed error.
     """
     made = [
         [checks[name] for name in (*STEPS, "same-bits") if name in checks]
@@ -125,8 +125,8 @@ def _summary(run: Verdicts) -> str:
 
 
 def grid(found: Found) -> Iterator[_grid.Section]:
-    """Yield a grid section for each adapter, with its faults, and one for the other checks of
-    `TrainStep`.
+    """Yield the sections of docs/layouts.md's grid: for each adapter its results by layout and its
+    faults, and one section with all checks of `TrainStep`.
     """
     for adapter, title in ADAPTERS.items():
         runs = _runs(found, adapter)
@@ -149,8 +149,9 @@ def _table(runs: Mapping[str, Verdicts]) -> _grid.Block:
 
 
 def _bits(runs: Mapping[str, Verdicts]) -> list[_grid.Block]:
-    """Return a text and a table. A row has the layouts that differ only in their number of
-    replicas, a cell the numbers of replicas with equal bits.
+    """Return two blocks of a grid, an explanation and a table: on which numbers of replicas
+    training gave equal bits. A row stands for the layouts that differ only in their number of
+    replicas.
     """
     alike: dict[str, list[str]] = {}
     for layout in dict.fromkeys(layout for run in runs.values() for layout in run):
@@ -176,8 +177,8 @@ def _bits(runs: Mapping[str, Verdicts]) -> list[_grid.Block]:
 
 
 def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
-    """Return a line for each different fault of the checks with a verdict in `counted`: the
-    Megatrons, layouts and checks that have the fault, and the fault.
+    """Return a line for each distinct fault of the checks whose verdict is in `counted`. The line
+    lists the Megatrons, layouts and checks that have the fault, and then the fault.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for name, layouts in runs.items():
@@ -241,8 +242,8 @@ def line(*cells: str) -> str:
 
 
 def write(folders: Sequence[str], found: Path, read: Callable[[Path], Found]) -> Found:
-    """Merge the results in the folders into the JSON file `found`, check by check; return all
-    results in the file.
+    """Merge the results that `read` finds in the folders into the JSON file `found`, where they
+    replace results of the same checks. Return all results in the file.
     """
     known = json.loads(found.read_text("utf-8")) if found.exists() else {}
     for folder in folders:

@@ -17,7 +17,8 @@ _SPREAD = 3.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One comparison, in which all implementations compute the same outputs of the same inputs.
+    """One case of the benchmark: the sizes, the dtype and the outputs for which all implementations
+    are compared, on the same inputs.
 
     Example:
         Case(form="logits", ranks=2, dtype="float32", entropy="grad", tokens=2048, vocabulary=32768)
@@ -104,7 +105,8 @@ class Inputs:
         self.part = [self._part_of(name, whole) for name, whole in self.whole.items()]
 
     def _part_of(self, name: str, whole: Any) -> Any:
-        """Return this rank's part of an input: columns of logits, rows of the weight.
+        """Return this rank's part of an input: its columns of logits, its rows of the weight, or
+        all hidden states.
 
         Hidden states are the same on all ranks.
         """
@@ -116,7 +118,8 @@ class Inputs:
         return whole.chunk(self.case.ranks, -1 if name == "logits" else 0)[rank].contiguous()
 
     def fresh(self) -> Given:
-        """Return this rank's inputs for one run of an implementation, which can be differentiated.
+        """Return this rank's inputs for one run of an implementation, as tensors for which autograd
+        computes gradients.
 
         Logits are the output of an autograd function, hidden states and weight are leaves.
         """
@@ -152,11 +155,15 @@ class Inputs:
 
 
 def as_output(values: Any) -> Any:
-    """Return a copy that autograd treats as the output of a layer."""
+    """Return a copy of a tensor that autograd treats as the output of a layer: it is not a leaf,
+    and keeps no gradient.
+    """
     import torch
 
     class Output(torch.autograd.Function):
-        """Copies a tensor to one that is neither a leaf nor a view, and does not keep gradients."""
+        """Returns a copy of `values` that is neither a leaf nor a view, and does not keep its
+        gradient.
+        """
 
         @staticmethod
         def forward(_ctx: Any, _weight: Any) -> Any:

@@ -30,8 +30,8 @@ PUBLISHED = {"SkyRL, torch": (4.3, 3.7), "SkyRL, Triton": (9.9, 0.88)}
 
 
 def cases(options: Any) -> Iterator[Case]:
-    """Yield the cases: from logits, with tokens that fit into memory together with their gradients,
-    then from hidden states.
+    """Yield the cases to measure: first from logits, with so few tokens that logits and gradients
+    fit into memory, then from hidden states.
     """
     common: dict[str, Any] = {"ranks": 1, "vocabulary": COLUMNS, "features": FEATURES}
     for dtype, tokens in (("bfloat16", 8192), ("bfloat16", 32768), ("float32", 8192)):
@@ -43,7 +43,8 @@ def cases(options: Any) -> Iterator[Case]:
 
 
 def sides(case: Case) -> tuple[list[Side], dict[str, str]]:
-    """Return the implementations that can run a case, and the reason for each that cannot.
+    """Return the implementations that can run a case, and, by package, the reason why a package's
+    implementations are missing.
 
     They are this library's, Megatron's, plain torch, and other libraries'.
     """
@@ -96,8 +97,9 @@ def _group() -> Any:
 
 
 def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[dict[str, Any]]:
-    """Yield a row for each implementation: the time of its forward, and of forward with backward,
-    as fractions of the attainable speed.
+    """Yield a row for each implementation with two times, of its forward and of forward with
+    backward. Each time has a fraction: the least time that the GPU's speed allows ÷ the measured
+    time.
     """
     import torch
 
@@ -140,8 +142,8 @@ def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[
 
 
 def tuned(rounds: int, copied: float) -> Iterator[dict[str, Any]]:
-    """Measure the kernels for logits with each of their shapes (warps, loads, stages); yield each
-    speed as a fraction of the copy's bandwidth.
+    """Measure the kernels for logits with each of their shapes (warps, loads, stages). Yield for
+    each shape the time, and the least time that the bandwidth of a copy allows ÷ that time.
     """
     import torch
 
@@ -187,7 +189,9 @@ def tuned(rounds: int, copied: float) -> Iterator[dict[str, Any]]:
 
 
 def aims(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return this library's results, each with its target on an H100 or H200."""
+    """Select this library's results from `found`; return the speeds, seconds and memory of
+    interest, each with its target on an H100 or H200.
+    """
     held: dict[str, Any] = {}
     for row in found:
         if row["side"] != "consume" and row["side"] != "hidden":

@@ -100,14 +100,18 @@ def measured(case: Case, rounds: int, peers: Sequence[str]) -> Found:
 
 
 def _words(refusal: Exception) -> str:
-    """Return an error's type and first line; for an assertion without a message, its code."""
+    """Return an error's type and the first line of its message; without a message, the line of code
+    that raised it.
+    """
     lines = str(refusal).strip().splitlines()
     said = lines[0] if lines else traceback.extract_tb(refusal.__traceback__)[-1].line
     return f"{type(refusal).__name__}: {said}"
 
 
 def _step(side: Side, inputs: Inputs, given: Given) -> tuple[Any, Any, list[Any]]:
-    """Run forward and backward; return log-probs, entropies, and the gradients of leaf inputs."""
+    """Run an implementation's forward and backward. Return log-probs, entropies, and the gradients
+    of hidden states and weight, which are [] if the inputs are logits.
+    """
     import torch
 
     logprob_N, entropy_N = side.run(given)

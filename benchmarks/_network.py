@@ -26,7 +26,9 @@ class Network:
         self._free_at = 0.0
 
     def install(self) -> None:
-        """Delay all asynchronous data-parallel reductions of this process, until it ends."""
+        """Delay all asynchronous gradient reductions of this process from now on: the `wait` of a
+        reduction returns only when the simulated link has delivered the bytes.
+        """
         from megatron.core.distributed import param_and_grad_buffer
 
         groups = param_and_grad_buffer._ParamAndGradBucketGroup

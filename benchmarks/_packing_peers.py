@@ -23,7 +23,9 @@ Packer = Callable[[Sequence[int], int, int], list[list[list[int]]]]
 
 
 def peers() -> dict[str, Packer | str]:
-    """Return the sequence packers of NeMo-RL and verl by name, or the reason why one is missing."""
+    """Return by name the sequence packers of NeMo-RL and verl; instead of a packer that is missing,
+    the reason.
+    """
     found: dict[str, Packer | str] = {}
     nemo, verl = os.environ.get("NEMO_RL_SOURCE"), os.environ.get("VERL_SOURCE")
     for name in ("modified_first_fit_decreasing", "first_fit_decreasing", "concatenative"):
@@ -54,7 +56,8 @@ def _nemo(source: str, name: str) -> Packer:
 
 
 def _verl(source: str) -> Packer:
-    """Return verl's packer, which balances the work between ranks, then between microbatches.
+    """Return verl's packer, which balances the work between ranks, and then between the
+    microbatches of each rank.
 
     These are the steps of verl's `_balance_batch` and `rearrange_micro_batches`. Only three
     functions of verl's file are executed, because the file imports a trainer's dependencies.

@@ -49,7 +49,8 @@ def progress(part: str) -> None:
 
 
 def leaves(at: str, found: Any) -> Iterator[tuple[str, float | str]]:
-    """Yield each number and text in nested results, with the path to it, joined by commas.
+    """Yield (path, value) for each number and text in nested results; the path has all keys on the
+    way to the value, joined by commas.
 
     In a path, a row of a list is named by its texts and the fields in `_NAMES`, else by its index.
     """
@@ -92,8 +93,8 @@ def machine(*, busy: bool = False) -> dict[str, Any]:
 
 
 def _use(seconds: float = 1.0) -> float | None:
-    """Measure the average utilization of a core over `seconds`, from 0 to 1; None without
-    /proc/stat.
+    """Measure for `seconds` how busy this machine's cores are on average, from 0 to 1; return None
+    without /proc/stat.
     """
     before = _times()
     if before is None:
@@ -125,7 +126,7 @@ def _version(distribution: str) -> str | None:
 
 
 def captured(name: str, main: Callable[[], None]) -> Any:
-    """Run a benchmark's `main`, and return the JSON that it prints.
+    """Run a benchmark's `main`, and return what it prints to standard output, parsed as JSON.
 
     Raises:
         ValueError: the output is not one JSON object.

@@ -95,7 +95,9 @@ def _runs(found: Found, adapter: str) -> dict[str, Verdicts]:
 
 
 def _summary(run: Verdicts) -> str:
-    """Return a table cell: how many checks of state passed, of those that were run."""
+    """Return a table cell for one checkpoint format on one Megatron: how many checks of state
+    passed, of those that were run.
+    """
     cells = [_cell(name, run) for name in STATE_CHECKS]
     passed, failed = cells.count("ok"), cells.count("no")
     if not passed + failed:

@@ -121,8 +121,8 @@ def _measure(
 
 
 def _commit_of(folder: Path) -> Path:
-    """Copy the installed Megatron into a folder, with a line more in each file, to stand for a
-    commit that is no release.
+    """Copy the installed Megatron into a folder, and append a line to each file, so that the copy
+    counts as a commit and not as a release. Return the folder.
     """
     (place,) = find_spec("megatron.core").submodule_search_locations  # type: ignore[union-attr]
     shutil.copytree(Path(place).parent, folder / "megatron")

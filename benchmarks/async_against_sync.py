@@ -43,7 +43,9 @@ def write_task(tokens: int, folder: Path) -> Path:
 
 
 def speed(arguments: list[str], tokens: int, steps: int, folder: Path) -> float:
-    """Run a training with these arguments; return the response tokens trained per second."""
+    """Run the command `train` with these arguments; return the response tokens trained per second,
+    without set-up and the first steps.
+    """
     data = write_task(tokens, folder)
     out = folder / f"run-{len(list(folder.iterdir()))}"
     settings = {

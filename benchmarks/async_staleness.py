@@ -165,7 +165,9 @@ class Weights:
 
 
 class Trainer:
-    """Implements `Policy`, `Recipe` and `Prompts`; sleeps instead of training."""
+    """Implements the controller's `Policy`, `Recipe` and `Prompts`; sleeps in virtual time instead
+    of training.
+    """
 
     def __init__(self) -> None:
         self.oldest: list[dict[int, int]] = []
@@ -215,7 +217,9 @@ class Trainer:
 
 
 class WatchedFleet(Fleet):
-    """A `Fleet` that records the trainer's and the published version at the start of each group."""
+    """A `Fleet` that records, whenever a group starts, the trainer's weight version and the version
+    published to the engines.
+    """
 
     def __init__(self, trainer: Trainer, engines: Sequence[Engine]) -> None:
         super().__init__(engines, source=Weights(), requests=requests, score=score)
@@ -235,8 +239,8 @@ class WatchedFleet(Fleet):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """The results of one simulated run. All except the two sums cover the steps after the window
-    was full.
+    """The results of one simulated run. All except the two sums cover only the steps after the
+    window of staleness was full.
     """
 
     busy: float
@@ -253,8 +257,8 @@ class Cell:
 
 
 def measure(engines: int, window: int, steps: int) -> Cell:
-    """Simulate a run of `steps` optimizer steps with so many engines and this window of staleness;
-    return its results.
+    """Simulate a run of `steps` optimizer steps with `engines` engines and a staleness of up to
+    `window` versions; return its results.
 
     Raises:
         ValueError: `steps` is too small for a measurement after the window is full.
@@ -312,7 +316,9 @@ def measure(engines: int, window: int, steps: int) -> Cell:
 
 
 def main() -> None:
-    """Print a table with a row per number of engines, cell by cell; with --json one object."""
+    """Print a table with a row per number of engines, each cell once its run is simulated. With
+    `--json` also print the results as one JSON object.
+    """
     parser = options(__doc__)
     parser.add_argument("--engines", default="8,32,128,1024", help="numbers of engines")
     parser.add_argument("--staleness", default="0,1,2,4,8", help="windows of staleness")

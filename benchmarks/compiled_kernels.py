@@ -58,8 +58,9 @@ class Program:
 
 
 def programs(every_shape: bool) -> Iterator[Program]:
-    """Yield a `Program` for each Triton kernel: of log-probs on logits with adjacent columns, and
-    of quantization.
+    """Yield a `Program` for each variant of each Triton kernel, of log-probs and of FP8
+    quantization. Variants differ in dtype, outputs and shape; without `every_shape` only shapes in
+    use are yielded.
     """
     from megatron_idempotent.fp8 import triton_blockwise
     from megatron_idempotent.logprobs.triton_kernels import SHAPES
@@ -90,8 +91,8 @@ def programs(every_shape: bool) -> Iterator[Program]:
 
 
 def _of_tokens() -> Iterator[Program]:
-    """Yield a `Program` for each kernel that combines a token's partial results into its
-    statistics, in float64.
+    """Yield a `Program` for each of the kernels that compute in float64 per token: two combine
+    partial results into statistics, and one computes coefficients of the gradient.
     """
     from megatron_idempotent.logprobs import on_gpu
 
@@ -208,25 +209,33 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _widths(ptx: str, kind: str) -> int:
-    """Return the bits of a kernel's widest access to global memory: `kind` is "ld" or "st"."""
+    """Return the width in bits of the widest access to global memory in a kernel's PTX: of a load
+    if `kind` is "ld", of a store if it is "st".
+    """
     found = re.findall(rf"\b{kind}\.global\S*?(?:\.v(\d))?\.[a-z](\d+)\b", ptx)
     return max((int(vector or 1) * int(bits) for vector, bits in found), default=0)
 
 
 def _copied(ptx: str) -> int:
-    """Return the bits of a kernel's widest asynchronous copy to shared memory; 0 if it has none."""
+    """Return the width in bits of the widest asynchronous copy to shared memory in a kernel's PTX;
+    0 if there is none.
+    """
     found = re.findall(r"cp\.async\.c[ag]\.shared\.global\S* \[.*?\], \[.*?\], (?:0x)?(\w+)", ptx)
     return max((int(each, 16) * 8 for each in found), default=0)
 
 
 def compiled(*, every_shape: bool = False, capability: int = 90) -> Iterator[Compiled]:
-    """Compile all kernels of `programs`, about a second each, and yield the facts about each."""
+    """Compile all kernels of `programs`, about a second each, and yield a `Compiled` for each
+    kernel.
+    """
     for program in programs(every_shape):
         yield compile_one(program, capability)
 
 
 def main() -> None:
-    """Compile the kernels, and print one line per kernel."""
+    """Compile the kernels, and print the numbers of each kernel, or with `--json` all as one JSON
+    list.
+    """
     parser = options(__doc__)
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--capability", type=int, default=90)

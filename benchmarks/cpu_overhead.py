@@ -26,8 +26,8 @@ MICROBATCHES = 8
 
 @contextlib.contextmanager
 def bare() -> Iterator[None]:
-    """Restore torch's own functions that `placement` wraps, within the block; torch.cuda stays
-    emulated.
+    """Put torch's own functions back within the block, in place of those that the CPU runtime wraps
+    to choose a device. `torch.cuda` stays emulated.
     """
     import torch
 

@@ -26,7 +26,8 @@ PAGE_KIB = os.sysconf("SC_PAGESIZE") / 1024
 
 
 def _environment(folder: Path, hook: str) -> Path:
-    """Make a virtual environment with this package on its path; return its Python.
+    """Make a virtual environment that has this package on its path, and a .pth file with the
+    content `hook`; return the path of its Python.
 
     `hook` is the content of the hook's .pth file.
     """
@@ -39,7 +40,9 @@ def _environment(folder: Path, hook: str) -> Path:
 
 
 def _measure(python: Path, environ: dict[str, str]) -> tuple[float, float]:
-    """Start Python once; return its CPU time in milliseconds and its resident memory in KiB."""
+    """Start Python once; return the CPU time in milliseconds and the resident memory in KiB when
+    its program begins.
+    """
     started = [python, "-c", PROGRAM]
     done = subprocess.run(started, env=environ, capture_output=True, text=True, check=True)
     seconds, pages = done.stdout.split()

@@ -46,7 +46,9 @@ T = 256
 
 
 def lengths_of(seed: int, number: int, budget: int, longest: int) -> list[int]:
-    """Draw `number` log-normal lengths, with a mean of an eighth of the budget and sigma 1."""
+    """Draw `number` sequence lengths from a log-normal distribution with a mean of an eighth of
+    `budget` and sigma 1, cut off at `longest`.
+    """
     draw = random.Random(seed)
     location = math.log(budget / 8) - 0.5
     return [max(1, min(longest, int(draw.lognormvariate(location, 1)))) for _ in range(number)]
@@ -79,7 +81,9 @@ def each_rank(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list
 
 
 def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) -> dict[str, float]:
-    """Run a packer; return how full its microbatches are, and how equal between ranks."""
+    """Run a packer once. Return measures of the result, by name: how full the microbatches are,
+    what part of the time ranks wait for each other, and the milliseconds that packing took.
+    """
     start = time.perf_counter()
     found = packer(lengths, budget, ranks)
     took = time.perf_counter() - start
@@ -103,8 +107,9 @@ def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) ->
 
 
 def bins(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure each packer on lengths drawn with several seeds. Return the means of its measures
-    over the seeds; of `above`, the fullest microbatch ÷ the budget, return the maximum.
+    """Measure each packer on lengths drawn with several seeds. Return the means over the seeds by
+    packer, or the reason why a packer is missing; of `above`, the fullest microbatch ÷ the budget,
+    the maximum.
     """
     sides: dict[str, Packer | str] = {
         "ours, of the whole batch": whole(0.0),
@@ -156,7 +161,9 @@ class _Loss:
 
 
 def steps(hidden: int, rounds: int, rows: int) -> dict[str, float]:
-    """Measure packed and padded steps on a rank; return median ratios of times and of tokens."""
+    """Measure steps with packs and with padded rows on a rank. Return packs ÷ padded rows: the
+    median ratio of CPU times, and the ratio of tokens.
+    """
     import torch
 
     import megatron_idempotent

@@ -56,7 +56,8 @@ picture is the limit that we hold a number to.
 
 
 def read(folder: Path) -> Runs:
-    """Read the results of `python -m benchmarks --json` in `folder/NAME.json`.
+    """Read the results that `python -m benchmarks --json` wrote to `folder/NAME.json`; return them
+    by benchmark.
 
     Raises:
         ValueError: there is none, one is no result, or is of an unknown benchmark.
@@ -131,7 +132,9 @@ def _decided(name: str, template: str, run: Mapping[str, Any]) -> str:
 
 
 def grid(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> Iterator[_grid.Section]:
-    """Yield a section for each benchmark: sentences, a picture, and all of its ratios."""
+    """Yield a section of docs/benchmarks.md's grid for each benchmark: sentences, a picture, and
+    all of its ratios.
+    """
     for name, meaning in MEANINGS.items():
         shown = {label: runs[name] for label, runs in machines.items() if name in runs}
         if not shown:
@@ -168,8 +171,8 @@ def pictures(machines: Mapping[str, Runs]) -> dict[str, str]:
 
 
 def _sentences(name: str, numbers: Mapping[str, float]) -> Iterator[str]:
-    """Yield the benchmark's sentences filled with ratios, if this machine has measured their
-    ratios.
+    """Yield the sentences that meanings.toml has about a benchmark, filled with the ratios in
+    `numbers`. A sentence with a ratio that was not measured is left out.
     """
     for sentence in MEANINGS[name]["says"]:
         filled = _filled(sentence, numbers)
@@ -236,7 +239,9 @@ def _busy(run: Mapping[str, Any]) -> bool:
 
 
 def summaries(root: Path) -> dict[str, str]:
-    """Return the first sentence of each benchmark's own documentation; import none of them."""
+    """Return the first paragraph of each benchmark's module docstring, by name; no benchmark is
+    imported.
+    """
     found = {}
     for name in MEANINGS:
         text = (root / "benchmarks" / f"{name}.py").read_text("utf-8")

@@ -18,7 +18,7 @@ CALLS = 10
 
 
 def rank_sum() -> float:
-    """All-reduce the rank's number on each rank; return the sum."""
+    """Sum the numbers of all ranks by an all-reduce; return the sum on each rank."""
     import torch
 
     number = torch.tensor([float(torch.distributed.get_rank())])

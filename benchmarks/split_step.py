@@ -89,7 +89,9 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
 
 
 def _in_turn(rounds: int, sides: Any, clocks: Any, limit_s: float | None = None) -> Seconds:
-    """Measure the kinds of steps alternately; an unmeasured step first warms the caches."""
+    """Measure the kinds of steps alternately. Before each measurement, one step of the same kind
+    runs unmeasured, to warm the caches.
+    """
     how = {"clocks": clocks, "steps": STEPS, "warm_up": WARM_UP, "limit_s": limit_s}
     return in_turn(rounds, sides, before=lambda name: sides[name](), **how)
 
@@ -102,8 +104,8 @@ def times(
     rows: int = 2,
     limit_s: float | None = None,
 ) -> Seconds:
-    """Measure all kinds of steps on a rank; return for each kind and round: wall seconds, CPU
-    seconds, and wall seconds within the call.
+    """Measure all kinds of steps on a rank. Return for each kind and round: wall seconds, CPU
+    seconds, and wall seconds within the call of Megatron's schedule or of `microbatch`.
     """
     built, sides = _sides(hidden, microbatches, rows, **options)
     clocks = (time.perf_counter, time.process_time, lambda: built.call_s)
@@ -118,8 +120,9 @@ def times_on_device(rounds: int, hidden: int, sequence: int, limit_s: float | No
 
 
 def exposed(rounds: int, hidden: int, latency_s: float, bytes_per_s: float) -> tuple[Seconds, int]:
-    """Measure steps on a rank with a simulated network: their wall time, and the communication that
-    computation does not hide.
+    """Measure all kinds of steps on a rank with a simulated network. Return for each its wall time
+    and the time of communication that computation does not hide; also return the bytes of the
+    gradient buffers.
 
     Returns:
         Wall seconds and seconds of exposed communication of each kind of step, and the bytes of

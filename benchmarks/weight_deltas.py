@@ -144,8 +144,8 @@ def _encoded(new: dict[str, Any], old: dict[str, Any]) -> dict[str, float]:
 
 
 def _others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """Encode the change from `old` to `new` in other libraries' formats; return for each its bytes
-    ÷ the model's, and GB/s.
+    """Encode the change from `old` to `new` in other libraries' formats. Return by format the
+    encoded bytes ÷ the model's bytes, and the rate of encoding in GB/s.
     """
     import torch
 
@@ -176,8 +176,8 @@ def _others(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
 
 
 def updates(transport: str, rounds: int) -> dict[str, float]:
-    """Send full updates and deltas from rank 0 to rank 1; return on rank 0 the median CPU seconds
-    of both ranks together.
+    """Send full updates and deltas alternately from rank 0 to rank 1. Return on rank 0 the median
+    CPU seconds of both ranks together, and ratios of deltas to full updates; on rank 1 {}.
     """
     import torch
     import torch.distributed as dist
@@ -273,7 +273,8 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
 
 
 def on_device(rounds: int) -> dict[str, Any]:
-    """Encode and apply deltas of weights on a rank's device; return their rates, and a ratio.
+    """Encode and apply deltas of weights on a rank's device. Return the rates in GB/s, and the time
+    of comparing weights on the device ÷ that of comparing them on the host.
 
     The two encodings compare on the device, and on the host after a copy.
     """

@@ -37,7 +37,8 @@ LAYOUTS = {"tensor parallel": {"tp": 2}, "two stages": {"pp": 2}}
 
 
 def make_source(megabytes: int, layout: dict[str, int], senders: Sequence[int] = (1,)) -> list[Any]:
-    """Make a float32 model of about `megabytes` on a rank; return sources that export its weights.
+    """Make a float32 model of about `megabytes` on a rank; return one source that exports its
+    weights for each number of sending ranks in `senders`.
 
     Returns:
         A source of its weights for each number in `senders`.
@@ -96,8 +97,9 @@ def _fetch_only(source: Any, bucket_bytes: int) -> None:
 def measure(
     rounds: int, megabytes: int, bucket_bytes: int, layout: dict[str, int]
 ) -> tuple[dict[str, list[float]], int, float]:
-    """Measure the seconds of exporting a model's weights, and of `save_file` on the same tensors,
-    on a rank; measure an export's peak memory.
+    """Measure on a rank the seconds of exporting a model's weights, and of `save_file` on the same
+    tensors. Return these, the model's bytes, and the export's peak memory ÷ (bucket + largest
+    tensor).
 
     Returns:
         The seconds of each round, the bytes of the model, and the peak memory ÷ (bucket + largest

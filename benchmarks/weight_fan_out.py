@@ -67,7 +67,7 @@ def make(folder: str) -> Exports:
 
 
 def make_engine(folder: str, name: str) -> Any:
-    """Make an inference engine in an actor, from the checkpoint in `folder`."""
+    """Make an inference engine in the calling Ray actor, from the checkpoint in `folder`."""
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
 
     return TransformersEngine(folder, name=name)

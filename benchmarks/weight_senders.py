@@ -34,7 +34,9 @@ BUCKET_BYTES = 32 << 20
 
 
 class Worker(Exports):
-    """Exports a model with a number of senders that can be changed between exports."""
+    """A rank's worker that exports a model's weights. The number of ranks that send can be changed
+    between two exports.
+    """
 
     def __init__(self, megabytes: int) -> None:
         self._sources = make_source(megabytes, {"pp": STAGES}, SENDERS)

@@ -138,7 +138,8 @@ class Streams:
             self._samples.append(await self._engine.generate(request))
 
     async def stop(self) -> tuple[int, int, int]:
-        """Wait until the running requests end, and start no further ones.
+        """Start no further requests, and wait until the running ones end. Return how many tokens
+        were requested, how many were sampled, and the most weight versions within one response.
 
         Returns:
             The numbers of requested and sampled tokens, and the most versions in one response.
@@ -186,7 +187,9 @@ def _model(folder: Path, hidden: int) -> tuple[list[Any], Any]:
 
 
 def _train(chunks: list[Any], changed: float = 1.0) -> None:
-    """Change a random fraction of the elements slightly, in place of an optimizer step."""
+    """Multiply a random fraction of the weights by 1.0001, instead of an optimizer step; `changed`
+    is the fraction.
+    """
     import torch
 
     with torch.no_grad():

@@ -22,7 +22,9 @@ from megatron_idempotent.proof import cpu
 
 
 def measure(name: str, rounds: int, megabytes: int) -> list[float]:
-    """Send buckets from rank 0 to rank 1; rank 0 returns the GB/s of each except the first."""
+    """Send buckets from rank 0 to rank 1 by the transport `name`. Return on rank 0 the GB/s of each
+    bucket except the first, and on rank 1 [].
+    """
     import torch
     import torch.distributed as dist
 

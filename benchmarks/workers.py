@@ -61,7 +61,9 @@ def make(megabytes: int) -> Worker:
 async def measure(
     calls: int, rounds: int, megabytes: int, make_ranks: Callable[[WorkerSpec, int], RankGroup]
 ) -> dict[str, float]:
-    """Measure calls of ranks, losses of a rank, and new starts; return medians in milliseconds."""
+    """Measure calls on ranks, the time until the loss of a killed rank is reported, and restarts of
+    all ranks; return medians in milliseconds.
+    """
     import torch
 
     ranks = make_ranks(WorkerSpec(factory="benchmarks.workers:make", argument=megabytes), RANKS)

@@ -16,8 +16,8 @@ VOCABULARY = 64
 
 
 def run() -> list[float]:
-    """Compute each sequence's log-prob from one packed row, of whose logits this rank has only some
-    columns.
+    """Return each sequence's log-prob, the sum over its tokens, computed from one row that packs
+    all sequences. This rank has only some columns of the row's logits.
     """
     import torch
     import torch.distributed as dist
@@ -39,7 +39,9 @@ def run() -> list[float]:
 
 
 def alone() -> list[float]:
-    """Compute each sequence's log-prob on one rank, one at a time, with torch's log_softmax."""
+    """Return each sequence's log-prob, computed on one rank, one sequence at a time, with torch's
+    `log_softmax`.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -31,7 +31,9 @@ class SglangEngine:
     def __init__(
         self, url: str, *, checkpoint: Path, directory: Path, name: str = "sglang", version: int = 0
     ) -> None:
-        """Take the server's URL, and its `--model-path` and `--weight-version` as started."""
+        """Take the server's URL, and the `--model-path` (`checkpoint`) and `--weight-version`
+        (`version`) with which it was started.
+        """
         self.name = name
         self._client = HttpClient(url, engine=name)
         self._checkpoint, self._directory = checkpoint, directory
@@ -122,7 +124,9 @@ class SglangEngine:
             self._staging = False
 
     async def commit(self, update_id: str) -> int:
-        """Load the staged folder. If that fails, the engine is DIRTY until a commit succeeds."""
+        """Make the server load the folder of the staged update. If that fails, the engine is DIRTY
+        until a commit succeeds.
+        """
         if update_id == self._last and not self._torn:
             return self._version
         if not self._paused or self._staged is None or self._staged[0].id != update_id:

@@ -16,7 +16,9 @@ from megatron_idempotent.proof import cpu
 
 
 class NextToken:
-    """Sums negative log-probs over the valid tokens; `TrainStep` divides by their number."""
+    """Sums negative log-probs over the valid tokens; `TrainStep` divides the sum by the number of
+    these tokens.
+    """
 
     kind = "token"
     normalizers = {"nll": "tokens"}  # noqa: RUF012

@@ -52,7 +52,9 @@ def train(url: str) -> list[str]:
 
 
 async def serve(url: str) -> None:
-    """Load new versions from the bucket into an engine, until it has the last one."""
+    """Load new versions of the weights from the bucket into an engine, until the engine has the
+    last version.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
