@@ -199,8 +199,9 @@ def outcome(
 
 
 def control_outcome(run: Callable[..., list[Any]], hazard_id: str) -> str:
-    """Run a hazard's control, a correct program close to the hazard, on stock and with all
-    patches. Both runs must end without an error, and give the same bits.
+    """Run a hazard's control, a correct program close to the hazard, on stock and with all patches.
+    Return "ok" if both runs succeed with the same bits, else the fault; "-" if the hazard has no
+    control.
 
     Args:
         run: as for `outcome`.

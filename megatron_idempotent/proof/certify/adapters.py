@@ -291,8 +291,8 @@ class FSDPSplitStep(SplitStep):
 
 
 class Megatron(Stateful):
-    """Adapts Megatron alone to the checks: `finish` calls its schedule once, over all rows of a
-    step.
+    """Adapts Megatron without `TrainStep` to the checks: `microbatch` only collects rows, and
+    `finish` calls Megatron's schedule once over all of them.
     """
 
     cannot: Mapping[str, str] = MappingProxyType(
@@ -417,7 +417,8 @@ def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
 @contextlib.contextmanager
 def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
     """Yield a function to call before a microbatch's forward. If the loss is a mean over sequences,
-    it scales the coefficients of the microbatch's MoE and MTP losses by sequences / positions.
+    the function multiplies the coefficients of MoE and MTP losses by the microbatch's sequences ÷
+    positions.
 
     Megatron multiplies each loss by the positions of its microbatch, and divides by the number that
     the loss functions return. If that counts sequences, the result is positions / sequences times

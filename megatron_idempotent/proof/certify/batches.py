@@ -155,8 +155,8 @@ def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
 
 
 def of_positions(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
-    """Return the token loss as a sum and a count: the losses at this rank's counted positions, each
-    times its row's scale, and the number of these positions.
+    """Return the token loss as a sum and a count: the sum of the losses at this rank's counted
+    positions, each times the scale of its row, and the number of these positions.
     """
     if is_pack(rows):
         fields = token_fields(rows)
@@ -166,8 +166,8 @@ def of_positions(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
 
 
 def of_sequences(output: Tensor, rows: Rows | Packed) -> tuple[Tensor, Tensor]:
-    """Return the sequence loss as a sum and a count: each sequence's mean loss times its scale, and
-    the number of sequences.
+    """Return the sequence loss as a sum and a count: the sum of each sequence's mean loss times its
+    scale, and the number of sequences with counted positions.
 
     Each mean is over the positions that count. Where ranks share positions, a rank returns its part
     of these means, and counts the sequences of which it has the first position.

@@ -65,16 +65,16 @@ class Bench(LayoutModel, LayoutRows):
 
     @property
     def multiple(self) -> int:
-        """The factor by which the number of microbatches of each call must be divisible: the number
-        of pipeline stages with virtual stages, else 1.
+        """The number of microbatches of each call must be a multiple of this: the number of
+        pipeline stages if there are virtual stages, else 1.
         """
         return self.layout.sizes["pp"] if self.layout.sizes["vpp"] > 1 else 1
 
     def take(
         self, calls_of: Calls, *, between: Callable[[], object] | None = None, cause: str = ""
     ) -> None:
-        """Run one step of the adapter; raise `Wrong` unless its update, norm and loss are right for
-        the rows of all replicas.
+        """Run one step of the adapter; raise `Wrong` unless the step's parameters, gradient norm
+        and loss are right for the rows of all replicas.
 
         `between` is called before each microbatch and after the last. `cause` names what came
         before the step, for errors.
@@ -252,8 +252,8 @@ class Bench(LayoutModel, LayoutRows):
         )
 
     def hold_logprobs(self, rows: Rows, lengths_B: Tensor, logprobs_BT: Any) -> None:
-        """Raise `Wrong` unless the adapter's log-probs are right at all positions with a next
-        token.
+        """Raise `Wrong` unless the adapter's log-probs, at all positions with a next token, are
+        within a bound of those computed in float64.
 
         Raises:
             Wrong: other values, no tensor [B, T], or None on all ranks of a replica.
@@ -363,8 +363,8 @@ class Bench(LayoutModel, LayoutRows):
         finished: Finished,
         everybody: Sequence[Rows],
     ) -> None:
-        """Raise `Wrong` if a step has changed the parameters otherwise than the right gradient
-        would. `coasting` are the parameters after a step with a zero gradient.
+        """Raise `Wrong` unless a step has changed the parameters as the right gradient would,
+        within a bound. `coasting` are the parameters after a step with a zero gradient.
         """
         names = list(expected)
 
@@ -414,7 +414,7 @@ class Bench(LayoutModel, LayoutRows):
         self, everybody: Sequence[Rows], truth: Truth, moved: Tensor, right: Tensor, near: float
     ) -> str:
         """Return a hint for an error: the calls whose rows count more or less than once in a wrong
-        gradient, each with its factor. Return "" if such factors do not explain the gradient.
+        gradient, and how many times they count. Return "" if no such counts explain the gradient.
 
         All ranks take part. A step is the sum of its calls, each of which may have a factor.
         """
@@ -439,8 +439,8 @@ class Bench(LayoutModel, LayoutRows):
         return f"; the rows {', '.join(wrong[:4])}" if wrong else ""
 
     def _clipped(self, finished: Finished, truth: Truth, factor: float) -> str:
-        """Return a hint that the step may clip gradients, if its gradient is too small and the norm
-        that it reports is right; else return "".
+        """Return a hint that the step may clip gradients, if the gradient is smaller than the right
+        one although the reported norm is right; else return "".
         """
         norm = finished.grad_norm
         if not 0 < factor < 1 or norm is None:

@@ -119,8 +119,8 @@ class DistCheckpoint(SplitStep):
         return str(folder)
 
     def _models(self) -> dict[str, Any]:
-        """Return each chunk's sharded state dict, by Megatron's key for the chunk: "model",
-        "model0".
+        """Return each chunk's sharded state dict, by Megatron's key for the chunk: "model" for a
+        single chunk, else "model0", "model1".
         """
         several = len(self.subject.chunks) > 1
         return {

@@ -57,8 +57,8 @@ Run = TypeVar("Run", bound=Callable[..., None])
 
 
 def entering(checks: dict[str, Check], **defaults: Any) -> Callable[..., Callable[[Run], Run]]:
-    """Return a decorator that registers a function as a `Check` in `checks`, under its own name or
-    `name`.
+    """Return a function that makes decorators: a function decorated with `@check(summary)` is
+    registered as a `Check` in `checks`, under its own name or `name`.
 
     The decorator takes the check's summary and other fields of `Check`, for which there are
     `defaults`.
@@ -199,8 +199,8 @@ def sizes_change(bench: Bench) -> None:
 
 
 def _many_counted(bench: Bench) -> Calls:
-    """Return the rows of a step in which more than 2,048 positions count, too many for a count in
-    float16.
+    """Return the rows of a step in which more than 2,048 positions count, so that a count kept in
+    float16 would be wrong.
 
     float16 has no odd numbers above 2,048: a count in it does not grow by ones, and an odd sum is
     rounded. That changes the gradient by 1 / 2,200, which is above the bound of float64.
@@ -225,8 +225,9 @@ def _many_counted(bench: Bench) -> Calls:
 
 
 def _many_alike(bench: Bench) -> Calls:
-    """Return the rows of a step that repeats one microbatch at least 81 times. The first has a loss
-    512 times as large as the others, which a sum in bfloat16 would lose.
+    """Return the rows of a step that repeats one microbatch at least 81 times. The first microbatch
+    has a loss 512 times as large as each other one, so that a sum in bfloat16 would lose the
+    others.
 
     Each of the others is less than half of the last bit of a sum in bfloat16 that begins with the
     first: it would be lost. All others are 13.5 % of the gradient, above the bounds of bfloat16.

@@ -66,7 +66,8 @@ def _limited(limit: int, number: int, *, yes: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_room(room: int, *, yes: bool, forked: bool = False) -> Iterator[None]:
-    """Let writes fail in the block as on a full disk: limit each written file to `room` bytes.
+    """Limit each written file to `room` bytes within the block, so that writes fail as on a full
+    disk; with `yes=False` limit nothing.
 
     This process and its children are limited. With `yes=False` nothing is. With `forked` the limit
     is on processes forked in the block alone, because locks are files, too. The error is `OSError`
@@ -186,8 +187,8 @@ _slow_disks: list[SlowDisk] = []
 
 @functools.cache
 def _watch_files() -> None:
-    """Install, once, an audit hook: it delays a thread that opens a file for writing while a
-    `slow_disk` block is active.
+    """Install an audit hook in this process, at the first call only. While a `slow_disk` block is
+    active, the hook delays threads of a save that open checkpoint files for writing.
     """
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -241,7 +242,7 @@ _STUCK = "stuck-"
 @contextlib.contextmanager
 def ending_hangs(bench: States, reason: str) -> Iterator[None]:
     """Kill this rank's process if the block takes longer than `LONGEST_S`. Before that, write
-    `reason` and the stacks of its threads to a file, which `stuck` reads.
+    `reason` and the stacks of this process's threads to a file, which `stuck` reads.
 
     A collective would wait for ever for a rank that does not join it. All ranks enter.
     """
@@ -344,7 +345,7 @@ def stamps(bench: States) -> Stamps:
 
 def saved_files(bench: States, older: Stamps = MappingProxyType({})) -> list[tuple[int, Path]]:
     """Group the checkpoint files whose names differ only in digits; return (size, path) of the
-    largest file of each group, the largest first.
+    largest file of each group, sorted by size, the largest first.
 
     The second entry is another file of the first file's group, such as another rank's, if there is
     one. A file that is unchanged since `older` is returned only if its group has no changed file. A

@@ -53,8 +53,8 @@ class Forwards:
 
     @contextmanager
     def failing(self, count: int | None, phase: Phase) -> Iterator[None]:
-        """Make one microbatch of the first chunk fail within the block, in its forward or its
-        backward: the one after `count` training forwards.
+        """Make one microbatch of the first chunk fail within the block, the one after `count`
+        training forwards: its forward or backward raises, or its gradient is NaN.
 
         It raises `Planted` at its end, or in its backward, when only the first layer is left; with
         the phase "gradient" its backward begins with NaN instead. With `count` None nothing fails.
@@ -68,7 +68,8 @@ class Forwards:
 
     @contextmanager
     def reading(self, read: Callable[[int], None]) -> Iterator[None]:
-        """Call `read(index)` after the first training forward of each chunk in the block.
+        """Call `read` with the index of each chunk, once the chunk has run its first training
+        forward in the block.
 
         The parameters are then those of the forward: gathers that were pending have ended, and
         the framework alone has waited for them.

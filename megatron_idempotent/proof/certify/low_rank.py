@@ -122,8 +122,8 @@ class LowRank(Bench):
 
     @property
     def _rounded(self) -> dict[str, Tensor]:
-        """The base model's parameters and the factors, rounded to the type that the model computes
-        in, and then converted to float64.
+        """The base model's parameters and the factors in float64, first rounded to 16 bits if the
+        model computes with them in 16 bits.
         """
         wide = not self.half or self._kinds.get("wide")
         dtype = None if wide else self.subject.config.params_dtype

@@ -22,8 +22,8 @@ class Memories:
         self._subject = subject
 
     def offload(self, adapter: Any, *, freeing: bool = True, **kwargs: Any) -> None:
-        """Call the adapter's `offload`; with `freeing`, raise `Wrong` if the call has neither moved
-        nor freed any tensor.
+        """Call the adapter's `offload`; if `freeing` is true, raise `Wrong` if the call has neither
+        moved nor freed any tensor.
 
         Raises:
             Wrong: `freeing` is true, and no tensor was moved or freed.
@@ -63,8 +63,8 @@ class Memories:
                 raise Wrong(f"after {call} {len(names)} tensors {fault}, the first is {names[0]}")
 
     def away_and_back(self, adapter: Any, *, freeing: bool = True, **kwargs: Any) -> None:
-        """Call the adapter's `offload(**kwargs)` and then `onload()`; raise `Wrong` if nothing was
-        offloaded, or if a tensor is not back on the device.
+        """Call the adapter's `offload(**kwargs)` and then `onload()`. Raise `Wrong` if a tensor is
+        not back on the device; if `freeing` is true, also if nothing was offloaded.
         """
         self.offload(adapter, freeing=freeing, **kwargs)
         self.onload(adapter)

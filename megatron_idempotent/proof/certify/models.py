@@ -153,7 +153,9 @@ class LayoutModel(Ranks):
 
     @property
     def coordinates(self) -> tuple[int, int, bool]:
-        """This rank's replica, its pipeline stage, and whether it computes the loss."""
+        """The index of this rank's replica, the index of this rank's pipeline stage, and True if
+        the stage is the last one, which computes the loss.
+        """
         if self.layout.fsdp2:
             return self.replica, 0, True
         from megatron.core import parallel_state as ps
@@ -181,7 +183,8 @@ class LayoutModel(Ranks):
 
     @property
     def fails_within_model(self) -> bool:
-        """True if one replica can fail in its model without leaving other replicas in a collective.
+        """True if a forward or backward can fail on one replica without leaving the other replicas
+        waiting in a collective.
 
         Replicas that share experts or shards have collectives in the model.
         """

@@ -357,8 +357,8 @@ class _Auxiliary:
 def after_the_next(
     gpt: Gpt, x_BTH: Tensor, tokens_BT: Tensor, mask_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the MTP layer's -log p [B, T] of the token after the next, and a mask of where that
-    counts.
+    """Return two tensors [B, T] of the MTP layer: -log p of the token two positions ahead, 0 where
+    it does not count, and a mask that is 1 where it counts.
 
     Position t sees its hidden state and the next token, and predicts the one after that, where
     t + 1 counts; elsewhere the loss is 0.
@@ -388,8 +388,8 @@ class TrueUpdate:
         """The names of parameters that steps leave as they are, with their moments."""
 
     def next(self, parameters: Parameters, gradient: Parameters) -> dict[str, Tensor]:
-        """Take a step with `gradient`, which updates the moments; return the parameters after it,
-        in float64.
+        """Take a step with `gradient`, which updates the moments; return the parameters after the
+        step, in float64.
         """
         self._steps += 1
         return {
@@ -400,7 +400,9 @@ class TrueUpdate:
         }
 
     def without(self, parameters: Parameters) -> dict[str, Tensor]:
-        """Return the parameters that a step with a zero gradient would give; take no step."""
+        """Return the parameters as a step with a zero gradient would leave them. No step is taken:
+        the moments stay the same.
+        """
         state = dict(self._moments), self._steps
         zeros = {name: torch.zeros_like(value).double() for name, value in parameters.items()}
         try:
@@ -460,7 +462,8 @@ def mixture(
 
 
 def balance(logits_BTE: Tensor) -> Tensor:
-    """Return a router's load-balancing loss of one microbatch, times the microbatch's positions.
+    """Return a router's load-balancing loss of one microbatch, times the number of positions in the
+    microbatch.
 
     Of a microbatch of M tokens it is COEFFICIENT x E x the sum over experts of f x p: f is the
     share of the M x TOPK choices that took the expert, and p the mean over tokens of the expert's
@@ -475,7 +478,7 @@ def balance(logits_BTE: Tensor) -> Tensor:
 
 
 def decided(name: str, shape: Sequence[int]) -> Tensor:
-    """Return what to add to a whole parameter so that routers choose experts by wide margins.
+    """Return a tensor to add to a whole parameter, so that routers choose experts by wide margins.
 
     Each token of the vocabulary gets an order of the experts, written into the first E hidden
     values of its embedding so large that no layer changes it; routers read these values, and the

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 
 class Wrong(Exception):
-    """Reports, in one line, what an adapter does wrong, such as a step with a wrong gradient."""
+    """Raised by a check that finds a fault of an adapter, such as a wrong gradient; the message
+    describes the fault in one line.
+    """
 
 
 class Planted(BaseException):
-    """The error that a check raises in a loss or in the model, to see how a framework fails.
+    """The error that a check raises in a loss or in the model, to see how a framework handles a
+    failure.
 
     An instance is also an error of the type that the check has drawn, such as `KeyError`: a
     framework may not take that for a bad sample, and go on.
@@ -35,7 +38,9 @@ class Planted(BaseException):
     """The type of the next failure on this rank."""
 
     def __new__(cls, *args: Any) -> Planted:
-        """Return an error that is also an instance of `Planted.drawn`, such as a `KeyError`."""
+        """Return an error that is an instance both of `Planted` and of the exception type in
+        `Planted.drawn`, such as `KeyError`.
+        """
         kind = type(f"Planted{cls.drawn.__name__}", (Planted, cls.drawn), {})
         return super().__new__(kind, *args)
 
@@ -217,6 +222,6 @@ class Adapter(Protocol):
         """
 
     def abort(self) -> None:
-        """Drop the open step and its gradients, so that the next step begins as if this one had
-        never begun.
+        """Drop the open step and its gradients, so that the next step begins as if the dropped one
+        had never begun.
         """

@@ -358,8 +358,8 @@ def alike(layout: str) -> str:
 def outcome_of(
     pool: RankPool, adapter: str, check: Check, layout: Layout, options: Options | None = None
 ) -> tuple[str, float, str]:
-    """Run one check of an adapter on fresh ranks of a pool; return its fault, if any, and two
-    measurements.
+    """Run one check of an adapter on fresh ranks of a pool. Return the fault ("" if none), the
+    largest error as a part of its bound, and the parameters' digest that only `same-bits` sets.
 
     Returns:
         The fault in one line, or an empty string; the largest error of a step, as a part of its
@@ -426,8 +426,9 @@ def _waits(stacks: str) -> str:
 
 
 def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[int, str, float, str]:
-    """Run one check of an adapter on this rank, and return its fault, if any; all ranks of the
-    layout call this function.
+    """Run one check of an adapter on this rank; all ranks of the layout call this function. Return
+    the fault ("" if none) and two measurements, after a number: the fault with the least number on
+    any rank is the cause.
 
     Returns:
         A number, the fault, the largest error of a step as a part of its bound, and the digest of

@@ -149,8 +149,8 @@ def _saved(bench: States, save: str = "save") -> Any:
 
 
 def _save_aside(bench: States) -> tuple[Any, Snapshot]:
-    """Call the adapter's `save` without checking that it leaves the state unchanged; return its
-    result, and a snapshot of the state before it.
+    """Call the adapter's `save`, then undo what it has changed in other state than weights and
+    optimizer. Return the result of `save`, and a snapshot of the state before the call.
 
     The state is put back: `save_and_go_on` judges a save that changes it.
     """
@@ -166,8 +166,8 @@ def _saves(bench: States) -> list[str]:
 
 
 def hold_kept(bench: States) -> None:
-    """Raise `Wrong` if a load in the check that has run lost a kind of state, such as random
-    states, although a plain save and load keep this kind.
+    """Raise `Wrong` if a load during the finished check lost a kind of state, such as random
+    states, that a plain save and load of the adapter restores.
 
     If every load loses the kind, the check of its name reports that.
     """
@@ -367,8 +367,9 @@ def offload_one_part(bench: States) -> None:
 
 
 def _follow_with_offload(bench: States, number: int, part: str) -> None:
-    """Run a step that offloads and onloads `part`, such as "weights", before each microbatch. Raise
-    `Wrong` unless the step equals the undisturbed run's, or all ranks refuse it.
+    """Run a step that offloads and onloads `part`, such as "weights", before each call of the
+    adapter's `microbatch` and before `finish`. Raise `Wrong` unless the step equals the undisturbed
+    run's, or all ranks refuse it.
     """
     before_step = bench.snapshot()
     away_and_back = functools.partial(
@@ -576,7 +577,8 @@ def _fail_to_load(
     method: str = "load",
 ) -> bool:
     """Call the adapter's load method repeatedly, each time with another checkpoint file spoilt: the
-    largest, then one file of each other kind of name, at most `kinds` in all.
+    largest, then one of each other kind, at most `kinds` in all. Return True if any of these loads
+    succeeds.
 
     Return whether a load has succeeded, after which steps were taken. A load may do so without the
     other kinds, and without a rank that reads nothing; one of weights alone may need none of them.

@@ -106,7 +106,9 @@ class States(Bench):
         return {"config_overrides": config, "optimizer_overrides": optimizer}
 
     def subject_of(self, model: tiny.Tiny, forward: Callable[[Any, Any], Tensor]) -> Subject:
-        """Return the `Subject` for the adapter, with a learning-rate scheduler and a folder."""
+        """Return the `Subject` for the adapter, with a learning-rate scheduler and a checkpoint
+        folder. Also seed Python's and NumPy's random generators.
+        """
         from megatron.core import parallel_state
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -310,7 +312,8 @@ class States(Bench):
                 buffer.copy_(values[name])
 
     def hold(self, expected: int | Snapshot, cause: str, kinds: Iterable[str] = RUN) -> None:
-        """Raise `Wrong` on all ranks unless each rank's state is the expected one, bit for bit.
+        """Raise `Wrong` on all ranks unless each rank's state of these kinds equals the expected
+        state, bit for bit.
 
         Args:
             expected: the state to expect, or the number of the step of the undisturbed run after
@@ -381,8 +384,8 @@ class States(Bench):
         self.stop_at(difference and f"after {cause} the whole model has another {difference}")
 
     def groups_at(self, rates: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the options of each optimizer group, with the learning rate and weight decay of
-        `rates` times the group's own factors.
+        """Return the options of each optimizer group. The learning rate and weight decay are those
+        of `rates`, times the group's own multipliers.
         """
         return [
             {
@@ -439,8 +442,8 @@ class States(Bench):
                     state["step"] = torch.tensor(float(steps + _SKIPPED))
 
     def _shards(self) -> Iterator[tuple[ParameterPart, str, int, Tensor]]:
-        """Yield the weight, the main values and the moments [N] that this rank has for each of its
-        parameters.
+        """Yield (part, key, start, tensor) for this rank's shards of the weight, the main values
+        and the moments of each parameter. `key` is the kind, such as "weight".
 
         Each comes with the `ParameterPart`, the tensor's name, and its first index in the
         parameter.
@@ -468,7 +471,9 @@ def first_fault(
 
 
 def first_difference(expected: Any, actual: Any) -> str | None:
-    """Describe the first difference in bits between two states, with both values; else None."""
+    """Describe the first difference in bits between two states, with both values; return None if
+    the states are equal.
+    """
     if isinstance(expected, Mapping) and isinstance(actual, Mapping):
         if expected.keys() != actual.keys():
             odd = sorted(map(str, expected.keys() ^ actual.keys()))

@@ -291,7 +291,9 @@ def _staged(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _staged_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `_coalescing_manager` so that its collectives' outputs are copied back at its end."""
+    """Wrap torch's `_coalescing_manager`, whose block groups several collectives, so that their
+    outputs are copied back when the block ends or, if asynchronous, when the handle is waited for.
+    """
 
     @functools.wraps(original)
     @contextlib.contextmanager

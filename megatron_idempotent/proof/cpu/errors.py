@@ -81,7 +81,8 @@ class RankFailure:
 
 
 class RankError(RuntimeError):
-    """Raised if one or more ranks raised or died; the first to fail by itself comes first.
+    """Raised if one or more ranks raised or died. The message begins with a rank that failed by
+    itself; ranks that failed because another one had left come last.
 
     `rank`, `exception_type`, `message` and `traceback` are those of the first failure;
     `failures` has all of them. The text has a line for each rank that failed because another one

@@ -91,7 +91,7 @@ def require() -> None:
 
 
 def check_untouched(module: str) -> None:
-    """Raise an error in the launcher if the import of `module` has started the CUDA driver.
+    """Raise `RuntimeError` in the launcher if the import of `module` has started the CUDA driver.
 
     Raises:
         RuntimeError: naming the module that has started it.

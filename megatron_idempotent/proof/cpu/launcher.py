@@ -59,7 +59,9 @@ class PoolGone(Exception):
 
 
 class ForkedCall:
-    """Runs one call on forked ranks; `run()` leaves no process, however it ends."""
+    """Runs one call on ranks that it forks. When `run()` returns or raises, all ranks and the
+    processes that they started have ended.
+    """
 
     def __init__(self, call: Call, connection: Connection, pipes: Sequence[int] = ()) -> None:
         self._call = call
@@ -123,7 +125,9 @@ class ForkedCall:
             os.close(descriptor)
 
     def _wait(self, begun_s: float) -> bool:
-        """Collect messages until every rank has reported; return True if the deadline passed."""
+        """Collect messages until every rank has reported, or time is up. Return True if the
+        deadline passed without a failure, False otherwise.
+        """
         deadline_s, last_s = begun_s + self._call.timeout_s, begun_s + self._call.longest_s
         while waiting := [rank for rank in self._pids if not self._reported(rank)]:
             if self._outcome.failures:
@@ -226,7 +230,9 @@ class ForkedCall:
 
 
 def children() -> set[int]:
-    """Return the ids of this process's children and adopted orphans; an empty set without /proc."""
+    """Return the process ids of this process's children, adopted orphans included; an empty set
+    without /proc.
+    """
     try:
         pids = Path(f"/proc/self/task/{os.getpid()}/children").read_bytes()
     except OSError:
@@ -430,7 +436,8 @@ def _read_ahead() -> None:
 
 
 def _look_up_once() -> None:
-    """Cache two slow lookups in the launcher, so that each rank inherits their results.
+    """Cache two slow lookups in the launcher, torch's entry points and the source of classes, so
+    that each rank inherits the results.
 
     torch 2.15 reads the entry points of all installed packages for a backend whenever ranks join:
     30 ms, half of a rank's own time before its function begins. Megatron's parser takes help texts

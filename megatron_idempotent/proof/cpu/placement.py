@@ -101,8 +101,8 @@ def placed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _follows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a tensor method that copies or casts: the result of a host tensor counts as a host
-    tensor.
+    """Wrap a tensor method that copies or casts, so that the result counts as a host tensor if the
+    method was called on a host tensor.
     """
 
     @functools.wraps(original)
@@ -180,8 +180,8 @@ def _autocast(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
-    """Return the pickle form of a tensor that goes to another process, with its emulated memory,
-    "host" or "device", which is restored there.
+    """Return the pickle form of a tensor that is sent to another process. It includes the tensor's
+    emulated memory, "host" or "device", which the receiver restores.
     """
     reduced = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
     return _rebuilt, (memory_of(tensor), *reduced)
@@ -469,8 +469,8 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def checking() -> Iterator[None]:
-    """Raise `PlacementError` for operations of this thread in the block that combine host and
-    device tensors. The CPU runtime must be on before.
+    """Raise `PlacementError` for each operation of this thread in the block that combines host and
+    device tensors. The CPU runtime must already be on.
 
     Functions of torch stay replaced until the process ends.
     """

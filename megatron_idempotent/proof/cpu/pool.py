@@ -269,8 +269,8 @@ def run_ranks(
 
 
 class _Launcher:
-    """Starts the launcher process, sends calls to it over a connection, and receives their
-    outcomes.
+    """The pool's end of the launcher process: starts the launcher, sends calls to it over a
+    connection, and receives their outcomes.
     """
 
     def __init__(
@@ -341,7 +341,9 @@ class _Launcher:
 
 
 def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
-    """Close the connection, which makes the launcher end its ranks and itself; wait for its end."""
+    """Close the connection to the launcher, which then ends its ranks and itself; wait until it has
+    ended.
+    """
     connection.close()
     _reap(process)
 

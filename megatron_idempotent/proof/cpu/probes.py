@@ -33,8 +33,8 @@ def _events(run: Callable[[], Any], *, on_device: bool = False, **options: Any) 
 
 
 def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
-    """Return the most bytes that `run` allocates at a time, in addition to those allocated before
-    it.
+    """Return the peak of the bytes that `run` has allocated at one time, without those allocated
+    before it; the least of several runs.
 
     It calls `run` several times, and returns the least.
 

@@ -53,7 +53,9 @@ def dressed(original: Any, replacement: Any) -> Any:
 
 
 class _Active:
-    """Puts the emulation in place: replaces names of torch, adapts modules, and can undo both."""
+    """Puts the emulation in place: `start` replaces names of torch and adapts modules, and `stop`
+    undoes both.
+    """
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, str, Any]] = []
@@ -269,8 +271,8 @@ COMPLETE: dict[str, Callable[[ModuleType, Complete], None]] = {
 
 
 class Completer(importlib.abc.MetaPathFinder):
-    """An import finder in `sys.meta_path` that adapts the modules of COMPLETE right after they are
-    loaded.
+    """An import finder in `sys.meta_path` that changes certain modules of torch and Megatron, those
+    in COMPLETE, right after they are loaded.
     """
 
     def __init__(self, complete: Complete) -> None:

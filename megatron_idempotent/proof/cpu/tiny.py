@@ -120,8 +120,8 @@ class Tiny:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        """The rows and positions of a microbatch, before context-parallel ranks split the
-        positions.
+        """The numbers of rows and of positions of a microbatch, before context-parallel ranks split
+        the positions.
         """
         return (1, sum(self.lengths)) if self.lengths else (self.batch, self.sequence)
 
