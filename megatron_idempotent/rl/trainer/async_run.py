@@ -242,8 +242,8 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
-    """Return a factory of weight senders to engines in this process; None if no engine is in this
-    process.
+    """Return a factory of senders that send weights to engines in this process; None if no engine
+    is in this process.
     """
     if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
         return None
@@ -263,8 +263,8 @@ def _save_timeline(timeline: Timeline, out: Path) -> None:
 
 @contextlib.contextmanager
 def _drained_by_sigterm(controller: async_controller.Controller) -> Iterator[None]:
-    """Make SIGTERM drain the controller within the block, so that the run ends with a
-    checkpoint.
+    """Let SIGTERM call `controller.drain()` within the block, so that the run stops with a
+    checkpoint instead of being killed.
     """
     loop = asyncio.get_running_loop()
     draining: list[asyncio.Task[None]] = []

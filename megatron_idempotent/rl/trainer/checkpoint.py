@@ -100,7 +100,9 @@ def load_weights(stock: MegatronModel, directory: Path) -> int:
 
 
 def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
-    """Return the SHA-256 over the names and bits of all parameters, in order of their names."""
+    """Return the SHA-256 over the names and bits of all parameters of these modules, each module's
+    in order of name.
+    """
     digest = hashlib.sha256()
     for module in modules:
         for name, parameter in sorted(module.named_parameters()):
@@ -111,7 +113,9 @@ def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
 
 @contextmanager
 def _argument(args: Any, name: str, value: str) -> Iterator[None]:
-    """Set one of Megatron's global arguments within a block, and then restore its old value."""
+    """Set one of Megatron's global arguments to `value` within a block; restore the old value after
+    the block.
+    """
     old_value = getattr(args, name)
     setattr(args, name, value)
     try:

@@ -26,7 +26,7 @@ Transport = Literal["shared_memory", "disk", "gloo", "nccl", "cuda_ipc", "bucket
 def setting(
     default: Any, *, with_async: Any = None, flag: str = "", may_change: bool = False, **limits: Any
 ) -> Any:
-    """Declare a field of a settings class: its default, its range and its option of the command.
+    """Declare a field of a settings class: its default, its range and its command-line option.
 
     Args:
         default: its default.
@@ -599,8 +599,8 @@ SECTIONS: dict[str, Any] = {
 
 @functools.cache
 def declared(mark: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return the value that each setting was declared with for `mark`, an argument of `setting`
-    such as "flag", by section and key. Settings without it are left out.
+    """Return, by section and key, what settings were declared with for `mark`, an argument of
+    `setting` such as "flag". Settings declared without that argument are left out.
 
     Example: `declared("with_async")["run"]["rollouts"]` is 600.
     """

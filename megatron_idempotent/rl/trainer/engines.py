@@ -201,7 +201,8 @@ def sync_settings(config: Config) -> SyncSettings:
 
 
 def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: Path) -> Engines:
-    """Make an engine on every rank, or connect rank 0 to servers for all ranks. A collective.
+    """Return this rank's `Engines`: an engine on every rank or, with vLLM, clients of servers on
+    rank 0, which samples for all ranks. A collective.
 
     `checkpoint` is the Hugging Face checkpoint of the initial weights, `out` the output directory.
     """
@@ -236,7 +237,8 @@ def server_engines(
     out: Path,
     on_ranks: Callable[[Callable[[], Sender]], Sender] | None = None,
 ) -> Sequence[RolloutEngine]:
-    """Return an engine, a client, for each vLLM server in `rollout.engine_url`.
+    """Return, for each vLLM server in `rollout.engine_url`, an engine that is a client of the
+    server.
 
     `on_ranks` makes a sender that sends from the ranks; None to send from this process.
     """
@@ -280,8 +282,8 @@ def make_sender(config: Config, directory: Path) -> Sender:
 
 
 def files_sender(out: Path) -> Callable[[], Sender]:
-    """Return a factory of weight senders that write files in the output directory; any process can
-    call the factory.
+    """Return a factory of weight senders that write to files in the output directory; any process
+    can call the factory.
     """
     return functools.partial(transports.DiskSender, (out / SYNC).absolute())
 
@@ -339,7 +341,8 @@ def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> Rollout
 
 
 def local_sender(config: Config, out: Path) -> Callable[[], Sender]:
-    """Return a factory of weight senders to receivers on this machine.
+    """Return a factory of weight senders to receivers on this machine: through shared memory if it
+    has room for two buckets, else through files.
 
     It sends through shared memory if that has room for the two buckets of an update, else files.
     """

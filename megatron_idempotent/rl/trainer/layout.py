@@ -81,7 +81,8 @@ class Replica:
     """
 
     def __init__(self, layout: RankLayout) -> None:
-        """Make the replica's process group. A collective of all ranks, after Megatron's groups.
+        """Make the replica's process group. All ranks call it, after Megatron has made its own
+        groups.
 
         Raises:
             RuntimeError: Megatron numbers this rank differently.

@@ -138,8 +138,8 @@ class Loop:
             return self.engines.publish(completed)
 
     def _evaluate(self, scorer: Scorer, completed: int) -> Mapping[str, float]:
-        """Measure the mean reward on held-out prompts after `completed` rollouts; return it among
-        metrics. A collective.
+        """Measure the mean reward on held-out prompts, after `completed` rollouts. Return the mean
+        reward, the fraction of solved samples and the seconds, as metrics. A collective.
 
         Each prompt has one sample, at the training temperature.
         """
@@ -156,7 +156,7 @@ class Loop:
         self, prompts: Sequence[Prompt], *, samples: int, stream: int
     ) -> list[tuple[Prompt, tuple[Sample, ...]]]:
         """Sample `samples` responses to each of this rank's prompts; return a (prompt, responses)
-        pair for each. A collective if engines are shared.
+        pair for each prompt. A collective if rank 0 samples for all ranks.
 
         A sample depends on the seed, `stream`, the prompt's row, its own index and the weights. It
         does not depend on the number of ranks or, up to the rounding of logits, on other samples.

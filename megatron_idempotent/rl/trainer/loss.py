@@ -114,7 +114,8 @@ def importance_correction(
     loss_mask_BT: torch.Tensor,
     config: LossConfig,
 ) -> Correction:
-    """Compute the weights of response tokens from ratio = exp(proximal - behaviour), in float64.
+    """Compute the importance weights of response tokens, in float64, from the ratio of their
+    probabilities: exp(proximal - behaviour log-prob).
 
     By `loss.correction`, with `correction_low` and `correction_high`:
 

@@ -244,7 +244,8 @@ def launch(job: Job, prompts: PromptSet) -> bool:
 
 
 def start_ranks(job: Job) -> None:
-    """Start all ranks with `run_rank`; under torchrun, run this process's rank.
+    """Start all ranks, which call `run_rank`, and wait until they end; under torchrun, train as
+    this process's rank.
 
     Raises:
         RankError: a rank failed.
@@ -348,7 +349,9 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _settings_text() -> str:
-    """Return a line for each setting: its key, default, allowed values and meaning."""
+    """Return the text for `--help` with a line for each setting: its key, default, allowed values
+    and meaning.
+    """
     from megatron_idempotent.settings import allowed, schema
 
     from .config import SECTIONS, default

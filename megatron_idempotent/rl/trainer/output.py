@@ -232,7 +232,9 @@ def _numbered(directory: Path, name: str) -> list[Path]:
 
 
 def verify_checkpoint(checkpoint: Path) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its list of hashes; return the state in that list.
+    """Raise `CheckpointError` if a file of a checkpoint is missing, or differs from the hash in
+    COMPLETE.json. Return the run's state in that file, such as the settings and the number of
+    rollouts.
 
     Raises:
         CheckpointError: a file is missing, truncated or changed; the message names it.
@@ -262,7 +264,8 @@ def write_sums(folder: Path) -> None:
 
 
 def check_sums(folder: Path, remedy: str) -> None:
-    """Compare a folder's files with its SHA256SUMS; do nothing if the folder has no such file.
+    """Raise `CheckpointError` if a file is missing, or differs from the hash in the folder's
+    SHA256SUMS. Do nothing if the folder has no SHA256SUMS.
 
     Raises:
         CheckpointError: a file is missing or changed; the message names it, and ends with `remedy`.

@@ -133,7 +133,8 @@ class MegatronPolicy:
             write_sums(directory)
 
     def train(self, batch: Batch, *, index: int) -> dict[str, float]:
-        """Take `steps_per_rollout` optimizer steps on the batch, using each sequence once.
+        """Take `steps_per_rollout` optimizer steps on the batch, which use each sequence once;
+        return the rollout's metrics.
 
         The rollout's `index` determines the order of the sequences. Every rank must pass a batch of
         the same size. Returns metrics over all ranks. An error on any rank is raised on all ranks,
@@ -157,8 +158,9 @@ class MegatronPolicy:
         }
 
     def routing_metrics(self) -> dict[str, float]:
-        """Return, as a metric, the fraction of tokens and layers for which trainer and engine
-        selected different experts since the last call.
+        """Return the metric `other_experts`, over all ranks: the fraction of (token, layer) pairs
+        for which trainer and engine selected different experts since the last call; {} without
+        router replay.
 
         `other_experts` is a fraction of tokens and layers of all ranks. It compares the trainer's
         own selection, even if the engine's is replayed. Empty without router replay. A collective.
@@ -256,8 +258,9 @@ class MegatronPolicy:
         return logprobs_BT[:rows].cpu()
 
     def _decoded(self, module: Any, weights: _Weights | None, batch: Batch) -> torch.Tensor:
-        """Return a chunk's output for a batch, on the last stage the logits. If `weights` is None,
-        use the chunk's own weights, and replay the experts that the engine selected.
+        """Return a chunk's output for a batch, on the last stage the logits. Compute with `weights`
+        or, if that is None, with the chunk's own weights, and with the experts that the engine
+        selected if router replay is on.
 
         The reference has other weights, and selects its own experts.
         """
@@ -304,7 +307,8 @@ def _filled(batch: Batch, multiple: int) -> Batch:
 
 
 def _starting_nothing(stack: ExitStack, modules: Sequence[torch.nn.Module]) -> None:
-    """Disable DDP's gathers and reductions in Megatron's schedule until the stack is closed.
+    """Keep Megatron's schedule from starting DDP's parameter gathers and gradient reductions, until
+    `stack` is closed.
 
     This is a separate function, because a function that refers to both torch.distributed and the
     name `config` cannot be pickled by value.

@@ -141,8 +141,8 @@ def group_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def due(completed: int, every: int, last: int) -> bool:
-    """Return whether a periodic action is due after `completed` rollouts: every `every` rollouts
-    (0: never), and at the last.
+    """Return whether a periodic action is due after `completed` rollouts: after every `every`
+    rollouts (0: never), and after the last.
     """
     return completed == last or (every > 0 and completed % every == 0)
 
@@ -159,7 +159,8 @@ def evaluation_means(sums: Mapping[str, float]) -> dict[str, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Measures the mean reward on held-out prompts, with a sample each at training temperature.
+    """Measures the mean reward on held-out prompts, with one sample per prompt at the training
+    temperature.
 
     Example: `metrics = await evaluation(40)`.
     """

@@ -43,7 +43,8 @@ def size() -> int | None:
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` unless the ranks that torchrun has started can run this configuration.
+    """Raise `ConfigError` if the run is asynchronous, or if torchrun has started another number of
+    ranks than `run.ranks`.
 
     Raises:
         ConfigError: the run is asynchronous, or has another number of ranks.

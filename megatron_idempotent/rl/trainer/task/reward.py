@@ -65,7 +65,7 @@ class FieldsOf:
 
 
 def check_reward(reward: Reward, prompts: PromptSet) -> None:
-    """Check that a reward function accepts the fields of all prompts, and call it twice on the
+    """Raise an error unless a reward function accepts the fields of all prompts, and works on the
     first prompt: with the correct answer, and with an empty response.
 
     Raises:

@@ -21,7 +21,8 @@ SPECIAL = (PAD, END, ANSWER)
 
 
 class TextTokenizer:
-    """Converts text to token ids and back, and knows the ids that end a response and that pad.
+    """Converts text to token ids and back, and has the ids of the tokens that end a response, and
+    of the padding token.
 
     Example: `TextTokenizer.load(Path("checkpoints/Qwen3-0.6B")).encode_prompt("2 + 3 =")`.
     """
