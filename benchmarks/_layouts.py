@@ -195,8 +195,8 @@ def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
 
 
 def _others(found: Found) -> Iterator[_grid.Section]:
-    """Yield one grid section with a table of `TrainStep`'s checks: for each run, how many layouts
-    each check passed, of those in which it was made. Yield nothing without a run of `TrainStep`.
+    """Yield one grid section with a table of `TrainStep`'s checks: for each run, how many of the
+    layouts in which a check was made passed it. Yield nothing without a run of `TrainStep`.
     """
     runs = {
         name: adapters["SplitStep"] for name, adapters in found.items() if "SplitStep" in adapters

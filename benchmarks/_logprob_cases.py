@@ -39,8 +39,8 @@ class Case:
 
     @property
     def references(self) -> tuple[str, str]:
-        """The names of the two implementations, both this library's, by whose times all times are
-        divided.
+        """The names of two implementations of this library. The times of all implementations are
+        divided by the time of each of these two.
         """
         return ("borrow", "consume") if self.form == "logits" else ("hidden", "logits, consume")
 

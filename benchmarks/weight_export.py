@@ -98,8 +98,8 @@ def measure(
     rounds: int, megabytes: int, bucket_bytes: int, layout: dict[str, int]
 ) -> tuple[dict[str, list[float]], int, float]:
     """Measure on a rank the seconds of exporting a model's weights, and of `save_file` on the same
-    tensors. Return these, the model's bytes, and the export's peak memory ÷ (bucket + largest
-    tensor).
+    tensors. Return these seconds, the model's bytes, and the export's peak memory ÷ (bucket +
+    largest tensor).
 
     Returns:
         The seconds of each round, the bytes of the model, and the peak memory ÷ (bucket + largest

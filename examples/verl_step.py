@@ -10,7 +10,9 @@ from megatron_idempotent.step import StepSchedule
 
 
 class StepEngine:
-    """Runs all forward-backward calls of an optimizer step as one step of `StepSchedule`."""
+    """A mixin for verl's Megatron engine: all forward-backward calls of an optimizer step run as
+    one step of `StepSchedule`.
+    """
 
     def initialize(self):
         super().initialize()

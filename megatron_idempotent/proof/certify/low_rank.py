@@ -303,8 +303,8 @@ def _sharing(base: Any) -> int:
 
 
 def mark(parameter: Any, base: Any, dimension: int | None) -> Any:
-    """Set the attributes that tell Megatron how tensor-parallel ranks share a factor; return the
-    factor. Ranks have shards of it along `dimension`, or copies if that is None.
+    """Set the attributes that tell Megatron how tensor-parallel ranks hold a factor: as shards
+    along `dimension`, or as copies if `dimension` is None. Return the factor.
 
     Sequence-parallel ranks compute a copy's gradient of their own positions; finalizing sums it.
     """

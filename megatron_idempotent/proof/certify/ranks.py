@@ -15,8 +15,8 @@ from .protocol import Wrong
 
 
 class Ranks:
-    """Exchanges values and faults among all ranks, in a process group that it makes for itself. All
-    ranks call its methods in the same order.
+    """Exchanges values and faults among all ranks, in a process group of its own. All ranks call
+    its methods in the same order.
 
     Example: `Ranks().stop_at(None)`.
     """

@@ -29,7 +29,9 @@ class NoDeviceError(RuntimeError):
 
 
 class LauncherLost(RuntimeError):
-    """Raised when the process that starts the ranks has ended, and its ranks with it."""
+    """Raised when the launcher, the process that forks the ranks, has ended during a call, and with
+    it all ranks.
+    """
 
 
 class PlacementError(RuntimeError):
@@ -124,7 +126,8 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(TimeoutError):
-    """Raised if the ranks missed their deadline; they have been killed.
+    """Raised if the ranks have not all finished by the deadline; all ranks have been killed by
+    then.
 
     `stacks` has the Python stacks of each, and `results` what those returned that had finished.
     """

@@ -75,7 +75,8 @@ class ForkedCall:
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        """Fork the ranks, wait for them, and return their outcome.
+        """Fork the ranks, wait until they have finished or failed, and return the `Outcome` of the
+        call.
 
         Raises:
             PoolGone: the pool has closed the connection meanwhile.
@@ -436,8 +437,8 @@ def _read_ahead() -> None:
 
 
 def _look_up_once() -> None:
-    """Cache two slow lookups in the launcher, torch's entry points and the source of classes, so
-    that each rank inherits the results.
+    """Cache two slow lookups in the launcher, the entry points of torch's process-group backends
+    and the source of classes, so that each rank inherits the results.
 
     torch 2.15 reads the entry points of all installed packages for a backend whenever ranks join:
     30 ms, half of a rank's own time before its function begins. Megatron's parser takes help texts

@@ -240,8 +240,8 @@ def own_part(values: Any, cu_seqlens: Any = None) -> Any:
 
 
 def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
-    """Return (this rank's part, the mean) of the mean loss over all context-parallel ranks; the
-    parts of these ranks add up to the mean. A collective of these ranks.
+    """Return this rank's part of the mean loss over all context-parallel ranks, and that mean,
+    which is the sum of these ranks' parts. A collective of the context-parallel ranks.
 
     A loss function without tokens returns such a share: shares add up over these ranks, because the
     schedule multiplies by their number, and DDP then averages.
@@ -603,8 +603,9 @@ def has_layout() -> bool:
 def _layer_wise_layout(
     module: Any, ddp_config: Any, *, by_layout: bool, muon: bool
 ) -> dict[str, Any]:
-    """Mark a model's parameters for the layer-wise optimizer; return the keyword arguments with
-    which DDP lays its buffers out for it. Without `by_layout` change nothing, and return {}.
+    """Mark a model's parameters for the layer-wise optimizer. Return keyword arguments for DDP,
+    which then lays out its buffers for that optimizer. Without `by_layout` change nothing, and
+    return {}.
 
     With Muon the vectors and embeddings go to a DistributedOptimizer of their own, as upstream
     routes them; without, the layer-wise optimizer has everything.

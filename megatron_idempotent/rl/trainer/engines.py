@@ -72,8 +72,8 @@ class Engines:
             )
 
     def publish(self, version: int) -> Mapping[str, float]:
-        """Send the current weights to the run's engines, as `version`; all ranks that export call
-        it.
+        """Send the current weights, as `version`, to the run's engines. All ranks that take part in
+        the export of weights call it.
 
         Engines that could not be updated get no requests. Returns metrics of this rank's engines.
 

@@ -55,8 +55,7 @@ class RankLayout:
         return tuple(rank for rank in range(self.ranks) if self.replica(rank) == replica)
 
     def share(self, items: Sequence[Item], rank: int) -> tuple[Item, ...]:
-        """Return the items, such as prompts, that are assigned to a rank, out of those of all
-        ranks.
+        """Return the part of `items`, such as prompts for all ranks, that is assigned to `rank`.
 
         Replica r gets items r, r + `replicas`, …; of those, its member m gets every `members`-th
         item, from the m-th on.

@@ -112,7 +112,8 @@ class MegatronPolicy:
     def source(
         self, group: Any = None, *, deltas: bool = False, senders: int | None = 1
     ) -> WeightSource:
-        """Return a source of the weights under Hugging Face names; iterate it within `weights()`.
+        """Return a `WeightSource` of the policy's weights under Hugging Face names. Iterate the
+        source within a `weights()` block.
 
         The group's ranks together have the entire model; None is all ranks. For `deltas` and
         `senders` see `MegatronWeights`.

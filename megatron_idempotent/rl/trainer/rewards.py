@@ -173,8 +173,9 @@ class Evaluation:
     """The held-out prompts, of which the first `evaluation.prompts` are used."""
 
     async def __call__(self, version: int) -> Mapping[str, float]:
-        """Sample the held-out prompts with the engines, whose weights have this version, and return
-        metrics; {} if no evaluation is due.
+        """Sample the held-out prompts with the engines, whose weights have this version. Return the
+        mean reward and the fraction of solved samples as metrics; {} if no evaluation of this
+        version is due.
         """
         if not self.due(version):
             return {}
