@@ -48,8 +48,8 @@ class ReadyGroups:
         return iter(self._ready.values())
 
     def __contains__(self, group: object) -> bool:
-        """Return True if the buffer has exactly this record: a `Held` as ready, or a `Generating`
-        as generating.
+        """Return True if the buffer has exactly this record: a `Held` among the ready groups, or a
+        `Generating` among the generating groups.
         """
         if isinstance(group, Held):
             return self._ready.get(group.id) == group
@@ -116,7 +116,7 @@ class GroupBuffer:
         self._submitted += 1
 
     def renew(self, group_id: int, *, version: int) -> None:
-        """Change the recorded version of a group that is being generated.
+        """Change the weight version that is recorded for a group that is being generated.
 
         The caller does so when it generates the group again, or when the tokens' version is known.
         """
@@ -138,7 +138,8 @@ class GroupBuffer:
         return group
 
     def rollback(self, group_id: int) -> None:
-        """Undo the `reserve` of a generating group: free its place, and lower `submitted` by one.
+        """Undo the `reserve` of a generating group, which must then be generated again: free the
+        group's place, and lower `submitted` by one.
 
         The id stays in `unfinished_ids` until it is reserved again, in this run or after a resume,
         because its prompt still has no response.
@@ -168,8 +169,8 @@ class GroupBuffer:
             self._leased[group_id] = self._ready.pop(group_id)
 
     def give_back(self, group_ids: Iterable[int]) -> None:
-        """Move the groups of an undone optimizer step from leased back to ready, in their old
-        order.
+        """Move the groups of an undone optimizer step from leased back to ready, and sort the ready
+        groups by arrival.
         """
         for group_id in self._need(group_ids, self._leased, "leased", to="give it back"):
             self._ready[group_id] = self._leased.pop(group_id)
@@ -201,7 +202,7 @@ class GroupBuffer:
 
     @property
     def free(self) -> int:
-        """The number of further groups for which the buffer has room.
+        """The number of groups that can be added before `capacity` groups are generating or ready.
 
         A lease frees room. Groups that are given back may exceed the capacity; then this is 0.
         """

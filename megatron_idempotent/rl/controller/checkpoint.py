@@ -58,7 +58,8 @@ async def capture(shared: RunState, stored: StoredGroups) -> dict[str, Any]:
 
 
 async def put_back(shared: RunState, stored: StoredGroups, state: Mapping[str, Any]) -> None:
-    """Set the run's versions, buffer and data plane to the state that `capture` returned.
+    """Set the run's versions, buffer and data plane to the state that `capture` returned. Raise
+    `ControllerError` if the checkpoint was written with other settings.
 
     The engines' weights do not change.
 
@@ -190,10 +191,8 @@ class Reporting:
         self._loggers.log(row, step=version)
 
     def begin(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Reset the times and averages, so that the next row of metrics covers the time from now
-        on.
-
-        `metrics`, if any, are logged as the row of version 0, before training.
+        """Reset the sums of times and group counts, so that the next row of metrics covers the time
+        from now on. Log `metrics`, if any, as the row of version 0.
         """
         shared = self._shared
         if metrics:
@@ -241,9 +240,9 @@ class Checkpoints:
         return self._due(version) or bool(evaluated(version))
 
     async def before_release(self, version: int) -> Mapping[str, float]:
-        """Evaluate a published version, before any group starts with it; return its metrics.
-
-        Also captures the controller's state if the version gets a checkpoint.
+        """Evaluate a published version before any group starts with it, and return the metrics of
+        the evaluation. If the version gets a checkpoint, also keep the controller's state for
+        `save`.
 
         Raises:
             RanksLost: policy ranks are gone.

@@ -71,9 +71,8 @@ def progress_of(shared: RunState) -> str:
 
 async def look_for_engines(shared: RunState) -> None:
     """Check every `look_again_s` seconds whether an engine has recovered after all engines were
-    lost.
-
-    Sets `engines_back` when one has; never returns.
+    lost. If so, set `engines_back`, so that the training loop publishes the weights again; never
+    returns.
     """
     while True:
         await asyncio.sleep(shared.settings.look_again_s)

@@ -35,11 +35,11 @@ class MemoryPlane:
         return True
 
     async def put(self, group: RolloutGroup) -> None:
-        """Store a group, replacing one of the same id."""
+        """Store a group in memory, replacing a group of the same id."""
         self._groups[group.id] = group
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Return the stored group with this id.
+        """Return the stored group with this id; raise `KeyError` if there is none.
 
         Raises:
             KeyError: the group was never put, or was cleared.
@@ -100,11 +100,11 @@ class TransferQueuePlane:
 
     @property
     def partition(self) -> str:
-        """The name of the partition in TransferQueue."""
+        """The name of the TransferQueue partition in which this object stores groups."""
         return self._partition
 
     async def put(self, group: RolloutGroup) -> None:
-        """Store a group in the partition, replacing one of the same id.
+        """Store a group in the TransferQueue partition, replacing a group of the same id.
 
         Raises:
             ModuleNotFoundError: TransferQueue is not installed.
@@ -120,7 +120,8 @@ class TransferQueuePlane:
         )
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Return the group with this id from the partition.
+        """Return the group with this id from the TransferQueue partition; raise `KeyError` if there
+        is none.
 
         Raises:
             KeyError: the group was cleared, or its `put` did not complete.

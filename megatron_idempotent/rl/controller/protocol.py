@@ -91,7 +91,7 @@ class Generating:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """The numbers of a run's groups by their state.
+    """The number of a run's groups in each state, such as generating, ready, trained or evicted.
 
     At every moment `submitted == trained + filtered + evicted + running`.
     Example: `buffer.counts.conserved`.
@@ -125,7 +125,9 @@ class Counts:
 
     @property
     def conserved(self) -> bool:
-        """True if the counts add up, so that no group is lost or counted twice."""
+        """True if `submitted` equals the number of all running, trained, filtered and evicted
+        groups, so that no group is lost or counted twice.
+        """
         return self.submitted == self.trained + self.filtered + self.evicted + self.running
 
 
@@ -213,7 +215,7 @@ class Prompts(Protocol):
         """Return the prompt at an index from 0; None after the last one."""
 
     def epoch(self, index: int) -> int:
-        """Return the number of complete passes over the data before that index."""
+        """Return the number of complete passes over the data before the prompt at `index`."""
 
 
 class Generator(Protocol):
@@ -301,8 +303,8 @@ class Recipe(Protocol):
     """
 
     def rejects(self, group: RolloutGroup) -> str:
-        """Return the reason, in a word or two, why a group must not be trained; return "" to keep
-        it.
+        """Return the reason, in a word or two, why a group must not be trained; return "" for a
+        group that may be trained.
         """
 
     def inputs(self, groups: Sequence[RolloutGroup]) -> Any:
@@ -402,7 +404,9 @@ class Sampler(Protocol):
         """
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Return the complete groups that are too stale for any step from `version` on."""
+        """Select the complete groups that are too stale for any step from `version` on, and return
+        them; the caller removes them from the buffer.
+        """
 
 
 class AbortingSampler(Sampler, Protocol):
@@ -411,7 +415,8 @@ class AbortingSampler(Sampler, Protocol):
     """
 
     def abort(self, ready: Ready, *, version: int) -> Sequence[Generating]:
-        """Return groups that are being generated and would be too stale once complete.
+        """Select the groups that are being generated and would be too stale once complete, and
+        return them; the caller cancels these groups.
 
         Their requests are cancelled, they count as evicted, and other groups start instead: `room`
         must not let groups start that would be aborted at once.
@@ -431,9 +436,9 @@ class Store(Protocol):
 
     async def restore(self) -> Mapping[str, Any] | None:
         """Restart lost ranks, load the newest checkpoint on all ranks, and return the `state` that
-        was saved in it.
+        was saved in it; return None if there is no checkpoint.
 
-        Without a checkpoint, ranks get the initial weights, and it returns None.
+        Without a checkpoint, ranks get the initial weights.
         """
 
 

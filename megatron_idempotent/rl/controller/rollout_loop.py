@@ -48,7 +48,9 @@ class RolloutPump:
             await self._shared.change()
 
     async def finish(self, limit_s: float) -> None:
-        """Wait up to `limit_s` seconds for the groups that are being generated; start none."""
+        """Wait up to `limit_s` seconds until the groups that are being generated are complete; no
+        further groups start.
+        """
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=limit_s)
 
@@ -187,7 +189,9 @@ class RolloutPump:
         return not self._shared.buffer.holds(group_id)
 
     def _reject(self, group: RolloutGroup, reason: str) -> None:
-        """Drop a group that the recipe rejects; raise `GroupsRejected` after too many in a row."""
+        """Drop a group that the recipe rejects. Raise `GroupsRejected` once as many groups in a row
+        were rejected as `rejected_steps` outer steps need.
+        """
         settings = self._shared.settings
         _log.debug("group %d is rejected: %s", group.id, reason)
         self._shared.buffer.drop(group.id, "filtered")

@@ -27,7 +27,9 @@ class SamplerError(ControllerError):
 def chosen(
     sampler: Sampler, method: Literal["select", "evict", "abort"], ready: Ready, **arguments: int
 ) -> tuple[Any, ...]:
-    """Call a sampler's `select`, `evict` or `abort`, and return the groups after checking them.
+    """Call the sampler's method `select`, `evict` or `abort`, and return the groups that the method
+    selects. Raise `SamplerError` if it selects a group twice, too many groups, or a group that is
+    not in the required state.
 
     `arguments` are the method's other arguments. A sampler without a method `abort` aborts none.
 
@@ -66,8 +68,8 @@ def chosen(
 
 
 def checked_room(sampler: Sampler, admission: Admission) -> float:
-    """Return how many more groups a sampler's `room` lets start, after checking that this is a
-    number.
+    """Return the number that a sampler's `room` returns, i.e. how many more groups may start. Raise
+    `SamplerError` if it is not a number.
 
     Raises:
         SamplerError: the sampler raised, or returned something other than a real number.
@@ -151,7 +153,8 @@ class _Windowed:
         return groups_per_step * (self._window + 1)
 
     def room(self, admission: Admission) -> int:
-        """Return how many groups may start such that all train within the window.
+        """Return how many more groups may start, such that all groups can train before they are
+        older than the window.
 
         This is (window + rollout_version + 1) x groups_per_step - accepted - running, or 0 if that
         is negative: an optimizer step uses groups_per_step groups and makes one version, so the
@@ -184,7 +187,7 @@ class WindowedSampler(_Windowed):
         gated: bool = True,
         abort_stale: bool = False,
     ) -> None:
-        """Check and keep the options.
+        """Check and keep the options; raise `SettingsError` if one is invalid.
 
         Args:
             max_staleness: the largest `version - held.version` at which a group may train.
@@ -205,9 +208,9 @@ class WindowedSampler(_Windowed):
         self._order, self._gated, self._abort_stale = order, gated, abort_stale
 
     def room(self, admission: Admission) -> int:
-        """Return how many more groups may start, such that all can train within the window.
-
-        With `gated=False` there is no limit, except 0 while the engines' weights are too old.
+        """Return how many more groups may start, such that all groups can train within the window.
+        Without `gated`, the number is unlimited, or 0 while the engines' weights are older than the
+        window.
         """
         if self._gated:
             return super().room(admission)
@@ -359,8 +362,8 @@ def _imported(path: str) -> Callable[..., Any]:
 
 
 def _wrong_with(sampler: Any) -> str:
-    """Return a text on how a custom sampler violates `protocol.Sampler`, including types; empty if
-    it does not.
+    """Return a text on what a custom sampler lacks, or has with a wrong type or value, compared
+    with `protocol.Sampler`; empty if the sampler is valid.
     """
     parts = [part for part in vars(Sampler) if not part.startswith("_")]
     missing = [part for part in parts if not hasattr(sampler, part)]

@@ -162,12 +162,15 @@ class ControllerSettings(ControllerLimits):
 
     @property
     def logprob_models(self) -> tuple[LogprobsOf, ...]:
-        """The models whose log-probs are computed before advantages."""
+        """The models whose log-probs are computed before advantages: the policy, the reference
+        model, both or none.
+        """
         both: tuple[LogprobsOf, ...] = ("policy", "reference")
         return both if self.logprobs == "both" else tuple(m for m in both if m == self.logprobs)
 
     def checked_capacity(self, sampler: Sampler) -> int:
-        """Return the buffer's capacity: the setting, or if it is 0 the sampler's requirement.
+        """Return the buffer's capacity: the setting `capacity`, or if it is 0, the smallest
+        capacity with which the sampler works. Raise `SettingsError` if the setting is too small.
 
         Raises:
             SettingsError: the run would wait for ever with this capacity, or the later optimizer
@@ -313,7 +316,9 @@ class RunState:
         self.tell()
 
     def progressed(self) -> None:
-        """Record progress: restart the watchdog's time, and wake all waiters."""
+        """Record that the run made progress: restart the watchdog's time, and wake all coroutines
+        that wait in `change`.
+        """
         self.idle_since = self.measure.now()
         self.tell()
 
@@ -344,7 +349,8 @@ class RunState:
         return self.state == "draining"
 
     def room(self) -> int:
-        """Return how many groups may start now, given sampler, capacity and concurrency.
+        """Return how many more groups may start now, given the sampler, the buffer's capacity and
+        the setting `concurrency`.
 
         Raises:
             SamplerError: the sampler failed.
@@ -391,7 +397,8 @@ def status_of(shared: RunState) -> Status:
 
 
 class StoredGroups:
-    """Passes complete groups to the data plane and back, and retries calls that fail.
+    """Puts complete groups into the data plane, gets and removes them there, and repeats calls that
+    fail.
 
     Example: `await stored.clear([3, 4])`.
     """

@@ -52,7 +52,8 @@ class StatusFile:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> StatusFile:
-        """Write the first status, and start the task that writes the further ones.
+        """Write the first status, and start the task that writes the further ones. Raise
+        `StatusError` if another controller writes this file.
 
         Raises:
             StatusError: the file cannot be written, or another controller writes it.
@@ -96,10 +97,8 @@ class StatusFile:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Return the fields of `Status` from a run's status file. A file that is older than its writing
-    interval plus 5 s raises an error.
-
-    The final status of a run may have any age.
+    """Return the fields of `Status` from a run's status file. Raise `StatusError` if the run has
+    not ended and the file is older than 5 s plus the interval at which it is written.
 
     Raises:
         StatusError: the file is missing, unreadable or too old, or is not a status file.

@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
-    """Wait until a task is done, even if the caller is cancelled meanwhile; return True if the
-    caller was cancelled.
+    """Wait until a task is done, even if the caller is cancelled meanwhile, but then at most
+    `limit_s` seconds longer. Return True if the caller was cancelled.
 
     The caller must then raise `CancelledError` itself. After the first cancellation, this waits up
     to `limit_s` seconds; a task that is not done by then keeps running.
@@ -59,8 +59,9 @@ async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None
 async def update_once(
     call: Callable[[str], Awaitable[StepOutcome]], step_id: str, *, limit_s: float
 ) -> tuple[StepOutcome, bool]:
-    """Run `call(step_id)`, which makes a step's update, to its end even if the caller is cancelled;
-    return the outcome, and whether the caller was cancelled.
+    """Await `call(step_id)`, which makes a step's update, to the end even if the caller is
+    cancelled, and repeat it once if it raises. Return the outcome, and True if the caller was
+    cancelled.
 
     A call that raises is repeated once with the same step id, because it may have made the update;
     the policy never makes an update twice. After a cancellation it has `limit_s` seconds to end.
@@ -94,8 +95,8 @@ async def update_once(
 
 
 async def undo(policy: Policy, step_id: str, *, limit_s: float) -> None:
-    """Abort the policy's open step within `limit_s` seconds, even if the caller is cancelled
-    meanwhile.
+    """Abort the policy's open step, even if the caller is cancelled meanwhile. Raise `RanksLost` if
+    that fails or takes longer than `limit_s` seconds.
 
     Raises:
         RanksLost: the abort raised or took longer.
@@ -118,13 +119,12 @@ async def undo(policy: Policy, step_id: str, *, limit_s: float) -> None:
 async def train(
     policy: Policy, batch: Any, *, step_id: str, attempts: int = 3, abort_s: float = 300.0
 ) -> StepOutcome:
-    """Take one optimizer step on one batch, completely or not at all: `begin`, `microbatch` and
-    `finish`.
+    """Take one optimizer step on one batch by `begin`, `microbatch` and `finish`. A failed attempt
+    is undone and repeated under a new id, up to `attempts` times in all.
 
-    A policy with a method `train` (`OneShotPolicy`) does this in one round trip to its ranks. A
-    failed attempt is undone and repeated under a new id. If the caller is cancelled, the step is
-    undone, but a running update or call of the policy's `train` first completes; then
-    `CancelledError` is raised.
+    A policy with a method `train` (`OneShotPolicy`) does this in one round trip to its ranks. If
+    the caller is cancelled, the step is undone, but a running update or call of the policy's
+    `train` first completes; then `CancelledError` is raised.
 
     Args:
         policy: must have no open step.
@@ -435,9 +435,8 @@ class TrainPump:
 
     async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
         """End an outer step: publish the weights to the engines, and let groups start with these
-        weights. Return the metrics of the version's evaluation; empty without one.
-
-        The publish runs during the next step, unless this version is evaluated, saved or the last.
+        weights. The publish runs during the next step, unless the sampler drains, or this version
+        is evaluated, saved or the last. Return the metrics of the evaluation; empty without one.
         """
         shared = self._shared
         if not (shared.sampler.drains or last or self._checkpoints.work_at(shared.trainer_version)):

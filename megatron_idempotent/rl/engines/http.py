@@ -35,9 +35,9 @@ class HttpResponse:
 
     @property
     def message(self) -> str:
-        """The response's error message, up to 2,000 characters: from the body's fields `error`,
-        `detail` or `message`, as vLLM-like servers set them; without these fields, the whole body
-        as text.
+        """The error message in the response's body, up to 2,000 characters: the text under `error`,
+        `detail` or `message`, where vLLM-like servers write it; without these fields, the entire
+        body as text.
         """
         body = self.body
         if isinstance(body, dict):
@@ -84,7 +84,8 @@ class HttpClient:
         query: Mapping[str, str] | None = None,
         timeout_s: float | None,
     ) -> HttpResponse:
-        """Send one HTTP request, and return the response, also if its status is an error.
+        """Send one HTTP request, and return the response, whatever its status. Raise
+        `EngineTimeout` or `EngineDead` if no response comes.
 
         Args:
             method: "GET", "POST" and the like.

@@ -38,8 +38,8 @@ async def generate_whole(engine: RolloutEngine, request: Request) -> Sample:
 async def _sample_to_end(
     draw: Callable[[Request], Awaitable[Sample]], request: Request, engine_name: str | None
 ) -> Sample:
-    """Sample a response in parts, by one call of `draw` for each part, until the response is
-    complete. Return the parts joined to one sample.
+    """Sample a response in parts until the response is complete: each call of `draw` gets a request
+    for the missing tokens, and returns one part. Return the parts joined to one sample.
 
     A part with a token resets the count of attempts, because an engine may abort for every update
     of its weights. The pause after an attempt without a token doubles with each further one.
@@ -113,7 +113,7 @@ class Quarantine(Protocol):
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """The reason why each quarantined engine must not get requests, by the engine's name.
+        """The engines that must not get requests: a map from each engine's name to the reason.
 
         A change makes a new mapping, because a pool reads it often.
         """
@@ -146,9 +146,9 @@ class EnginePool:
         return await _sample_to_end(self._draw, request, None)
 
     async def _draw(self, request: Request) -> Sample:
-        """Sample one part of a response on the usable engine that runs the fewest requests; on a
-        tie, on the first of them. If the engine raises `EngineDead`, raise it, and send the engine
-        no more requests until `reprobe`.
+        """Sample one part of a response on the usable engine that runs the fewest requests. If the
+        engine raises `EngineDead`, raise the error, and send the engine no more requests until
+        `reprobe` finds the engine alive.
         """
         out = self._out
         serving = [name for name in self._engines if name not in out]
@@ -182,8 +182,8 @@ class EnginePool:
 
     @property
     def _out(self) -> Mapping[str, str]:
-        """The reason for each engine that must not get requests, because it died or is quarantined;
-        by the engine's name.
+        """The engines that must not get requests, because they died or are quarantined: a map from
+        each engine's name to the reason.
         """
         quarantined = self._sync.quarantined if self._sync else {}
         return {**self._dead, **quarantined} if self._dead else quarantined

@@ -92,15 +92,16 @@ class RoutedExperts:
         return len(self.data) // self._token_bytes
 
     def numbers(self) -> Any:
-        """Return the numbers of the selected experts as a NumPy array, [tokens, layers, topk]."""
+        """Return the indices of the selected experts as a NumPy array, [tokens, layers, topk]."""
         import numpy
 
         flat: Any = numpy.frombuffer(self.data, self.dtype)
         return flat.reshape(self.tokens, self.layers, self.topk)
 
     def then(self, longer: RoutedExperts) -> RoutedExperts:
-        """Return the experts of all tokens in `longer`, a record that begins with the same tokens
-        as this one. For these first tokens, the result has this record's experts.
+        """Return a record of all tokens of `longer`, whose first tokens are this record's tokens.
+        The first tokens have this record's experts, and the other tokens have the experts in
+        `longer`.
         """
         data = self.data + longer.data[len(self.data) :]
         return dataclasses.replace(longer, data=data)

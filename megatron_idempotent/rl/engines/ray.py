@@ -214,8 +214,8 @@ class RayEngine:
         return sample
 
     def _send(self) -> None:
-        """Send the actor all requests that were made in this turn of the event loop, as one
-        batch.
+        """Send the actor, as one batch, all requests that `generate` has queued in this iteration
+        of the event loop.
         """
         requests, self._waiting = self._waiting, []
         if not self._closed:
@@ -287,7 +287,8 @@ class RayEngine:
             self._ray.kill(self._actor, no_restart=True)
 
     async def _request(self, method: str, *args: Any) -> Any:
-        """Call the actor's method with the name `method`, and return its result.
+        """Call the actor's method with the name `method`, and return the method's result. Raise
+        `EngineDead` if the actor is lost.
 
         Raises:
             EngineDead: the actor is lost, or this engine was closed.

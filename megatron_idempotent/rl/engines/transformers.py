@@ -214,7 +214,7 @@ class TransformersEngine:
         )
 
     async def close(self) -> None:
-        """End all requests, free weights and cache, and end the forward thread; see
+        """End all requests, free weights and cache, and end the thread that runs forwards; see
         `RolloutEngine.close`.
         """
         if self._closed:
@@ -236,8 +236,8 @@ class TransformersEngine:
         await self._updates.free("its weights were freed; wake them, then stage and commit all")
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Mark "weights" or "kv_cache" as awake; the engine stays paused. See
-        `ColocatedEngine.wake`.
+        """Mark "weights" or "kv_cache" (`tags`) as awake; the next commit or forward then allocates
+        the memory. The engine stays paused. See `ColocatedEngine.wake`.
 
         Memory is allocated on use: the model has no weights until an update is committed.
 
@@ -318,7 +318,7 @@ class RequestSlot:
 
     def turn(self) -> Turn:
         """Return the inputs with which `DecodeBatch.draw` samples the request's next token: the
-        last token so far, a random number and the temperature.
+        last token so far, a random number computed from seed and position, and the temperature.
 
         The random number in [0, 1) is a hash of the seed and the token's position, so it does not
         depend on the batch or on earlier aborts.
@@ -531,8 +531,9 @@ class Scheduler:
             self._rows = [self._rows[old_row] for old_row in self._batch.leave(ended_rows)]
 
     def _next_sequences(self) -> dict[tuple[int, ...], list[RequestSlot]]:
-        """Choose the token sequences to prefill in the next forward. Return each distinct sequence
-        with the waiting requests that have it.
+        """Choose the waiting requests that the next forward prefills, within the limits of rows and
+        positions. Return a map from each distinct token sequence to the requests that have this
+        sequence, so that a sequence is computed once.
         """
         room = self.max_running - len(self._rows)
         slots_of: dict[tuple[int, ...], list[RequestSlot]] = {}
@@ -585,8 +586,8 @@ class Scheduler:
     async def _compute(
         self, slots: Sequence[RequestSlot], method: Callable[..., T], *arguments: Any
     ) -> T | None:
-        """Run a method of the batch in the forward thread, and return the method's result. If the
-        method raises, pass the error to the callers that wait for `slots`, and return None.
+        """Call `method` of the batch in the thread that runs forwards, and return the result. If
+        `method` raises, make the callers that wait for `slots` raise the error, and return None.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(

@@ -50,8 +50,8 @@ class RowCache(Cache):
         sequence_of_row: torch.Tensor,
         lengths: torch.Tensor,
     ) -> None:
-        """Append rows to the batch, and copy the rows' keys and values, which a prefill has
-        computed, into the cache.
+        """Append rows to the cache, with the keys and values that a prefill has computed for these
+        rows.
 
         Args:
             computed: keys and values of each layer, both [U, H, P, D]; values past a sequence's
@@ -66,8 +66,8 @@ class RowCache(Cache):
         self._lengths.put(torch.cat([self._lengths.lengths_B.to(lengths.device), lengths]))
 
     def leave(self, ended_rows: Sequence[int]) -> list[int]:
-        """Remove the rows `ended_rows`, and move the last rows into the gaps. Return the old index
-        of each remaining row.
+        """Remove the rows `ended_rows`, and move the last rows into the gaps. Return for each
+        remaining row the index that the row had before.
         """
         absent = set(ended_rows)
         remaining = self._lengths.rows - len(absent)
@@ -89,7 +89,7 @@ class RowCache(Cache):
 
 
 class _RowLengths:
-    """The number of cached positions of each row, shared by the cache and its layers.
+    """Holds the number of cached positions of each row, for a `RowCache` and all of its layers.
 
     Layers refer to this object instead of the cache, because a reference cycle would keep tensors
     alive.
@@ -220,7 +220,8 @@ _CHUNK = 1 << 22
 def draw(
     logits_BV: torch.Tensor, *, temperatures_B: torch.Tensor, uniforms_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample a token for each row; return tokens, int64 [B], and log-probs, float32 [B].
+    """Sample a token for each row of logits, at the row's temperature and with the row's uniform
+    random number. Return the tokens, int64 [B], and their log-probs after temperature, float32 [B].
 
     Log-probs are natural logarithms under the distribution after temperature. The token is the
     first one at which the cumulative distribution exceeds the row's uniform random number, float64
@@ -311,8 +312,9 @@ class DecodeBatch:
 
     @torch.no_grad()
     def join(self, sequences: Sequence[Sequence[int]], sequence_of_row: Sequence[int]) -> int:
-        """Prefill distinct token sequences in one forward, and append rows for them; return the
-        number of new rows.
+        """Prefill distinct token sequences in one forward, and append rows, of which several may
+        have one sequence; `sequence_of_row` has the index of each row's sequence. Return the number
+        of new rows.
 
         Args:
             sequences: the tokens to cache: those of a row except its last; may be empty.
@@ -349,7 +351,8 @@ class DecodeBatch:
 
     @torch.no_grad()
     def draw(self, turns: Sequence[Turn]) -> tuple[list[int], list[float]]:
-        """Sample the next token of every row in one forward; return tokens and log-probs.
+        """Sample the next token of every row in one forward; return the tokens and their log-probs,
+        by row.
 
         A log-prob is NaN if the row's logits are not finite.
         """
@@ -377,7 +380,7 @@ class DecodeBatch:
 
     @torch.no_grad()
     def leave(self, ended_rows: Sequence[int]) -> list[int]:
-        """Remove the rows `ended_rows` from the batch; return the old index of each remaining
-        row.
+        """Remove the rows `ended_rows` from the batch. Return for each remaining row the index that
+        the row had before.
         """
         return self._cache.leave(ended_rows)

@@ -315,8 +315,9 @@ class VllmEngine(VllmUpdates):
         return RoutedExperts(data=experts.tobytes(), layers=layers, topk=topk, dtype=kind)
 
     async def _check(self, request: Request) -> None:
-        """Raise an error for a request that is too long for the model, or whose temperature the
-        server would change or leave out of its log-probs.
+        """Raise an error if a request is too long for the model, if vLLM would raise the request's
+        temperature, or if the server returns log-probs before temperature and the temperature is
+        not 1.
         """
         async with self._asking:
             if self._longest is None:
@@ -357,8 +358,8 @@ class VllmEngine(VllmUpdates):
         return int((await self._control.get("/v1/models"))["data"][0]["max_model_len"])
 
     async def _is_tempered(self, prompt: Sequence[int]) -> bool:
-        """Return True if the server's log-probs are those after temperature: sample a token at
-        temperatures 1 and 2, and check that the highest log-probs differ.
+        """Return True if the server's log-probs are those after temperature. To find out, sample a
+        token at temperatures 1 and 2, and compare the highest log-probs of the two samples.
         """
         likeliest = []
         for temperature in (1.0, 2.0):
@@ -461,7 +462,8 @@ def sampling_params(request: Request) -> dict[str, Any]:
 
 
 def seed_at(seed: int, continued: int) -> int:
-    """Return a 63-bit seed for the part of a response that begins at its token `continued`.
+    """Return a 63-bit seed, computed from a request's `seed`, for the part of the response that
+    begins at the response's token `continued`.
 
     vLLM seeds its generator once per request. With the same seed for all parts, every part would
     reuse the same random numbers, and its tokens would be correlated.

@@ -66,8 +66,8 @@ class Places:
     """
 
     def __init__(self, model: Any, served: Mapping[str, torch.Tensor]) -> None:
-        """Run the model's loader with meta tensors, and record to which part of which parameter it
-        would copy each tensor.
+        """Run the model's loader with meta tensors, and record into which part of which parameter
+        the loader would copy each tensor. Raise `NotInPlace` if the loader does more than copy.
 
         Args:
             model: a model with a `load_weights` method, as vLLM's have.
@@ -114,8 +114,9 @@ class Places:
 
 
 class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records copies into the given storages instead of making them, and skips fills of these
-    storages with a constant. For any other write into these storages, it raises `NotInPlace`.
+    """A torch dispatch mode that records copies into the given storages instead of making the
+    copies. Fills of these storages with a constant are skipped, and any other write into them
+    raises `NotInPlace`.
     """
 
     def __init__(self, storages: Iterable[int]) -> None:
@@ -141,8 +142,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _part(tensor: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
-    """Return the view of `tensor` that has the offset, shape and strides of `probe`, a view of a
-    meta tensor of the same shape.
+    """Return the view of `tensor` that has the offset, shape and strides of `probe`, which is a
+    view of a meta tensor with the shape of `tensor`.
     """
     contiguous = tensor.contiguous()
     start = contiguous.storage_offset() + probe.storage_offset()
@@ -155,7 +156,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _moved(at_K: Any, probe: torch.Tensor, to: torch.Tensor) -> tuple[Any, Any]:
     """Map flat indices of a checkpoint's tensor, [K], to flat indices in the storage of the
-    parameter `to`. `probe` is the view of the checkpoint's tensor that is copied to `to`.
+    parameter `to`, into which the view `probe` of that tensor is copied. Return a mask of the
+    indices that are in `probe`, and the mapped indices.
 
     Returns:
         bool [K], True for indices that the probe covers; and their indices in `to`, int64 [K].

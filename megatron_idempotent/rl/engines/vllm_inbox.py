@@ -142,8 +142,8 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Inbox:
-    """Executes the client's commands in one vLLM worker: it receives updates while the model
-    serves, and records the served version. It never changes the model itself.
+    """Executes the commands of the `VllmEngine` client in one vLLM worker: it receives updates
+    while the model serves, and records the served version. It never changes the model itself.
 
     Raises:
         ValueError: `bucket` is not a store's URL, or has a secret.
@@ -187,8 +187,8 @@ class Inbox:
         self._loaded: tuple[WeightUpdate | None, Weights] | None = None
 
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Execute one command of the client. Return the worker's state after it; if the command
-        failed, the error is under "error".
+        """Execute one command of the `VllmEngine` client. Return the worker's state after the
+        command; if the command failed, the error is under "error".
 
         Commands: "state"; "open" with update, opened, serving, keep, silence_s; "bucket",
         "complete" and "drop" with an id. All return at once, because a thread receives the buckets.
@@ -250,7 +250,7 @@ class Inbox:
 
     def finished(self) -> None:
         """Record that vLLM has reassembled the model's layers at the end of an update, and set the
-        served version.
+        served version to that of the loaded update.
 
         The served version is then that of the weights that `to_load` returned. It is unchanged if
         `to_load` was not called, or loading failed.

@@ -161,7 +161,8 @@ class Control(HttpClient):
         return EngineError(fact)
 
     async def need(self, *paths: str) -> Mapping[str, Any]:
-        """Check that the server has the HTTP paths `paths`, and return its OpenAPI schema.
+        """Raise `EngineUnsupported` unless the server has the HTTP paths `paths`; return the
+        server's OpenAPI schema.
 
         Raises:
             EngineUnsupported: the server lacks one of `paths`; the message lists those.
@@ -314,7 +315,8 @@ class VllmServer:
 
     @property
     def running(self) -> bool:
-        """True if this server responds and reports a healthy engine.
+        """True if this server's process runs and is the one that listens on the port, and the
+        server reports that it is healthy.
 
         Another process that responds at the same address does not count.
         """
@@ -402,8 +404,8 @@ class VllmServer:
         self.stop()
 
     def log(self, lines: int = 30) -> str:
-        """Return the last `lines` lines of the server's log. If an exception is named before these
-        lines, the first line that names one comes first.
+        """Return the last `lines` lines of the server's log, after the first earlier line that
+        names an exception, if there is one.
 
         The error of a worker is logged long before the server's last lines.
         """

@@ -263,8 +263,8 @@ class VllmUpdates:
             await self._tell({"do": "drop", "id": update_id})
 
     async def _card(self) -> Mapping[str, str]:
-        """Return the name and folder of the LoRA adapter whose factors updates replace, as the
-        server lists them. Raise `EngineUnsupported` unless this adapter is the server's only one.
+        """Return the server's entry, with name and folder, for the LoRA adapter whose factors
+        updates replace. Raise `EngineUnsupported` unless this adapter is the server's only one.
         """
         cards = (await self._control.get("/v1/models"))["data"]
         adapters = {card["id"]: card for card in cards if card.get("parent")}
@@ -278,8 +278,8 @@ class VllmUpdates:
         return card
 
     async def _received(self, update_id: str, buckets: int) -> None:
-        """Ask the workers for their state until all of them have received `buckets` buckets of the
-        update.
+        """Poll the workers until all of them have received `buckets` buckets of the update. Raise
+        an error if receiving fails or takes longer than `bucket_s` seconds.
 
         Raises:
             EngineTimeout: they have not after `bucket_s` seconds.

@@ -99,8 +99,8 @@ class CommitInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """A vLLM weight transfer engine: it loads staged weights with the model's loader, layer by
-    layer, as vLLM's own engines do.
+    """A vLLM weight transfer engine that loads weights which the worker has staged before: layer by
+    layer with the model's loader, or only the changed elements in place where this is possible.
 
     Deltas are written in place if the model stores a checkpoint's elements unchanged.
 

@@ -24,10 +24,8 @@ A collective: all ranks call it with the same indices, each index once.
 
 
 def split(sizes: Sequence[int], most: int) -> list[range]:
-    """Split the indices of `sizes` into consecutive ranges, each with a total size of at most
-    `most`.
-
-    A member larger than `most` gets a range of its own.
+    """Split the indices of `sizes` into consecutive ranges, whose sizes sum to at most `most` each;
+    a larger size has a range of its own.
     """
     ranges: list[range] = []
     start = total = 0

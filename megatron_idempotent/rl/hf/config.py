@@ -36,10 +36,8 @@ class FailedElsewhere(WeightsError):
 
 
 def agree_on(error: BaseException | None, what: str, *, deadline_s: float) -> None:
-    """Raise on all ranks if any rank has an error: its own error on that rank, `FailedElsewhere` on
-    the others.
-
-    A collective of the default group, if there is one.
+    """Raise on all ranks if any rank has an error: on a failing rank that rank's own error, on the
+    other ranks `FailedElsewhere`. A collective of the default group, if there is one.
 
     Args:
         error: the error on this rank; None if there is none.
@@ -166,8 +164,8 @@ def _check_layers(fields: _Fields, name: Any, layers: int) -> None:
 
 
 def _rope(fields: _Fields) -> tuple[float, float | None]:
-    """Return RoPE's base, and the factor of Llama 3's scaling (None without it), from a
-    config.json; list values that GPTModel does not support.
+    """Return RoPE's base, and the factor of Llama 3's scaling (None without this scaling), from a
+    config.json. Add values that GPTModel does not support to the list of invalid fields.
     """
     config = fields.config
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
@@ -288,7 +286,8 @@ class Architecture:
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str = "the configuration") -> Architecture:
         """Make an `Architecture` from a configuration as a dictionary, such as the result of
-        transformers' `config.to_dict()`.
+        transformers' `config.to_dict()`. Raise `UnsupportedArchitecture` for a model that GPTModel
+        does not compute exactly.
 
         Args:
             config: the configuration.

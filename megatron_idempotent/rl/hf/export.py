@@ -38,7 +38,7 @@ class TensorPart(NamedTuple):
     rank: int
 
     def of(self, shape: tuple[int, ...]) -> Part:
-        """Return this range as a `Part` of a tensor of that shape."""
+        """Return this range as a `Part` of a tensor with the shape `shape`."""
         return Part(shape, self.dim, self.start, self.size)
 
 
@@ -84,10 +84,8 @@ def make_plan(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Plan:
-    """Gather from all ranks which parts of tensors each rank has, and plan which rank sends each
-    part.
-
-    A collective of the group, if there is one.
+    """Gather from all ranks which parts of tensors each rank has, and choose for each part the rank
+    that sends it. A collective of the group, if there is one.
 
     Args:
         shapes: the shapes of all tensors, in order.
@@ -178,8 +176,8 @@ class Shipping:
         *,
         senders: int | None = 1,
     ) -> None:
-        """Choose the keeper of each tensor, and find how much memory this rank may need for packed
-        parts.
+        """Choose the keeper of each tensor, and compute how much memory this rank may need for
+        packed parts, i.e. contiguous copies of parts.
 
         Args:
             plan: the result of `make_plan`.
@@ -264,7 +262,9 @@ class Shipping:
         parts: Sequence[tuple[int, TensorPart]],
         deltas: Mapping[tuple[int, TensorPart], EncodedDelta],
     ) -> Sequence[tuple[int, EncodedDelta | None]]:
-        """Send the deltas of tensors' parts to the ranks that keep these tensors.
+        """Send the deltas of tensors' parts to the ranks that keep these tensors. Return for each
+        part its contribution to the tensor's checksum and, on the keeper, its delta or None if
+        nothing changed.
 
         A collective: all ranks call it with the same parts.
 
@@ -395,8 +395,8 @@ class Changes:
 
 
 class _Flight:
-    """Collects point-to-point messages, then sends and receives them together, and limits the
-    memory of the packed parts in them.
+    """Collects point-to-point messages, then sends and receives them together. It limits the memory
+    of packed parts, i.e. of contiguous copies of parts, in the messages.
     """
 
     def __init__(self, most: int, group: dist.ProcessGroup | None) -> None:
@@ -405,8 +405,8 @@ class _Flight:
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def room(self, info: TensorInfo, part: TensorPart, device: torch.device) -> torch.Tensor:
-        """Return memory for a packed part. If the packed parts would exceed the limit, first
-        complete all messages so far.
+        """Return memory for the packed (contiguous) copy of a part. If all packed parts would
+        exceed the limit, first complete the messages so far.
         """
         shape = list(info.shape)
         shape[part.dim] = part.size

@@ -26,7 +26,8 @@ def placed_slots(
     chunks: Sequence[Any], arch: Architecture, lora: Lora | None = None
 ) -> list[Placed]:
     """Return the slots of all parameters in this rank's chunks: for each parameter, the parts of
-    Hugging Face tensors that it consists of.
+    Hugging Face tensors that it consists of. Raise `CheckpointMismatch` if the model does not match
+    `arch`.
 
     Args:
         chunks: GPTModels, in any wrappers.

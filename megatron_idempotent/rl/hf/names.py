@@ -262,7 +262,9 @@ class Lora:
             )
 
     def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the adapters' tensors, by their names in PEFT."""
+        """Return the shape of each adapter tensor of a model of this architecture, by the tensor's
+        name in PEFT.
+        """
         targets = tuple(
             f".{projection}.weight" for layer in self.layers for projection in _PROJECTIONS[layer]
         )

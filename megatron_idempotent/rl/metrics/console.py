@@ -106,7 +106,9 @@ class StatusTable(Progress):
     _only_in_tables = "groups"
 
     def __init__(self, output: IO[str], *, until: int = 0, every_s: float = 30.0) -> None:
-        """Take the output; `until` is the version at which the run ends, or 0 if unknown."""
+        """Start a live table if `output` is a terminal; `until` is the version at which the run
+        ends, or 0 if unknown.
+        """
         super().__init__(output)
         self._until, self._every_s, self._last_s = until, every_s, -math.inf
         self._metrics: Mapping[str, float] = {}

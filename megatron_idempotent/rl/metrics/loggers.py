@@ -75,7 +75,8 @@ class Loggers:
         self._do(self._with_each, list(loggers), self._build)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Pass metrics to every logger that has not failed; with a thread, without waiting.
+        """Pass metrics to every logger that has not failed. With a thread, only queue the metrics,
+        and discard them if the queue is full.
 
         After `close` they are discarded.
         """
@@ -97,8 +98,8 @@ class Loggers:
         return reached.wait(timeout_s)
 
     def close(self) -> None:
-        """Pass on the queued records, and close every logger that has not failed. A second call is
-        a no-op.
+        """Pass the queued records to the loggers, and close every logger that has not failed,
+        unless the loggers are lent. A second call is a no-op.
 
         With a thread it blocks for up to `close_timeout_s` seconds: do not call it in the thread of
         an event loop.
@@ -159,7 +160,8 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's `metrics.jsonl`, oldest first; none if there is no file.
+    """Return the rows of a run's `metrics.jsonl` by ascending step; of a step that was logged again
+    after a resume, only the last row. Return none if there is no file.
 
     A truncated last line is ignored, and so are rows of steps that were repeated later because
     ranks were lost. `null` is read as NaN.

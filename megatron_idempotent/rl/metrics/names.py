@@ -63,8 +63,9 @@ def staleness_metrics(lags: Sequence[int]) -> dict[str, float]:
 def idle_metrics(
     phases: Mapping[str, float], total_s: float, *, generation: tuple[float, float] | None = None
 ) -> dict[str, float]:
-    """Return the fractions of the period `total_s` in which trainer and engines were idle, as
-    metrics by name.
+    """Return as metrics by name the fraction of the period `total_s` in which the trainer waited
+    for groups, the fraction in which no group was being generated, and the mean number of groups
+    being generated.
 
     The result is empty if `total_s` is 0.
 
@@ -94,8 +95,8 @@ def counts_metrics(
     dropped: Mapping[str, int] | None = None,
     retries: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """Return a run's counts of groups as metrics by name, with the wasted fraction, drops and
-    retries.
+    """Return a run's counts of groups as metrics by name, with the fraction of all ended groups
+    that were filtered or evicted, and the numbers of drops and retries.
 
     `counts` are those of `controller.Counts`, by name. `rollouts/unaccounted` is submitted −
     trained − filtered − evicted − running, and always 0; `rollouts/wasted_fraction` is (filtered +
@@ -131,7 +132,8 @@ class InflightClock:
         self._at_s, self._running = at_s, running
 
     def take(self, at_s: float) -> tuple[float, float]:
-        """Return the totals since the last call of `take`, up to the time `at_s`, and reset them.
+        """Return the totals since the last call of `take`, up to the time `at_s`, and reset them:
+        the seconds in which any group was being generated, and the seconds summed over all groups.
 
         Returns:
             Seconds in which at least one group was being generated, and group-seconds: the seconds

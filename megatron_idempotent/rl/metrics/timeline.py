@@ -74,8 +74,8 @@ class Timeline:
         self._record(_Event("X", track, name, start_s, end_s, args or {}))
 
     def count(self, name: str, at_s: float, value: float) -> None:
-        """Record that a counter has `value` from `at_s` on. A value that is not finite leaves a
-        gap.
+        """Record that a counter has `value` from `at_s` on. A value that is not finite is not
+        recorded.
         """
         if math.isfinite(value):
             self._record(_Event("C", "", name, at_s, at_s, {"value": value}))

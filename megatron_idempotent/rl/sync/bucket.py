@@ -99,7 +99,7 @@ class BucketPublisher:
         return self._objects.address
 
     def ask_for_anchor(self) -> None:
-        """Require that the next update is an anchor, i.e. contains every tensor."""
+        """Make `health` report that the next update must be an anchor, i.e. have every tensor."""
         self._anchor_asked = True
 
     async def generate(self, request: Request) -> Sample:
@@ -185,7 +185,9 @@ class BucketPublisher:
             self._staged = None
 
     async def health(self) -> EngineHealth:
-        """Return the status, and the newest version in the bucket; see `RolloutEngine.health`."""
+        """Return this publisher's status, and the newest weight version in the storage bucket; the
+        status is DEAD if the bucket cannot be read. See `RolloutEngine.health`.
+        """
         try:
             index = await self._index()
         except Exception as error:  # noqa: BLE001 (health reports any error)
@@ -327,8 +329,8 @@ class BucketFollower:
         self._run, self._newest, self._warned = run, -1, False
 
     async def catch_up(self) -> CatchUp | None:
-        """Update all engines to the bucket's newest version; return None if the bucket is empty or
-        all engines have that version.
+        """Update all engines to the newest version in the object store's bucket. Return None if no
+        update is published there, or all engines already serve that version.
 
         An engine gets the updates that it missed, merged into one, or the last anchor and the
         updates after it if that is shorter, or if the engine's weights are not those of its

@@ -63,7 +63,7 @@ class BucketOnRank:
 
     @classmethod
     def of(cls, bucket: Bucket) -> BucketOnRank:
-        """Return the description of a bucket, for the controller."""
+        """Describe this rank's part of a bucket, without the data, for the controller."""
         return cls(
             index=bucket.index,
             infos=tuple(TensorInfo.of(name, tensor) for name, tensor in bucket.tensors.items()),
@@ -158,8 +158,8 @@ class Exports:
         self._export = source.buckets(bucket_bytes=bucket_bytes, **more)
 
     def export_next(self) -> BucketOnRank | None:
-        """Make the next bucket of the export, and keep this rank's part of it for the senders. A
-        collective.
+        """Make the next bucket of the export, and keep this rank's part of the bucket for the
+        senders. Return the part's description, or None after the last bucket. A collective.
 
         Returns:
             A description of this rank's part of the bucket; None after the last bucket.
@@ -194,7 +194,7 @@ class Exports:
 
     def sender_step(self, key: str, step: str, index: int) -> Announcement | None:
         """Call the method `step` ("announce", "transmit" or "release") of the sender under `key`,
-        for the kept bucket `index`.
+        for the kept bucket `index`. Ranks that do not send do nothing, and return None.
 
         Returns:
             The method's result; None on ranks that do not send.
@@ -221,7 +221,9 @@ class Exports:
         self._drop_buckets()
 
     def export_end(self) -> None:
-        """End the export on this rank, complete or not. A collective. If there is none: no-op."""
+        """End the export on this rank, complete or not. A collective. If no export is running:
+        no-op.
+        """
         export, self._export = self._export, None
         self._drop_buckets()
         if export is not None:
@@ -307,8 +309,8 @@ class RemoteWeights:
         return RemoteBuckets(self, inbound, bucket_bytes, whole)
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks, and block until they have finished; return their results.
-        Call it in another thread than the event loop's.
+        """Call a method of the workers on all ranks, block until it has ended, and return the
+        results by rank. Call this in another thread than that of the ranks' event loop.
 
         Raises:
             Exception: as in `tensors` and `call`.
@@ -316,8 +318,8 @@ class RemoteWeights:
         return self.wait_for(self.call(method, *args), f"{method}()")
 
     def wait_for(self, calling: Coroutine[Any, Any, _T], doing: str) -> _T:
-        """Run a coroutine in the ranks' event loop, and block until it has ended; return its
-        result. Call it in another thread than that loop's.
+        """Run a coroutine in the ranks' event loop, block until the coroutine has ended, and return
+        its result. Call this in another thread than that loop's.
 
         Raises:
             Exception: as in `tensors` and `call`.
@@ -343,8 +345,8 @@ class RemoteWeights:
         return future.result()
 
     async def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks, as a coroutine of their event loop; return the results by
-        rank.
+        """Call a method of the workers on all ranks, and return the results by rank; await this in
+        the ranks' event loop. An error of a transport on a rank is raised as the same type here.
 
         Raises:
             RanksLost: ranks are gone.
@@ -490,7 +492,8 @@ def _opened(announcements: Sequence[Announcement | None]) -> tuple[Sequence[int]
 
 @contextlib.contextmanager
 def _without_close(export: Iterator[Bucket]) -> Iterator[None]:
-    """Prevent, during the `with` block, that an export's stream closes itself after an error.
+    """Replace `close` of an export's stream by a no-op during the `with` block, so that the stream
+    does not close itself after an error.
 
     Closing is a collective, which the other ranks do not enter before `export_end`.
     """

@@ -70,7 +70,8 @@ class Reader:
 
 
 class FanOut:
-    """Passes the buckets of one export to several engines' readers, in lock-step.
+    """Passes the buckets of one export to the readers of several engines. All readers get a bucket
+    together, once each has requested one.
 
     Readers get a bucket once all of them have requested it; the next one is made meanwhile, so two
     are in memory. Readers that do not request it in time are dropped together, so that several slow
@@ -96,7 +97,8 @@ class FanOut:
         return self._readers[-1]
 
     async def run(self) -> None:
-        """Take all buckets from the export, and pass each to all readers.
+        """Take all buckets from the export, and pass each bucket to all readers, until the export
+        ends or fails.
 
         An error of the export is raised here, and readers get a `SyncError` with its text. If this
         is cancelled, it closes the source, so that the trainer's other ranks can finish their
@@ -125,7 +127,9 @@ class FanOut:
                     await _run_to_end(thread, functools.partial(end_export, self._buckets))
 
     async def _wait_for_all(self) -> None:
-        """Wait until every reader has requested a bucket or left, and drop late readers."""
+        """Wait until every reader has requested a bucket or left. Drop the readers that have not
+        done so within the time limit.
+        """
         self._silent = {reader for reader in self._readers if reader._silent}
         if not self._silent:
             return
@@ -145,9 +149,8 @@ class FanOut:
 
 
 async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> Made:
-    """Run `step`, which may be a collective, in the executor's thread, and return its result.
-
-    If the caller is cancelled, this still waits until `step`, and the collective in it, has ended.
+    """Run `step`, which may be a collective, in the executor's thread, and return the result. If
+    the caller is cancelled, first wait until `step` has ended.
     """
     running = asyncio.get_running_loop().run_in_executor(thread, step)
     try:
@@ -158,8 +161,8 @@ async def _run_to_end(thread: ThreadPoolExecutor, step: Callable[[], Made]) -> M
 
 
 def _export_thread() -> ThreadPoolExecutor:
-    """Make an executor with one thread for the export, which has the caller's current CUDA device:
-    that is a setting per thread.
+    """Make an executor with one thread for the export, and set the caller's current CUDA device in
+    this thread, because the setting is per thread.
     """
     torch = sys.modules.get("torch")  # weights without tensors need none
     if torch is None or not torch.cuda.is_available():
@@ -194,7 +197,9 @@ class Outgoing:
         self._buckets, self._last, self._whole = buckets, last, whole
 
     def buckets(self) -> Generator[Bucket, None, None]:
-        """Yield the buckets to send, once. Closing the generator ends the export."""
+        """Yield the buckets to send, and count what they contain; call this once. Closing the
+        generator ends the export.
+        """
         try:
             while True:
                 started = time.perf_counter()

@@ -97,8 +97,8 @@ class WeightSync:
 
     @property
     def quarantined(self) -> Mapping[str, str]:
-        """The reason for each engine that must not serve, by the engine's name; the next update
-        tries to repair it.
+        """The engines that must not serve: a map from each engine's name to the reason. The next
+        update tries to repair these engines.
 
         A change makes a new mapping, because a pool reads it for every request.
         """
@@ -225,8 +225,8 @@ class WeightSync:
         return report
 
     def _outgoing(self, source: WeightSource, *, deltas: bool, whole: bool) -> Outgoing:
-        """Begin an export of the weights, and return the buckets to send: of the changes only, if
-        `whole` is False.
+        """Start an export of the source's weights, and return the buckets to send for an update:
+        all tensors, or the changes since the last update if `whole` is False.
         """
         bucket_bytes = self._settings.bucket_bytes
         if deltas and getattr(source, "finds_changes", False):
@@ -560,8 +560,8 @@ async def settle(
 async def resume(
     engine: RolloutEngine, version: int, reason: str, settings: SyncSettings
 ) -> EngineOutcome:
-    """Resume an engine that has the known version `version`, and return its outcome; an engine that
-    does not resume is quarantined.
+    """Resume an engine that has the known version `version`. Return the outcome: `committed`
+    without a `reason`, `behind` with one, or `quarantined` if the engine does not resume.
 
     `reason` is why the version is not the newest; "" if it is the newest.
     """

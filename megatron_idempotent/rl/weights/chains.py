@@ -130,7 +130,8 @@ class Index:
 
 
 def _parsed(content: bytes, subject: str, remedy: str) -> Any:
-    """Parse the JSON of an index or a manifest; `subject` names the content in errors.
+    """Parse the JSON of an index or a manifest. Raise `UpdateDamaged`, with `subject` as the
+    content's name, if the JSON is invalid.
 
     Raises:
         UpdateDamaged: the content is not JSON.
@@ -306,8 +307,9 @@ class Chain:
         yield Bucket(index=index, tensors=tensors, checksums=checksums)
 
     def _newest(self, name: str) -> tuple[str, torch.Tensor, int]:
-        """Return the newest version of a tensor, or its deltas merged into one if no update of the
-        chain has it in full: the name for a bucket, the data, and the checksum.
+        """Return a tensor as the chain leaves it: in full if an update of the chain has it in full,
+        otherwise as one delta merged from all deltas. The result is the name in a bucket, the data,
+        and the checksum.
         """
         deltas: list[EncodedDelta] = []
         for manifest in reversed(self._manifests):

@@ -68,8 +68,8 @@ _ON_DEVICE = 8 * _BLOCK
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class EncodedDelta:
-    """Holds the bytes of a delta, i.e. the encoded changes of one tensor. They may be damaged until
-    `verify` has checked them.
+    """Holds the bytes of a delta, i.e. the encoded changes of one tensor. The bytes may be damaged
+    until `verify` has checked them.
 
     Example: `EncodedDelta(torch.frombuffer(content, dtype=torch.uint8))`.
     """
@@ -146,8 +146,9 @@ class EncodedDelta:
         return at_K, by_K
 
     def pieces(self, blocks: int) -> Iterator[tuple[int, Any, Any]]:
-        """Decode the delta in groups of `blocks` consecutive blocks. Yield for each group its
-        start, the changed positions counted from this start, int64 [K], and their differences.
+        """Decode the delta in groups of `blocks` consecutive blocks. Yield for each group the index
+        of its first element, the changed positions counted from there, int64 [K], and the
+        differences new - old at these positions.
         """
         left = self.blocks()
         while some := list(itertools.islice(left, blocks)):
@@ -156,8 +157,9 @@ class EncodedDelta:
             yield start, at_K, np.concatenate([by_K for *_, by_K in some])
 
     def blocks(self) -> Iterator[tuple[int, Any, Any]]:
-        """Decode the delta block by block. Yield for each block its start, the changed positions
-        counted from this start, int64 [K], and their differences.
+        """Decode the delta block by block, a block being a range of the tensor's elements. Yield
+        for each block the index of its first element, the changed positions counted from there,
+        int64 [K], and the differences new - old at these positions.
 
         Raises:
             UpdateDamaged: as in `places`; sizes that do not add up are detected after the last
@@ -245,7 +247,8 @@ def encode(
     part: Part | None = None,
     write: bool = False,
 ) -> EncodedDelta:
-    """Return a delta of the elements whose bits differ between `old` and `new`.
+    """Return the delta that changes `old` to `new`, with the elements whose bits differ. With
+    `write`, also write these changes into `old`.
 
     Args:
         new: a tensor of any shape and device, with elements of 1, 2, 4 or 8 bytes. If it is on a
@@ -297,8 +300,8 @@ def encode(
 
 
 def verify(encoded: EncodedDelta, tensor: torch.Tensor) -> Patch | torch.Tensor:
-    """Check a delta against the tensor that it changes, and decode it to a patch; the tensor is
-    unchanged.
+    """Check a delta against the tensor that it changes, and decode the delta to a patch, or to the
+    complete new tensor if a patch would be as large. The tensor is unchanged.
 
     The result is the new tensor if a patch would be larger than the tensor, and the tensor itself
     if it already has the new values. The checksum of the new values must equal that of the tensor
@@ -371,7 +374,8 @@ def apply(encoded: EncodedDelta, tensor: torch.Tensor) -> None:
 
 
 def join(deltas: Sequence[EncodedDelta]) -> EncodedDelta:
-    """Join consecutive deltas of a tensor into one, from the first old to the last new tensor.
+    """Join consecutive deltas of a tensor into one delta, which changes the tensor before the first
+    delta to the tensor after the last one.
 
     Raises:
         ValueError: `deltas` is empty.
@@ -418,7 +422,7 @@ def merged(deltas: Sequence[tuple[Part, EncodedDelta]], *, before: int, after: i
 def _joined(
     deltas: Sequence[EncodedDelta], before: int, after: int, *, sign: int = 1
 ) -> EncodedDelta:
-    """Add up several deltas of one tensor, and return the sum times `sign` as one delta. It is
+    """Add up several deltas of one tensor, and return the sum times `sign` as one delta. The sum is
     computed one block at a time to bound the memory.
     """
     elements, itemsize = deltas[0].elements, deltas[0].itemsize
@@ -440,8 +444,9 @@ def _united(
 
 
 def _summed(found: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Add up the differences of several sets at equal positions. Return the positions whose sum is
-    not 0, ascending, and these sums.
+    """Add up several sets of changes, each a pair of positions and differences, by summing the
+    differences at equal positions. Return the positions whose sum is not 0, ascending, and these
+    sums.
     """
     at_K, by_K = map(np.concatenate, zip(*found, strict=True))
     order_K = np.argsort(at_K, kind="stable")
@@ -459,8 +464,9 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 
 def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
-    """Return the contribution of the elements `new_B` to the checksum of the tensor in which they
-    begin at element `start`.
+    """Return the contribution of the elements `new_B`, which begin at element `start` of a tensor,
+    to that tensor's checksum. With `part`, they begin in that part of a tensor, and contribute to
+    the checksum of the complete tensor.
 
     With `part`, `start` counts from the beginning of that part.
     """
@@ -586,6 +592,7 @@ def _places(at_K: Any, count: int, there_N: Any = None) -> list[Any]:
 
 def _read_places(data: Any, start: int, count: int) -> tuple[Any, int, int]:
     """Decode the list of positions, each below `count`, that begins at byte `start` of a delta.
+    Return the positions, their number, and the offset after the list.
 
     Returns:
         The positions, their number, and the offset of the byte after the list.

@@ -52,7 +52,8 @@ _DIMS = 32
 
 
 def field(fields: Any, key: str, kind: type | tuple[type, ...], subject: str, remedy: str) -> Any:
-    """Return a field of a JSON object, after checking its type.
+    """Return the field `key` of a JSON object. Raise `UpdateDamaged` if the field is missing, or
+    its value is not of the type `kind`.
 
     A number must not be a bool, and must be from 0 to 2**63 - 1.
 
@@ -80,7 +81,7 @@ def field(fields: Any, key: str, kind: type | tuple[type, ...], subject: str, re
 
 
 def listed(texts: Sequence[str], separator: str = "; ") -> str:
-    """Join texts into one line: the first twenty, and the number of the others."""
+    """Join texts into one line: the first twenty texts, and the number of further texts."""
     more = len(texts) - _LISTED
     return separator.join([*texts[:_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
@@ -160,7 +161,8 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 
 
 def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
-    """Yield a tensor's 8-byte words in blocks, each with the index of its first word.
+    """Yield the 8-byte words of a tensor's bytes in blocks: for each block, the index of its first
+    word, and the words. Zeros fill up the tensor's last word.
 
     Blocks have half a MB, or 32 times as much on a device. Words on the host are NumPy's uint64
     [W], on a device torch's int64 [W]. An incomplete last word is a block of its own, on the host
@@ -186,7 +188,8 @@ def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
 
 
 def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
-    """Return the contribution of some of a tensor's 8-byte words to the tensor's checksum.
+    """Return the contribution of the 8-byte words `words_W` of a tensor to the tensor's checksum.
+    They are consecutive words from word `start` on, or the words with the indices `at_W`.
 
     Args:
         start: the index of the first word.
@@ -241,16 +244,16 @@ def _odd(numbers_N: Any) -> Any:
 
 
 def _factors(last: int, device: torch.device | None = None) -> Any:
-    """Return the odd numbers by which the checksum multiplies the sums of blocks 0 to `last`. Some
-    more follow, up to a power of two.
+    """Return the odd numbers by which the checksum multiplies the sums of blocks 0 to `last`.
+    Numbers for further blocks follow, up to a power of two.
     """
     return _odds(0, 1 << last.bit_length(), device)
 
 
 @functools.cache
 def _odds(first: int, count: int, device: torch.device | None) -> Any:
-    """Return `_odd` of the `count` numbers from `first` on, as a NumPy array or a tensor on
-    `device`; cached.
+    """Return the pseudo-random odd numbers that `_odd` computes for the `count` integers from
+    `first` on, as a NumPy array or a tensor on `device`; cached.
     """
     import numpy as np
     import torch
@@ -468,8 +471,8 @@ class WeightSource(Protocol):
         """
 
     def buckets(self, *, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yield the weights, unsharded, in buckets of up to `bucket_bytes`, at least one tensor
-        each.
+        """Yield the complete weights, unsharded, in buckets of up to `bucket_bytes`; a larger
+        tensor has a bucket of its own.
 
         The trainer's rank 0 gets tensors, and for some sources further sending ranks. All other
         ranks get the same number of buckets without tensors, and must take them all. A bucket is
@@ -486,7 +489,8 @@ class ChangesSource(WeightSource, Protocol):
     finds_changes: bool
 
     def buckets(self, *, bucket_bytes: int, whole: bool = True) -> Iterator[Bucket]:
-        """Yield, in buckets, the changes since the last iteration, or all tensors with `whole`.
+        """Yield, in buckets, the changes of the weights since the last export; with `whole`, yield
+        all tensors in full.
 
         Rank 0's `whole` applies to all ranks. A changed tensor is a delta, named with the suffix
         `DELTA`, or complete; unchanged tensors are omitted.
@@ -494,7 +498,9 @@ class ChangesSource(WeightSource, Protocol):
 
 
 def end_export(buckets: Iterator[Bucket]) -> None:
-    """End an iteration of `WeightSource.buckets` early, if its iterator has `close()`."""
+    """Call `close()` of an iterator that `WeightSource.buckets` returned, to end the export early.
+    If the iterator has no `close()`: no-op.
+    """
     close = getattr(buckets, "close", None)
     if close is not None:
         close()

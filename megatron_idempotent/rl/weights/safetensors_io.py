@@ -291,8 +291,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 def expected_tensors(
     directory: Path, *, dtype: torch.dtype, tied: bool = False
 ) -> tuple[TensorInfo, ...]:
-    """Return the name, shape and dtype of each tensor that a full update for an engine has, from
-    the checkpoint that the engine serves.
+    """Return the name, shape and dtype of each tensor that a full update must have for an engine
+    that serves the checkpoint in `directory`.
 
     Names, shapes and dtypes are the checkpoint's, except that tensors of its most common
     floating-point dtype have the engine's dtype: the engine then serves the sent bits without
@@ -360,7 +360,7 @@ def write_tensors(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object as JSON, and flush it to the disk."""
+    """Write an object to a file as JSON, and flush the file to the disk."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=2, ensure_ascii=False)
         file.write("\n")
@@ -391,10 +391,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Copy config.json, the tokenizer and the other files at the top of a checkpoint to the folder
-    `target`.
-
-    Weights, their indexes and hashes, and hidden files are left out.
+    """Copy the files at the top of a checkpoint's folder, such as config.json and the tokenizer, to
+    the folder `target`, except weights, their indexes and hashes, and hidden files.
     """
     for path in sorted(source.iterdir()):
         left_out = path.name.endswith((*_WEIGHTS, ".index.json", "SHA256SUMS"))

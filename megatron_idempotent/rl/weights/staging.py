@@ -64,7 +64,8 @@ class Staging:
         self._buckets = 0
 
     def add(self, bucket: Bucket) -> None:
-        """Check a bucket of the update, and keep its tensors; after an error, none of them is kept.
+        """Check a bucket of the update, and keep the bucket's tensors; after an error, none of
+        these tensors is kept.
 
         Raises:
             UpdateMismatch: names, shapes or dtypes differ from the model's.
@@ -186,8 +187,8 @@ class SideStream:
 
 
 def used_here(tensor: torch.Tensor) -> torch.Tensor:
-    """Record that the current CUDA stream uses a tensor, and return the tensor. On other devices,
-    only return it.
+    """Record that the current CUDA stream uses a tensor, and return the tensor; if the tensor is
+    not on a GPU, only return it.
 
     Otherwise the allocator may reuse the memory of a tensor from a side stream while kernels of
     other streams still read it.

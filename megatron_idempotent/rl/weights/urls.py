@@ -16,8 +16,8 @@ _USER = re.compile(
 
 
 def split_secrets(url: str) -> tuple[str, set[str]]:
-    """Split a store's URL into the URL without passwords and query, and the set of secrets that
-    these contain. A path has no secrets.
+    """Return a store's URL without passwords and query, and the set of secrets that were in the
+    removed parts. A path has no secrets.
     """
     plain, _, query = _USER.sub("", url).partition("?") if "://" in url else (url, "", "")
     secrets = {query, *itertools.chain(*urllib.parse.parse_qs(query).values())}

@@ -108,8 +108,8 @@ class EmbeddedRanks(Ranks):
         return links
 
     async def _end(self, rank: int | None) -> str:
-        """Wait until all ranks have ended, kill those that take too long, and return how `rank`
-        ended.
+        """Wait until all ranks have ended, and kill those that take too long. Return a text that
+        says how `rank` ended, or "" if unknown.
 
         The ranks' pipes are already closed, which makes a rank end by itself.
         """

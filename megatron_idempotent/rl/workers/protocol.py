@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
-    """Names the factory of the worker that every rank constructs and serves, and the factory's
-    argument.
+    """Holds the import path of the factory that makes a worker on every rank, and the argument with
+    which the factory is called.
 
     `factory` is `package.module:callable`; each rank imports it after creating its default process
     group, and calls it with `argument`. The result is the worker, whose methods are called by name.
@@ -54,7 +54,7 @@ class RankGroup(Protocol):
         per_rank: Sequence[Any] | None = None,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method of the worker on all ranks; return the results by rank.
+        """Call a method of the worker on every rank; return the results in the order of ranks.
 
         Args:
             method: the name of the worker's method.

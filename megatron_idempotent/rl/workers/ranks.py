@@ -72,8 +72,8 @@ class _Session:
             self.ending = asyncio.get_running_loop().create_task(self._end(reason, rank))
 
     async def loss(self) -> RanksLost:
-        """Wait until all ranks have ended after a loss, and return the `RanksLost` error that a
-        call raises.
+        """Wait until all ranks have ended after a loss, and return the `RanksLost` error for the
+        caller to raise.
         """
         return RanksLost(await asyncio.shield(self.lost))
 
@@ -96,9 +96,8 @@ class _Session:
         return await self.exchange(CALL, calls, method, timeout_s)
 
     def called(self, finished_call: asyncio.Future[list[Any]]) -> None:
-        """Release the lock `turn` after a call, and retrieve the call's error.
-
-        Otherwise asyncio would log the error of a call whose caller was cancelled.
+        """Release the lock `turn` after a call, and retrieve the call's error, so that asyncio does
+        not log the error as never retrieved.
         """
         self.turn.release()
         if not finished_call.cancelled():
@@ -196,7 +195,9 @@ class Ranks:
         raise NotImplementedError
 
     async def _end(self, rank: int | None) -> str:
-        """End all ranks in bounded time; return how `rank` ended, or "" if unknown."""
+        """End all ranks in bounded time. Return a text that says how `rank` ended, or "" if
+        unknown.
+        """
         raise NotImplementedError
 
     async def _release(self) -> None:
@@ -213,7 +214,7 @@ class Ranks:
         return self._size
 
     async def start(self) -> None:
-        """Start all ranks and construct their workers; after a loss, replace all ranks.
+        """Start all ranks and construct their workers; ranks of an earlier start are ended first.
 
         Raises:
             RanksLost: the ranks cannot be started.

@@ -65,7 +65,8 @@ class Meeting:
 
 
 def places(nodes: Sequence[str], *, shows_own_gpus: bool) -> list[tuple[int, dict[str, str]]]:
-    """Assign a rank to each actor, such that the ranks of a node are consecutive.
+    """Assign a rank to each actor, such that the ranks of a node are consecutive. Return in the
+    order of ranks the index of each actor, and the environment variables of its rank.
 
     Args:
         nodes: the node of each actor.
@@ -405,7 +406,8 @@ class _Actors:
         return await self.answers(replies, timeout_s)
 
     async def answers(self, replies: Sequence[asyncio.Future[Any]], timeout_s: float) -> list[Any]:
-        """Wait for a reply of every actor, and return the replies.
+        """Wait up to `timeout_s` seconds for a reply of every actor, and return the replies. Raise
+        `RanksLost` if an actor fails or does not reply.
 
         Raises:
             RanksLost: an actor was lost or did not reply in time; the message has the cluster's
@@ -505,9 +507,8 @@ class _ActorLink:
                 await self._answer(self._actor.ping.remote)
 
     async def _answer(self, call: Callable[[], Any]) -> Any:
-        """Call a method of the actor and return the reply.
-
-        If the actor is lost, this ends the link, and stays pending until it is cancelled.
+        """Await `call()`, a call of the actor's method, and return the reply. If the actor is lost,
+        end the link, and wait until this coroutine is cancelled.
         """
         try:
             answer = _future(call())
@@ -599,8 +600,8 @@ def _remove(ray: Any, group: Any) -> None:
 
 
 def _future(ref: Any) -> asyncio.Future[Any]:
-    """Return a future of the result of a Ray object reference; asyncio never warns that its error
-    was not retrieved.
+    """Return a future of the result of a Ray object reference. If nobody retrieves the future's
+    error, asyncio logs no warning.
 
     Wait for it with `asyncio.wait`, which does not cancel it.
     """

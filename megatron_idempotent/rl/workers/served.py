@@ -39,13 +39,15 @@ class Served:
     """
 
     def __init__(self, rank: int, make: Callable[[], Any]) -> None:
-        """Take the rank and its worker's factory, which a MAKE frame calls."""
+        """Store the rank, and `make`, the function that constructs the rank's worker when `answer`
+        gets a MAKE frame.
+        """
         self._rank, self._make = rank, make
         self._worker: Any = None
 
     def answer(self, kind: bytes, parts: Sequence[Bytes]) -> Frame:
-        """Execute a MAKE frame, which constructs the worker, or a CALL frame, which calls one of
-        its methods. Return a frame with the result, or with the error as text.
+        """Execute a MAKE frame, which constructs the worker, or a CALL frame, which calls a method
+        of the worker. Return a frame with the result, or with the error as text.
         """
         try:
             if kind == CALL:

@@ -88,7 +88,9 @@ class Session:
         return {}
 
     def transmit(self, layout: BucketLayout, bucket: Bucket) -> None:
-        """Send a bucket's bytes, if the transport needs both ends at once; otherwise a no-op."""
+        """Send a bucket's bytes, if the transport needs sender and receivers at the same time, as a
+        broadcast does; otherwise a no-op.
+        """
 
     def release(self, index: int) -> None:
         """Free the resources of the bucket with this index, once all workers have received it."""
@@ -162,7 +164,9 @@ class Sender:
         return {**layout.as_json(), **fields}
 
     async def transmit(self, bucket: Bucket) -> None:
-        """Send a bucket's bytes, if the transport needs both ends at once; otherwise a no-op."""
+        """Send a bucket's bytes, if the transport needs sender and receivers at the same time, as a
+        broadcast does; otherwise a no-op.
+        """
         session, layout = self._opened("transmit"), self._layout(bucket)
         await self._call(lambda: session.transmit(layout, bucket))
 

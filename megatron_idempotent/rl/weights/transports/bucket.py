@@ -187,8 +187,8 @@ class Objects:
                     partial.unlink()
 
     def _do(self, doing: str, call: Callable[[], Any], *, absent: Any = _FAILS) -> Any:
-        """Call `call`, and return its result, or `absent`, if given, when the store has no such
-        key. Any other error becomes a `TransportError` without secrets.
+        """Call `call`, which accesses the store, and return the result. If the store has no such
+        key, return `absent`, if given; any other error becomes a `TransportError` without secrets.
         """
         try:
             return call()

@@ -134,7 +134,8 @@ class CudaIpcSender(Sender):
     kind = KIND
 
     def __init__(self, device: int | None = None) -> None:
-        """Select the GPU on which segments are allocated.
+        """Select the GPU on which segments are allocated: the one with the index `device`, or the
+        current one.
 
         Args:
             device: the index of the weights' GPU; None for the current one.
@@ -229,7 +230,9 @@ class CudaIpcReceiver(Receiver):
 
 
 class Gpu:
-    """A GPU by its index in this process; allocates memory on it outside of torch's allocator."""
+    """One GPU of this process, given by its index; allocates memory on the GPU without torch's
+    allocator.
+    """
 
     def __init__(self, index: int) -> None:
         """Load NVIDIA's driver library, and look up the UUID of the GPU with this index.
@@ -255,7 +258,8 @@ class Gpu:
 
     @classmethod
     def of(cls, uuid: str) -> Gpu:
-        """Return the GPU of this process with this UUID, which is the same in all processes.
+        """Return this process's GPU with a UUID, which is the same in all processes. Raise
+        `TransportError` if the process does not see that GPU.
 
         Raises:
             TransportError: this process does not see that GPU.
@@ -294,8 +298,8 @@ class Gpu:
         torch.empty(1, device=self.device)  # creates the context if torch has not yet
 
     def bytes_at(self, pointer: int, nbytes: int) -> torch.Tensor:
-        """Return a uint8 tensor [nbytes] over GPU memory at the address `pointer`; the caller still
-        frees it.
+        """Return a uint8 tensor [nbytes] over GPU memory at the address `pointer`; the caller has
+        to free the memory.
         """
         return torch.as_tensor(_Array(pointer, nbytes), device=self.device)
 

@@ -228,16 +228,16 @@ class _Broadcasts(Session):
         return layout.unpack(self._broadcast(layout, None))
 
     def close(self) -> None:
-        """Drop the process group and the key-value store; the port is free once all ends have done
-        so.
+        """Drop the process group and the key-value store; the port is free once trainer and workers
+        have all done so.
         """
         self._group = self._store = self._flat_N = None
 
     def _broadcast(
         self, layout: BucketLayout, tensors: Mapping[str, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Send a bucket's bytes from rank 0 to all ranks, and return them once all ranks have them.
-        A collective.
+        """Broadcast a bucket's bytes from the trainer (rank 0) to the workers; return the bytes
+        once all ranks have them. A collective.
 
         Raises:
             TransportTimeout: another rank did not join or finish in time.
