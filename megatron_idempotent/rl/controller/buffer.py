@@ -96,8 +96,8 @@ class GroupBuffer:
         """The complete groups that no step has leased, for a sampler."""
 
     def reserve(self, group_id: int, *, version: int = 0) -> None:
-        """Add the group `group_id` as generating; it takes one of the buffer's `capacity` places.
-        `version` is the version of the weights that generate it.
+        """Add the group `group_id` as generating, so that it takes one of the buffer's `capacity`
+        places. `version` is the version of the weights that generate the group.
 
         Raises:
             GroupStateError: the buffer is full, or has a group of this id.

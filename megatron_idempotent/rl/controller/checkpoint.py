@@ -115,7 +115,7 @@ def _as_json(group: RolloutGroup) -> dict[str, Any]:
 
 
 class Reporting:
-    """Makes a row of metrics for each optimizer step, and passes it to the loggers.
+    """Makes a row of metrics for each optimizer step, and passes the row to the loggers.
 
     Example: `reporting.step(groups, outcome, {"evaluation/reward": 0.5})`.
     """
@@ -278,7 +278,9 @@ class Checkpoints:
 
     @property
     def due_early(self) -> bool:
-        """True if a run that ends now, before its last version, is to write a checkpoint."""
+        """True if a run that ends before its last version is to write a checkpoint: the run is
+        drained, or prompts have run out and checkpoints are written regularly.
+        """
         shared = self._shared
         out_of_prompts = shared.exhausted and shared.trainer_version < self.until
         return shared.draining or bool(out_of_prompts and shared.settings.checkpoint_every)

@@ -39,7 +39,7 @@ class MemoryPlane:
         self._groups[group.id] = group
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Return the stored group with this id; raise `KeyError` if there is none.
+        """Return the stored group with this id; raise `KeyError` if no such group is stored.
 
         Raises:
             KeyError: the group was never put, or was cleared.
@@ -120,8 +120,8 @@ class TransferQueuePlane:
         )
 
     async def get(self, group_id: int) -> RolloutGroup:
-        """Return the group with this id from the TransferQueue partition; raise `KeyError` if there
-        is none.
+        """Return the group with this id from the TransferQueue partition; raise `KeyError` if no
+        such group is stored there.
 
         Raises:
             KeyError: the group was cleared, or its `put` did not complete.

@@ -45,8 +45,8 @@ class RolloutGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version of the weights that sampled any of the group's tokens; staleness is
-        measured from it.
+        """The oldest version of the weights that sampled any of the group's tokens, from which the
+        group's staleness is computed.
         """
         return min((min(sample.versions) for sample in self.samples if sample.versions), default=0)
 
@@ -347,7 +347,7 @@ class DataPlane(Protocol):
         """Remove the groups with these ids; unknown ids are ignored."""
 
     async def close(self) -> None:
-        """Remove all groups, and release their resources."""
+        """Remove all groups, and release the store's resources."""
 
 
 class Ready(Protocol):

@@ -149,8 +149,8 @@ class RolloutPump:
         shared.measure.count("ready groups", len(shared.buffer.ready))
 
     async def _generate(self, group_id: int, prompt: Any) -> RolloutGroup | None:
-        """Generate a group in up to `group_attempts` attempts, and return it; None if it was
-        dropped or aborted.
+        """Generate a group in up to `group_attempts` attempts, and return the group; None if the
+        group was dropped or aborted.
         """
         settings = self._shared.settings
         attempt = 0

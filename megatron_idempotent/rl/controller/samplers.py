@@ -28,8 +28,8 @@ def chosen(
     sampler: Sampler, method: Literal["select", "evict", "abort"], ready: Ready, **arguments: int
 ) -> tuple[Any, ...]:
     """Call the sampler's method `select`, `evict` or `abort`, and return the groups that the method
-    selects. Raise `SamplerError` if it selects a group twice, too many groups, or a group that is
-    not in the required state.
+    selects. Raise `SamplerError` if the method selects a group twice, too many groups, or a group
+    that is not in the required state.
 
     `arguments` are the method's other arguments. A sampler without a method `abort` aborts none.
 
@@ -69,7 +69,7 @@ def chosen(
 
 def checked_room(sampler: Sampler, admission: Admission) -> float:
     """Return the number that a sampler's `room` returns, i.e. how many more groups may start. Raise
-    `SamplerError` if it is not a number.
+    `SamplerError` if the result is not a number.
 
     Raises:
         SamplerError: the sampler raised, or returned something other than a real number.
@@ -83,8 +83,8 @@ def checked_room(sampler: Sampler, admission: Admission) -> float:
 
 
 def call_sampler(sampler: Sampler, method: str, *args: Any, **named_args: Any) -> Any:
-    """Call the sampler's method with the name `method`, and return its result; an error becomes a
-    `SamplerError`.
+    """Call the sampler's method with the name `method`, and return the method's result; an error
+    becomes a `SamplerError`.
 
     Raises:
         SamplerError: the method raised.

@@ -251,7 +251,8 @@ class TrainPump:
     # An optimizer step --------------------------------------------------------------------------
 
     async def _take(self) -> tuple[Sequence[RolloutGroup], StepOutcome]:
-        """Take one optimizer step on the next groups; return these groups and the outcome.
+        """Take one optimizer step on the next groups; a failed attempt is undone and repeated.
+        Return the groups and the outcome.
 
         A failed step is aborted and repeated with the same groups, in up to `step_attempts`
         attempts. After an error all groups are ready in the buffer again, and none is trained.
@@ -321,8 +322,8 @@ class TrainPump:
         return ledger, outcome
 
     async def _next_groups(self, most: int) -> list[Held]:
-        """Wait until at least `min_groups_per_call` groups may train, and lease up to `most` of
-        them from the buffer; return these.
+        """Wait until at least `min_groups_per_call` groups may train, lease up to `most` of these
+        groups from the buffer, and return the leased groups.
 
         `most` is the number of groups that the step can still take. With a sampler that drains,
         whose steps are deterministic, it waits for exactly `most` groups.
@@ -368,8 +369,8 @@ class TrainPump:
         return list(chosen(shared.sampler, "select", ready, version=version, count=most))
 
     async def _add(self, step_id: str, call: int, *, lacking: int) -> list[RolloutGroup]:
-        """Run one call of the open step: fetch the call's groups, compute their log-probs, make
-        their batch, and run forward and backward on it. Return the groups.
+        """Train one batch of groups in the open step: fetch the groups, compute their log-probs,
+        make the batch, and run forward and backward on it. Return the groups.
 
         `lacking` is the number of groups that the step lacked before this call.
         """

@@ -71,8 +71,8 @@ async def _sample_to_end(
 
 
 def _remaining_request(request: Request, response: Sample) -> Request:
-    """Return a request for the tokens that are still missing from the response; its prompt ends
-    with the response's tokens so far.
+    """Return a request for the tokens that are still missing from the response; the request's
+    prompt ends with the response's tokens so far.
     """
     if not response.tokens:
         return request
@@ -107,8 +107,8 @@ def _joined(request: Request, response: Sample, part: Sample) -> Sample:
 
 
 class Quarantine(Protocol):
-    """The protocol of an object that knows which engines must not get requests. `sync.WeightSync`
-    implements it.
+    """The protocol of an object that knows which engines must not get requests, such as
+    `sync.WeightSync` or `controller.Fleet`.
     """
 
     @property

@@ -109,7 +109,8 @@ class RoutedExperts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A response, or the part of it that was sampled before the engine aborted the request.
+    """A sampled response, or the part that was sampled before the engine aborted the request: its
+    tokens, with a log-prob and a weight version for each token.
 
     `logprobs` are natural logarithms, under the distribution that tokens were sampled from (after
     temperature). `versions` are the versions of the weights that sampled each token. Both have an
@@ -230,8 +231,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def rollback(self, update_id: str) -> None:
-        """Drop the staged update; if its commit failed midway, restore the weights from before the
-        commit.
+        """Drop the staged update. If a commit of this update failed midway, restore the weights
+        from before the commit.
 
         Unknown ids and completed commits: no-op. An engine that cannot restore the previous weights
         stays DIRTY.
@@ -280,18 +281,20 @@ class EngineDead(EngineError):
 
 
 class EngineTimeout(EngineError):
-    """The engine did not respond in time; only `health` tells whether it carried out the
+    """The engine did not respond in time; only `health` tells whether the engine carried out the
     command.
     """
 
 
 class EngineUnsupported(EngineError):
-    """The engine was started without a required feature; the message says how to enable it."""
+    """The engine was started without a required feature; the message says how to enable the
+    feature.
+    """
 
 
 def refuse_kv_scales(engine: str, update: WeightUpdate, reason: str) -> None:
     """Raise `EngineUnsupported` if an update has `kv_scales`. Engines that do not support these
-    scales call it before they stage an update.
+    scales call this function before they stage an update.
 
     Example: `refuse_kv_scales("engine-0", update, "its key-value cache is not FP8")`.
     """

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class EngineActor:
-    """The Ray actor in which `RayEngine` runs an engine. It calls the engine's methods, and passes
-    the buckets of weights that it receives to the engine's `stage`.
+    """The Ray actor in which `RayEngine` runs an engine. The actor calls the engine's methods, and
+    passes the buckets of weights that arrive to the engine's `stage`.
     """
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
@@ -75,7 +75,7 @@ class EngineActor:
         return self._answers[ticket]
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call the engine's method with the name `method`, and return its result."""
+        """Call the engine's method with the name `method`, and return the method's result."""
         return await getattr(self._engine, method)(*args)
 
     async def open(self, update: WeightUpdate, opened: Announcement) -> bool:
@@ -98,8 +98,8 @@ class EngineActor:
         return not self._staging.done()
 
     async def receive(self, announced: Announcement) -> None:
-        """Receive an announced bucket, pass it to the engine's `stage`, and return once the engine
-        has checked it.
+        """Receive an announced bucket of weights, pass the bucket to the engine's `stage`, and
+        return once the engine has checked the bucket.
 
         Raises:
             Exception: as the engine's `stage` raises.

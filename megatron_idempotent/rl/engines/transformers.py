@@ -437,8 +437,8 @@ class Scheduler:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling, and wait until no forward is running. Mode "wait" first finishes the
-        requests that arrived before the pause, "abort" ends all requests early, and "keep" lets
-        them continue after `open()`.
+        requests that arrived before the pause, "abort" ends all requests early, and "keep" lets the
+        requests continue after `open()`.
 
         A cancelled call still stops sampling.
 

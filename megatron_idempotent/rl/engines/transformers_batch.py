@@ -205,7 +205,8 @@ class _RowLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # has no typ
 
 
 def cache_argument(model: Any) -> str:
-    """Return the name of the argument through which a model's forward takes a cache.
+    """Return the name of the argument through which a model's forward takes a cache: `cache` or
+    `past_key_values`.
 
     transformers 5.24 renamed `past_key_values` to `cache`, and warns about the old name.
     """

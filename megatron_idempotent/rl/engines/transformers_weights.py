@@ -120,8 +120,8 @@ class ServedWeights:
 
     def exchange(self, tensors: Mapping[str, torch.Tensor | Patch]) -> None:
         """Replace the served tensors by `tensors`; patches are written into the served tensors in
-        place. On an error, put the old tensors back, and raise the error. If putting them back
-        fails too, `torn` is True.
+        place. On an error, put the old tensors back, and raise the error. If the old tensors cannot
+        be put back, `torn` is True.
         """
         try:
             for name, new in tensors.items():
@@ -305,7 +305,7 @@ class WeightVersions:
 
     @property
     def version(self) -> int | None:
-        """The served version; None if the weights were freed or mix two versions."""
+        """The version of the served weights; None if the weights were freed or mix two versions."""
         return None if self.trouble else self._last
 
     @property

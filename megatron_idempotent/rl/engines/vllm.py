@@ -168,8 +168,8 @@ class VllmEngine(VllmUpdates):
                 await self._control.pause(mode)
 
     async def resume(self) -> None:
-        """Make the vLLM server continue sampling; raise `EngineError` if its weights are DIRTY. See
-        `RolloutEngine.resume`.
+        """Make the vLLM server continue sampling. Raise `EngineError` if the engine is DIRTY, i.e.
+        the weights may mix several versions. See `RolloutEngine.resume`.
         """
         wrong = await self._wrong(await self._state())
         if wrong:

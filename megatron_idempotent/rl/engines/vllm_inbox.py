@@ -103,7 +103,9 @@ class IncomingUpdate:
             self._announced.put(None)
 
     def drop(self) -> None:
-        """Give up the update, and free its tensors; the thread ends after its current bucket."""
+        """Give up the update, and free its tensors; the thread that receives the update ends after
+        the current bucket.
+        """
         self._fail(UpdateDamaged(f"update {self.update.id} was dropped"))
         self._announced.put(None)
 
@@ -428,8 +430,8 @@ class CacheScales:
     def write(
         self, previous: Mapping[str, LayerScales], kv_scales: Mapping[str, float] | None
     ) -> None:
-        """Set the scales of each layer's cache: to those in `kv_scales`, or to those in `previous`
-        where `kv_scales` has none.
+        """Set the scales of each layer's cache to those in `kv_scales`. A scale that is not in
+        `kv_scales` is set to that in `previous`.
         """
         new = self._by_layer(kv_scales or {})[0]
         for name, layer in self._layers.items():

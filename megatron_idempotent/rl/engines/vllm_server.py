@@ -123,8 +123,8 @@ class Control(HttpClient):
         method: str = "POST",
         **query: str,
     ) -> Any:
-        """Send one HTTP request to the server, and return the parsed response, or None if it is
-        empty. A status other than 200 raises an error.
+        """Send one HTTP request to the server, and return the parsed response, or None for an empty
+        response. A status other than 200 raises an error.
 
         `limit` names the field of `Timeouts` that applies.
 

@@ -67,7 +67,7 @@ class WorkersState:
         cls, answers: Sequence[Mapping[str, Any]], *, engine: str, receiving: bool = False
     ) -> WorkersState:
         """Combine the responses of all workers to one command into one state, or raise the first
-        error in them.
+        error that a worker reports.
 
         Args:
             answers: the response of each worker.

@@ -159,8 +159,8 @@ def _warn_if_waited_for(feed: _Feed) -> None:
 
 
 class _Feed:
-    """Fetches an export's tensors in order, and counts them, so that this rank can take part in the
-    rest of the collective after it stops early.
+    """Fetches an export's tensors in order, and counts them. With the count, a rank that stops
+    early can take part in the rest of the export's collective.
     """
 
     def __init__(self, fetch: Fetch, count: int) -> None:

@@ -129,8 +129,8 @@ class _Fields:
         return default
 
     def flag(self, key: str) -> bool:
-        """Return a boolean field; False if it is missing or invalid. An invalid one is listed in
-        `bad`.
+        """Return a boolean field; False if the field is missing or invalid. An invalid field is
+        listed in `bad`.
         """
         value = self.config.get(key)
         if value is not None and type(value) is not bool:

@@ -51,7 +51,9 @@ class OwnedSlice(NamedTuple):
     placed: Placed
 
     def consecutive(self) -> torch.Tensor | None:
-        """Return a view of the part in the parameter if it is contiguous in memory, else None."""
+        """Return a view of the part in the parameter's memory if the part is contiguous there, else
+        None.
+        """
         (start, size), *further = self.share.segments
         rows = self.placed.view.narrow(self.share.dim, start, size)
         return rows if not further and rows.is_contiguous() else None
@@ -205,7 +207,7 @@ class Shipping:
 
     def __call__(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Send and receive the parts of the tensors `members`; return the tensors that this rank
-        keeps, unsharded. All ranks call it.
+        keeps, unsharded. A collective.
         """
         tensors: dict[str, torch.Tensor] = {}
         flight = _Flight(self._packing, self._group)
@@ -544,8 +546,8 @@ class MegatronWeights:
         return self._changes is not None
 
     def buckets(self, *, bucket_bytes: int, whole: bool = True) -> BucketStream:
-        """Return a stream of the weights in buckets, which reads the model's parameters as it
-        yields them.
+        """Return an iterator over the weights in buckets, which reads the model's parameters when
+        it makes a bucket.
 
         A collective: all ranks call it, and take all buckets or close the stream. With deltas, rank
         0's `whole` applies to all ranks; False yields only the changes since the last stream (see
@@ -591,8 +593,8 @@ class MegatronWeights:
 
 
 def _outputs(info: TensorInfo, fp8: Fp8Export | None) -> tuple[TensorInfo, ...]:
-    """Return the name, shape and dtype of the tensors that are sent for one tensor: of the tensor
-    itself, or of its FP8 codes and their scales.
+    """Return the name, shape and dtype of each tensor that is sent for the tensor `info`: of that
+    tensor or, if it is converted to FP8, of its FP8 codes and their scales.
     """
     if fp8 is None or not fp8.converts(info.name, torch.empty(info.shape, device="meta")):
         return (info,)

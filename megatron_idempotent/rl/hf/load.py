@@ -26,8 +26,8 @@ def placed_slots(
     chunks: Sequence[Any], arch: Architecture, lora: Lora | None = None
 ) -> list[Placed]:
     """Return the slots of all parameters in this rank's chunks: for each parameter, the parts of
-    Hugging Face tensors that it consists of. Raise `CheckpointMismatch` if the model does not match
-    `arch`.
+    Hugging Face tensors that make up the parameter. Raise `CheckpointMismatch` if the model does
+    not match `arch`.
 
     Args:
         chunks: GPTModels, in any wrappers.
@@ -224,8 +224,8 @@ def _check_types(checkpoint: Checkpoint, placed: Iterable[Placed], allow_roundin
 
 
 def _check_tied(checkpoint: Checkpoint, arch: Architecture, placed: Iterable[Placed]) -> None:
-    """Raise `CheckpointMismatch` if a checkpoint with tied embeddings also has an output layer, and
-    this differs from the embedding.
+    """Raise `CheckpointMismatch` if a checkpoint with tied embeddings also has an output layer
+    whose weight differs from the embedding.
     """
     if not arch.tied or OUTPUT not in checkpoint.tensors:
         return
@@ -277,8 +277,8 @@ def build_gpt(
     change_spec: Callable[[Any], Any] | None = None,
     **model: Any,
 ) -> Any:
-    """Build one pipeline stage of Megatron's `GPTModel` with random weights; `load_hf` loads a
-    checkpoint's.
+    """Build one pipeline stage of Megatron's `GPTModel` with random weights; `load_hf` can then
+    load a checkpoint's weights.
 
     Args:
         arch: the checkpoint's model.

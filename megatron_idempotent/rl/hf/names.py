@@ -53,8 +53,8 @@ class SlotPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSlot:
-    """One matrix or vector in a Megatron parameter, and the blocks of Hugging Face tensors that it
-    consists of.
+    """One matrix or vector in a Megatron parameter, and the blocks of Hugging Face tensors that
+    make up this matrix or vector.
 
     Example:
         ParameterSlot(parameter="decoder.final_layernorm.weight", blocks=(Block("n", 0, 64),))
@@ -281,8 +281,8 @@ def _peft(name: str, factor: str) -> str:
 
 
 class Names:
-    """Finds, for the parameters of a Megatron model on one rank, the Hugging Face tensors that they
-    consist of.
+    """Finds the Hugging Face tensors whose parts make up each parameter of a Megatron model on one
+    rank.
 
     Example:
         names = Names(arch, Ranks.here())
@@ -296,8 +296,8 @@ class Names:
     def slots(
         self, name: str, rows: int, *, layers: Sequence[int], experts: Sequence[int] = ()
     ) -> tuple[ParameterSlot, ...]:
-        """Return the slots of a parameter, which name the Hugging Face tensors that it consists of;
-        none if its name has no counterpart.
+        """Return the slots of a parameter, i.e. the parts of Hugging Face tensors that make up the
+        parameter; none if the parameter's name has no counterpart.
 
         Args:
             name: the parameter's name in the chunk.

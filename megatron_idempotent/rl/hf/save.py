@@ -42,8 +42,8 @@ def save_hf(
     config_changes: Mapping[str, Any] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Write the weights of `source` as a Hugging Face checkpoint on rank 0, bucket by bucket; all
-    ranks call it.
+    """Write the weights of `source` as a Hugging Face checkpoint on rank 0, bucket by bucket. A
+    collective: all ranks call this function.
 
     The checkpoint is written to a temporary folder in the same parent folder, and renamed to
     `directory` when it is complete, so that `directory` never has an incomplete checkpoint. All
@@ -94,8 +94,8 @@ def save_hf(
 
 
 class _Writer:
-    """Writes the new checkpoint's folder under a temporary name, and renames it when it is
-    complete.
+    """Writes the new checkpoint's folder under a temporary name, and renames the folder when the
+    checkpoint is complete.
     """
 
     def __init__(

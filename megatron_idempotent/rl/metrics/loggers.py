@@ -202,7 +202,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class JsonlLogger:
-    """Appends the metrics of each step to a file, as one JSON object per line, and flushes it.
+    """Appends the metrics of each step to a file, as one JSON object per line, and flushes the
+    file.
 
     Numbers that JSON does not have, such as NaN, are written as `null`.
     Example: `JsonlLogger(path).log({"train/loss": 0.5}, step=7)`, and `read_metrics(path)`.

@@ -41,8 +41,8 @@ class Timeline:
     """
 
     def __init__(self, *, capacity: int = 200_000, tracks: Sequence[str] = ()) -> None:
-        """Keep up to `capacity` events. In the trace, `tracks` come first and in this order, the
-        others by name.
+        """Keep up to `capacity` events. In the trace, `tracks` come first and in this order, and
+        all other tracks follow by name.
         """
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}; allowed: 1 event or more")

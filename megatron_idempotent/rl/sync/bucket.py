@@ -65,7 +65,7 @@ class BucketPublisher:
         anchor_every: int = 50,
         anchors: int = 2,
     ) -> None:
-        """Open the bucket's store; the first update writes to it.
+        """Open the bucket's store; nothing is written before the first update.
 
         Args:
             url: the bucket's URL, as for `BucketSender`.
@@ -180,7 +180,7 @@ class BucketPublisher:
         return new_index.newest.version
 
     async def rollback(self, update_id: str) -> None:
-        """Forget the staged update; a later `stage` removes its objects from the bucket."""
+        """Forget the staged update; a later `stage` removes the update's objects."""
         if self._staged is not None and self._staged[1].newest.id == update_id:
             self._staged = None
 
@@ -310,7 +310,7 @@ class BucketFollower:
         options: Mapping[str, Any] | None = None,
         settings: SyncSettings | None = None,
     ) -> None:
-        """Open the bucket's store; `catch_up` reads it and updates the engines.
+        """Open the bucket's store; `catch_up` reads the bucket and updates the engines.
 
         Args:
             url: the publisher's URL.

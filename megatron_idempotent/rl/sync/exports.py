@@ -106,7 +106,8 @@ class DescribedBucket(Bucket):
 
 
 class Exports:
-    """A base class for workers, with the methods that `RemoteWeights` calls on every rank.
+    """A base class for workers, with the methods that `RemoteWeights` calls on every rank to export
+    the weights.
 
     Derive a worker from it, or delegate to it. There is one export at a time; a new one ends the
     previous one. Sending ranks keep their parts of the two newest buckets until these are sent. The
@@ -181,8 +182,8 @@ class Exports:
         return BucketOnRank.of(bucket)
 
     def sender_open(self, key: str, make: MakeSender, update: WeightUpdate) -> Announcement | None:
-        """Make a sender under `key`, and open it for an update; return its announcement. Ranks that
-        do not send do nothing, and return None.
+        """Make a sender, keep it under `key`, and open it for an update; return the sender's
+        announcement. Ranks that do not send do nothing, and return None.
 
         Raises:
             TransportError: the sender failed.
@@ -309,8 +310,8 @@ class RemoteWeights:
         return RemoteBuckets(self, inbound, bucket_bytes, whole)
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the workers on all ranks, block until it has ended, and return the
-        results by rank. Call this in another thread than that of the ranks' event loop.
+        """Call a method of the workers on all ranks, block until the method has ended, and return
+        the results by rank. Call this in another thread than that of the ranks' event loop.
 
         Raises:
             Exception: as in `tensors` and `call`.
@@ -412,8 +413,8 @@ class _Inbound:
         self._receiver: Receiver | None = None
 
     def receive(self, bucket: Bucket) -> Bucket:
-        """Have the ranks send the data of a described bucket, receive it, and return the bucket
-        with its data.
+        """Have the ranks send the data of `bucket`, which has only a description; receive the data,
+        and return the complete bucket.
         """
         sender, wait_for = self._sender, self._weights.wait_for
         if self._receiver is None:

@@ -155,7 +155,7 @@ class SyncReport:
     """Seconds for the entire update."""
 
     def named(self, outcome: Outcome) -> tuple[str, ...]:
-        """Return the names of the engines with that outcome, in the engines' order."""
+        """Return the names of the engines with the outcome `outcome`, in the engines' order."""
         return tuple(name for name, engine in self.engines.items() if engine.outcome == outcome)
 
     def describe(self) -> str:

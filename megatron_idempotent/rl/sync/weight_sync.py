@@ -318,8 +318,8 @@ class UpdateAttempt:
         self._staged = True
 
     async def _switch(self, stamp: Stamp | None) -> None:
-        """Pause the engines, commit the update on them, verify it, call `stamp`, and resume them;
-        requests wait from the pause to the resume.
+        """Pause the engines, commit the update on all, check by `health` that each has the new
+        version, call `stamp`, and resume the engines. Requests wait from the pause to the resume.
 
         Failed engines are repaired afterwards, so that they do not delay the others.
         """
@@ -348,9 +348,9 @@ class UpdateAttempt:
         await self._settle_failed()
 
     async def _give_up(self, reason: str) -> None:
-        """End the update early on the engines that are still in it, as failed with `reason`.
-        Engines that have committed it are resumed; the others are rolled back and resumed, or
-        quarantined.
+        """Record that the update failed with `reason` on all engines that have not finished the
+        update. Resume those that have committed it; roll back and resume the others. An engine on
+        which this fails is quarantined.
         """
         self._keep_good([reason] * len(self._engines))
         await self._settle_failed()
@@ -359,7 +359,7 @@ class UpdateAttempt:
         self, phase: Phase, doing: str, call: Callable[[RolloutEngine], Awaitable[None]]
     ) -> None:
         """Make a call on all engines, timed as `phase`, and continue the update with the engines on
-        which it succeeded.
+        which the call succeeded.
         """
 
         async def error_of(engine: RolloutEngine) -> str:
@@ -435,7 +435,7 @@ class UpdateAttempt:
         return f"staging failed: not done in {settings.stage_timeout_s:g} s"
 
     async def _commit(self, engine: RolloutEngine) -> str:
-        """Commit the update on one engine, and verify by the engine's health that it has the new
+        """Commit the update on one engine, and check by `health` that the engine has the new
         version; return the error, or "".
         """
 
@@ -450,8 +450,8 @@ class UpdateAttempt:
 
 
 def _look_at_error(staging: asyncio.Future[None]) -> None:
-    """Retrieve the error of an engine's `stage`, so that asyncio does not log it after the engine
-    was dropped.
+    """Retrieve the error of an engine's `stage`, so that asyncio does not log the error after the
+    engine was dropped.
     """
     if not staging.cancelled():
         staging.exception()
@@ -531,8 +531,8 @@ async def settle(
     *,
     had_staged: bool,
 ) -> EngineOutcome:
-    """Roll back and resume an engine whose update was interrupted, so that it serves one known
-    version, or quarantine it; return its outcome.
+    """Roll back an update on an engine where the update failed, and resume the engine with one
+    known version. If that is not possible, quarantine the engine. Return the engine's outcome.
 
     The engine is rolled back, which is a no-op if the commit was complete, and resumed only if it
     then reports one version; a DIRTY engine is never resumed. `had_staged` is False for an engine

@@ -53,8 +53,8 @@ class Listed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
-    """The index of a bucket, `latest.json`: the run's name, and the entries of its available
-    updates. Example: `Index.read(objects)`.
+    """The index `latest.json` of an object store's bucket: the run's name, and the entries of the
+    updates in the bucket. Example: `Index.read(objects)`.
     """
 
     run: str
@@ -62,8 +62,8 @@ class Index:
 
     @classmethod
     def read(cls, objects: Objects) -> Index | None:
-        """Read a bucket's index, `latest.json`; return None if nothing was ever published in the
-        bucket.
+        """Read the index `latest.json` of an object store's bucket; return None if nothing was ever
+        published there.
 
         Raises:
             UpdateDamaged: the index is malformed, or its updates do not form a chain.
@@ -106,7 +106,7 @@ class Index:
 
     @property
     def newest(self) -> Listed:
-        """The entry of the newest update."""
+        """The index's entry for the newest update."""
         return self.updates[-1]
 
     @property
@@ -237,8 +237,8 @@ class Manifest:
         self._cached: tuple[int, Bucket | None] = -1, None
 
     def bucket(self, name: str) -> Bucket:
-        """Fetch and return the bucket that contains the tensor or delta `name`; the last fetched
-        bucket is kept for the next call.
+        """Fetch and return the bucket of weights that contains the tensor or delta `name`; the last
+        fetched bucket is kept for the next call.
 
         Raises:
             UpdateDamaged: its object is missing or damaged.
@@ -255,8 +255,8 @@ class Manifest:
 
 
 class Chain:
-    """Reads consecutive updates of a bucket, each building on the previous one, as one merged
-    update.
+    """Reads consecutive updates from an object store's bucket, each building on the previous one,
+    as one merged update.
 
     Tensors are in the model's order in all updates, so each object is fetched once, and one object
     per update is in memory.

@@ -212,8 +212,8 @@ class Patch:
         flat_N[at_K] = new_K
 
     def reverse(self) -> Patch:
-        """Return a patch that restores the values that the tensor has now at these positions; make
-        it before `write`.
+        """Return a patch that restores the values that the tensor has now at these positions; call
+        this method before `write`.
         """
         flat_N, at_K, _ = _there(self.tensor, self.at_K, self.new_K)
         return Patch(self.tensor, at_K, flat_N[at_K])
@@ -465,8 +465,8 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
     """Return the contribution of the elements `new_B`, which begin at element `start` of a tensor,
-    to that tensor's checksum. With `part`, they begin in that part of a tensor, and contribute to
-    the checksum of the complete tensor.
+    to that tensor's checksum. With `part`, the elements begin in that part of a tensor, and
+    contribute to the checksum of the complete tensor.
 
     With `part`, `start` counts from the beginning of that part.
     """

@@ -12,7 +12,7 @@ from .records import DELTA, Bucket, TensorInfo, checksum
 
 class LastSent:
     """Keeps a copy of the last sent weights in host memory, each tensor in the dtype in which it
-    was sent, and computes the deltas of new weights to it.
+    was sent, and computes the deltas from this copy to new weights.
 
     Example: `sent = last.changed(bucket, whole=False)`.
     """

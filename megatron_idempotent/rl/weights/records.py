@@ -37,7 +37,9 @@ class UpdateMismatch(WeightsError):
 
 
 class UpdateDamaged(WeightsError):
-    """An update's bytes or JSON differ from those that were sent, or parts of it are missing."""
+    """An update's bytes or JSON differ from those that were sent, or parts of the update are
+    missing.
+    """
 
 
 class UpdateRefused(WeightsError):

@@ -110,7 +110,7 @@ class SafetensorsFile:
         return not self._missing
 
     def close(self) -> None:
-        """Check that all tensors are written, flush the file to the disk, and close it.
+        """Check that all tensors are written, flush the file to the disk, and close the file.
 
         Raises:
             ValueError: tensors are missing.
@@ -134,7 +134,8 @@ class CheckpointDamaged(WeightsError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint, and return the object in it.
+    """Read a JSON file of a checkpoint, and return the object in the file. Raise
+    `CheckpointDamaged` if the file is missing or has no object.
 
     Raises:
         CheckpointDamaged: the file is missing or is not a JSON object.
@@ -327,7 +328,7 @@ def write_tensors(
     *,
     durable: bool,
 ) -> int:
-    """Write tensors from any device to a safetensors file, and return its size in bytes.
+    """Write tensors from any device to a safetensors file, and return the file's size in bytes.
 
     Tensors may share memory.
 

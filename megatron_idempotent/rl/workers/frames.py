@@ -57,8 +57,8 @@ def dump(value: Any) -> list[Bytes]:
 
 
 def load(parts: Sequence[Bytes]) -> Any:
-    """Return the value from the buffers that `dump` returned; its tensors and arrays share the
-    buffers' memory.
+    """Return the value from the buffers that `dump` returned. Tensors and arrays in the value share
+    the buffers' memory.
     """
     return pickle.loads(parts[0], buffers=parts[1:])
 

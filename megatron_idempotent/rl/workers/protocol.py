@@ -85,7 +85,9 @@ class RankTraceback:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankTraceback:
-        """Describe an exception of a rank as text, readable in processes that lack its class."""
+        """Describe an exception of a rank as text, which also processes without the exception's
+        class can read.
+        """
         kind = type(error)
         try:
             message = str(error)

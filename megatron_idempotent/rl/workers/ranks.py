@@ -40,7 +40,7 @@ class Link(Protocol):
 
 
 class _Session:
-    """The ranks that one call of `start` launched; if one rank is lost, all of them are ended."""
+    """The ranks that one call of `start` launched; if one rank is lost, all ranks are ended."""
 
     def __init__(
         self, links: Sequence[Link], end_ranks: Callable[[int | None], Awaitable[str]]

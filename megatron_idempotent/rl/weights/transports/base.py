@@ -179,7 +179,7 @@ class Sender:
 
     async def close(self) -> None:
         """End the sending of the update, complete or not, and remove the buckets that are still
-        stored for it. A second call is a no-op.
+        stored for the update. A second call is a no-op.
         """
         thread, session = self._thread, self._session
         if thread is None or session is None:
@@ -232,8 +232,8 @@ class SharedMemory(Protocol):
 
 
 class TwoSegments(Session):
-    """A session that copies each bucket to one of two shared memory segments, and keeps it there
-    until the bucket is released.
+    """A session that copies each bucket to one of two shared memory segments, and keeps the copy
+    there until the bucket is released.
     """
 
     def __init__(

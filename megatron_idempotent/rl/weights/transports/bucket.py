@@ -155,7 +155,9 @@ class Objects:
         return content
 
     def keys(self, folder: str) -> set[str]:
-        """Return the keys in a folder of the store; the store's listing may be outdated."""
+        """Return the keys of the objects in a folder of the store. The store may not list the
+        newest objects yet.
+        """
 
         def listed() -> Iterable[str]:
             self._store.invalidate_cache()

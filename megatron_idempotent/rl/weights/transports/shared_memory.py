@@ -112,7 +112,8 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> int | None:
-    """Return a process's start time in clock ticks since boot; None if it is dead or a zombie.
+    """Return a process's start time in clock ticks since boot; None if the process is dead or a
+    zombie.
 
     A segment's name has the start time in addition to the PID, because PIDs are reused.
     """
