@@ -212,7 +212,7 @@ class Prompts(Protocol):
     """
 
     def prompt(self, index: int) -> Any | None:
-        """Return the prompt at an index from 0; None after the last one."""
+        """Return the prompt at `index`, counted from 0; None after the last prompt."""
 
     def epoch(self, index: int) -> int:
         """Return the number of complete passes over the data before the prompt at `index`."""

@@ -289,7 +289,7 @@ class InOrderSampler(_Windowed):
         return list(itertools.takewhile(lambda group: limit is None or group.id < limit, first))
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
-        """Return no group, because none can exceed the lookahead."""
+        """Return no group, because no group can become older than `lookahead` versions."""
         del ready, version
         return ()
 

@@ -331,7 +331,7 @@ class RunState:
                 waiter.set_result(None)
 
     async def change(self) -> None:
-        """Wait until `tell` or `progressed` is called."""
+        """Wait until another coroutine calls `tell` or `progressed`."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         await waiter

@@ -36,7 +36,7 @@ class EngineActor:
     """
 
     def __init__(self, make: Callable[[], RolloutEngine]) -> None:
-        """Construct the actor's engine by `make()`."""
+        """Construct the engine in this actor by calling `make`."""
         self._engine = make()
         self._receiver: Any = None
         self._buckets: asyncio.Queue[Bucket | None] = asyncio.Queue()

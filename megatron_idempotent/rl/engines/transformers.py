@@ -461,7 +461,9 @@ class Scheduler:
             self.give_back()
 
     def open(self) -> None:
-        """Continue sampling after a pause."""
+        """Continue sampling after a pause; a call of `pause` that is still waiting then raises
+        `EngineError`.
+        """
         self._gate, self._admitted = "open", math.inf
         self._tell()
         self._go()

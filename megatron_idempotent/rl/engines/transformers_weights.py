@@ -213,7 +213,7 @@ class Incoming(Staging):
     """
 
     def __init__(self, update: WeightUpdate, *, weights: ServedWeights) -> None:
-        """Prepare to collect the tensors of `update`.
+        """Start without tensors; `add` collects the tensors of `update` for the model `weights`.
 
         Args:
             update: the update to stage.

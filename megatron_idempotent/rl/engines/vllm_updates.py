@@ -317,7 +317,8 @@ class VllmUpdates:
             await self._control.post("/update_weight_version", {"new_version": str(version)})
 
     async def _tell(self, command: Mapping[str, Any], *, receiving: bool = False) -> WorkersState:
-        """Send a command to all workers; return their combined state.
+        """Send a command to all workers, and return the workers' combined state, or raise the first
+        error that a worker reports.
 
         Raises:
             Exception: as in `WorkersState.of`.

@@ -28,7 +28,7 @@ class Logger(Protocol):
         """Record the metrics of version `step`, by name. Training continues if this raises."""
 
     def close(self) -> None:
-        """Flush, and release all resources."""
+        """Write the records that are still buffered, and release all resources."""
 
 
 class Loggers:
@@ -291,7 +291,9 @@ class WandbLogger:
         id_file.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Pass metrics to the run, which uploads them in the background."""
+        """Pass a step's metrics to the run of Weights & Biases, which uploads them in the
+        background.
+        """
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
@@ -309,7 +311,7 @@ _BUILT_IN: Mapping[str, tuple[Callable[..., Logger], str]] = {
 def logger_factories(
     names: Sequence[str], directory: Path, *, first_step: int = 0
 ) -> list[Callable[[], Logger]]:
-    """Return functions that make the named loggers, as arguments for `Loggers`.
+    """Return for each of `names` a function that makes this logger, as arguments for `Loggers`.
 
     A name is `"jsonl"`, `"tensorboard"`, `"wandb"` or `"package.module:callable"`; the callable
     gets the directory and `first_step`, the step from which a resumed run continues.

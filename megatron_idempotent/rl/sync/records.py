@@ -22,7 +22,7 @@ class PhaseTimer(Protocol):
     """
 
     def time(self, phase: str) -> AbstractContextManager[object]:
-        """Return a context manager that measures the phase."""
+        """Return a context manager that measures its `with` block as the phase `phase`."""
         ...
 
 

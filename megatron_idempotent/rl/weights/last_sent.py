@@ -23,7 +23,7 @@ class LastSent:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all copies."""
+        """The number of bytes of all copies in host memory."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def keep(self, key: Any, new: torch.Tensor) -> None:

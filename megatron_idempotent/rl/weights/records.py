@@ -440,7 +440,7 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all tensors."""
+        """The number of bytes of all tensors in the bucket."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     @property

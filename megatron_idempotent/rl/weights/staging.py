@@ -48,7 +48,7 @@ class Staging:
         expected: Iterable[TensorInfo],
         served: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
-        """Prepare to collect the tensors of `update`.
+        """Start without tensors; `add` collects the tensors of `update`, which must fit `expected`.
 
         Args:
             update: the update to stage.
@@ -152,7 +152,8 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Make a CUDA stream on `device`; no stream for other devices.
+        """Make a CUDA stream if `device` is a CUDA device; otherwise `complete` only runs its
+        block.
 
         Args:
             device: the device of the copies.

@@ -45,7 +45,8 @@ class _Session:
     def __init__(
         self, links: Sequence[Link], end_ranks: Callable[[int | None], Awaitable[str]]
     ) -> None:
-        """Take the links to all ranks, by rank, and a function that ends all ranks.
+        """Watch the links to all ranks, given by rank; if one link ends, call `end_ranks`, which
+        ends all ranks.
 
         `end_ranks` takes a rank or None, and returns how that rank ended, in bounded time.
         """

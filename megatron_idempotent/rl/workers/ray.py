@@ -304,7 +304,8 @@ class RayRanks(Ranks):
             raise
 
     async def _reserve(self) -> Any:
-        """Reserve a placement group, with one bundle per rank.
+        """Reserve a placement group with one bundle per rank, and return the group. Raise
+        `RanksLost` if the cluster does not provide it in time.
 
         Raises:
             RanksLost: the cluster did not provide it in time; the message has the requested and the

@@ -243,7 +243,7 @@ class TwoSegments(Session):
         make: Callable[[int], SharedMemory],
         copying: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Prepare to send an update; memory is allocated when buckets come.
+        """Prepare to send an update; `announce` allocates a segment when it needs one.
 
         Args:
             update_id: the update's id, for errors.

@@ -97,7 +97,7 @@ class Objects:
         return key
 
     def get(self, key: str, nbytes: int | None = None) -> bytes:
-        """Read an object, and check its bytes against the SHA-256 in its key.
+        """Read an object, check its bytes against the SHA-256 in the key, and return the bytes.
 
         `nbytes` is the announced size, which is checked and bounds the read.
 

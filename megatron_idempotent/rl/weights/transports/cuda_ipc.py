@@ -35,7 +35,7 @@ class CudaDriver:
     """
 
     def __init__(self, library: str | None = None) -> None:
-        """Load NVIDIA's driver library.
+        """Load NVIDIA's driver library; raise `TransportError` if there is none.
 
         Args:
             library: the driver's library, by name or path; None for the system's.

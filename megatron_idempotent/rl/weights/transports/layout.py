@@ -167,7 +167,7 @@ def _view(info: TensorInfo, offset: int, flat_N: torch.Tensor) -> torch.Tensor:
 
 
 def read_tensor(descriptor: int, info: TensorInfo, offset: int) -> torch.Tensor:
-    """Read a tensor from an open file, at a byte offset, into new memory.
+    """Read a tensor from an open file, at a byte offset, into new memory; return the tensor.
 
     It does not map the file, because reading a mapped file that shrinks kills the process.
 
