@@ -241,8 +241,8 @@ class Checkpoints:
 
     async def before_release(self, version: int) -> Mapping[str, float]:
         """Evaluate a published version before any group starts with it, and return the metrics of
-        the evaluation. If the version gets a checkpoint, also keep the controller's state for
-        `save`.
+        the evaluation (of version 0: log the metrics, and return none). If the version gets a
+        checkpoint, also keep the controller's state for `save`.
 
         Raises:
             RanksLost: policy ranks are gone.

@@ -436,8 +436,9 @@ class TrainPump:
 
     async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
         """End an outer step: publish the weights to the engines, and let groups start with these
-        weights. The publish runs during the next step, unless the sampler drains, or this version
-        is evaluated, saved or the last. Return the metrics of the evaluation; empty without one.
+        weights. The publish runs during the next step, unless the sampler's `drains` is True, or
+        this version is evaluated, saved or the last. Return the metrics of the evaluation; empty
+        without one.
         """
         shared = self._shared
         if not (shared.sampler.drains or last or self._checkpoints.work_at(shared.trainer_version)):
