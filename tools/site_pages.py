@@ -28,6 +28,7 @@ from megatron_idempotent.cli.findings import (
     recorded,
     seen,
 )
+from megatron_idempotent.cli.upstream import pull_request, repair_folder
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.record import LOUDNESS, SECTIONS, Hazard, Patch
@@ -42,6 +43,26 @@ import megatron_idempotent
 megatron_idempotent.apply()
 ```
 """
+_READY_HEAD = """\
+---
+search: {exclude: true}
+---
+
+# Ready to send
+
+A patch of ours can go once upstream has repaired the hazard. Each repair here is a small change of
+upstream's own code with a unit test and the text of a pull request. It is proven on a checkout:
+without a patch of ours, the hazard's program runs, its control keeps its bits, and `apply()` says
+`fixed_upstream` by itself. [Take one and send it](../upstream/README.md).
+"""
+#: States of upstream's repairs: the title of their section, and of its second column.
+_STATES = {
+    "repair": ("Repairs", "pull request"),
+    "pull request": ("Upstream's own pull requests", "state"),
+    "none yet": ("Without a repair yet", "package"),
+    "by design": ("By design", "who repairs it"),
+    "not in main": ("Not on Megatron's main", "why"),
+}
 _TITLES = {"Affects": "Releases, and what the patch does"}
 _INSTALL = "docs/use.md"
 #: Titles of the facts that a hazard's page has directly below the symptom.
@@ -209,15 +230,18 @@ def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
 
 def _ready(root: Path, proven: Proven) -> str:
     """Return the page of upstream's own repairs: a row for each hazard, with its state."""
-    rows: dict[str, list[str]] = {"repair": [], "by design": [], "none yet": [], "not in main": []}
+    rows: dict[str, list[str]] = {name: [] for name in _STATES}
     for hazard in hazards().values():
-        folder = f"upstream/{hazard.id}"
         link = f"[`{hazard.id}`](hazards/{hazard.id}.md)"
+        theirs = pull_request(hazard.id)
         word = proven["main"].get(hazard.id, NOT_RUN)
-        if (root / folder / "repair.py").is_file():
-            title = (root / folder / "message.md").read_text("utf-8").splitlines()[0]
-            sent = title.removeprefix("# ")
-            rows["repair"].append(f"| {link} | [{sent}](../{folder}/message.md) |")
+        if repair_folder(hazard.id) is not None:
+            message = f"upstream/{hazard.id}/message.md"
+            title = (root / message).read_text("utf-8").splitlines()[0].removeprefix("# ")
+            own = f" Theirs: {theirs}." if theirs else ""
+            rows["repair"].append(f"| {link} | [{title}](../{message}){own} |")
+        elif theirs:
+            rows["pull request"].append(f"| {link} | {theirs} |")
         elif not isinstance(hazard, Patch):
             until = " ".join(hazard.case_file["Remove when"].split())
             rows["by design"].append(f"| {link} | left to the caller, until {until} |")
@@ -225,22 +249,8 @@ def _ready(root: Path, proven: Proven) -> str:
             rows["not in main"].append(f"| {link} | {meaning(word).sentence} |")
         else:
             rows["none yet"].append(f"| {link} | {hazard.distribution} |")
-    head = (
-        "---\nsearch: {exclude: true}\n---\n\n# Ready to send\n\n"
-        "A patch of ours can go once upstream has repaired the hazard. Each repair here is a small "
-        "change of upstream's own code with a unit test and the text of a pull request. It is "
-        "proven on a checkout: without a patch of ours, the hazard's program runs, the correct "
-        "program beside it keeps its bits, and `apply()` says `fixed_upstream` by itself. "
-        "[Take one and send it](../upstream/README.md).\n"
-    )
-    titles = {
-        "repair": ("Repairs", "pull request"),
-        "none yet": ("Without a repair yet", "package"),
-        "by design": ("By design", "who repairs it"),
-        "not in main": ("Not on Megatron's main", "why"),
-    }
-    parts = [head]
-    for state, (title, column) in titles.items():
+    parts = [_READY_HEAD]
+    for state, (title, column) in _STATES.items():
         parts += [f"## {title}: {len(rows[state])}", "", f"| hazard | {column} |", "|---|---|"]
         parts += [*rows[state], ""]
     return "\n".join(parts)

@@ -5,6 +5,7 @@ An installed package does not have them; then the text says where they are.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from megatron_idempotent.patching.record import Hazard, Patch
@@ -20,12 +21,27 @@ def repair_folder(hazard_id: str) -> Path | None:
     return folder if (folder / "repair.py").is_file() else None
 
 
+def pull_request(hazard_id: str) -> str:
+    """Say which pull request of upstream's repairs a hazard: `open pull request …`, `merged in …`.
+
+    Returns "" if none is known, and in an installed package, which has no list of them.
+    """
+    file = FOLDER / "pull_requests.json"
+    row = json.loads(file.read_text("utf-8")).get(hazard_id) if file.is_file() else None
+    if row is None:
+        return ""
+    state = "open pull request" if row["state"] == "open" else "merged in"
+    opened = f", of {row['opened']}" if row["opened"] else ""
+    covers = f" ({row['covers']})" if "covers" in row else ""
+    return f"{state} {row['pull_request']}{opened}{covers}"
+
+
 def repair_text(hazard: Hazard) -> str:
     """Return the pull request's message and the edits of upstream's code, for a terminal.
 
     Without a repair, the text says when the patch can go, and where repairs are kept.
     """
-    folder = repair_folder(hazard.id)
+    folder, theirs = repair_folder(hazard.id), pull_request(hazard.id)
     if folder is not None:
         message = (folder / "message.md").read_text("utf-8").rstrip()
         edits = (folder / "repair.py").read_text("utf-8").rstrip()
@@ -33,11 +49,14 @@ def repair_text(hazard: Hazard) -> str:
             f"python tools/repairs.py diff path/to/checkout {hazard.id}",
             f"python tools/repairs.py prove path/to/checkout {hazard.id}",
         )
-        lines = [message, "", "What changes (repair.py):", "", edits, "", "See it:"]
+        lines = [message, *(["", f"Upstream's own: {theirs}."] if theirs else [])]
+        lines += ["", "What changes (repair.py):", "", edits, "", "See it:"]
         return "\n".join([*lines, *(f"    {command}" for command in commands)])
     until = " ".join(hazard.case_file["Remove when"].split())
     if not FOLDER.is_dir():
         where = f"Repairs are kept in the repository: {_ADDRESS}/{hazard.id}, if there is one."
+    elif theirs:
+        where = f"Upstream's repair: {theirs}."
     elif isinstance(hazard, Patch):
         where = "Nobody has written upstream's repair yet: upstream/README.md says how."
     else:

@@ -254,6 +254,30 @@ def test_explain_says_how_to_switch_on_what_is_off():
         assert (check in case_text(patch)) == patch.debug
 
 
+@pytest.mark.parametrize(
+    ("hazard_id", "says"),
+    [
+        ("no-sync-func-reentry", "# fix: accept the no_sync_func of an earlier train() call"),
+        ("no_sync_func_reentry.py", "config.no_sync_func in ("),
+        ("resiliency-save-shares-host-tensors", "merged in NVIDIA/nvidia-resiliency-ext#376"),
+        ("pipeline-abort", "It is by design: upstream leaves it to the caller"),
+        ("pipeline-abort", "Remove when: the schedules end a window on all ranks"),
+    ],
+)
+def test_explain_upstream_prints_the_repair_or_says_who_has_it(hazard_id, says, capsys):
+    assert main(["explain", hazard_id, "--upstream"]) == 0
+    assert says in capsys.readouterr().out
+
+
+def test_an_installed_package_says_where_repairs_are(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("megatron_idempotent.cli.upstream.FOLDER", tmp_path / "upstream")
+    assert main(["explain", "no-sync-func-reentry", "--upstream"]) == 0
+    said = capsys.readouterr().out
+    assert "/tree/main/upstream/no-sync-func-reentry, if there is one." in said
+    assert main(["explain", "--upstream"]) == 2
+    assert "name its id" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["explain", "prove"])
 @pytest.mark.parametrize(
     ("asked", "near"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from starts import started
 
+from megatron_idempotent.cli.drift import Drift
 from megatron_idempotent.cli.main import main
 from megatron_idempotent.patching import Patch, Target
 from megatron_idempotent.patching.catalog import patches
@@ -262,3 +263,20 @@ def test_a_body_of_before_the_hazard_is_not_called_new(tree, capsys, monkeypatch
     code, (row,) = rows(capsys, tree)
     assert (code, row["standing"]) == (0, "not_affected")
     assert "the hazard came with 0.16" in row["reason"]
+
+
+@pytest.mark.parametrize(("version", "can_go"), [("0.20.0", True), ("0.20.0rc0", False)])
+def test_drift_names_the_repair_that_a_release_has(version, can_go, monkeypatch, capsys):
+    row = Drift(
+        id="no-sync-func-reentry",
+        path="megatron_core.whl",
+        distribution="megatron-core",
+        version=version,
+        standing="fixed_upstream",
+        reason="",
+        diff="",
+    )
+    monkeypatch.setattr("megatron_idempotent.cli.drift.compare", lambda _: [row])
+    assert main(["drift"]) == 0
+    sentence = f"upstream/no-sync-func-reentry can go: {version} has repaired the hazard"
+    assert (sentence in capsys.readouterr().out) == can_go

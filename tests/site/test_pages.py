@@ -93,6 +93,18 @@ def test_the_matrix_offers_each_framework_with_the_megatrons_that_it_pins(pages)
     ]
 
 
+def test_every_hazard_has_a_state_of_upstreams_repair(pages):
+    page = pages["ready-to-send.md"]
+    for hazard_id in hazards():
+        assert page.count(f"| [`{hazard_id}`](hazards/{hazard_id}.md) |") == 1
+    assert "(../upstream/no-sync-func-reentry/message.md)" in page
+    titles = dict(re.findall(r"^## (.*): (\d+)$", page, re.MULTILINE))
+    assert sum(map(int, titles.values())) == len(hazards())
+    listed = json.loads((ROOT / "upstream" / "pull_requests.json").read_text("utf-8"))
+    assert listed.keys() <= hazards().keys()
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", row["pull_request"]) for row in listed.values())
+
+
 def test_every_page_is_in_the_navigation(pages):
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     shown = text[text.index("\nnav:") :]
