@@ -175,11 +175,12 @@ def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
 
 
 def counted(model: Any, pattern: str = "", *, zeros: bool = False) -> int:
-    """Return how many elements of some parameters a tiny model's gradient norm counts.
-    The parameters are those whose names match the regular expression `pattern`.
+    """Return how many parameter elements a tiny model's gradient norm counts.
+    The parameters whose names match the regular expression `pattern` get gradients of ones, all
+    others zeros; the result is the squared norm.
 
-    They get gradients of ones, all others zeros. With `zeros` they get zeros, all others ones, and
-    the optimizer's number of zeros is returned. All ranks take part.
+    With `zeros` these get zeros, all others ones, and the optimizer's number of zeros is returned.
+    All ranks take part.
     """
     import re
 
@@ -193,8 +194,8 @@ def counted(model: Any, pattern: str = "", *, zeros: bool = False) -> int:
 
 
 def expect_agreement(model: Any, when: str) -> None:
-    """Raise a `Fault` if the data-parallel ranks hold different parameters. A collective.
-    `when` ends the message.
+    """Raise a `Fault` if the data-parallel ranks hold different parameters.
+    A collective. `when` is the end of the error's message.
     """
     import torch
 
@@ -247,8 +248,8 @@ def shared_folder() -> str:
 
 
 def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Wait until the file `path` exists, then call `function`.
-    It is a module's function, so that a partial of it can be pickled.
+    """Wait until the file `path` exists, then call `function` with the other arguments.
+    It is defined at the module's top level, so that a partial of it can be pickled.
     """
     import time
 

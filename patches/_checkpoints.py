@@ -13,7 +13,9 @@ PART = "Ranks may have loaded only a part: load a complete checkpoint before the
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a save: if one rank raises in it, raise on all ranks instead of letting them wait."""
+    """Wrap a checkpoint save: if one rank raises, raise on all ranks.
+    Otherwise the other ranks would wait for it in a collective.
+    """
     from megatron_idempotent.window import agreement
 
     with agreement.as_one_at_barriers(NOT_SAVED):
@@ -21,7 +23,9 @@ def save(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a load: if one rank raises in it, raise on all ranks instead of letting them wait."""
+    """Wrap a checkpoint load: if one rank raises, raise on all ranks.
+    Otherwise the other ranks would wait for it in a collective.
+    """
     from megatron_idempotent.window import agreement
 
     with agreement.as_one_at_barriers(PART):
@@ -29,7 +33,9 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def look_at_files(reader: Any, items: Iterable[Any]) -> None:
-    """Raise if a file that has one of the checkpoint's `items` cannot be opened or is too short."""
+    """Raise if a file with one of the checkpoint's `items` cannot be opened, or is truncated.
+    It is truncated if it is shorter than the end of its last item.
+    """
     ends: dict[str, int] = {}
     for stored in items:
         end = stored.offset + stored.length
@@ -43,7 +49,7 @@ def look_at_files(reader: Any, items: Iterable[Any]) -> None:
 
 
 def expect_told(load: Callable[[], object]) -> None:
-    """Load while rank 1 cannot open files; raise a `Fault` if only one of the two ranks raises.
+    """Call `load` while rank 1 cannot open files; raise a `Fault` if only one of two ranks raises.
     On stock Megatron rank 0 waits for rank 1 in a collective.
     """
     import resource
@@ -68,7 +74,7 @@ def expect_told(load: Callable[[], object]) -> None:
 
 
 def loaded_over(weights: Iterable[Any], load: Callable[[], object]) -> list[bytes]:
-    """Set the weights to zero, call `load`, and return the weights' float32 bytes."""
+    """Set `weights` to zero in place, call `load`, and return the weights' bytes in float32."""
     import torch
 
     weights = list(weights)

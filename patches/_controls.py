@@ -15,7 +15,7 @@ from ._case import Fault, bench
 
 
 class Steps(NamedTuple):
-    """Describes a few consecutive optimizer steps, with the DDP settings to run them under."""
+    """Describes consecutive optimizer steps: microbatches of each schedule call, DDP settings."""
 
     calls: tuple[tuple[int, ...], ...]
     """Microbatches of each schedule call, by step."""
@@ -41,7 +41,8 @@ ALL = (
 
 
 def run_all() -> list[bytes]:
-    """Run the steps of `ALL`, and return this rank's parameters after each step, as bytes.
+    """Run the correct step sequences in `ALL`, and return the parameters after each step, as bytes.
+    The bytes are those of this rank's parameters.
 
     Raises:
         Fault: a step differs from the same step without overlap.
@@ -68,7 +69,7 @@ def _run(steps: Steps) -> list[bytes]:
 
 
 def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
-    """Return a one-layer model whose schedules do not reduce gradients, for `step`.
+    """Return a one-layer model whose schedules do not reduce gradients; `step` reduces them itself.
 
     It does not clip, because other buckets would sum the norm in another order.
     """
@@ -85,8 +86,9 @@ def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
 
 
 def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: int) -> None:
-    """Run the schedule calls of one step, then reduce its gradients with `finalize_model_grads`.
-    With `held` all calls but the last run inside of `no_sync()`. The optimizer does not step.
+    """Run one step's schedule calls, then reduce the gradients with `finalize_model_grads`.
+    `calls` has the number of microbatches of each call. With `held` all calls but the last run
+    inside of `no_sync()`. The optimizer does not step.
     """
     from megatron.core.distributed import finalize_model_grads
 

@@ -10,7 +10,7 @@ from ._case import bench
 
 
 def kernel() -> ModuleType:
-    """Put a Python stand-in for Apex's module of fused weight gradients into `sys.modules`."""
+    """Put a Python stand-in for Apex's weight-gradient kernel into `sys.modules`, and return it."""
     module: Any = ModuleType("fused_weight_gradient_mlp_cuda")
     module.wgrad_gemm_accum_fp32 = _accumulate
     sys.modules[module.__name__] = module
@@ -18,8 +18,8 @@ def kernel() -> ModuleType:
 
 
 def build(**options: Any) -> Any:
-    """Build a tiny two-stage model whose output layer defers its weight gradient.
-    The fused kernel that this needs is a Python function.
+    """Build a tiny model of two pipeline stages whose output layer defers its weight gradient.
+    A Python function replaces the fused CUDA kernel that this needs.
     """
     import copy
 

@@ -21,7 +21,8 @@ _ENGINE, _LAYERS = "transformer_engine", "megatron.core.extensions.transformer_e
 
 def group_experts(module: Any) -> None:
     """Replace the experts of each MoE layer in `module` by two Transformer Engine grouped layers.
-    They are those of `TEGroupedMLP`, on stand-ins for Transformer Engine, and have no forward.
+    Their classes are those of `TEGroupedMLP`. They use stand-ins for Transformer Engine, and have
+    no forward.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from torch import nn
@@ -45,7 +46,9 @@ def group_experts(module: Any) -> None:
 
 
 def duplicated(config: Any, width: int) -> Any:
-    """Return a `TELinear` [H, width] of which each tensor-parallel rank has a copy, as MLA uses."""
+    """Return a `TELinear` with weight [H, width], of which each tensor-parallel rank has a copy.
+    MLA uses such layers.
+    """
     with _version("2.16.1"):
         _, _, linear = _layers()
         return linear(
@@ -79,7 +82,7 @@ def _layers() -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def _version(text: str) -> Iterator[None]:
-    """Let Megatron find the version `text` of Transformer Engine during the block."""
+    """Let Megatron believe, during the block, that Transformer Engine has the version `text`."""
     from megatron.core import utils
     from packaging.version import Version
 

@@ -20,7 +20,9 @@ def takes_padding() -> bool:
 
 
 def router(kind: str, **layout: Any) -> Any:
-    """Build a model with load balancing loss `kind` per token, and return its first router."""
+    """Build a model with MoE load balancing loss `kind`, and return its first router.
+    The config has `calculate_per_token_loss`.
+    """
     model = bench(
         tp=2,
         ep=2,

@@ -41,7 +41,7 @@ def _reason_lost(caller: Any) -> str | None:
 
 
 def _drop(caller: Any) -> None:
-    """Kill an async-save caller's writer process, and drop its queues.
+    """Kill an async-save caller's writer process, and remove its queues from the caller.
     The next save starts a new process and new queues.
     """
     for name in _QUEUES:
@@ -58,14 +58,16 @@ def _drop(caller: Any) -> None:
 
 
 def _forget_cached(caller: Any) -> None:
-    """Make the next save send again the data that an extension's writer process had cached."""
+    """Make the next save send all its data, because the killed process had cached some of it.
+    Only the writer process of the resiliency extension caches data.
+    """
     for forget in getattr(caller, "_worker_restart_callbacks", ()):
         forget()
 
 
 def _look(caller: Any) -> None:
-    """Read the writer process's report, if any; drop the process if it will never report.
-    `caller.lost` then has the error.
+    """Read the writer process's report from the queue, if there is one.
+    If the process will never report, kill it, and store the error as `caller.lost`.
     """
     reason = _reason_lost(caller)  # before the queue is read: what it had written still counts
     with contextlib.suppress(queue.Empty):
@@ -82,7 +84,9 @@ def _unsent(requests: Any, error: Exception, item: Any) -> None:
 
 
 def _join(caller: Any, prepared: Any) -> None:
-    """Wait until the writer process has taken all items from a queue, or can no longer do so."""
+    """Wait until the writer process has taken all items from the queue `prepared`.
+    Return early if the process is lost, and can no longer take items.
+    """
     waiting = threading.Thread(target=type(prepared).join, args=(prepared,), daemon=True)
     waiting.start()
     while waiting.is_alive() and not _reason_lost(caller):
@@ -90,8 +94,8 @@ def _join(caller: Any, prepared: Any) -> None:
 
 
 def schedule_async_call(original: Original, self: Any, async_req: Any) -> None:
-    """Wrap an asynchronous save's start: give the request to the writer process.
-    If the process is lost, do nothing; the next check for the end of the save raises.
+    """Wrap the start of an asynchronous save: give the request to the writer process.
+    If that process is lost, do nothing; the next check for the end of the save raises.
     """
     import torch
 
@@ -160,7 +164,9 @@ def _forget(saves: Any) -> None:
 
 
 def abort_all(original: Original, self: Any, abort: bool = False) -> None:
-    """Wrap the close of the queue of saves: an abort also drops the saves and their results."""
+    """Wrap the closing of the queue of saves.
+    With `abort`, also drop the saves and their results, so that later saves do not get them.
+    """
     processes = [call.async_caller.process for call in self.async_calls]
     original(self, abort)
     if abort and self.persistent:
@@ -171,7 +177,9 @@ def abort_all(original: Original, self: Any, abort: bool = False) -> None:
 
 
 def close(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the end of a writer process: if it will never report, kill it and drop its queues."""
+    """Wrap the closing of a writer process: if it will never report, kill it and drop its queues.
+    Close any other process as upstream does.
+    """
     if _reason_lost(self):
         _drop(self)
     else:
@@ -190,8 +198,8 @@ def _end() -> None:
 
 
 def lose(module: Any, saves: Any) -> None:
-    """Schedule a save in which rank 0's writer process writes and rank 1's process ends.
-    Return once both have happened.
+    """Schedule a save in which rank 0's writer process reports, and rank 1's process ends.
+    Return when rank 0's report and rank 1's end have happened.
     """
     import torch
 
@@ -206,7 +214,7 @@ def lose(module: Any, saves: Any) -> None:
 
 
 def refused(saves: Any, reason: str, *, blocking: bool = False) -> None:
-    """Finalize saves whose writer process is lost; raise a `Fault` unless the finalizing raises.
+    """Finalize saves whose writer process is lost; raise a `Fault` unless this raises an error.
     The error's text must contain `reason`.
     """
     caller = saves.async_calls[0].async_caller
@@ -244,8 +252,9 @@ def ends(module: Any) -> None:
 
 
 def lives(module: Any) -> object:
-    """Run saves with writer processes that stay alive, and return the results as one list.
-    One is of rank 0 alone, two are slow, and one is checked without a collective.
+    """Run saves with writer processes that stay alive, and check when they end.
+    Among these saves, one is written by rank 0 alone, two take 0.2 s, and one is checked without a
+    collective. Return the indices of finished saves, in order, and whether the last save was done.
     """
     import torch
 
@@ -301,7 +310,7 @@ def _begin(
 
 
 def shares(module: Any, strategy: str) -> None:
-    """Save a tensor on the host, and change it before the writer process writes it.
+    """Save a host tensor asynchronously, and change it before the writer process writes the file.
     Raise a `Fault` if the checkpoint has the changed value.
     """
     import torch
@@ -321,8 +330,9 @@ def shares(module: Any, strategy: str) -> None:
 
 
 def aborts(module: Any, strategy: str) -> None:
-    """Abort a written and an unwritten save, and after each save and load another state.
-    Raise a `Fault` if a load returns a wrong state, or if the unwritten save counts as saved.
+    """Abort one save after its files are written, and one before; after each, save and load again.
+    Raise a `Fault` if a load returns another state than was saved last, or if the unwritten save
+    has metadata.
     """
     import torch
     from megatron.core import dist_checkpointing

@@ -34,7 +34,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load, then give each parameter a step counter of its own at the saved step."""
+    """Run upstream's load, then give each parameter its own step counter, set to the saved step."""
     import torch
 
     original(self, state_dict)

@@ -52,7 +52,7 @@ def _sinks(model: Any) -> list[Any]:
 
 
 def reproduce() -> None:
-    """Fill the gradients of attention sinks on two tensor-parallel ranks with 1, and take the norm.
+    """Set the gradients of attention sinks on two tensor-parallel ranks to 1, and take the norm.
     On stock Megatron the norm counts the sinks of the first rank only.
     """
     model = bench(

@@ -41,9 +41,9 @@ from ._case import Fault, Original, Patch, target
 def count(
     original: Original, routing_map: Any, reduce_group: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap the count of tokens: with a padding mask, correct this rank's number of tokens.
-    It becomes the tokens of all ranks divided by the number of ranks; before 0.19, times the number
-    of ranks that share a sequence.
+    """Wrap the router's count of tokens: with a padding mask, correct this rank's number of tokens.
+    The new number is the mean over the ranks of the group. Before 0.19 it is multiplied by the
+    number of ranks that share a sequence.
     """
     counts = original(routing_map, reduce_group, *args, **kwargs)
     global_tokens_per_expert, local_num_tokens, total_num_tokens = counts

@@ -36,9 +36,9 @@ from ._case import Original, Patch, a_body_has, expect_weight_per_token, target
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the router with its auxiliary loss multiplied by TP × CP, the ranks that share a row.
-    Only for losses per token without a padding mask. The logged loss does not change, because
-    upstream divides it by the coefficient.
+    """Run the router with its auxiliary loss multiplied by TP × CP, the ranks of one sequence.
+    This is done only for losses per token, without a padding mask. The logged loss does not change,
+    because upstream divides it by the coefficient.
     """
     mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     factor = _ranks(self) if mask is None else 1
@@ -47,9 +47,9 @@ def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def apply_z_loss(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Apply the z-loss multiplied by TP × CP, the number of ranks that share a row.
-    Only for losses per token. The logged loss does not change, because upstream divides it by the
-    coefficient.
+    """Apply the router's z-loss multiplied by TP × CP, the number of ranks that share a sequence.
+    This is done only for losses per token. The logged loss does not change, because upstream
+    divides it by the coefficient.
     """
     with moe.multiplied(self.config, "moe_z_loss_coeff", _ranks(self)):
         return original(self, *args, **kwargs)

@@ -37,7 +37,7 @@ _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_varia
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, then restore the scales of auxiliary losses to those before the schedule."""
+    """Run a schedule, then restore the loss scales of auxiliary losses that were set before it."""
     model = kwargs["model"]
     original = schedules.around(original, model)
     config = schedules.config_of(model)

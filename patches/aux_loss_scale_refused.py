@@ -34,8 +34,9 @@ from ._case import Original, Patch, bench, target
 
 
 def set_loss_scale(original: Original, scale: Any) -> None:
-    """Wrap the setting of the MoE loss scale: pass a tensor that upstream can store or copy.
-    It has the shape of the stored one, and is no inference tensor.
+    """Wrap the setter of the MoE loss scale: pass a tensor that upstream can store or copy.
+    If upstream has stored a tensor, `scale` gets its shape. If not, an inference tensor is replaced
+    by an ordinary copy.
     """
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler

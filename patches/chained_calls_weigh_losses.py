@@ -69,8 +69,8 @@ def reproduce(*, helped: bool) -> None:
 
 
 def control(*, helped: bool) -> list[bytes]:
-    """Run two steps of one schedule call each, as a control that stock Megatron computes correctly.
-    With `helped` they run in an `accumulation_window`. Return the parameters' bytes.
+    """Run two correct steps, each with one schedule call of three microbatches, as a control.
+    With `helped` each step runs in an `accumulation_window`. Return the parameters' bytes.
     """
     model = bench(experts=4, config_overrides={"moe_aux_loss_coeff": 1.0})
     bits = []

@@ -38,7 +38,7 @@ from ._case import Original, Patch, arguments, begin_save, bench, expect_agreeme
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `dist_checkpointing.save`: first gather pending updates of the parameters to save."""
+    """Wrap `dist_checkpointing.save`: first gather the updated parameters that are to be saved."""
     pending = [
         chunk
         for chunk in gather.watched_chunks()
@@ -71,7 +71,7 @@ def _parameter_storages(chunk: Any) -> Iterator[int]:
 
 
 def step(original: Original, self: Any) -> Any:
-    """Wrap the optimizer's update: remember its chunks, and mark the bucket groups it writes."""
+    """Wrap an optimizer's update: register its chunks for later saves, mark its bucket groups."""
     for chunk in self.model_chunks:
         if hasattr(chunk, "bucket_groups"):
             gather.watch(chunk)

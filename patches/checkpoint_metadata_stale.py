@@ -29,8 +29,9 @@ from ._case import Fault, Original, Patch, target
 
 
 def read_metadata(original: Original, self: Any) -> Any:
-    """Wrap the read of a checkpoint's cached metadata: key the cache by the file's identity.
-    The key is folder, inode, time and size of `.metadata`; older entries of the folder are dropped.
+    """Wrap the cached read of a checkpoint's metadata: a new `.metadata` file is read again.
+    The cache's key is the folder, and the file's inode, time and size. Older entries of the folder
+    are dropped.
     """
     import os
 

@@ -31,7 +31,7 @@ from ._case import Original, Patch, address, arguments, bench, shared_folder, ta
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `dist_checkpointing.save`: raise if the memory of a tensor to save is offloaded."""
+    """Wrap `dist_checkpointing.save`: raise if a tensor to save is offloaded, so has no memory."""
     import torch
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 

@@ -55,7 +55,9 @@ def read_metadata(original: Original, *args: Any, **kwargs: Any) -> tuple[int, b
 
 
 def get_non_persistent_iteration(original: Original, folder: Any, args: Any, *context: Any) -> int:
-    """Return a folder's latest non-persistent iteration; -1 if `args.ckpt_step` names another."""
+    """Return the latest non-persistent iteration in a folder.
+    Return -1 if `args.ckpt_step` is set to another iteration.
+    """
     iteration = original(folder, args, *context)
     step = getattr(args, "ckpt_step", None)
     return iteration if step in (None, iteration) else -1

@@ -41,7 +41,9 @@ _layers: PerProcessWeakKeys[Any, list[Any]] = PerProcessWeakKeys(__name__, "_lay
 
 
 def set_padding(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `set_decode_expert_padding`: save old settings, and change no other model's layers."""
+    """Wrap `set_decode_expert_padding`: change only this model's layers, and keep the old settings.
+    Upstream changes the layers of the first model that it was called for.
+    """
     from megatron.core.inference import utils
     from megatron.core.utils import get_model_config
 
@@ -64,7 +66,7 @@ def _keep(holder: Any, names: tuple[str, ...]) -> None:
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Restore the expert padding settings from before generation, then run a schedule."""
+    """Run a schedule, but first restore the expert padding settings from before generation."""
     while _saved:
         holder, name, value = _saved.pop()
         if value is not _MISSING:

@@ -51,8 +51,8 @@ def reproduce(*, helped: bool) -> None:
 
 
 def control(*, helped: bool) -> bytes:
-    """Run the step in one call that finalizes, as a control; return the gradients' bytes.
-    With `helped` the call runs in an `accumulation_window`.
+    """Compute the deferred gradient in one schedule call that finalizes, as a control.
+    With `helped` the call runs in an `accumulation_window`. Return the gradients' bytes.
     """
     model = _deferred_embedding.build(overlap_grad_reduce=False)
     with _window(model) if helped else contextlib.nullcontext():

@@ -42,8 +42,8 @@ _ASKED = "embedding_module.shared_embedding_or_output_weight()"
 def finish(
     original: Original, config: Any, embedding_module: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Wrap the computation of the deferred gradient: pass the weight that the output layer used.
-    With MTP layers upstream takes the embedding's weight.
+    """Wrap the computation of the deferred gradient: use the weight of the output layer.
+    With MTP layers upstream uses the embedding's weight.
     """
     if embedding_module is None or not getattr(config, "mtp_num_layers", None):
         original(config, embedding_module, *args, **kwargs)
@@ -64,8 +64,8 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wrap the computation of the deferred gradient: put each microbatch's inputs in reverse order.
-    That is the order of their output gradients. Only with MTP layers.
+    """Wrap the computation of the deferred gradient: reverse the order of each microbatch's inputs.
+    With MTP layers, the output gradients come in reverse order; without, nothing is reversed.
     """
     inputs = embedding_activation_buffer
     calls = 1 + (getattr(config, "mtp_num_layers", None) or 0)
@@ -92,8 +92,8 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Compare gradients of two microbatches without MTP, deferred and not, as a control.
-    Return the deferred ones on the last pipeline stage, None on the first.
+    """Compare deferred gradients of two microbatches with direct ones, without MTP, as a control.
+    Return the deferred gradients on the last pipeline stage, None on the first.
     """
     direct, deferred = _gradients(mtp_layers=0)
     if direct is not None and not direct.equal(deferred):
@@ -102,8 +102,8 @@ def control() -> object:
 
 
 def _gradients(mtp_layers: int) -> tuple[Any, Any]:
-    """Return the last pipeline stage's gradients, computed at once and deferred.
-    Both are None on other stages.
+    """Return the last pipeline stage's gradients twice: computed at once, and with deferral.
+    On other stages return (None, None).
     """
     import torch
 

@@ -38,8 +38,8 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wrap the computation of the deferred gradient: for one microbatch, add a second one of zeros.
-    Upstream's loop fails with a single one.
+    """Wrap the computation of the deferred gradient: to a single microbatch, append one of zeros.
+    Upstream's loop fails with a single microbatch.
     """
     import torch
 

@@ -68,7 +68,7 @@ def _group(model: Any) -> Any:
 
 
 def start_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a bucket group's reduction, or postpone it until a deferred gradient is computed."""
+    """Start a bucket group's reduction, or postpone it until its deferred gradient is computed."""
     if self in _deferring:
         _deferring[self] = True
     else:
@@ -128,8 +128,8 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Compare steps with and without a deferred gradient where reductions come late, as a control.
-    They run without overlap, and once with overlap in a first window.
+    """Compare steps with and without a deferred gradient, where both are right, as a control.
+    They run without overlapped reductions, and once with overlap in a first window.
     """
     from . import _controls
 

@@ -52,13 +52,13 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def no_sync(original: Original, self: Any) -> Any:
-    """Wrap DDP's `no_sync`: record that this chunk's reductions are postponed."""
+    """Wrap DDP's `no_sync`: record on the chunk that its reductions are postponed."""
     setattr(self, _HELD, True)
     return original(self)
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Wrap `zero_grad_buffer`: reset the records of the chunk's postponed and begun reductions."""
+    """Wrap `zero_grad_buffer`: also clear the chunk's records of postponed and past reductions."""
     original(self)
     setattr(self, _HELD, False)
     ddp.began(self)

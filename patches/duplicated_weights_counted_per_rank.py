@@ -35,7 +35,7 @@ from ._case import Fault, Original, Patch, arguments, bench, counted, target
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap DDP's constructor: first unmark weights of which each tensor-parallel rank has a copy.
-    The mark `tensor_model_parallel` makes the gradient norm count each copy.
+    The mark `tensor_model_parallel` makes the gradient norm count the weight once per rank.
     """
     call = arguments(original, (self, *args), kwargs)
     if call["config"].tensor_model_parallel_size > 1:

@@ -62,7 +62,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _split_layers(model: Any) -> Iterator[tuple[Any, int]]:
-    """Yield (Transformer Engine layer of routed experts, dimension along which ranks split it)."""
+    """Yield (Transformer Engine layer of routed experts, dimension along which it is split)."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     for layer in model.modules():
@@ -85,15 +85,16 @@ def _mark(layer: Any, dimension: int) -> None:
 
 
 def copy(original: Original, destination_tensor: Any, source_tensor: Any) -> None:
-    """Copy the tensor-parallel marks of a parameter, and `allreduce`, the mark of an expert."""
+    """Copy a parameter's tensor-parallel marks to another one, and an expert's mark `allreduce`."""
     original(destination_tensor, source_tensor)
     if hasattr(source_tensor, "allreduce"):
         destination_tensor.allreduce = source_tensor.allreduce
 
 
 def counts(original: Original, param: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether this rank counts a parameter in norms.
-    Of an expert's copies on several ranks, only the first rank's is counted.
+    """Return whether this rank counts a parameter in gradient norms.
+    If several ranks have copies of an expert, only the first one of these ranks counts its
+    parameters.
     """
     if getattr(param, "allreduce", True) or getattr(param, "tensor_model_parallel", False):
         return bool(original(param, *args, **kwargs))
@@ -104,6 +105,7 @@ def counts(original: Original, param: Any, *args: Any, **kwargs: Any) -> bool:
 
 def _is_first(tp_group: Any, expert_tp_group: Any) -> bool | None:
     """Return whether this rank is the first of the tensor-parallel ranks that share an expert.
+    "First" means rank 0 of the expert-tensor-parallel group.
 
     None if the caller passes the expert group itself, or other groups than `parallel_state`.
     """

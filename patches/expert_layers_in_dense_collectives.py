@@ -33,13 +33,13 @@ _ASKED = "self.explicit_expert_comm = self.is_expert and (world_size > 1 or self
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a parallel linear layer's constructor: let an expert's layer start no collectives."""
+    """Wrap a parallel linear layer's constructor: an expert's layer then starts no collectives."""
     original(self, *args, **kwargs)
     self.explicit_expert_comm = self.is_expert
 
 
 def reproduce() -> None:
-    """Call an expert's layer of which two tensor-parallel ranks have a copy (EP 1, ETP 1).
+    """Call an expert's layer of which two tensor-parallel ranks each have a copy (EP 1, ETP 1).
     On stock Megatron the output is twice the right one.
     """
     import torch

@@ -34,7 +34,7 @@ _OF_ALL = "expert_parallel_rng_of_ranks"
 
 
 def get_rng_state(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Collect the random states, with the expert layers' streams of all expert-parallel ranks.
+    """Collect the random states to save, with the expert streams of all expert-parallel ranks.
     A collective over these ranks.
     """
     import torch
@@ -55,7 +55,7 @@ def get_rng_state(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read a checkpoint, and put this rank's random stream for experts into the random states."""
+    """Read a checkpoint; give its random states this rank's own random stream for expert layers."""
     from megatron.core import parallel_state
 
     loaded = original(*args, **kwargs)

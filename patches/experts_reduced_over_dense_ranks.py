@@ -36,7 +36,7 @@ from ._case import Fault, Original, Patch, address, arguments, bench, gathered, 
 
 
 def layer(original: Original, self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an MoE layer; mark its experts' weights if they have another TP size than dense layers.
+    """Build an MoE layer; mark its experts' weights if their TP size is not that of dense layers.
 
     It marks them here because, from 0.18 on, buffers may be laid out before DDP wraps the model.
     """
@@ -54,8 +54,8 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _split_otherwise(config: Any) -> bool:
-    """Return whether experts have another tensor-parallel size than dense layers, at EP 1.
-    Copies of an expert's part are then on other ranks than copies of a dense layer's part.
+    """Return whether experts have a different tensor-parallel size than dense layers, with EP 1.
+    Then other ranks have copies of an expert's part than of a dense layer's part.
     """
     split = getattr(config, "expert_tensor_parallel_size", None)
     return (

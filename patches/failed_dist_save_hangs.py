@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def meet(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a function with collectives: first raise on all ranks if one has failed."""
+    """Wrap a part of a save that starts collectives: first raise on all ranks if one has failed."""
     from megatron_idempotent.window import agreement
 
     agreement.meet(NOT_SAVED)
@@ -74,7 +74,7 @@ def save_state_dict_async_finalize(
 
 
 def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
-    """Wrap the start of an asynchronous save: let its finalizing raise on all ranks or on none."""
+    """Wrap the start of an asynchronous save: its finalize functions raise on all ranks or none."""
     functions = async_request.finalize_fns
     functions[:] = [functools.partial(_finalize, list(functions))]
     return original(self, async_request)
@@ -97,8 +97,8 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _join(path: Path, folder: Path) -> None:
-    """Enter, on the rank that failed, the collectives in which the other rank waits.
-    It waits there on stock Megatron. `path` is the file or folder that could not be written.
+    """Enter the collectives in which, on stock Megatron, the other rank waits for the failed one.
+    So the test does not hang. `path` is the file or folder that could not be written.
     """
     import torch
     from megatron.core import dist_checkpointing

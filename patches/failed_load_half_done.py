@@ -41,7 +41,7 @@ from ._checkpoints import PART, UNCHANGED, look_at_files
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Wrap a load: if one rank raises, raise on all ranks, and restore tensors that were zeroed.
-    A load by some ranks only is run unchanged.
+    A load that only some ranks enter is run unchanged.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -70,7 +70,7 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def determine_global_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the exchange of metadata before a load: first raise on all ranks if one has failed."""
+    """Wrap a load's exchange of metadata: first raise on all ranks if one rank has failed."""
     from megatron_idempotent.window import agreement
 
     agreement.meet(UNCHANGED)
@@ -100,8 +100,8 @@ def _read_data(reader: Any, plan: Any, planner: Any) -> Any:
 
 
 def _load(spoil: Callable[[Any], None]) -> dict[str, Any]:
-    """Save 1.0 on two ranks, apply `spoil` to rank 1's files, and load over 2.0.
-    Return the weights afterwards, and the name of the error as "raised".
+    """Save weights of 1.0 on two ranks, apply `spoil` to rank 1's files, and load over 2.0.
+    Return the weights after the load, and as "raised" the error's type name, or "nothing".
     """
     from pathlib import Path
 
@@ -150,8 +150,8 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Load files with extra bytes at their ends, whose data are intact, as a control.
-    Return the name of the error, "nothing" here, and the loaded weights.
+    """Load files with extra bytes after their intact data, as a control.
+    Return the error's type name, here "nothing", and the loaded weights.
     """
     results = _load(lambda path: path.write_bytes(path.read_bytes() + bytes(8)))
     return results["raised"], results["first"].tolist(), results["second"].tolist()

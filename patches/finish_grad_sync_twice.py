@@ -62,7 +62,7 @@ def start(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Wrap `zero_grad_buffer`: also record that the chunk's gradients are not reduced."""
+    """Wrap `zero_grad_buffer`: also record that the chunk's new gradients are not reduced yet."""
     original(self)
     ddp.began(self)
 

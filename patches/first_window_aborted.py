@@ -51,8 +51,8 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Wrap `zero_grad_buffer`: drop a first window's gradient counts unless it was complete.
-    It is complete if all bucket groups with counts were reduced, with all their parameters.
+    """Wrap `zero_grad_buffer`: drop the gradient counts of a first window that was not complete.
+    A window is complete if all bucket groups with counts were reduced, with all their parameters.
     """
     learning = [
         group

@@ -39,7 +39,9 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `finish_grad_sync`: first start a reduction that waits for frozen parameters only."""
+    """Wrap `finish_grad_sync`: first start a reduction that waits only for frozen parameters.
+    Such parameters register no gradient, which upstream's hooks wait for.
+    """
     if (
         self.ddp_config.overlap_grad_reduce
         and not getattr(self, "is_first_batch", False)  # which dispatches by itself

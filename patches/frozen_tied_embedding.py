@@ -28,14 +28,14 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def add_up(original: Original, model: list[Any], config: Any) -> None:
-    """Wrap the sum of shared embedding gradients over stages: skip it if the weight is frozen."""
+    """Wrap the sum of tied embeddings' gradients over stages: skip it if the weight is frozen."""
     if not (_is_shared() and any(map(_is_frozen, model))):
         original(model, config)
 
 
 def _is_shared() -> bool:
     """Return whether this rank sums shared embedding gradients with other pipeline stages.
-    Otherwise upstream does not look at the model, which may then be any module.
+    If not, the caller must not inspect the model: upstream does not, so it may be any module.
     """
     import torch
     from megatron.core import parallel_state
@@ -72,7 +72,9 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Finalize gradients of a module other than GPTModel on one pipeline stage, as a control."""
+    """Finalize gradients of a linear layer in place of a GPTModel, on one stage, as a control.
+    Return the gradients.
+    """
     import torch
     from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 

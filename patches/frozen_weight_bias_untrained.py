@@ -29,7 +29,7 @@ from ._case import Fault, Original, Patch, arguments, bench, target
 
 
 def linear(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the product with a frozen weight: add a trained bias outside, under autograd."""
+    """Wrap the product with a frozen weight: add a trained bias outside, where autograd sees it."""
     call = arguments(original, args, kwargs)
     bias = call["bias"]
     if bias is None or not bias.requires_grad:

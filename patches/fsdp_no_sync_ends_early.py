@@ -32,8 +32,8 @@ from ._case import Fault, Patch, bench, target
 
 
 def reproduce() -> None:
-    """Run a schedule inside of Megatron-FSDP's `no_sync`, then exit an old context in a new one.
-    On stock Megatron reductions are on again after either, inside of `no_sync`.
+    """Run a schedule inside of Megatron-FSDP's `no_sync`; then exit an old context in a new one.
+    On stock Megatron each of the two turns reductions on again, inside of the open `no_sync`.
     """
     model = bench(fsdp="optim")
     (chunk,) = model.chunks
@@ -54,7 +54,7 @@ def _expect_held(chunk: Any, when: str) -> None:
 
 
 def control() -> object:
-    """Run steps whose schedule enters `no_sync` itself, as a control; return parameter bytes."""
+    """Run steps whose schedule enters `no_sync` itself, as a control; return parameters' bytes."""
     model = bench(fsdp="optim")
     (chunk,) = model.chunks
     bits = []

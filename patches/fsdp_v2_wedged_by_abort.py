@@ -41,7 +41,9 @@ from ._case import (
 
 
 def pre_forward(original: Original, self: Any) -> None:
-    """Wrap a module's pre-forward hook: at the root, first reset modules of an interrupted pass."""
+    """Wrap a module's pre-forward hook: reset all modules of an interrupted pass.
+    Only the root module does so.
+    """
     if self.is_root() and not _in_backward():
         modules = list(self.context.forward_order)
         if any(module._phase is not type(module).Phase.RESTING for module in modules):

@@ -52,8 +52,9 @@ _captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
 
 
 def replay(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `FullCudaGraphWrapper.__call__`: first drop a graph captured from other arguments.
-    These are the model chunks, the functions and the numbers of the call.
+    """Wrap `FullCudaGraphWrapper.__call__`: first drop a CUDA graph captured from other arguments.
+    A graph is kept only if model chunks, functions and numbers of the call are those of its
+    capture.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -111,7 +112,7 @@ def _forget(stage: str) -> None:
 
 
 class Graph:
-    """Stands in for `torch.cuda.CUDAGraph`: a capture runs the code, a replay does nothing.
+    """Stands in for `torch.cuda.CUDAGraph`: a capture runs the code, a replay runs nothing.
 
     On a GPU it only counts the replays of real graphs.
     """
@@ -122,12 +123,12 @@ class Graph:
         """Do nothing, because the stand-in has no random generators."""
 
     def replay(self) -> None:
-        """Count this replay."""
+        """Count this replay in `Graph.replays`; run no code."""
         Graph.replays += 1
 
 
 def stand_in() -> None:
-    """Count the replays of CUDA graphs in this process.
+    """Count each replay of a CUDA graph in this process, from now on, in `Graph.replays`.
 
     Without a GPU, stand-ins replace the graphs.
     """

@@ -65,7 +65,7 @@ def build(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _caller_scales() -> bool:
-    """Return whether a framework that scales its losses itself is building this optimizer."""
+    """Return whether this optimizer is being built by a framework that scales its losses itself."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals
@@ -87,7 +87,9 @@ def _of_an_optimizer(function: Any) -> bool:
 
 
 def scale_loss(original: Original, self: Any, loss: Any) -> Any:
-    """Scale a loss, and record that the program itself scales its losses in this step."""
+    """Scale a loss, and record that the program scales its losses itself.
+    Calls by this package's `LossScale` are not recorded, nor losses without a gradient.
+    """
     # A number without a gradient may be scaled just to read the scale.
     if loss.requires_grad and OURS not in vars(self):
         setattr(self, SCALED, True)

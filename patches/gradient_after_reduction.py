@@ -40,7 +40,7 @@ from ._case import Fault, Original, Patch, backward, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a chunk's `finish_grad_sync`: raise if one of its gradients would stay unreduced."""
+    """Wrap a chunk's `finish_grad_sync`: raise if a gradient of the chunk would stay unreduced."""
     for group in ddp.bucket_groups(self):
         counts, expected = ddp.registered(group), _expected(group)
         late = ddp.late(group)
@@ -129,7 +129,7 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Run the correct programs of `_controls`, as a control, and return the parameters' bytes."""
+    """Run the correct step sequences of `_controls`, as a control; return the parameters' bytes."""
     from . import _controls
 
     return _controls.run_all()

@@ -30,7 +30,7 @@ from ._case import Fault, Helper, bench, gathered
 
 
 def reproduce(*, helped: bool) -> None:
-    """Run a window of a program that sets no functions on the config.
+    """Run a window of a program that sets no functions, such as `no_sync_func`, on the config.
     The window's gradients are not reduced. With `helped` the program calls `wire_train_config`,
     which sets the functions.
     """

@@ -30,7 +30,7 @@ from ._case import Fault, Original, Patch, arguments, gathered, target
 
 
 def seed(original: Original, *args: Any, **kwargs: Any) -> None:
-    """Wrap Megatron's seeding: for training, first drop a random-number tracker for inference."""
+    """Wrap Megatron's seeding: when it seeds for training, first drop an inference RNG tracker."""
     from megatron.core.tensor_parallel import random
 
     tracker = random._CUDA_RNG_STATE_TRACKER

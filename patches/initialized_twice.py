@@ -60,8 +60,8 @@ def reproduce(*, helped: bool) -> None:
 
 
 def control(*, helped: bool) -> list[int]:
-    """Initialize the process groups once by hand, as a control; return their sizes and this rank.
-    With `helped`, `ensure_initialized` then finds them set up.
+    """Initialize the process groups once, as a control; return TP size, TP rank and DP size.
+    With `helped`, call `ensure_initialized` afterwards, which finds the groups set up.
     """
     from megatron.core import parallel_state
 

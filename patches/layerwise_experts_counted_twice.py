@@ -39,8 +39,8 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the layer-wise `shard_params`: also shard experts if only experts have replicas.
-    Upstream then shards no parameters.
+    """Wrap the layer-wise `shard_params`: also shard experts where only experts have replicas.
+    Upstream shards nothing in that case.
     """
     original(self, optimizers, *args, **kwargs)
     groups = self.pg_collection
@@ -55,8 +55,9 @@ def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: 
 
 
 def _deal(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Assign experts, sorted by size, to replicas in rank order, then in reverse order, and so on.
-    Each replica keeps only its own in the groups.
+    """Assign each expert's parameters to one replica, in order of size, to balance the replicas.
+    The replicas take turns in rank order, then in reverse order, and so on. `groups` then hold this
+    replica's own experts only.
 
     `shard_params` of 0.17.1 does the same with experts.
     """

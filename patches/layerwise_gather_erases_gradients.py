@@ -55,7 +55,7 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Wait for gathers into the gradients' memory, then zero the gradients."""
+    """Wait for a chunk's parameter gathers into the gradients' memory, then zero the gradients."""
     import torch
 
     for group in bucket_groups(self):
@@ -67,7 +67,9 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def step(original: Original, self: Any) -> Any:
-    """Wrap the update of a chain of optimizers: first record that its gradients are used now."""
+    """Wrap a layer-wise optimizer's update: record that its gradients do not wait any more.
+    The bucket groups are also marked for a new gather.
+    """
     for group in gather.deferred_groups(self):
         if gather.gathers_by_lists(group):
             gather.hold_gradients(group, False)

@@ -41,7 +41,7 @@ _SETTING = "num_distributed_optimizer_instances"
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap the layer-wise optimizer's constructor: raise `ValueError` for several instances.
-    These are distributed-optimizer instances, whose parameters would drift apart.
+    With several distributed-optimizer instances their parameters would drift apart.
     """
     groups = arguments(original, (self, *args), kwargs)["pg_collection"]
     instance = getattr(groups, "intra_dp_cp", None)
@@ -55,7 +55,7 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _built(instances: int) -> Any:
-    """Return a tiny model with the layer-wise optimizer on `instances` optimizer instances."""
+    """Return a tiny layer-wise-optimized model on `instances` distributed-optimizer instances."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(**{_SETTING: instances})
@@ -69,7 +69,7 @@ def _built(instances: int) -> Any:
 
 
 def _norm(instances: int) -> float:
-    """Train a step on `instances` optimizer instances, and return the gradient norm."""
+    """Train one step on `instances` distributed-optimizer instances; return the gradient norm."""
     from megatron.core import parallel_state
 
     model = _built(instances)

@@ -44,7 +44,9 @@ from ._case import Original, Patch, expect_agreement, target
 
 
 def step(original: Original, self: Any) -> Any:
-    """Wrap a chain's update: first mark parameters that the next forward has to gather again."""
+    """Wrap a layer-wise optimizer's update: mark its parameters for a gather by the next forward.
+    The marks are set before the update runs.
+    """
     gather.watch_layer_wise(self)
     for group in gather.deferred_groups(self):
         gather.outdate(group)
@@ -53,7 +55,7 @@ def step(original: Original, self: Any) -> Any:
 
 def start(original: Original, self: Any, force_sync: bool = False) -> Any:
     """Wrap a bucket group's `start_param_sync`: with `force_sync`, only finish a gather in flight.
-    Without one in flight, and for groups that do not gather lists, run the gather.
+    In all other cases run the gather, also for groups that do not gather lists of parameters.
     """
     if force_sync and self.param_gather_handle is not None and gather.gathers_by_lists(self):
         gather.wait(self)

@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, a_body_has, arguments, target
 
 
 class _Logits:
-    """Stands in for a model's logits, and computes them if code calls `compute()`."""
+    """Stands in for a model's logits; `compute()` computes them from the hidden states."""
 
     def __init__(self, layer: Any, hidden_states: Any, weight: Any, gather: Any) -> None:
         self.hidden_states, self.weight = hidden_states, weight
@@ -61,7 +61,7 @@ class _Logits:
 
 
 class _OutputLayer:
-    """Stands in for the output layer during a forward, and returns `_Logits` without computing."""
+    """Stands in for the output layer in a forward: returns `_Logits`, and computes no logits."""
 
     def __init__(self, layer: Any, labels: Any) -> None:
         self._layer, self._labels = layer, labels
@@ -135,7 +135,7 @@ _HANDED_ON = (
 
 @contextmanager
 def _without_logits(model: Any, labels: Any) -> Iterator[None]:
-    """Replace the model's output layer by one that keeps the hidden states, in the block.
+    """Let the model's forward keep hidden states instead of computing logits, during the block.
 
     A loss of these very `labels` is the model's own; MTP heads compute losses of rolled labels.
 
@@ -182,8 +182,8 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Run the model without an `output_processor`, as a control: logits, losses and gradients.
-    Return their bytes.
+    """Run the model without an `output_processor`, as a control.
+    Return the bytes of logits, losses and gradients.
     """
     model, inputs = _model()
     (chunk,) = model.chunks

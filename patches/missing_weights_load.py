@@ -34,8 +34,8 @@ from ._case import Fault, Original, Patch, arguments, program, target
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a load: report weights that the checkpoint lacks, even if upstream loads the rest.
-    After a failed strict load upstream loads again with `strict=False`. All ranks take part.
+    """Wrap a load: raise an error that names weights which the checkpoint lacks, on all ranks.
+    Upstream loads again with `strict=False` after a failed strict load, and ends without an error.
     """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
@@ -106,7 +106,7 @@ def _program() -> Any:
 def _load_changed(
     running: Any, change: Callable[[dict[str, Any]], Any], *, strict: bool = True
 ) -> None:
-    """Save the model, apply `change` to the saved state dict, and load it."""
+    """Save the model, apply `change` to the model's state dict in the file, and load the file."""
     import tempfile
     from pathlib import Path
 
@@ -144,7 +144,7 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Load a checkpoint with an additional `_extra_state`, as a control; return the parameters."""
+    """Load a checkpoint with one more `_extra_state`, as a control; return the parameters."""
     running = _program()
     extra = "decoder.final_layernorm._extra_state"
     _load_changed(running, lambda saved: saved.update({extra: None}))

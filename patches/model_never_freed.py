@@ -46,8 +46,8 @@ def build(
     opt_group_ranges: Any,
     config: Any,
 ) -> Any:
-    """Wrap the building of the distributed optimizer's shards: detach fp32 shards from the graph.
-    The shards then do not keep the autograd graph, and the model, alive.
+    """Wrap the building of the distributed optimizer's shards: detach shards of fp32 parameters.
+    Otherwise the shards keep the autograd graph, and with it the model, in memory.
     """
     groups = original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
     shard_fp32_groups = groups[3]

@@ -36,7 +36,7 @@ from ._case import Fault, Original, Patch, a_body_has, target
 
 
 def reduce(original: Original, track_names: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Wrap the reduction of MoE metrics: first give all pipeline stages the same metrics, in order.
+    """Wrap the reduction of MoE metrics: first give all pipeline stages equal metrics in one order.
     A collective over the ranks of the pipeline.
     """
     import torch

@@ -35,7 +35,7 @@ from ._case import Fault, Original, Patch, target
 
 
 def sync(original: Original, self: Any, metric_names: list[str], pg_collection: Any = None) -> None:
-    """Wrap the reduction of the MoE tracker: first give all pipeline stages the same metrics.
+    """Wrap the reduction of the MoE tracker: first give all pipeline stages equal metrics.
     A collective over the ranks of the pipeline.
     """
     sizes = moe.agreed_metrics(

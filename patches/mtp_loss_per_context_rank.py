@@ -45,8 +45,8 @@ _SHIFTED = (
 
 
 def process(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the MTP loss: divide it by the tokens of all context-parallel ranks, not by one rank's.
-    A collective over context-parallel ranks.
+    """Wrap the MTP loss: divide it by the number of tokens on all context-parallel ranks.
+    Upstream divides by this rank's own number. A collective over context-parallel ranks.
     """
     call = arguments(original, args, kwargs)
     group, config = call["cp_group"], call["config"]
@@ -73,7 +73,7 @@ def process(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def _later(original: Original, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the call's arguments for the parameters that upstream has only since 0.19, by name.
+    """Return, by name, the call's arguments that upstream has only since 0.19.
     They are `input_ids` and `sequence_roll_context`; before 0.19 the dictionary is empty.
     """
     call = arguments(original, args, kwargs)
@@ -102,7 +102,9 @@ def _shift(group: Any, packed: Any, later: dict[str, Any]) -> Callable[[Any], An
 
 
 def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> Any:
-    """Return the loss mask that upstream begins with; None if there are no tokens to predict."""
+    """Return the loss mask with which upstream begins; None without tokens to predict.
+    If there are no labels, upstream shifts it once first.
+    """
     import torch
 
     if labels is None and tokens is None:
@@ -114,10 +116,10 @@ def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> A
 
 
 def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) -> Iterator[Any]:
-    """Return an iterator with a factor for each MTP layer's loss on this rank.
-    Upstream divides the loss by this rank's number of tokens. Times the factor, it is divided by
-    that of all context-parallel ranks, and multiplied by CP or, per token, by the tokens that count
-    in the main loss.
+    """Return an iterator with, for each MTP layer, the factor that corrects this rank's loss.
+    Upstream has divided the loss by the rank's own token count. After the factor it is divided by
+    the count on all context-parallel ranks, and multiplied by CP (or, per token, by the main loss's
+    tokens).
     """
     import torch
 
@@ -134,7 +136,7 @@ def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) ->
 
 class _Weighing:
     """Stands in for `MTPLossAutoScaler` in one call; multiplies each MTP layer's loss by a factor.
-    The factors are those of `_factors`, in the order of the layers.
+    The factors come from `_factors`, in the order of the layers.
     """
 
     def __init__(self, scaler: Any, factors: Iterator[Any]) -> None:
@@ -146,8 +148,8 @@ class _Weighing:
 
 
 def _logging(helper: Any, config: Any) -> Any:
-    """Return Megatron's logging helper, but with `calculate_per_token_loss` of the model's config.
-    Here the call's config has another value.
+    """Return Megatron's logging helper, which logs with the model's own `calculate_per_token_loss`.
+    The config that is passed to upstream in this call has another value.
     """
     # 0.17, 0.18 and the branch dev have `save_loss_to_tracker`, 0.19 has another name for it.
     name = next(

@@ -32,8 +32,8 @@ from ._case import Fault, Original, Patch, address, of_context_rank, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the shift of MTP tensors: return the sum as a mean over context-parallel ranks.
-    The mean is never zero. A collective over context-parallel ranks.
+    """Wrap `roll_tensor`, the shift of MTP tensors: average the second result over context ranks.
+    This number of tokens is never zero then. A collective over context-parallel ranks.
     """
     import torch
     from megatron.core import parallel_state

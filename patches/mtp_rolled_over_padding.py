@@ -32,7 +32,7 @@ from ._case import Fault, Original, Patch, address, arguments, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the shift of MTP tokens: use the borders of packed sequences that include padding.
+    """Wrap `roll_tensor`, the shift of MTP tokens: use packed sequences' borders with padding.
     Upstream uses the borders without padding.
     """
     call = arguments(original, args, kwargs)

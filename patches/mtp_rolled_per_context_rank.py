@@ -32,8 +32,9 @@ from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the shift of MTP tokens: shift complete rows, and return this rank's part.
-    The second result is the mean of the parts' sums. A collective over context-parallel ranks.
+    """Wrap `roll_tensor`, the shift of MTP tokens: shift whole rows, and return this rank's part.
+    The second result is the whole row's sum divided by the number of context-parallel ranks. A
+    collective over context-parallel ranks.
     """
     from megatron.core import parallel_state
 
@@ -81,7 +82,7 @@ def _context_group() -> dict[str, Any]:
 
 
 def control() -> object:
-    """Shift an odd number of positions without context parallelism, as a control.
+    """Shift a row of odd length by one position, without context parallelism, as a control.
     Return the shifted row and its sum.
     """
     import torch

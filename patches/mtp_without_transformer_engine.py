@@ -29,7 +29,9 @@ from ._case import OPEN, Original, Patch, bench, target
 
 
 def is_inference_linear(original: Original, module: Any) -> bool:
-    """Return whether `module` is of the inference class; False if that class is only a mock."""
+    """Return whether `module` is an `InferenceColumnParallelLinear`.
+    Return False if that class is only a mock, because Transformer Engine is missing.
+    """
     from megatron.core.tensor_parallel import inference_layers
 
     inference_class = inference_layers.InferenceColumnParallelLinear

@@ -35,8 +35,8 @@ from ._case import Fault, Patch, bench, target
 
 
 def reproduce() -> None:
-    """Leave an inner `no_sync` of DDP, then exit an old context inside of a new one.
-    On stock Megatron reductions are on again after either, inside of the outer or new `no_sync`.
+    """Leave an inner `no_sync` of DDP; in another test, exit an old context inside of a new one.
+    On stock Megatron each turns reductions on again, inside of the `no_sync` that is still open.
     """
     model = bench(distributed_optimizer=False)
     (chunk,) = model.chunks
@@ -58,8 +58,8 @@ def _expect_held(chunk: Any, when: str) -> None:
 
 
 def control() -> object:
-    """Use `no_sync` contexts as a decorator, left by an exception, and never entered, as a control.
-    Return the parameters' bytes.
+    """Use `no_sync` as a decorator, leave one by an exception, never enter one, as a control.
+    Return the parameters' bytes after each step.
     """
     from . import _controls
 

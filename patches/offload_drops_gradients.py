@@ -109,7 +109,7 @@ def _pending(grad_data: Any) -> bool:
 
 
 def _gradients(optimizer: Any) -> list[Any]:
-    """Return the tensors that own the memory of the gradients of an optimizer."""
+    """Return the tensors that own the memory of an optimizer's gradients, such as DDP's buffers."""
     if hasattr(optimizer, "buffers"):
         return [_owner(buffer.grad_data) for buffer in optimizer.buffers]
     if hasattr(optimizer, "float16_groups"):
@@ -151,8 +151,9 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Offload after steps, zeroing, and windows without a step, as a control.
-    One step overflows and is skipped. Return the parameters' bytes.
+    """Offload gradient buffers where no step needs the gradients any more, as a control.
+    That is after steps (one is skipped for an overflow), after zeroing, and after windows without a
+    step. Return the parameters' bytes.
     """
     bits = []
     for overlap in (True, False):

@@ -49,7 +49,9 @@ _running = {"forward_only": False}
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, record if it is forward-only, and reset the offload manager if it raises."""
+    """Run a schedule, and record during it if it is forward-only.
+    If a training call raises, reset the activation offload manager.
+    """
     config = schedules.config_of(kwargs["model"])
     if not getattr(config, "fine_grained_activation_offloading", False):
         return original(*args, **kwargs)
@@ -84,7 +86,7 @@ def _abort() -> None:
 
 
 def begin_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the offload manager's begin of a chunk's forward: skip it if no backward will follow."""
+    """Wrap the activation offload manager's start of a chunk: skip it if no backward follows."""
     idle = _no_backward()
     setattr(self, _IDLE, idle)
     if idle:
@@ -94,8 +96,8 @@ def begin_forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> N
 
 
 def next_chunk(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the offload manager's next chunk; None if no backward follows.
-    Nothing is offloaded then.
+    """Return the activation offload manager's next chunk.
+    Return None if no backward follows: then nothing is offloaded.
     """
     # Check both: a recomputed layer's first forward has no gradients, and the capture of CUDA
     # graphs calls layers without `begin_forward`.
@@ -112,7 +114,8 @@ def _no_backward() -> bool:
 
 def offloading(**layout: Any) -> Any:
     """Build a tiny model that offloads the activations that attention and its norm save.
-    It replaces Transformer Engine's flag, and 0.19's check that tensors are on a device.
+    It also replaces Transformer Engine's offload flag, and 0.19's check that tensors are on a
+    device, so that no GPU is needed.
     """
     from types import SimpleNamespace
 

@@ -37,7 +37,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def update_fp32(original: Original, self: Any) -> None:
-    """Wrap the update of float32 copies after a load: skip parameters that have no copy."""
+    """Wrap a load's update of float32 copies: skip parameters that have no such copy."""
     state = self.state
     self.state = {param: s for param, s in state.items() if param in self.param_to_fp32_param}
     try:
@@ -47,7 +47,7 @@ def update_fp32(original: Original, self: Any) -> None:
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load; set an offloaded optimizer's counters and copies to loaded values."""
+    """Run upstream's load; set an offloaded optimizer's step counts and copies to loaded values."""
     import torch
 
     original(self, state_dict)
@@ -65,7 +65,7 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 
 def reproduce() -> None:
-    """Save and load an offloaded optimizer, with and without the precision-aware option.
+    """Save and load a CPU-offloaded optimizer, with and without the precision-aware option.
     On stock Megatron one of the two loads raises, and the other continues at a wrong step.
 
     The template for the load is from before the last step, as in a process that resumes.

@@ -39,7 +39,9 @@ from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the distributed optimizer's constructor: number parameters in its groups' order."""
+    """Wrap the distributed optimizer's constructor: number parameters in the order of its groups.
+    Upstream's numbers are wrong if a group has both fp32 and 16-bit parameters.
+    """
     original(self, *args, **kwargs)
     # A stub has no parameters, and with Megatron-FSDP the optimizer numbers none.
     if getattr(self, "is_stub_optimizer", False) or optimizers.in_fsdp(self):
@@ -51,8 +53,8 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def set_states(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the copy of a loaded state: run it without autograd.
-    Main weights in 32 bits are the model's parameters.
+    """Wrap the copy of a loaded optimizer state: run it without autograd.
+    The main weights of fp32 parameters are the model's own parameters, which require gradients.
     """
     import torch
 

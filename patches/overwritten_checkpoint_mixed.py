@@ -34,8 +34,8 @@ from ._case import Fault, Original, Patch, arguments, shared_folder, target
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Wrap a save into an older checkpoint's folder: first remove the older checkpoint's metadata.
-    So a mixture of both cannot be loaded. If the save raises before it writes, the metadata are
-    restored.
+    A mixture of both checkpoints then cannot be loaded. If the save raises before it writes, the
+    metadata are restored.
     """
     import torch
 

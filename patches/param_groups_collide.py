@@ -36,7 +36,7 @@ Groups = list[dict[str, Any]]
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Wrap the distributed optimizer's load: compare learning rates to match parameter groups."""
+    """Wrap the distributed optimizer's load: match parameter groups by learning rates, too."""
     saved = [dict(group) for group in state_dict["optimizer"]["param_groups"]]
     inner = {**state_dict["optimizer"], "param_groups": saved}
     try:
@@ -48,7 +48,7 @@ def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -
 
 
 def reorder(original: Original, current_groups: Groups, state_dict_groups: Groups) -> Groups:
-    """Wrap other optimizers' matching of parameter groups: compare learning rates as well."""
+    """Wrap the matching of parameter groups in other optimizers: compare learning rates, too."""
     saved = [dict(group) for group in state_dict_groups]
     with _matched(current_groups, saved):
         groups = original(current_groups, saved)
@@ -57,8 +57,9 @@ def reorder(original: Original, current_groups: Groups, state_dict_groups: Group
 
 @contextmanager
 def _matched(current: Groups, saved: Groups) -> Iterator[None]:
-    """Let upstream match parameter groups by an index in the block.
-    Groups that match, including their learning rates, have the same index.
+    """Make upstream match parameter groups by an index inside the `with` block.
+    A current group has the index of the saved group that equals it with learning rates or, if none
+    does, without them.
     """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 

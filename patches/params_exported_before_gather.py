@@ -46,7 +46,7 @@ def reproduce(*, helped: bool) -> None:
 
 
 def control(*, helped: bool) -> bytes:
-    """Gather by hand before the read, as a control; return the parameters' bytes.
+    """Gather the parameters by hand before they are read, as a control; return their bytes.
     With `helped`, call `ensure_params_synced` twice instead.
     """
     from megatron_idempotent import ensure_params_synced

@@ -35,7 +35,9 @@ from ._case import Original, Patch, bench, expect_agreement, target
 
 
 def step(original: Original, self: Any) -> Any:
-    """Wrap an update: wait for gathers in flight, and mark its bucket groups as not gathered."""
+    """Wrap an optimizer's update: mark the bucket groups that it writes as not gathered.
+    Gathers in flight are waited for before the update.
+    """
     for group in gather.owned_groups(self):
         if group.param_gather_handle is not None:
             # Only wait: the gathered values are about to be overwritten.

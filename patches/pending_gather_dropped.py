@@ -43,7 +43,9 @@ from ._case import Original, Patch, bench, expect_agreement, target
 def disable(
     original: Original, self: Any, param_sync: bool = True, *args: Any, **kwargs: Any
 ) -> None:
-    """Run `disable_forward_pre_hook`, then the parameter gathers that the hooks had not started."""
+    """Run `disable_forward_pre_hook`, then the gathers that the hooks would have started.
+    Without this a call with `param_sync=False` drops them.
+    """
     original(self, param_sync, *args, **kwargs)
     if (
         not param_sync

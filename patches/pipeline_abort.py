@@ -66,8 +66,8 @@ def reproduce(*, helped: bool) -> None:
 
 def control(*, helped: bool) -> list[bytes]:
     """Run training windows and forward-only windows without failures, as a control.
-    With `helped` the guard is on, and every function for recovery is called between windows. Return
-    the parameters' bytes.
+    With `helped` the guard is on, and every recovery function is called between windows. Return the
+    parameters' bytes.
     """
     from megatron_idempotent import abort_window, verify
     from megatron_idempotent.window import agree, rebuild_process_groups

@@ -69,7 +69,7 @@ def _missing_offset() -> int | None:
 
 
 def _drawn_from() -> int:
-    """Return a digest of the random states that draw weights and dropout, as an integer.
+    """Return a 64-bit digest of the random states that weights and dropout are drawn from.
 
     A digest of the seed would not do, because upstream may add an offset to it.
     """
@@ -105,8 +105,8 @@ def reproduce() -> None:
 
 
 def control(*, helped: bool) -> list[bytes]:
-    """Seed two stages differently, by hand or with `seed_all` (`helped`), as a control.
-    Return the numbers that are drawn.
+    """Seed two pipeline stages differently, by hand or (`helped`) by `seed_all`, as a control.
+    Return the random numbers that are drawn.
     """
     import random
 

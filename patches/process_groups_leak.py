@@ -56,7 +56,7 @@ def destroy(original: Original) -> None:
 
 
 def _reset_globals() -> None:
-    """Reset those globals of `parallel_state` that still refer to process groups."""
+    """Set or empty the globals of `parallel_state` that still refer to process groups."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 

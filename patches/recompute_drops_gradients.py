@@ -46,7 +46,7 @@ from ._case import Fault, Original, Patch, bench, target
 def checkpoint(
     original: Original, function: Any, distribute_saved_activations: bool, *args: Any
 ) -> Any:
-    """Wrap `tensor_parallel.checkpoint`: let autograd record a call with trained parameters.
+    """Wrap `tensor_parallel.checkpoint`: let autograd record calls that run trained parameters.
     Without the patch, a call whose inputs require no gradient is not recorded.
     """
     import torch
@@ -64,7 +64,9 @@ def checkpoint(
 
 
 def _recorded(tensor: Any) -> Any:
-    """Return a tensor with the memory of `tensor` that requires a gradient and is not a view."""
+    """Return an alias of `tensor` that requires a gradient, is no view, and shares its memory.
+    Autograd then records calls that take it.
+    """
     import torch
 
     # Not detach(): distribute_saved_activations cannot replace the data of views.

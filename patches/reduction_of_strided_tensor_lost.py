@@ -30,7 +30,7 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 def reduce(original: Original, input_: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap Megatron's all-reduce of a tensor: make the tensor contiguous first.
-    Upstream would reduce a contiguous copy, and return the tensor itself.
+    Upstream reduces a contiguous copy, and returns the unreduced tensor.
     """
     if not input_.is_contiguous() and _size(kwargs.get("group", args[0] if args else None)) > 1:
         input_ = input_.contiguous()

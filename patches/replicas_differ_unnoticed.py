@@ -42,7 +42,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def build(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Build an optimizer, and store on it the list of the chunks that it updates."""
+    """Build an optimizer, and store on it the list of model chunks that it updates."""
     from megatron.core.optimizer import MegatronOptimizer
 
     optimizer = original(*args, **kwargs)
@@ -79,13 +79,13 @@ def reset(original: Original, self: Any) -> None:
 
 
 def start_param_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap a bucket group's `start_param_sync`: record that ranks have the latest parameters."""
+    """Wrap a bucket group's `start_param_sync`: record that all ranks get the latest parameters."""
     original(self, *args, **kwargs)
     setattr(self, GATHERED, True)
 
 
 def reproduce() -> None:
-    """Step on gradients that were never reduced; on stock Megatron nothing raises."""
+    """Step on gradients that were never reduced over ranks; on stock Megatron nothing raises."""
     model = bench(overlap_grad_reduce=False, distributed_optimizer=False, wire=False)
     model.forward_backward(1, data_seed=0)
     try:

@@ -33,7 +33,9 @@ from ._case import Fault, Limit, bench
 
 
 def reproduce() -> None:
-    """Unfreeze the last norm after DDP was built, and take a step. The norm does not move."""
+    """Freeze the last norm, build DDP, unfreeze the norm, and take a step.
+    The norm does not move.
+    """
 
     def freeze(module: Any) -> None:
         module.decoder.final_layernorm.requires_grad_(False)

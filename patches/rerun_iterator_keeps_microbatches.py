@@ -28,7 +28,7 @@ from ._case import Fault, Limit
 
 def reproduce() -> None:
     """Read five windows of two microbatches through `RerunDataIterator` without Megatron's loop.
-    The iterator keeps all ten microbatches.
+    The iterator still holds all ten microbatches afterwards.
     """
     from megatron.core.rerun_state_machine import (
         RerunDataIterator,

@@ -61,7 +61,7 @@ def state_dict(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a framework's own loop: a window that cannot read its batch, then a good one.
+    """Run two windows in a framework's own loop: the first cannot read its batch, the second can.
     On stock Megatron the second window reads no batch and has no losses.
     """
     model = bench()

@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, address, bench, target
 
 
 def set_states(original: Original, self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Wrap the copy of a loaded state: add the parameter's own step count if the state has none."""
+    """Wrap the copy of a loaded state: if the state has no step count, add the parameter's own."""
     if "step" not in tensors and optimizers.is_torch_adam(self):
         index, order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[index]["params"][order]

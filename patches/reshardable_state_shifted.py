@@ -32,7 +32,7 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def sharded_state(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the making of the fully reshardable state: use positions without buckets' padding."""
+    """Wrap the making of the fully reshardable state: count positions without buckets' padding."""
     padded = [(buffer, buffer.param_index_map) for buffer in self.buffers]
     for buffer, positions in padded:
         buffer.param_index_map = _without_padding(buffer.buckets, positions)
@@ -44,7 +44,7 @@ def sharded_state(original: Original, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def _without_padding(buckets: Any, positions: dict[Any, Any]) -> dict[Any, Any]:
-    """Return parameter → (start, end, bucket id), with positions that skip the buckets' padding."""
+    """Return parameter → (start, end, bucket id), with positions that skip padding of buckets."""
     padding, padding_before = 0, {}
     for bucket in buckets:
         padding_before[bucket.bucket_id] = padding

@@ -32,7 +32,7 @@ from ._case import Fault, Original, Patch, target
 
 
 def set_states(original: Original, self: Any, states: Mapping[str, Any]) -> None:
-    """Wrap the tracker's `set_states`: set a copy of the dictionary, not the caller's own."""
+    """Wrap the RNG tracker's `set_states`: set a copy of the caller's dictionary of states."""
     original(self, dict(states))
 
 

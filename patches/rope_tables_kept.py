@@ -35,7 +35,9 @@ from ._case import Fault, Limit
 
 
 def deleted_model() -> Any:
-    """Run a model with rotary embeddings, delete it; return a weak reference to its embedding."""
+    """Run a model with rotary embeddings, and delete it.
+    Return a weak reference to the model's `RotaryEmbedding`.
+    """
     import gc
     import weakref
 
@@ -61,8 +63,8 @@ def deleted_model() -> Any:
 
 
 def reproduce() -> None:
-    """Run a model with rotary embeddings once, and delete it.
-    Its `RotaryEmbedding` and its table stay in memory.
+    """Run a model with rotary embeddings once, and delete the model.
+    The model's `RotaryEmbedding` and its table stay in memory.
     """
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 

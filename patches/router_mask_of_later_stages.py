@@ -37,7 +37,7 @@ def forward(
     **kwargs: Any,  # routers of the branch dev also take tokens
 ) -> Any:  # these are upstream's names
     """Wrap a router's forward: cut a padding mask [T, B] to this rank's part of the sequence.
-    It does so only if the mask is longer than the input [T / tp, B, H].
+    This is done only if the mask is longer than the input [T / tp, B, H].
     """
     if padding_mask is not None and len(padding_mask) != len(input):
         from megatron.core import parallel_state

@@ -57,7 +57,9 @@ def _without_deleted() -> list[Any]:
 
 
 def set_data(original: Original, all_layers_topk_indices: Sequence[Any]) -> None:
-    """Give each layer's routing to its router; first remove the routers of deleted models."""
+    """Give each layer's routing to its router's replay; drop replays of deleted models first.
+    They are looked for only if the numbers of layers and replays differ.
+    """
     import gc
 
     if len(all_layers_topk_indices) != len(_without_deleted()):
@@ -67,7 +69,7 @@ def set_data(original: Original, all_layers_topk_indices: Sequence[Any]) -> None
 
 
 def get_data(original: Original) -> Any:
-    """Return the routing that the routers of living models have recorded."""
+    """Return the routing that the routers of models that still exist have recorded."""
     _without_deleted()
     return original()
 

@@ -32,7 +32,7 @@ from ._case import Fault, Original, Patch, address, target
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an MTP layer, and remove its routers from the replay."""
+    """Build an MTP layer, and remove its routers from Megatron's router replay."""
     original(self, *args, **kwargs)
     for module in self.modules():
         replay = getattr(module, "router_replay", None)

@@ -27,7 +27,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def register(original: Original, self: Any, model: Any) -> None:
-    """Wrap `RouterTracer.register_hooks`: first remove the hooks that it has on these modules."""
+    """Wrap `RouterTracer.register_hooks`: first remove the tracer's old hooks on these modules."""
     chunks = model if isinstance(model, (list, tuple)) else [model]
     hook_tables = {id(module._forward_hooks) for chunk in chunks for module in chunk.modules()}
     for handle in list(self._hook_handles):

@@ -43,7 +43,7 @@ _AGAIN = "_megatron_idempotent_reduced_again"
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
     """Finish a chunk's reduction; if gradients were added to reduced ones, reduce the sum again.
-    Raise if a second reduction gives wrong values.
+    Raise if that second reduction would give wrong values.
     """
     if ddp.grown(self):
         _require_exact(self)
@@ -60,7 +60,9 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def start_all(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Start a chunk's reductions; without overlap, raise if a repetition gives wrong gradients."""
+    """Start a chunk's reductions.
+    Without overlap, raise if gradients were reduced before, and a second reduction would be wrong.
+    """
     if self.ddp_config.overlap_grad_reduce:
         original(self, *args, **kwargs)
         return
@@ -83,7 +85,7 @@ def _require_exact(chunk: Any) -> None:
 
 
 def finalize(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `finalize_model_grads`: raise if it would apply a sum to reduced gradients again."""
+    """Wrap `finalize_model_grads`: raise if it would sum or divide reduced gradients again."""
     chunks = list(model)
     if any(ddp.grown(chunk) and not getattr(chunk, _ZEROED, False) for chunk in chunks):
         num_tokens = args[0] if args else kwargs.get("num_tokens")
@@ -94,7 +96,7 @@ def finalize(original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a chunk's forward: record if the caller itself has zeroed the reduced gradients."""
+    """Wrap a chunk's forward: record if the caller has zeroed the reduced gradients by itself."""
     reduced = ddp.reduced(self)
     if reduced is not None and not getattr(self, _ZEROED, False):
         _look_for_zeros(self, reduced)
@@ -131,7 +133,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def _inexact(group: Any) -> str | None:
-    """Return why reducing a bucket group's reduced gradients again gives wrong values, or None."""
+    """Return why another reduction of a bucket group's gradients would be wrong; None if not."""
     config = group.ddp_config
     if not config.use_distributed_optimizer:
         ranks = group.data_parallel_group.size()
@@ -147,8 +149,9 @@ def _inexact(group: Any) -> str | None:
 
 
 def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
-    """Return a text on what `finalize_model_grads` would apply a second time to reduced gradients.
-    It is a sum over ranks, or the division by the number of tokens. None if there is nothing.
+    """Return a text: what `finalize_model_grads` would do a second time to reduced gradients.
+    It is a sum over ranks, or the division by the number of tokens. Return None if it would do
+    nothing twice.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -237,7 +240,7 @@ def control() -> object:
 
 
 def _shards(model: Any) -> bytes:
-    """Return, as bytes, this rank's shards of gradients that the caller has reduce-scattered."""
+    """Return the bytes of this rank's gradient shards, after the caller has reduce-scattered."""
     import torch
 
     shards = [

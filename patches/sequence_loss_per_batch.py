@@ -32,8 +32,8 @@ from ._case import Original, Patch, a_body_has, arguments, expect_weight_per_tok
 
 def apply(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Apply the load balancing loss per sequence multiplied by the microbatch's number of rows.
-    Only for losses per token. The logged loss does not change, because upstream divides it by the
-    coefficient.
+    This is done only for losses per token. The logged loss does not change, because upstream
+    divides it by the coefficient.
     """
     call = arguments(original, args, kwargs)
     router = call["self"]
@@ -43,8 +43,8 @@ def apply(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare a router's gradient from the loss per sequence, weighed per token and as a mean.
-    On stock Megatron the gradient per token is divided by the number of rows.
+    """Compare a router's gradient from "seq_aux_loss" with and without `calculate_per_token_loss`.
+    With that option, stock Megatron divides the gradient by the number of rows.
     """
     expect_weight_per_token(moe_router_load_balancing_type="seq_aux_loss")
 

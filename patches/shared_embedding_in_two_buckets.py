@@ -36,14 +36,14 @@ _ASKED = "param_start_index % self.data_parallel_world_size != 0"
 
 
 class _Divisor(int):
-    """Stands in for the data-parallel size, so that upstream pads bucket starts to 128 elements."""
+    """Stands in for the data-parallel size, so that upstream pads buckets to multiples of 128."""
 
     def __rmod__(self, start: int) -> int:
         return start % math.lcm(int(self), 128)
 
 
 def init(original: Original, self: Any, ddp_config: Any, *args: Any, **kw: Any) -> None:
-    """Wrap a buffer's constructor: let each bucket begin at the padded end of the one before it."""
+    """Wrap a buffer's constructor: each bucket begins at the padded end of the bucket before it."""
     if not ddp_config.use_distributed_optimizer:
         original(self, ddp_config, *args, **kw)
         return

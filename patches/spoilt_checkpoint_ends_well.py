@@ -36,7 +36,7 @@ from ._checkpoints import PART, UNCHANGED
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a load: if one rank raises, or exits with status 0, raise on all ranks instead."""
+    """Wrap a load: if one rank raises, or exits with status 0, raise an error on all ranks."""
     from megatron.training import get_args
 
     from megatron_idempotent.window import agreement
@@ -72,7 +72,7 @@ def read_metadata(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the read of a checkpoint: also check the optimizer's file, before weights are loaded."""
+    """Wrap the read of a checkpoint: check the optimizer's file, too, before weights are loaded."""
     from megatron.training import checkpointing
 
     from megatron_idempotent.window import agreement
@@ -124,7 +124,7 @@ def _save_and_move(running: Any) -> None:
 
 
 def reproduce() -> None:
-    """Truncate the optimizer's, the weights' and one rank's tracker file; load after each of them.
+    """Truncate the optimizer's, the weights' or one rank's tracker file; load after each.
     On stock Megatron the program exits with status 0, or weights are loaded.
     """
     import os

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class _Load(NamedTuple):
-    """Describes a load that restored an optimizer's groups without its moments."""
+    """Describes a load that restored an optimizer's parameter groups, but not its moments."""
 
     writes: _Writes
     """The state's writes right after the load."""
@@ -58,7 +58,7 @@ _bare: WeakKeyDictionary[Any, _Load] = PerProcessWeakKeys(__name__, "_bare")
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load; record if it restored parameter groups without moments."""
+    """Run upstream's load; record the load if it restored parameter groups without moments."""
     if "param_state" in state_dict or optimizers.in_fsdp(self) or self.optimizer is None:
         original(self, state_dict)
         _bare.pop(self, None)
@@ -97,8 +97,8 @@ def _note(optimizer: Any, origin: str) -> None:
 
 
 def _writes(optimizer: Any) -> _Writes:
-    """Return references to the first parameter's state tensors, with their version counters.
-    One parameter is enough, because a load writes all.
+    """Return weak references to the first parameter's state tensors, with their version counters.
+    One parameter is enough, because a load writes the state of all parameters.
     """
     import weakref
 
@@ -112,8 +112,8 @@ def _writes(optimizer: Any) -> _Writes:
 
 
 def _live_step(inner: Any) -> float | None:
-    """Return an optimizer's step count; None if it has none.
-    torch's Adam counts per parameter, other optimizers per group; the first count is returned.
+    """Return the step count that an optimizer has now; None if it has none.
+    If parameters or groups have counts of their own, the first count is returned.
     """
     states = (state for state in inner.state.values() if "step" in state)
     state = next(states, None)
@@ -142,7 +142,7 @@ def reproduce() -> None:
 
 
 def _expect_refused(model: Any, moments: list[Any], which: str) -> None:
-    """Raise a `Fault` if a step succeeds with other moments than `moments`."""
+    """Raise a `Fault` if a step runs while the optimizer's moments differ from `moments`."""
     if all(a.equal(b) for a, b in zip(moments, _moments(model), strict=True)):
         return
     try:
@@ -155,8 +155,8 @@ def _expect_refused(model: Any, moments: list[Any], which: str) -> None:
 
 
 def control() -> object:
-    """Run loads that are correct on stock Megatron, as a control.
-    Return the moments' and parameters' bytes.
+    """Run loads that stock Megatron does correctly, as a control.
+    Return the bytes of moments and parameters.
     """
     tensors = []
     model = _trained()

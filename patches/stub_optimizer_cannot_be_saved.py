@@ -74,7 +74,7 @@ class _Nothing:
 
 @contextmanager
 def _nothing_in_stubs(chain: Any) -> Iterator[list[int]]:
-    """Replace a chain's optimizers without parameters in the block, and yield their indices."""
+    """Replace a chain's optimizers without parameters in the block, and yield these indices."""
     parts = chain.chained_optimizers
     stubs = [index for index, part in enumerate(parts) if _is_stub(part)]
     if not stubs:
@@ -121,7 +121,7 @@ def _experts_alone() -> Any:
 
 
 def _writes_files() -> bool:
-    """Return whether this Megatron can write its optimizer's files with the installed torch."""
+    """Return whether this Megatron's optimizer can write "fully_reshardable" checkpoints."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     formats = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
@@ -138,7 +138,7 @@ def _sharded(model: Any, *, is_loading: bool = False) -> Any:
 
 
 def _state(model: Any) -> list[Any]:
-    """Return copies of the main parameters and moments of the only optimizer that has any."""
+    """Return copies of the main parameters and moments of the one optimizer with parameters."""
     (part,) = (part for part in model.optimizer.chained_optimizers if not _is_stub(part))
     inner = part.optimizer
     stepped = [parameter for group in inner.param_groups for parameter in group["params"]]

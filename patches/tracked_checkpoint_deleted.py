@@ -34,7 +34,7 @@ from ._case import Fault, Original, Patch, target
 def cleanup(
     original: Original, save_dir: Any, leave_ckpt_num: int = 1, do_async: bool = False
 ) -> None:
-    """Wrap the removal of old checkpoints: keep the one in the tracker file, and later ones."""
+    """Wrap the removal of old checkpoints: keep the one that the tracker names, and later ones."""
     from megatron.training import checkpointing
 
     tracker = Path(checkpointing.get_checkpoint_tracker_filename(save_dir))

@@ -46,8 +46,8 @@ _COUNTERS = frozenset({"start_iteration", "iteration", "num_floating_point_opera
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train`, then store its last iteration as `args.iteration`.
-    If it raises, that is the last iteration whose step was completed.
+    """Run upstream's `train`, then store the last iteration as `args.iteration`.
+    If `train` raises, store the last iteration whose step was completed.
     """
     from megatron.training import get_args
 
@@ -77,7 +77,7 @@ def train(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run upstream's `train_step`, and record the iteration whose step has returned."""
+    """Run upstream's `train_step`, and record the iteration if its step was completed."""
     from megatron.training import get_args
 
     result = original(*args, **kwargs)

@@ -53,7 +53,7 @@ def prepare_grads(original: Original, self: Any) -> Any:
 
 
 def clip_grad_norm(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the clipping of gradients: unscaled gradients still count as unscaled afterwards."""
+    """Wrap the clipping of gradients: note that unscaled gradients are still unscaled after it."""
     unscaled = [o for o in getattr(self, "chained_optimizers", (self,)) if _is_unscaled(o)]
     result = original(self, *args, **kwargs)
     for optimizer in unscaled:
@@ -62,7 +62,7 @@ def clip_grad_norm(original: Original, self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def step_with_ready_grads(original: Original, self: Any) -> Any:
-    """Wrap the update: its gradients still count as unscaled, even if the caller clipped them."""
+    """Wrap the update: record that its gradients are unscaled, even if the caller clipped them."""
     if hasattr(self, _MEMORY):
         _remember(self)
     return original(self)
@@ -104,8 +104,8 @@ def _unscale_copies(optimizer: Any, *, scale: Any, found_inf: bool) -> bool:
 
 
 def _versions(optimizer: Any) -> tuple[int, ...]:
-    """Return torch's version counters of an optimizer's gradients or their buffers.
-    They rise with each write.
+    """Return torch's version counters of an optimizer's gradients or of their buffers.
+    Each in-place write raises a counter.
     """
     if hasattr(optimizer, "buffers"):
         return tuple(buffer.grad_data._version for buffer in optimizer.buffers)

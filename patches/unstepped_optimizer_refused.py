@@ -33,7 +33,7 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def state_dict(original: Original, self: Any) -> Any:
-    """Wrap `state_dict`: if torch's Adam has no state yet, first fill it with zeros."""
+    """Wrap `state_dict`: before torch's Adam has stepped, first fill its state with zeros."""
     if not self.optimizer.state and optimizers.is_torch_adam(self):
         for adam in optimizers.stepping(self.optimizer):
             _fill(adam)

@@ -64,8 +64,8 @@ def control(*, helped: bool) -> bytes:
 
 
 def _stepped() -> Any:
-    """Return a model after one step, with the weights from before the step written back.
-    Its learning rate is 0.
+    """Return a model after one step, with the weights from before the step written back into it.
+    The learning rate is then set to 0.
     """
     import torch
 

@@ -187,8 +187,8 @@ def _register(
 
 def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wrap a bucket group's `start_grad_sync`: run it, then watch for gradients that come later.
-    With overlap_grad_reduce, `late` returns the first parameter with such a gradient. Without
-    overlap nothing is watched.
+    This is done with overlap_grad_reduce only. `late(group)` then returns the first parameter whose
+    gradient came after the reduction was dispatched.
     """
     original(self, *args, **kwargs)
     if self.ddp_config.overlap_grad_reduce and not vars(self).get(_POSTPONED, False):
@@ -198,8 +198,8 @@ def dispatching(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
 
 
 def postpone(group: Any, postponed: bool) -> None:
-    """Record on a bucket group whether a patch now postpones its `start_grad_sync` calls.
-    `dispatching` does not record a postponed reduction as dispatched.
+    """Store on a bucket group whether a patch postpones its `start_grad_sync` calls from now on.
+    While `postponed` is True, `dispatching` does not record those calls as dispatched reductions.
     """
     setattr(group, _POSTPONED, postponed)
 
@@ -211,14 +211,14 @@ def dispatched(group: Any) -> bool:
 
 def late(group: Any) -> Any:
     """Return the first parameter whose gradient became ready after its group's reduction began.
-    None if there is none in this bucket group.
+    Return None if no gradient of this bucket group came too late.
     """
     return arrived(group, _LATE)
 
 
 def ended(chunk: Any) -> None:
-    """Clear the records of dispatched reductions and late gradients in a chunk's bucket groups.
-    It is called when the reductions are finished, or the gradients zeroed.
+    """Clear a chunk's records of dispatched reductions and of gradients that came too late.
+    Patches call it when the reductions are finished, or the gradients are zeroed.
     """
     for group in bucket_groups(chunk):
         setattr(group, _DISPATCHED, False)
@@ -241,9 +241,9 @@ def reduced(chunk: Any) -> tuple[int, ...] | None:
 
 
 def grown(chunk: Any) -> bool:
-    """Return whether a chunk's gradients were written, or are reduced again, after their reduction.
-    With overlap_grad_reduce a write is a gradient that became ready. False if the gradients were
-    not reduced since they were zeroed.
+    """Return whether a chunk's gradients changed, or are reduced again, after they were reduced.
+    With overlap_grad_reduce they changed if a gradient became ready; without, if a gradient buffer
+    was written. Return False if the gradients were not reduced since they were zeroed.
     """
     reduced_versions = reduced(chunk)
     if reduced_versions is None:
@@ -263,7 +263,9 @@ def is_idle(chunk: Any) -> bool:
 
 
 def finished(chunk: Any) -> None:
-    """Record that all gradients of a chunk are reduced; called after `finish_grad_sync`."""
+    """Record that all gradients of a chunk are reduced.
+    Patches call it when a reduction of the chunk has finished.
+    """
     setattr(chunk, _REDUCED, versions(chunk))
     ended(chunk)
     if chunk.ddp_config.overlap_grad_reduce:
@@ -272,7 +274,9 @@ def finished(chunk: Any) -> None:
 
 
 def began(chunk: Any) -> None:
-    """Record that a chunk's gradients were zeroed and none is reduced; for `zero_grad_buffer`."""
+    """Record that a chunk's gradients were zeroed, so that none of them is reduced now.
+    Patches call it after `zero_grad_buffer`.
+    """
     setattr(chunk, _REDUCED, None)
     ended(chunk)
     for group in bucket_groups(chunk):
@@ -291,7 +295,7 @@ def _replays(config: Any) -> bool:
 
 
 def registered(group: Any) -> dict[Any, int]:
-    """Return how many gradients each parameter of a bucket group has registered since `reset`.
+    """Return parameter → number of gradients registered since the bucket group's last `reset()`.
     Backwards inside of `no_sync` register none.
     """
     counts = getattr(group, "per_param_grad_ready_counts", None)
@@ -300,7 +304,7 @@ def registered(group: Any) -> dict[Any, int]:
 
 
 def drop_registered(group: Any) -> None:
-    """Clear the counts of a bucket group that `registered` returns."""
+    """Clear a bucket group's counts of registered gradients, which `registered` returns."""
     if hasattr(group, "params_with_grad"):
         group.params_with_grad = set()
     else:
@@ -321,7 +325,7 @@ def start_held(chunk: Any, *args: Any, **kwargs: Any) -> None:
 
 def wait(chunk: Any) -> None:
     """Wait for a chunk's gradient reductions in flight, and drop their handles.
-    It is for gradients that will not be used.
+    Call it when the gradients will not be used.
     """
     for group in bucket_groups(chunk):
         if group.grad_reduce_handle is not None:
@@ -359,7 +363,7 @@ def trained(chunk: Any) -> list[Any]:
 
 
 def bits(chunk: Any) -> Any:
-    """Return a checksum of a chunk's gradients: the sum of their bytes as 8-byte integers.
+    """Return a checksum of a chunk's gradients: the sum of their bytes, read as 64-bit integers.
 
     It is on the gradients' device, and the host does not wait. It is 0 if all gradients are zero,
     or if there are none.
@@ -385,7 +389,9 @@ def checked_chunks(
     *,
     or_in: Callable[[Any], bool] = lambda chunk: False,
 ) -> list[Any]:
-    """Return `model_chunks` as a list; raise unless the chunks and the optimizer are Megatron's.
+    """Return `model_chunks` as a list.
+    Raise `ValueError` unless each chunk is in Megatron's DDP, and `optimizer` is Megatron's or
+    None.
 
     Chunks have to be in Megatron's DDP, or in a wrapper for which `or_in` is true. `caller` is the
     function that error messages name. Call it before any change, so that an error leaves the model

@@ -175,7 +175,7 @@ class ExpertReplay:
         )
 
     def _of_rank(self, routed_experts: Tensor) -> Tensor:
-        """Return the experts [N, L, K] of the tokens that this rank's routers see, in their order.
+        """Return the experts [N, L, K] of the tokens that routers on this rank see, in their order.
 
         Routers see positions before rows, and with sequence parallelism only this rank's part.
         """
@@ -245,8 +245,8 @@ class _Replay:
 
 
 def _has_route(experts: Tensor) -> Tensor:
-    """Return a mask of the tokens that have given experts: their K experts are not all the same.
-    With K = 1 every token has given experts.
+    """Return a mask of the tokens for which the engine chose experts.
+    Such a token's K experts are not all the same; with K = 1 the mask is True for every token.
     """
     if experts.shape[-1] == 1:
         return torch.ones(experts.shape[:-1], dtype=torch.bool, device=experts.device)
@@ -254,8 +254,8 @@ def _has_route(experts: Tensor) -> Tensor:
 
 
 def _lacking(routed_BTL: Tensor, spans: Sequence[Span]) -> str | None:
-    """Return an error text about the first of `spans` in which a token lacks experts in some layer.
-    None if each token of the `spans` has experts in every layer.
+    """Return an error text about the first of `spans` with a token that lacks experts in a layer.
+    A span is a part of a row. Return None if every token of the spans has experts in every layer.
     """
     for index, (row, start, stop) in enumerate(spans):
         routed_L = routed_BTL[row, start:stop].sum(0)
@@ -271,8 +271,8 @@ def _lacking(routed_BTL: Tensor, spans: Sequence[Span]) -> str | None:
 
 def _refuse(caller: str, config: Any) -> None:
     """Raise an error if the routers of a model with this config cannot use given experts.
-    The reasons are: the model has no experts, megatron-core is older than 0.16, routing is fused or
-    for all tokens at once, or CUDA graphs are on.
+    That is so if the model has no experts, megatron-core is older than 0.16, CUDA graphs are on,
+    the routing kernel is fused, or one algorithm routes all tokens together.
     """
     if not getattr(config, "num_moe_experts", None):
         raise ValueError(
@@ -302,9 +302,9 @@ def _refuse(caller: str, config: Any) -> None:
 
 
 def _routers(caller: str, chunk: Any, numbers: Sequence[int]) -> list[tuple[int, Any]]:
-    """Return (position of its layer in `numbers`, router) for each router of a chunk's decoder.
-    `numbers` are the layers that have a router by the config. Raise `ValueError` if another layer
-    has one. Routers of MTP heads are left out.
+    """Return a pair (index of the layer in `numbers`, router) for each router of a chunk's decoder.
+    `numbers` are the layers that have a router according to the config. Raise `ValueError` if
+    another layer has one. Routers of MTP heads are left out.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 

@@ -27,7 +27,7 @@ _watched: PerProcessWeakKeys[Any, None] = PerProcessWeakKeys(__name__, "_watched
 
 
 def owned_groups(optimizer: Any) -> list[Any]:
-    """Return the chunks' bucket groups whose parameters a distributed optimizer writes.
+    """Return the bucket groups whose parameters this distributed optimizer writes.
 
     Dense and expert parameters of one chunk belong to different optimizers, and so do the chunks of
     one rank under overlap_param_gather_with_optimizer_step.
@@ -176,7 +176,7 @@ _CHUNKS = "_megatron_idempotent_chunks"
 
 
 def remember_chunks(original: Callable[..., None], self: Any, model_chunks: Any) -> None:
-    """Wrap a layer-wise optimizer's method that gets the model chunks: also store these on it.
+    """Wrap a layer-wise optimizer's method that gets the model chunks: also store them on `self`.
     Upstream does not store the chunks in 0.17 and in commits up to 0.18.
     """
     original(self, model_chunks)
@@ -201,7 +201,7 @@ def deferred_groups(optimizer: Any) -> list[Any]:
 
 def watch_layer_wise(optimizer: Any) -> None:
     """Call `watch` for a layer-wise optimizer's chunks if the next forward has to gather them.
-    A checkpoint then gathers their parameters first.
+    A save of a checkpoint then gathers the parameters before it reads them.
     """
     if _defers(optimizer):
         for chunk in _chunks(optimizer):
@@ -209,7 +209,9 @@ def watch_layer_wise(optimizer: Any) -> None:
 
 
 def outdate(group: Any) -> None:
-    """Mark a bucket group's gathered parameters as out of date; the next forward gathers them."""
+    """Mark a bucket group's gathered parameters as out of date; the next forward gathers again.
+    If a gather is in flight, wait for it first, and drop its result.
+    """
     if group.param_gather_handle is not None:
         # Only wait: the gathered values are about to be overwritten.
         group.param_gather_handle.wait()

@@ -27,8 +27,9 @@ def gpt_stage(
     fused: bool = False,
     **model: Any,
 ) -> Any:
-    """Return a `GPTModel` with upstream's local layers, for one pipeline stage.
-    `model` holds the other arguments of `GPTModel`.
+    """Return a `GPTModel` for one pipeline stage, built from Megatron's local layer spec.
+    With `fused` it is built from Transformer Engine's spec instead. `model` holds the other
+    arguments of `GPTModel`.
 
     `change_spec` takes upstream's layer spec, and returns the one to use. If the config has
     `mtp_num_layers`, layers for multi-token prediction are built from the same spec, unless `model`
@@ -108,8 +109,8 @@ def _marked(layer_spec: Any, config: Any) -> Any:
 
 
 def with_marked_norm(layer_spec: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """Return the block submodules of one pipeline stage: its layers, of a copy of `layer_spec`.
-    Every norm in them, and the final norm, is a `MarkedNorm`.
+    """Return the submodules of one pipeline stage's transformer block, for sequence parallelism.
+    Each layer uses a copy of `layer_spec`. All norms, the final one included, are `MarkedNorm`s.
     """
     from megatron.core.transformer import transformer_block
 

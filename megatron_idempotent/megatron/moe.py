@@ -23,7 +23,7 @@ def reset_shared_experts(shared: Any) -> None:
 
 def forget_tokens(chunk: Any) -> None:
     """Zero the token counts that a chunk's routers add up over the microbatches of a window.
-    They are those for the expert bias, the global auxiliary loss and quantile balancing.
+    The counts are used for the expert bias, the global auxiliary loss and quantile balancing.
     """
     for module in chunk.modules():
         counted = getattr(module, "local_tokens_per_expert", None)
@@ -47,7 +47,7 @@ def ranks_of_a_sequence() -> int:
 @functools.cache
 def losses_count_all_ranks() -> bool:
     """Return whether routers multiply auxiliary losses by the tokens of all ranks of a sequence.
-    These are the tensor- and context-parallel ranks.
+    These are the tensor- and context-parallel ranks that share the sequence.
 
     They do so from 0.19 on; earlier releases multiply by the tokens of one rank.
     """
@@ -63,8 +63,8 @@ def losses_count_all_ranks() -> bool:
 
 @contextmanager
 def multiplied(config: Any, name: str, factor: int) -> Iterator[None]:
-    """Multiply a coefficient of the config, or a list of them, by `factor` during the block.
-    `name` is the config's attribute; its value is restored at the end.
+    """Multiply the config's attribute `name` by `factor` during the block.
+    The attribute is a coefficient or a list of coefficients; its value is restored at the end.
     """
     original = getattr(config, name)
     if not original or factor == 1:
@@ -79,7 +79,7 @@ def multiplied(config: Any, name: str, factor: int) -> Iterator[None]:
 
 
 def agreed_metrics(sizes: dict[str, int], *, pg_collection: Any = None) -> dict[str, int]:
-    """Return all pipeline stages' names and sizes of metrics, in the same order on all ranks.
+    """Return metric → size for the metrics of all pipeline stages, in one order on all ranks.
 
     If the pipeline has several stages this is a collective: all its ranks gather their sizes.
 
@@ -124,7 +124,7 @@ _COEFFICIENTS = (
 
 
 def auxiliary_losses(config: Any) -> list[str]:
-    """Return the names of the config's nonzero coefficients of auxiliary losses."""
+    """Return the names of a config's auxiliary-loss coefficients that are not zero."""
     names = []
     for part, name in _COEFFICIENTS:
         value = getattr(config, name, None)

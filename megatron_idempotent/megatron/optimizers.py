@@ -103,8 +103,6 @@ def stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     """Yield (model parameter, stepped tensor) for each parameter that an optimizer updates.
     These are the parameters that this rank updates. Yield nothing for Megatron-FSDP, or for an
     optimizer that is not Megatron's.
-
-    There are none for Megatron-FSDP, or an optimizer that is not Megatron's.
     """
     for names in _STEPPED:
         lists = (chain.from_iterable(getattr(optimizer, name, ())) for name in names)
@@ -158,6 +156,7 @@ def leave_out(inner: Any, mains: Iterable[Any]) -> None:
 
 def count_step(inner: Any, mains: Iterable[Any]) -> None:
     """Set the step counts of main parameters that `leave_out` skipped to that of a stepped one.
+    All main parameters then have one count.
 
     Megatron saves one count for all. A tensor that was never stepped gets an optimizer state like
     that of a stepped one, with moments of zero.
@@ -185,8 +184,8 @@ def count_step(inner: Any, mains: Iterable[Any]) -> None:
 
 
 def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask of elements that were written into `model` after the last optimizer step.
-    The second result is `model` on the device of `main`.
+    """Return a mask of the elements that were written into `model` after the last optimizer step.
+    Also return `model` itself on the device of `main`.
 
     The main parameter of such an element does not round to the model's value, as it does after a
     step.
@@ -197,7 +196,7 @@ def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
 
 def count_outdated(optimizer: Any, device: Any) -> Tensor:
     """Count this rank's parameter elements that were written into the model after the last step.
-    They are the elements that `outdated` finds. Return a float64 scalar on `device`.
+    It counts the elements that `outdated` finds. Return a float64 scalar on `device`.
     """
     import torch
 

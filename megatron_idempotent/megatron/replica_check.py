@@ -35,8 +35,8 @@ class _Numbers(NamedTuple):
 
 
 def check_replicas(model_chunks: Sequence[Any]) -> None:
-    """Raise if gradients or parameters differ between ranks that should have the same ones.
-    These are data-parallel ranks and, for replicated parameters, tensor-parallel ranks. It also
+    """Raise if gradients or parameters differ between ranks that should have equal ones.
+    Data-parallel ranks are compared and, for replicated parameters, tensor-parallel ranks. It also
     raises if a bucket group was not reduced equally often on all ranks.
 
     Each bucket group must have been reduced equally often, at least once if it has gradients.
@@ -103,8 +103,9 @@ def _compare_replicated(params: Sequence[tuple[Any, Tensor]], process_group: Any
 
 
 def _first_mismatch(tensors: Sequence[Tensor], process_group: Any) -> tuple[int, str] | None:
-    """Return the index of the first tensor that differs between ranks, and a text with these ranks.
-    None if no tensor differs.
+    """Return the index of the first tensor that differs between ranks, and a text that names ranks.
+    They are the ranks whose tensor differs from that of the group's first rank. Return None if no
+    tensor differs.
 
     All ranks of the group take part.
     """

@@ -57,8 +57,9 @@ def are_held(chunks: list[Any]) -> bool:
 
 
 def around(schedule: Callable[..., Any], model: Any) -> Callable[..., Any]:
-    """Return what a patch calls in place of `schedule`: `run` of an open window that holds a chunk.
-    The chunk is one of `model`'s. Without such a window, return `schedule` itself.
+    """Return the function that a patch calls in place of `schedule`.
+    If an open window has one of `model`'s chunks, the function is that window's `run`; without such
+    a window it is `schedule` itself.
 
     Several patches call this, so that windows still work if one of these patches is deleted. For
     a call that a window is already running it returns `schedule`.
@@ -98,7 +99,8 @@ def sums_tokens_of_context_ranks() -> bool:
 
 def buffers(model: Any) -> tuple[list[Any], list[Any]] | None:
     """Return the two lists that `model`'s last chunk fills for its deferred embedding gradient.
-    They have the activations and the output gradients. None if that chunk defers no gradient.
+    The first list has the activations, the second one the output gradients. Return None if that
+    chunk defers no gradient.
     """
     holder = _holder(model[-1] if isinstance(model, list) else model)
     return (

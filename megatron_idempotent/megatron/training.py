@@ -67,8 +67,8 @@ def undone(
     config: Any,
     timers: Any,
 ) -> Any:
-    """Call an `evaluate` function; afterwards restore the settings that it changed.
-    It returns the function's result, and restores even if the function raises.
+    """Call an `evaluate` function, and afterwards restore the settings that it changed.
+    Return the function's result. The settings are also restored if the function raises.
 
     These are training modes, the rerun mode, the config's timers and the function's own timer.
     """
@@ -146,7 +146,7 @@ def abandon(machine: Any) -> None:
 
 
 def began(machine: Any) -> None:
-    """Record the frame of the function that runs the current step of the rerun state machine."""
+    """Record the frame of the function that runs the rerun state machine's current step."""
     _began[machine] = next(
         frame
         for frame in _outwards(sys._getframe(2))
@@ -155,7 +155,9 @@ def began(machine: Any) -> None:
 
 
 def ended(machine: Any) -> None:
-    """Drop the frame that `began` recorded, after the loop of that step has ended normally."""
+    """Drop the frame that `began` recorded.
+    It is called after the loop of the machine's step has ended normally.
+    """
     _began.pop(machine, None)
 
 

@@ -117,8 +117,8 @@ def abort_window(model_chunks: Sequence[Any], optimizer: Any = None) -> None:
 
 
 def drop_collectives(chunks: Sequence[Any]) -> None:
-    """Drop the handles of the chunks' reductions and gathers in flight, without waiting for them.
-    A collective may never end after a failure on some ranks only.
+    """Drop the handles of the chunks' reductions and gathers in flight, without a wait.
+    Such a collective may never end after a failure on some ranks only.
 
     A gather may have ended on some ranks only, so all ranks gather again before the next forward.
     """
@@ -145,7 +145,7 @@ def _forget_activations(chunk: Any) -> None:
 
 def _clear_logs() -> None:
     """Zero the auxiliary losses that layers add up for logging, on this rank.
-    Those of earlier windows that are not logged yet are zeroed, too.
+    Losses of earlier windows that are not logged yet are zeroed, too.
     """
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")

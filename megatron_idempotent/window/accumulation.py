@@ -31,7 +31,7 @@ def suppress_grad_sync(
     configs: Sequence[Any],
     instead_of_finalize: Callable[..., None],
 ) -> None:
-    """Prevent schedule calls from reducing or finalizing gradients until the stack is closed.
+    """Prevent schedule calls from reducing or finalizing gradients until `stack` is closed.
 
     Instead of the finalize function, schedules call `instead_of_finalize` with its arguments.
     """
@@ -71,11 +71,10 @@ def start_held(chunk: Any) -> None:
 
 
 def _overlaps(chunk: Any) -> bool:
-    """Return whether a backward of the chunk may start reductions: overlap_grad_reduce is on.
-    If it is off, the caller leaves `no_sync()` out: Megatron-FSDP's would turn reductions on for
-    later backwards.
+    """Return whether a backward of the chunk may start reductions, i.e. overlap_grad_reduce is on.
+    If it is off, the caller does not enter the chunk's `no_sync()`.
 
-    If it may not, Megatron-FSDP's `no_sync()` would turn reductions on for later backwards.
+    Without overlap Megatron-FSDP's `no_sync()` would turn reductions on for later backwards.
     """
     options = getattr(chunk, "ddp_config", None)
     return hasattr(chunk, "no_sync") and getattr(options, "overlap_grad_reduce", True)
@@ -148,8 +147,8 @@ def _positions(function: Callable[..., Any]) -> tuple[int, int, int | None]:
 
 
 def multiplies_by_ranks() -> bool:
-    """Return whether this Megatron multiplies losses by context-parallel ranks under `dividing_by`.
-    Release 0.12 multiplies by their number in spite of `context_parallel=False`.
+    """Return whether this Megatron multiplies losses by the number of context-parallel ranks.
+    It is True for 0.12, which does so even under `dividing_by(context_parallel=False)`.
 
     0.12 still multiplies a loss that comes with its tokens by the number of context-parallel ranks:
     it looks the number up twice, the second time for losses without tokens.
@@ -232,7 +231,7 @@ class AccumulationWindow:
         return result
 
     def finish(self) -> None:
-        """Reduce and finalize the gradients, unless the last schedule call did.
+        """Reduce and finalize the gradients, unless the last schedule call has done so.
         `accumulation_window()` calls this at the end of its block.
 
         Raises:
@@ -261,7 +260,7 @@ class AccumulationWindow:
             finalize(model, self._num_tokens, **options)
 
     def _let_finalize(self, stack: ExitStack) -> None:
-        """Let the schedule call the config's finalize function with all calls' token counts."""
+        """Let the schedule call the config's finalize function with the tokens of all calls."""
         for config in self._configs:
             finalize = config.finalize_model_grads_func
 

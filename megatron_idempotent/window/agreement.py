@@ -126,8 +126,8 @@ def checked_deadline(deadline_s: Any) -> float:
 
 
 def exchange(failure: str | None, deadline_s: float, group: Any = None) -> dict[int, str]:
-    """Return the error texts of all ranks that failed, by global rank; `failure` is this rank's.
-    A collective: one all-reduce if no rank failed.
+    """Return global rank → error text for all ranks that failed.
+    `failure` is this rank's error text, or None. A collective: one all-reduce if no rank failed.
 
     `group` is a gloo group with that deadline; None for that of all ranks.
 
@@ -251,7 +251,7 @@ def attempt(consequence: str) -> Iterator[None]:
 
 
 def compare(text: str, group: Any) -> list[str]:
-    """Gather a text from all ranks of a gloo group, and return them in rank order.
+    """Gather `text` from all ranks of a gloo group, and return the ranks' texts in rank order.
     Return [] if a rank did not arrive in time.
     """
     texts: list[Any] = [None] * dist.get_world_size(group)
@@ -274,7 +274,8 @@ def lockstep_group() -> Any:
 
 
 def shared_group(name: str, key: object, deadline_s: float) -> Any:
-    """Return a gloo group of all ranks that pass the same `key`; one per name and deadline.
+    """Return a gloo group of all ranks that pass an equal `key`.
+    The group is created once for each name and deadline.
 
     The first call is a collective over all ranks, like that of `control_group`.
     """
@@ -333,7 +334,7 @@ def forget() -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and message of an error, as in the last line of a traceback."""
+    """Return an error's type and message in one text, as in the last line of a traceback."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -345,8 +346,8 @@ def _remedy() -> str:
 
 
 def _heard_of() -> str | None:
-    """Return a text, from torch's store, with the first rank that poisoned its session and why.
-    None if there is no such text.
+    """Return a text from torch's store: the first rank that poisoned its session, and the reason.
+    Return None if the store has no such text.
     """
     with contextlib.suppress(RuntimeError, ValueError):
         store = distributed_c10d._get_default_store()

@@ -101,7 +101,8 @@ def gradient_like(input_tensor: Any) -> Any:
 
 
 def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the setting by which ranks communicate inside a layer, and if they run in lockstep.
+    """Return the setting by which ranks communicate in a layer, such as `context_parallel_size=2`.
+    Also return whether those ranks run in lockstep, that is, the same code on one batch.
 
     The setting is None without such communication. Tensor and context parallel ranks run in
     lockstep: the same code on one batch. Other ranks have batches of their own, so that one rank
@@ -123,7 +124,7 @@ def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool
 
 def across_replicas(config: Any) -> str | None:
     """Return the setting by which data-parallel replicas communicate inside a layer, as name=value.
-    None if they do not.
+    Return None if the replicas do not communicate there.
     """
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         return "moe_router_load_balancing_type=global_aux_loss"
@@ -149,7 +150,7 @@ def _size(config: Any, name: str) -> int:
 
 class GuardedCall:
     """Runs one schedule call; after a failure on this rank it communicates zeros until the end.
-    So other ranks do not wait for this one.
+    So other ranks do not wait for the rank that failed.
 
     `error` is the failure of this rank, `failures` has those of all ranks by global rank. At the
     end of the window `exchange` takes this rank's failure or None, and returns those of all ranks.
@@ -329,7 +330,7 @@ class GuardedCall:
 
     def _require_that_nobody_waits(self, error: Exception, location: str) -> None:
         """Raise unless all ranks that share the layers raised the same error at the same place.
-        It does nothing if no layer communicates between ranks.
+        Return at once if no layer communicates between ranks.
 
         A rank that failed alone left a layer that the others may still wait in.
 
@@ -375,8 +376,8 @@ class GuardedCall:
                 timer.stop()
 
     def _clear_deferred(self) -> None:
-        """Empty the two lists of a deferred embedding gradient; they must be equally long.
-        The schedule uses them up at its end.
+        """Empty the lists of activations and output gradients of a deferred embedding gradient.
+        The schedule pairs their items at its end, which fails if one list is longer.
         """
         if not self.config.defer_embedding_wgrad_compute:
             return

@@ -48,8 +48,9 @@ class MissedCollectives:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Record in the block which bucket groups start their reductions, and in which order.
-        It replaces the groups' methods that start reductions and gathers or wait for gathers.
+        """Record, during the block, which bucket groups start their reductions, and in which order.
+        The block replaces the groups' `start_grad_sync`, `start_param_sync` and
+        `finish_param_sync`.
 
         Until the order of a chunk's reductions is known, also record when gradients become ready:
         every backward shows that order, while reductions start in the last one only.
@@ -108,7 +109,7 @@ class MissedCollectives:
                 group.start_grad_sync()
 
     def _is_last(self, chunk_index: int) -> bool:
-        """Count a skipped backward; return whether peers' hooks start reductions in it.
+        """Count a skipped backward; return whether peers' hooks start reductions in this backward.
 
         From 0.16 on several backwards may precede that one in a step: calls outside of `no_sync`,
         or microbatches without it.
@@ -152,7 +153,9 @@ class MissedCollectives:
 
     @contextlib.contextmanager
     def backward(self, chunk: Any) -> Iterator[None]:
-        """Record in which order a chunk's bucket groups get their last gradient in a backward."""
+        """Record, in the block, the order in which a chunk's bucket groups get their last gradient.
+        The block runs one backward.
+        """
         chunk_index = self._chunks.index(chunk)
         ready = self._ready[chunk_index]
         ready.clear()
@@ -182,8 +185,8 @@ def gathers_by_hooks(chunk: Any) -> bool:
 
 
 def gather_params(chunk: Any, *, wait: bool = True) -> None:
-    """Start a chunk's parameter gathers that the peers' forward pre-hooks start.
-    With `wait`, also wait for them.
+    """Start the parameter gathers of a chunk that other ranks start by their forward pre-hooks.
+    With `wait`, also wait for the gathers.
     """
     if not gathers_by_hooks(chunk):
         return
@@ -265,4 +268,6 @@ def _starts_from_hooks(group: Any) -> bool:
 
 
 def _no_check(**_: Any) -> None:
-    """Do nothing; it replaces a gradient check that has run, or would check zeros."""
+    """Do nothing.
+    It replaces a bucket group's gradient check that has run already, or would check zeros.
+    """

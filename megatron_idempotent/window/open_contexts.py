@@ -97,7 +97,7 @@ def _suspended(name: str) -> list[Any]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the exception, its causes and its contexts."""
+    """Yield an exception, and all exceptions that led to it: `__cause__`s and `__context__`s."""
     visited: set[int] = set()
     queue = [error]
     while queue:

@@ -122,7 +122,8 @@ def _sync(chunk: Any) -> int:
 
 
 def _is_tracked(group: Any) -> bool:
-    """Return whether patches track a bucket group, so that its mark tells if a gather is pending.
+    """Return whether patches track a bucket group.
+    Then the group's mark tells if a gather of its parameters is pending.
 
     Before the first mark upstream's flag is used. If this returns False, the caller assumes that
     the gather is pending.
@@ -136,7 +137,7 @@ def _is_tracked(group: Any) -> bool:
 
 
 def _watch_of(group: Any) -> str:
-    """Return the name in `PROVIDED` for patches that track a bucket group's updates and gathers."""
+    """Return the key of `PROVIDED` for patches that track a bucket group's updates and gathers."""
     if gather.gathers_by_lists(group):
         return "list-gathers-watched"
     return "layer-wise-gathers-watched" if gather.is_layer_wise(group) else "gathers-watched"

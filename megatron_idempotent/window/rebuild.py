@@ -90,7 +90,7 @@ def replace_everywhere(old: list[Any], new: list[Any]) -> list[str]:
 
 
 def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
-    """Return all objects that refer to an old object, except for two kinds.
+    """Return all objects that refer to an old object.
     Left out are objects with an id in `spared`, and frames of this module's functions.
     """
     outdated_ids = substitutes.ids
@@ -114,7 +114,10 @@ def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
 
 
 def _replace_in(holder: Any, substitutes: _Substitutes) -> None:
-    """Replace each reference of `holder` to an old object by the new one, as its type allows."""
+    """Replace `holder`'s references to old objects by the new ones.
+    `holder` is a container, a function or an object. A frame of an ended call and a cache are
+    cleared instead.
+    """
     if isinstance(holder, types.FrameType):
         # A traceback keeps frames of ended calls. Clearing a generator's frame would end it.
         if not holder.f_code.co_flags & _SUSPENDS:
@@ -238,7 +241,9 @@ def rebuild_process_groups(
 
 
 def _made_again(old: list[Any], timeout_s: float | None) -> list[Any]:
-    """Destroy old groups and return new ones of the same ranks and backend. A collective."""
+    """Destroy the process groups in `old`, and return new ones with the same ranks and backends.
+    A collective.
+    """
     layouts = [
         (tuple(dist.get_process_group_ranks(group)), dist.get_backend(group), group.group_desc)
         for group in old

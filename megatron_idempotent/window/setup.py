@@ -76,7 +76,7 @@ def ensure_initialized(
 
 
 class _Global(NamedTuple):
-    """Describes how one of Megatron's globals is initialised, read and compared."""
+    """Describes one of Megatron's globals: how to initialise, read and compare it."""
 
     name: str
     function: Callable[..., Any]

@@ -32,7 +32,7 @@ WEIGHTS = {"actor": 0.0, "ref": 1.0, "teacher": 2.0}
 
 
 def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a method of the actor that reads the model: first load the actor's own weights into it.
+    """Wrap a method that reads the actor's model: first load the actor's own weights into it.
     Load nothing if the weights are offloaded.
     """
     # slime does not record whether weights are on the device; with this option they seldom are.
@@ -47,8 +47,8 @@ def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def switches_back(bodies: Mapping[str, Body]) -> bool:
-    """Return whether a framework's own update and save check whose weights the model holds.
-    Without such a check they may use the reference's weights.
+    """Return whether a framework's own weight update and save check whose weights the model holds.
+    Without such a check, these methods may use the reference's weights.
     """
     readers = [body for address, body in bodies.items() if not address.endswith(_LOAD)]
     return all(
@@ -58,8 +58,8 @@ def switches_back(bodies: Mapping[str, Body]) -> bool:
 
 
 def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the load of another model's checkpoint into the actor.
-    If it raises, record that the model's weights are unknown.
+    """Wrap the load of another model's checkpoint into the actor's model.
+    If the load raises, record that the model's weights are unknown.
     """
     try:
         return original(self, *args, **kwargs)
@@ -69,9 +69,9 @@ def load_other(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def targets(framework: str, *more: str) -> list[Target]:
-    """Return the `Target`s of a patch for the training actor of slime or miles.
-    They wrap `update_weights`, `save_model`, the saving methods `more`, and the load of another
-    model's checkpoint.
+    """Return the `Target`s by which a patch wraps methods of slime's or miles' training actor.
+    The methods are `update_weights`, `save_model`, other saving methods in `more`, and the load of
+    another model's checkpoint.
     """
     actor = ACTOR.format(framework)
     return [
@@ -87,8 +87,8 @@ def targets(framework: str, *more: str) -> list[Target]:
 
 
 class Actor:
-    """Sets up slime's or miles' training actor on one parameter, without Ray and engines.
-    The actor has its own weights, and keeps those of a reference.
+    """Sets up slime's or miles' training actor with a single parameter, without Ray and engines.
+    The actor has weights of its own, and keeps a copy of a reference's weights.
 
     Args:
         framework: `slime` or `miles`.
@@ -230,9 +230,9 @@ class Actor:
 
 
 def reproduce(framework: str, *, by_init: bool) -> None:
-    """Send weights to engines and save, after slime's `init` and after a reference pass that fails.
-    Without the patch the engines and the checkpoint get the reference's weights. `init` runs only
-    with `by_init`.
+    """Send weights to engines and save a checkpoint after a pass of the reference that raises.
+    With `by_init`, also do so right after slime's `init`. Without the patch the engines and the
+    checkpoint get the reference's weights.
     """
     for start in (True, False) if by_init else (False,):
         actor = Actor(framework, by_init=start)
@@ -246,8 +246,8 @@ def reproduce(framework: str, *, by_init: bool) -> None:
 
 
 def control(framework: str) -> object:
-    """Send weights to engines and save while the model has the actor's own weights, as a control.
-    Return these weights.
+    """Send weights and save a checkpoint while the model has the actor's own weights, as a control.
+    Return the weight sent, the weight saved, the model's weight and the active tag.
     """
     actor = Actor(framework)
     weights = [actor.update_weights(), actor.save_model()]
@@ -275,7 +275,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 def _watching(decorated: Any) -> Any:
-    """Return a given function unchanged, as a decorator; for a name, return an empty context.
-    It replaces the framework's timers.
+    """Return a function unchanged if given one; for a name, return an empty context.
+    It replaces the framework's timers, which are decorators and contexts.
     """
     return decorated if callable(decorated) else contextlib.nullcontext()

@@ -45,7 +45,7 @@ class _Flops(SimpleNamespace):
 
 
 class Bridge:
-    """Sets up a small model as after Bridge's `setup()`, and runs Bridge's functions on it.
+    """Sets up a small model as Bridge's `setup()` leaves it, and runs Bridge's functions on it.
 
     Args:
         options: options of Megatron, as on a command line.
@@ -242,7 +242,7 @@ class Checkpoints:
 
     @staticmethod
     def after_a_step() -> Checkpoints:
-        """Return `Checkpoints` of a tiny model that has made one step."""
+        """Return a `Checkpoints` for a tiny model and its optimizer, after one optimizer step."""
         from megatron_idempotent.proof.cpu import tiny
 
         model = tiny.build()

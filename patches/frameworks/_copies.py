@@ -47,7 +47,8 @@ def restoring(
     config: Any,
     param_sync_func: Any,
 ) -> Any:
-    """Call `original`, then restore `param_sync_func` and the garbage collector, even if it raises.
+    """Call `original`; then restore `config.param_sync_func` and the garbage collector's state.
+    They are restored also if `original` raises.
 
     If `config.param_sync_func` is None afterwards, it becomes `param_sync_func`. Python's garbage
     collector is turned on again if it was on.
@@ -63,7 +64,7 @@ def restoring(
 
 
 def rollout(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run slime's or miles' `train` so that a worker can call it again for the next rollout.
+    """Run slime's or miles' `train` in such a way that a worker can call it again.
     First clear the `no_sync_func` of an earlier call; afterwards restore `param_sync_func` and the
     garbage collector.
     """
@@ -93,8 +94,8 @@ def rollout_target(module: str) -> Target:
 
 
 def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:
-    """Return whether the framework's `train` can be called again without `rollout`.
-    It accepts its own `no_sync_func`, and turns the garbage collector on again.
+    """Return whether the framework's own `train` can be called again, without the patch.
+    That is so if it accepts its own `no_sync_func`, and turns the garbage collector on again.
     """
     return all(
         body.contains("gc.enable()") and not body.contains("config.no_sync_func is None")

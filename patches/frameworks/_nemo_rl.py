@@ -82,8 +82,8 @@ class NemoRL(Windows):
             self.worker._collect_mtp_metrics = lambda *_: None
 
     def train(self, seed: int, *, eval_mode: bool = False) -> Any:
-        """Run one call of the worker's `train` on a seed's data.
-        It takes a step unless `eval_mode`.
+        """Run one call of the worker's `train` on data drawn with `seed`.
+        Unless `eval_mode`, the worker takes an optimizer step.
         """
         return self.worker.train(self._data(seed), self._loss_of, eval_mode=eval_mode)
 
@@ -92,7 +92,7 @@ class NemoRL(Windows):
         self.worker.begin_train_step(self._loss_of)
 
     def chunk(self, seed: int) -> None:
-        """Run one call of the policy worker's `train_microbatch` on a seed's microbatches."""
+        """Run one call of the policy worker's `train_microbatch` on microbatches of `seed`."""
         self.worker.train_microbatch(self._data(seed))
 
     def logprobs(self, seed: int) -> bytes:
@@ -198,7 +198,7 @@ class _Data(dict):  # type: ignore[type-arg]
 
 
 def _modules(worker: str) -> tuple[Any, type]:
-    """Import the module of NeMo-RL's policy or value worker; return it and the worker's class."""
+    """Import the module of NeMo-RL's policy or value worker; return the module and the class."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
     for name in ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2"):

@@ -74,21 +74,21 @@ _MODEL = {
 
 
 def unfuse(*layers: Any) -> None:
-    """Turn off the fused gradient accumulation of layers, so that hooks see weight gradients."""
+    """Turn off fused gradient accumulation in layers, so that hooks see the weight gradients."""
     for layer in layers:
         if hasattr(layer, "gradient_accumulation_fusion"):
             layer.gradient_accumulation_fusion = False
 
 
 def own_rows(layer: Any, _inputs: Any, outputs: Any) -> Any:
-    """Forward hook: pad this rank's part of a layer's output with zeros for other ranks' parts."""
+    """Forward hook: pad this rank's part of a layer's output with zeros in place of other parts."""
     output, bias = outputs
     return among_zeros(output, layer.tp_group), bias
 
 
 def among_zeros(tensor: Any, group: Any) -> Any:
-    """Pad this rank's tensor [..., D] with zeros to [..., D * ranks], and return the result.
-    The tensor is at this rank's place; the zeros are at those of the other ranks of `group`.
+    """Pad a tensor [..., D] with zeros to [..., D * ranks], and return the result.
+    The tensor stays at this rank's place; zeros stand for the parts of other ranks of `group`.
     """
     from torch.nn.functional import pad
 
@@ -97,7 +97,7 @@ def among_zeros(tensor: Any, group: Any) -> Any:
 
 
 def is_cut(adapter: Any) -> bool:
-    """Return whether tensor-parallel ranks split the weights of the layer that has an adapter."""
+    """Return whether tensor-parallel ranks split the weight of the layer that has this adapter."""
     return adapter.input_is_parallel or not adapter.linear_out.gather_output
 
 
@@ -107,8 +107,8 @@ def drops(adapter: Any) -> bool:
 
 
 def normalizing(base: Any, norm: Any) -> Any:
-    """Return a layer that applies `norm`, then `base`, and also returns the normalized input.
-    It has the class and attributes of Transformer Engine's layer.
+    """Return a layer that applies `norm`, then `base`, and returns the output and the normed input.
+    It has the class and attributes of Transformer Engine's `TELayerNormColumnParallelLinear`.
     """
     engine = grouped_layers()["TELayerNormColumnParallelLinear"]()
     engine.weight, engine.bias, engine.config = base.weight, base.bias, base.config
@@ -131,7 +131,7 @@ def build(
     config: Any = (),
     **options: Any,
 ) -> Any:
-    """Build a tiny model with gated layers and with adapters whose factors are random, not zero.
+    """Build a tiny model with gated MLPs and with adapters whose factors are random, not zero.
 
     `kind` is the name of a Bridge class, or a function that adds adapters to a chunk's module.
 
@@ -211,7 +211,7 @@ def expect_replicas(chunks: Any) -> None:
 
 def expect_balance(chunks: Any) -> None:
     """Raise a `Fault` unless sum(A * A.grad) is sum(B * B.grad) for each adapter's factors A and B.
-    They are equal if both gradients are complete.
+    The sums are equal if both factors' gradients are complete.
     """
     import torch
     from megatron.core import parallel_state as ps
@@ -230,7 +230,7 @@ def expect_balance(chunks: Any) -> None:
 
 
 def expect_norms(chunks: Any) -> None:
-    """Raise a `Fault` unless DoRA layers' weight norms are those of the complete merged rows."""
+    """Raise a `Fault` unless each DoRA layer's norms are those of its complete merged rows."""
     import torch
     from megatron.core import parallel_state as ps
 
@@ -249,7 +249,8 @@ def expect_norms(chunks: Any) -> None:
 
 
 def expect_products(chunks: Any) -> None:
-    """Raise a `Fault` unless each expert adapter split over ranks computes its factors' product.
+    """Raise a `Fault` unless each expert adapter's output and gradients are those of its factors.
+    They are compared with the product of the complete factors, which several ranks share.
 
     The input is the same on all ranks, or split by columns; outputs are split by columns, or are
     summed over ranks. The gradients are compared too. All ranks of the expert, or of the shared
@@ -332,8 +333,9 @@ def bridge(kind: str, **options: Any) -> Any:
 
 
 def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run Bridge's exports; return the adapters' factors and the model's weights, by Qwen's names.
-    With `merge` the adapters are merged into the model's weights; without, these are the base's.
+    """Run Bridge's two exports: of the adapters' factors, and of the model's weights.
+    Return a dictionary by Qwen's names for each. With `merge` the adapters are merged into the
+    model's weights; without, the weights are the base model's.
 
     All ranks take part. It does not work before 0.5, which has other modules.
     """
@@ -370,7 +372,7 @@ def load_exported(chunks: Any, weights: dict[str, Any]) -> None:
 
 
 def _planned(chunks: Any) -> tuple[Any, list[Any]]:
-    """Return a Hugging Face configuration, and Bridge's conversion tasks without None."""
+    """Return a Hugging Face configuration, and a list of Bridge's conversion tasks for `chunks`."""
     from transformers import PretrainedConfig
 
     config = PretrainedConfig()
@@ -411,8 +413,8 @@ def _qwen() -> Any:
 
 @functools.cache
 def grouped_layers() -> dict[str, Any]:
-    """Return stand-ins for Transformer Engine's linear layers, by name.
-    Only the grouped layers can compute.
+    """Return class name → stand-in for Transformer Engine's linear and grouped linear layers.
+    Only the grouped layers can compute; the others are empty modules.
     """
     import torch
     from megatron.core import parallel_state

@@ -72,7 +72,7 @@ class Rollouts:
             chunk.module.register_forward_pre_hook(self._complete, with_kwargs=True)
 
     def train(self, steps: int, *, first: int) -> None:
-        """Run one rollout over the data of steps `first` to `first + steps`: one call of `train()`.
+        """Run one rollout, i.e. one call of `train()`, over the data of `steps` steps from `first`.
 
         All ranks take part. The same step has the same data in every call.
         """
@@ -96,7 +96,7 @@ class Rollouts:
         self.module.train(**{name: offered[name] for name in parameters if name in offered})
 
     def infer(self, *, first: int) -> None:
-        """Compute the log-probs of a step's data: one call of slime's `forward_only()`."""
+        """Compute the log-probs of step `first`'s data by one call of slime's `forward_only()`."""
         import torch
 
         while len(self._batches) < (first + 1) * MICROBATCHES:
@@ -168,7 +168,7 @@ def run_twice(framework: str) -> None:
 
 
 class _Data:
-    """Iterates over a rollout's batches; each call of `train()` reads them from the start."""
+    """Iterates over a rollout's batches; after `reset()` it starts again from the first batch."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches
@@ -182,7 +182,7 @@ class _Data:
 
 
 class _Reports:
-    """Stands in for slime's and miles' metrics and logs; keeps the gradient norm of each step."""
+    """Stands in for slime's and miles' metrics and logging; keeps each step's gradient norm."""
 
     def __init__(self, rollouts: Rollouts) -> None:
         self._rollouts = rollouts

@@ -65,7 +65,7 @@ class SkyRL(Windows):
         self._call(seed, forward_only=False)
 
     def train(self, seed: int) -> None:
-        """Run one call of `forward_backward`, and the optimizer step."""
+        """Run one call of SkyRL's `forward_backward`, and then one optimizer step."""
         self.forward_backward(seed)
         self.step()
 
@@ -132,7 +132,8 @@ _HOLDER = "megatron.core.dist_checkpointing.strategies.base"
 
 
 def import_strategy() -> Any:
-    """Import SkyRL's module of `MegatronStrategy`, with a stand-in for Megatron's save queue.
+    """Import SkyRL's module of `MegatronStrategy`, and return it.
+    A stand-in replaces the module of Megatron's save queue where this Megatron lacks it.
 
     SkyRL imports Megatron's save queue from a module that exists up to megatron-core 0.18.
     """
@@ -156,7 +157,9 @@ def import_strategy() -> Any:
 
 
 def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
-    """Return SkyRL's `MegatronStrategy`, and an object that it accepts as the model of `chunks`."""
+    """Return an instance of SkyRL's `MegatronStrategy`, and a stand-in for SkyRL's model.
+    The stand-in holds `chunks`, which the strategy can save and load.
+    """
     config = SimpleNamespace(
         dist_ckpt_optim_fully_reshardable=False,
         async_dist_ckpt_save=False,
@@ -170,8 +173,8 @@ def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
 
 
 def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
-    """Take an optimizer step like SkyRL's strategy, zero the gradients; return the gradient norm.
-    It calls no scheduler.
+    """Take an optimizer step, zero the gradients, and return the gradient norm.
+    It replaces the step of SkyRL's strategy, and calls no scheduler.
     """
     _, norm, _ = optimizer.step()
     optimizer.zero_grad()

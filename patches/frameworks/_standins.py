@@ -19,7 +19,7 @@ from typing import Any
 
 
 def import_alone(module: str, *absent: str) -> Any:
-    """Import and return `module` of a framework, with stand-ins for the rest of its package.
+    """Import and return `module` of a framework; stand-ins replace the rest of its package.
 
     Call it in a process that ends soon after, such as a rank: the stand-ins stay.
 
@@ -44,15 +44,15 @@ def import_alone(module: str, *absent: str) -> Any:
 
 
 def is_there(module: str) -> bool:
-    """Return whether a module of a framework has a file, without importing that module.
-    Another module of its package must be imported before.
+    """Return whether a framework's module has a file, without importing the module.
+    Another module of its package must have been imported before.
     """
     parent = importlib.import_module(module.rpartition(".")[0])
     return PathFinder.find_spec(module, parent.__path__) is not None
 
 
 def replace(*packages: str) -> None:
-    """Replace these packages by stand-ins for later imports, even if they are installed."""
+    """Let later imports of these packages return stand-ins, even if the packages are installed."""
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     _finder.packages.update(packages)
@@ -63,7 +63,7 @@ def replace(*packages: str) -> None:
 
 @contextlib.contextmanager
 def replaced(*packages: str) -> Iterator[None]:
-    """Replace these packages by stand-ins during the block, even if they are installed."""
+    """Let imports of these packages return stand-ins in the block, even if they are installed."""
     loaded, packages_before = dict(sys.modules), set(_finder.packages)
     replace(*packages)
     try:
@@ -118,7 +118,7 @@ class _Names(type):
 
 
 class Thing(metaclass=_Names):
-    """Stand-in class that takes any arguments, and has every public attribute."""
+    """Stand-in class: its constructor takes any arguments, and it has every public attribute."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -132,7 +132,7 @@ class Thing(metaclass=_Names):
 
 
 class Off:
-    """Object that has every attribute; those that were not passed to it are None."""
+    """Object with any attribute: those given to the constructor have values, others are None."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)

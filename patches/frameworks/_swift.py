@@ -12,7 +12,7 @@ ABSENT = ("mcore_bridge", "modelscope", "transformers")
 
 
 def trainer(method: str, options: Sequence[str]) -> Any:
-    """Return a stand-in for ms-swift's Megatron trainer, with one of its own methods as `call`.
+    """Return a stand-in for ms-swift's Megatron trainer; its `call` runs ms-swift's own `method`.
 
     Args:
         method: the name of a method of `BaseMegatronTrainer`.

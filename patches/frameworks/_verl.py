@@ -61,7 +61,7 @@ def manager_of(
     fully_reshardable: bool = False,
     **checkpoint: Any,
 ) -> Any:
-    """Return verl's checkpoint manager for a model; it saves Megatron's distributed checkpoints.
+    """Return verl's checkpoint manager for a model; it saves in Megatron's distributed format.
 
     `checkpoint` is its configuration, `scheduler_too` is `use_checkpoint_opt_param_scheduler`, and
     `fully_reshardable` is `dist_ckpt_optim_fully_reshardable`. verl's defaults for both are off.
@@ -93,7 +93,9 @@ def manager_of(
 
 
 def saved(*, fully_reshardable: bool = False) -> tuple[Any, Any, str]:
-    """Train a step, and save with verl; return the model, a function that loads, and the folder."""
+    """Train a step and save with verl; return the model, a function that loads, and the folder.
+    The function loads the saved checkpoint into that model with verl.
+    """
     import torch
 
     import_manager()  # before Megatron, as verl's program does

@@ -21,7 +21,7 @@ SITES = ("data", "loss", "backward")
 
 
 class Windows:
-    """Holds a tiny model with its data, in which a chosen microbatch fails at a chosen point.
+    """Holds a tiny model and its data; a chosen microbatch raises at the point that `fail` names.
 
     Args:
         layout: arguments of `cpu.tiny.build`.
@@ -48,13 +48,13 @@ class Windows:
         ]
 
     def reading(self, batches: list[Any]) -> Iterator[Any]:
-        """Yield the batches one by one; raise `Broken` at the one that `fail` names."""
+        """Yield the batches one by one; raise `Broken` before the batch that `fail` names."""
         for batch in batches:
             self._break("data")
             yield batch
 
     def loss(self, logits_BTV: Any, tokens_BT: Any) -> Any:
-        """Return the mean negative log-probability; raise `Broken` if `fail` names the loss.
+        """Return the targets' mean negative log-prob; raise `Broken` if `fail` names the loss.
         If `fail` names the backward, the backward of the result raises.
         """
         import torch
@@ -75,13 +75,13 @@ class Windows:
         return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
 
     def measured(self, logits_BTV: Any, target_BT: Any) -> tuple[Any, Any]:
-        """Return the loss, and the log-probs [B, T - 1], as a framework's own loss needs both."""
+        """Return the loss, and the targets' log-probs [B, T - 1], for a framework's own loss."""
         logprobs_BTV = logits_BTV.float().log_softmax(-1)
         logprobs_BT = logprobs_BTV.gather(-1, target_BT[..., None])[:, :-1, 0]
         return self.loss(logits_BTV, target_BT), logprobs_BT
 
     def failing(self, site: tuple[str, int], call: Callable[[], Any]) -> None:
-        """Run `call()`, in which the microbatch that `site` names raises, and catch the error.
+        """Run `call()` with a failure at `site`, a (point, microbatch) pair, and catch the error.
         Drop the losses of the call. Raise `AssertionError` if nothing failed.
 
         All ranks call it at once: a rank that fails alone leaves the others waiting for it.
@@ -121,8 +121,8 @@ class Windows:
 
 
 def methods(*classes: type, **attributes: Any) -> Any:
-    """Create an object that has the methods of a framework's classes.
-    A method of a later class overrides one of an earlier class.
+    """Create an object with the methods of several framework classes, without their constructors.
+    A method of a later class overrides the method of this name in an earlier one.
 
     An attribute that is not passed is None.
     """
@@ -136,7 +136,9 @@ def methods(*classes: type, **attributes: Any) -> Any:
 
 
 def weights_of(chunks: list[Any], **_: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, weight) of these chunks; it replaces a bridge's `export_hf_weights`."""
+    """Yield (name, weight) for all parameters of `chunks`.
+    It stands in for a bridge's method `export_hf_weights`.
+    """
     for chunk in chunks:
         yield from chunk.module.named_parameters()
 

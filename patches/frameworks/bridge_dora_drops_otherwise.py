@@ -34,7 +34,7 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a DoRA layer with dropout so that it follows DoRA's formula with one dropout mask."""
+    """Run a DoRA layer; with dropout, its output follows DoRA's formula with one dropout mask."""
     adapter = self.adapter
     dropout = adapter.dropout
     if not (_peft.drops(adapter) and getattr(self, "_adapter_enabled", True)):
@@ -48,8 +48,8 @@ def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_dropped_input(layer: Any, result: Any, change: Any) -> Any:
-    """Add (scale - 1) times the base weight's product with `change` to a DoRA layer's output.
-    `scale` is DoRA's magnitude divided by the weight's norm; `change` is the input after dropout,
+    """Add (scale - 1) × weight × `change` to a DoRA layer's output, and return the result.
+    `scale` is DoRA's magnitude divided by the weight's norm; `change` is the input after dropout
     minus the input before it.
     """
     output, bias = result
@@ -86,8 +86,8 @@ def _of_weight(layer: Any, x: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare DoRA layers with dropout, with and without a norm, with DoRA's formula for one mask.
-    Without the patch a layer's output differs from the formula's.
+    """Compare the outputs of DoRA layers with dropout with DoRA's formula for one dropout mask.
+    The layers are with and without a norm. Without the patch an output differs from the formula.
     """
     import torch
 

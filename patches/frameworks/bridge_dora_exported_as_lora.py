@@ -63,7 +63,7 @@ def _scaled(merged: dict[str, Any], magnitudes: dict[str, Any]) -> dict[str, Any
 
 
 def stream(original: Original, self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Yield the adapters' factors, and after both factors of a weight its DoRA magnitudes.
+    """Yield the adapters' factors as Bridge does, and after a weight's factors its DoRA magnitudes.
     A magnitude is named as peft names it, with `lora_magnitude_vector`.
     """
     for pair in original(self, *args, **kwargs):
@@ -83,7 +83,9 @@ def ranks_of(original: Original, adapter_weights: Iterable[Any], *args: Any, **k
 def load_and_export(
     original: Original, self: Any, peft_checkpoint: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load and export an adapter checkpoint; use DoRA instead of LoRA if the run was with DoRA."""
+    """Load an adapter checkpoint and export it, as DoRA if the checkpoint's run trained with DoRA.
+    Bridge always exports it as LoRA.
+    """
     folder = Path(peft_checkpoint).expanduser().resolve()
     files = [path for path in (folder / _CONFIG, folder.parent / _CONFIG) if path.exists()]
     if not files or "megatron.bridge.peft.dora.DoRA" not in files[0].read_text(encoding="utf-8"):
@@ -98,7 +100,7 @@ def load_and_export(
 
 
 def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
-    """Return DoRA's magnitudes [rows] of all stages and experts, by Hugging Face weight name.
+    """Return Hugging Face weight name → DoRA's magnitudes [rows], for all stages and experts.
     A collective over the ranks of the model.
     """
     import torch
@@ -136,8 +138,9 @@ def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
 
 
 def reproduce() -> None:
-    """Export a model with DoRA; compare one layer's magnitudes with the norms of its exported rows.
-    Compare them with the exported magnitudes, too. Without the patch the export has none.
+    """Export a model with DoRA twice, as merged weights and as adapter factors.
+    One layer's magnitudes must equal the row norms of its merged weight, and the magnitudes among
+    the factors. Without the patch the factors come without magnitudes.
     """
     import torch
 

@@ -40,7 +40,7 @@ from . import _peft
 
 
 def describe(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return an adapter's sharded state, in which DoRA's magnitudes of gate and up are separate."""
+    """Return an adapter's sharded state, with DoRA's magnitudes of gate and up as two entries."""
     call = arguments(original, (self, *args), kwargs)
     state = original(self, *args, **kwargs)
     return _apart(self, state, f"{call['prefix']}weight_magnitude", call["sharded_offsets"])

@@ -37,7 +37,7 @@ from . import _peft
 
 
 def norm(original: Original, self: Any) -> Any:
-    """Return the norms [outputs] of a DoRA layer's complete weight rows, on each rank.
+    """Return the row norms [outputs] of a DoRA layer's merged weight, over complete rows.
     If ranks hold parts of the rows, sum the squares over ranks. All tensor-parallel ranks take
     part.
     """

@@ -37,7 +37,9 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an adapter; draw dropout of split features from the random state of this rank."""
+    """Run an adapter; where ranks split the features, draw dropout from this rank's random state.
+    Ranks that replicate the features draw equal dropout.
+    """
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel import random
 

@@ -38,7 +38,7 @@ _SIZE = "1 if is_expert else parallel_state.get_tensor_model_parallel_world_size
 
 
 def split(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap Bridge's split of a fused factor into gate and up: split the part of each rank.
+    """Wrap Bridge's split of a fused factor into gate and up: split each rank's part separately.
     The parts of expert-tensor-parallel ranks follow each other in the factor.
     """
     import torch

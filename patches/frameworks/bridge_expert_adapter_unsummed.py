@@ -36,7 +36,7 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an adapter; let an expert's adapter sum over the ranks that share the expert."""
+    """Build an adapter; an expert's adapter then sums over the ranks that split the expert."""
     original(self, *args, **kwargs)
     call = arguments(original, (self, *args), kwargs)
     if self.linear_out.tp_group.size() == 1:

@@ -39,7 +39,7 @@ _EXPERT = re.compile(r"(?<=\bexperts\.)\d+")
 def list_adapters(
     original: Original, self: Any, megatron_model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return the adapters with their names; an expert's number in a name counts over all ranks."""
+    """Return Bridge's list of adapters, with experts' numbers over all ranks in the names."""
     from megatron.core.utils import unwrap_model
 
     chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
@@ -59,7 +59,7 @@ def merge(
     converted_weights_dict: dict[str, Any],
     adapter_weights: list[Any],
 ) -> Any:
-    """Merge each rank's experts with the factors of that rank.
+    """Merge each expert's weights with the factors from the rank that holds the expert.
     All expert-parallel ranks take part, with one gather for each factor.
     """
     from dataclasses import replace
@@ -94,8 +94,8 @@ def stream(
     *args: Any,
     **kwargs: Any,
 ) -> Iterator[Any]:
-    """Yield the adapters' factors of the experts of all ranks.
-    All expert-parallel ranks take part, with one gather for each factor.
+    """Yield the adapters' factors, with those of the experts on all expert-parallel ranks.
+    All these ranks take part, with one gather for each factor.
     """
     chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
     first, per_rank = _experts(chunks[0].config)
@@ -114,8 +114,8 @@ def stream(
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """Return the number of this rank's first expert, and how many experts each rank has.
-    Both are 0 if each rank has all experts.
+    """Return the number of this rank's first expert, and the number of experts per rank.
+    Return (0, 0) if each rank has all experts, or the model has none.
     """
     from megatron.core import parallel_state as ps
 

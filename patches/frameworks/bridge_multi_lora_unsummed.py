@@ -36,7 +36,9 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer with several adapters; its backward sums gradients over tensor-parallel ranks."""
+    """Run a layer with several adapters; its backward sums gradients over tensor-parallel ranks.
+    They are the gradients of the layer's inputs. Layers of experts are run unchanged.
+    """
     from megatron.core import parallel_state
 
     # Layers of experts need one rank for each expert, and have a different forward.
@@ -73,8 +75,8 @@ def _summing() -> Any:
 
 
 def reproduce() -> None:
-    """Compare the gradients of both factors of adapters on two tensor-parallel ranks.
-    Without the patch the first factor has only one rank's part.
+    """Compare gradients of both factors of multi-LoRA adapters on two tensor-parallel ranks.
+    Without the patch the first factor's gradient has only one rank's part.
     """
     layout = {"tp": 2, "sequence_parallel": True}
     bench = _peft.build("MultiLoRA", layout, n_adapters=2, dim=8)

@@ -32,7 +32,9 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an adapter of grouped experts, with a hook between its factors that sums over ranks."""
+    """Build an adapter of grouped experts, with the hook `_sum` between its factors.
+    The hook sums over the ranks that share the experts.
+    """
     original(self, *args, **kwargs)
     if self.expert_tp_group is not None and self.expert_tp_group.size() > 1:
         self.activation.register_forward_pre_hook(
@@ -41,8 +43,8 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
-    """Pre-hook between an adapter's factors: its backward sums the tensor's gradient over ranks.
-    With `summed`, its forward also sums the tensor over ranks.
+    """Pre-hook on the tensor between an adapter's factors: sum its gradient over ranks in backward.
+    With `summed`, also sum the tensor over ranks in the forward.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -53,8 +55,8 @@ def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
 
 
 def gather(original: Original, self: Any, tensor: Any) -> Any:
-    """Gather the tensor between an adapter's factors over ranks, with its gradient.
-    If the adapter's output is summed later, pad the tensor with zeros instead.
+    """Gather the tensor between an adapter's factors over ranks, so that gradients flow back.
+    If the adapter's output is summed over ranks later, pad the tensor with zeros instead.
     """
     from megatron.core.tensor_parallel import mappings
 

@@ -32,8 +32,8 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an adapter; if its layer is replicated, run it over the sequence positions of all ranks.
-    Return this rank's part of the output.
+    """Run an adapter; if its layer is replicated, run it over the gathered sequence of all ranks.
+    Then return this rank's part of the output.
     """
     if _peft.is_cut(self) or not self.config.sequence_parallel:
         return original(self, x, *args, **kwargs)

@@ -41,8 +41,8 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Load step 1, train, and load step 1 again; then save step 3, and load the latest.
-    Without the patch the step after a load is wrong, because an earlier load has cached it.
+    """Load the checkpoint of step 1 twice, with training between; save step 3, and load the latest.
+    Without the patch the step after a load is wrong, because Bridge returns a cached one.
     """
     import tempfile
 

@@ -34,8 +34,8 @@ from . import _peft
 
 
 def register(original: Original, self: Any) -> None:
-    """Register the hooks that sum gradients of a shared adapter, and turn off fused accumulation.
-    Otherwise its weight gradients would not pass through the hooks.
+    """Register hooks that sum a shared adapter's gradients, and turn off fused accumulation.
+    With fused accumulation, weight gradients would not pass through the hooks.
     """
     original(self)
     _peft.unfuse(self.linear_in, self.linear_out)

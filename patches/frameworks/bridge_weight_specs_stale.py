@@ -37,14 +37,16 @@ _MODULE = "megatron.bridge.models.conversion.param_mapping"
 
 
 def broadcast(original: Original, self: Any, tensor: Any, cache_key: str | None = None) -> Any:
-    """Run Bridge's `broadcast_from_pp_rank`, but first drop the tensor spec cached for its key."""
+    """Run Bridge's `broadcast_from_pp_rank`, but first drop the tensor spec cached for `cache_key`.
+    The spec is the tensor's shape and type.
+    """
     self._tensor_spec_output_cache.pop(cache_key, None)
     return original(self, tensor, cache_key)
 
 
 def reproduce() -> None:
-    """Export the first pipeline stage's expert bias with one mapping before and after a step.
-    Without the patch the last stage expects other numbers of bytes than the first stage sends.
+    """Export the first pipeline stage's expert bias before and after a training step.
+    Without the patch the last stage expects a different number of bytes than the first stage sends.
     """
     import torch
     from megatron.core import parallel_state

@@ -33,7 +33,7 @@ from . import _copies
 
 
 def prepare(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `_prepare_train_loop`, but first clear the `no_sync_func` of an earlier training."""
+    """Run `_prepare_train_loop`, but first clear a `no_sync_func` of an earlier training."""
     _copies.forget_no_sync(self.model.config, self.models_wrapped)
     return original(self, *args, **kwargs)
 

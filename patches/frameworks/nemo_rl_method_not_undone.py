@@ -41,8 +41,9 @@ _WORKERS = ("megatron_policy_worker/", "megatron_value_worker/")
 
 
 def wrap_with_nvtx_name(original: Original, name: str) -> Any:
-    """Wrap NeMo-RL's decorator of worker methods, for the case that a method raises.
-    Then turn gradients on again if they were on, and drop the timers that the method started.
+    """Wrap NeMo-RL's decorator of worker methods: clean up if a decorated method raises.
+    Then gradients are turned on again if they were on, and timers that the method started are
+    dropped.
     """
     decorate = original(name)
     return partial(_decorate, decorate) if name.startswith(_WORKERS) else decorate

@@ -37,7 +37,7 @@ from . import _nemo_rl
 
 
 def export(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `_iter_params_with_optional_kv_scales`, but first gather the update that is pending."""
+    """Run `_iter_params_with_optional_kv_scales`, but first gather a pending parameter update."""
     gather.finish_update([self.model])
     return original(self, *args, **kwargs)
 

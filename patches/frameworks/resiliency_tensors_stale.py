@@ -38,7 +38,7 @@ _addresses: dict[str, list[int]] = {}
 
 
 def prepare_write_data(original: Original, self: Any, plan: Any, planner: Any) -> None:
-    """Wrap the preparation of a save: if tensors have moved, send them to the writer again."""
+    """Wrap the preparation of a save: if a tensor's memory has moved, send all tensors again."""
     from torch.distributed.checkpoint.planner import WriteItemType
 
     if self.use_cached_data_structure and not self.use_cpu_shm_for_gpu_tensors:
@@ -57,8 +57,8 @@ def prepare_write_data(original: Original, self: Any, plan: Any, planner: Any) -
 
 
 def _prepared(folder: str, weights: Any) -> Any:
-    """Prepare a save of `weights`; return the address of the tensor sent to the writer process.
-    None if no tensor is sent.
+    """Prepare a save of `weights`; return the memory address that is sent to the writer process.
+    Return None if no tensor is sent.
     """
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -81,7 +81,7 @@ def _prepared(folder: str, weights: Any) -> Any:
 
 def reproduce() -> None:
     """Prepare a save, move the tensor as an offload does, and prepare another save.
-    Without the patch the second sends no tensor: the writer process reads the old memory.
+    Without the patch the second one sends no tensor, and the writer process reads the old memory.
     """
     import torch
 
@@ -96,7 +96,7 @@ def reproduce() -> None:
 
 def control() -> object:
     """Prepare three saves of a tensor that does not move, as a control.
-    Return for each whether the tensor is sent.
+    Return three booleans: whether each save sends the tensor's address to the writer process.
     """
     import torch
 

@@ -37,7 +37,9 @@ _LOST = "megatron_idempotent_lost_window"
 
 
 def forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward_backward_mini_batch`; if it raises, drop all gradients of this step so far."""
+    """Run `forward_backward_mini_batch`; if it raises, drop this step's gradients so far.
+    A forward-only call drops none.
+    """
     earlier = self._pending_grad_sync is not None
     try:
         return original(self, *args, **kwargs)
@@ -52,7 +54,7 @@ def forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def run_pending_grad_sync(original: Original, self: Any) -> None:
-    """Run `run_pending_grad_sync`; raise if an earlier call had to drop gradients of this step."""
+    """Run `run_pending_grad_sync`; raise if a failed call has dropped this step's gradients."""
     if vars(self).pop(_LOST, False):
         for chunk in self.actor_module:
             chunk.zero_grad_buffer()
@@ -85,8 +87,8 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Run steps of two calls, with log-prob passes in between, one of which raises, as a control.
-    Return losses and parameters' bytes.
+    """Run steps of two calls each, and log-prob passes, one of which raises, as a control.
+    Return the losses and the parameters' bytes.
     """
     skyrl = SkyRL(overlap_grad_reduce=False)
     for seed in range(3):

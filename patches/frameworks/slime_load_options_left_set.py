@@ -50,7 +50,7 @@ def load_other_checkpoint(original: Original, self: Any, *args: Any, **kwargs: A
 
 
 def restores_always(bodies: Mapping[str, Body]) -> bool:
-    """Return whether all functions in `bodies` have a `finally` that can restore the arguments."""
+    """Return whether every function in `bodies` has a `finally` that can restore arguments."""
     return all(
         any(isinstance(node, ast.Try) and node.finalbody for node in ast.walk(body.tree))
         for body in bodies.values()

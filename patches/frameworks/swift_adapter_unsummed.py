@@ -48,8 +48,8 @@ _LAYER = "decoder.layers.0.mlp.linear_fc2"
 def update_layer(
     original: Original, self: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
-    """Create an adapter's factors; mark the one that ranks replicate as `sequence_parallel`.
-    Megatron then sums its gradient over tensor-parallel ranks.
+    """Create an adapter's two factors; mark the one that ranks replicate as `sequence_parallel`.
+    Megatron then sums that factor's gradient over tensor-parallel ranks.
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -63,8 +63,8 @@ def update_layer(
 
 
 def reproduce() -> None:
-    """Train an adapter of a row-parallel layer on two ranks, and compare its second factor.
-    Without the patch the ranks' copies differ.
+    """Train an adapter of a row-parallel layer on two ranks, and compare the ranks' second factors.
+    Without the patch these copies differ.
     """
     model = bench(tp=2, sequence_parallel=True, overlap_grad_reduce=False, before_ddp=_add_adapter)
     model.train_step(1, data_seed=0)

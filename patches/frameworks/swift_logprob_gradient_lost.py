@@ -125,7 +125,9 @@ def control() -> object:
 
 
 def _drawn() -> Any:
-    """Return ms-swift's module, random logits [1, 6, 8], and a function that cuts a rank's part."""
+    """Return ms-swift's module, random logits [1, 6, 8], and a function that cuts this rank's part.
+    The function takes the part of the vocabulary.
+    """
     import torch
     from megatron.core import parallel_state
 

@@ -55,7 +55,7 @@ def _load(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _folders(self: Any, module: Any, path: str) -> Iterator[str]:
-    """Yield the folders of Megatron's shards that verl's checkpoint manager will load."""
+    """Yield the folders with Megatron's shards which verl's checkpoint manager is going to load."""
     if self.use_megatron_fsdp:
         return
     adapters = self.should_load_hf_model and self.peft_cls is not None

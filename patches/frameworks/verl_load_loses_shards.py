@@ -39,8 +39,8 @@ def build_optimizer_state_dict(
     metadata: Any,
     is_loading: bool = False,
 ) -> Any:
-    """Wrap verl's building of the optimizer's shards: for a load, build the model's shards again.
-    The load of the model has consumed the shards that were built first.
+    """Wrap verl's building of the optimizer's sharded state: for a load, rebuild the model's first.
+    The load of the model has consumed the model's shards that were built before.
     """
     if is_loading and not self.use_megatron_fsdp:
         model_sharded_state_dict = self._build_model_sharded_state_dict(metadata)
