@@ -177,7 +177,7 @@ def expect_weight_per_token(*, tp: int = 1, **config: Any) -> None:
 def counted(model: Any, pattern: str = "", *, zeros: bool = False) -> int:
     """Return how many parameter elements a tiny model's gradient norm counts.
     The parameters whose names match the regular expression `pattern` get gradients of ones, all
-    others zeros; the result is the squared norm.
+    others zeros. The result is the squared norm.
 
     With `zeros` these get zeros, all others ones, and the optimizer's number of zeros is returned.
     All ranks take part.
@@ -249,7 +249,7 @@ def shared_folder() -> str:
 
 def once_there(path: Any, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Wait until the file `path` exists, then call `function` with the other arguments.
-    It is defined at the module's top level, so that a partial of it can be pickled.
+    `once_there` is a module-level function, so that a partial of it can be pickled.
     """
     import time
 

@@ -34,7 +34,7 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def look_at_files(reader: Any, items: Iterable[Any]) -> None:
     """Raise if a file with one of the checkpoint's `items` cannot be opened, or is truncated.
-    It is truncated if it is shorter than the end of its last item.
+    A file is truncated if it is shorter than the end of its last item.
     """
     ends: dict[str, int] = {}
     for stored in items:

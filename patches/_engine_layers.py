@@ -21,8 +21,8 @@ _ENGINE, _LAYERS = "transformer_engine", "megatron.core.extensions.transformer_e
 
 def group_experts(module: Any) -> None:
     """Replace the experts of each MoE layer in `module` by two Transformer Engine grouped layers.
-    Their classes are those of `TEGroupedMLP`. They use stand-ins for Transformer Engine, and have
-    no forward.
+    The layers are of the classes in `TEGroupedMLP`, built on stand-ins for Transformer Engine. The
+    experts then have no forward.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from torch import nn

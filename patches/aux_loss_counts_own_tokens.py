@@ -36,7 +36,7 @@ from ._case import Original, Patch, a_body_has, expect_weight_per_token, target
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the router with its auxiliary loss multiplied by TP × CP, the ranks of one sequence.
+    """Run the router with its auxiliary loss times TP × CP, the number of ranks per sequence.
     This is done only for losses per token, without a padding mask. The logged loss does not change,
     because upstream divides it by the coefficient.
     """

@@ -55,7 +55,9 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _built(instances: int) -> Any:
-    """Return a tiny layer-wise-optimized model on `instances` distributed-optimizer instances."""
+    """Return a tiny model with the layer-wise optimizer on `instances` optimizer instances.
+    Their number is set by `num_distributed_optimizer_instances`.
+    """
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(**{_SETTING: instances})

@@ -32,8 +32,9 @@ from ._case import Fault, Original, Patch, address, of_context_rank, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `roll_tensor`, the shift of MTP tensors: average the second result over context ranks.
-    This number of tokens is never zero then. A collective over context-parallel ranks.
+    """Wrap `roll_tensor`, the shift of MTP tensors, whose second result is a number of tokens.
+    Replace that number by the mean of all context-parallel ranks' numbers, which is never zero. A
+    collective over these ranks.
     """
     import torch
     from megatron.core import parallel_state

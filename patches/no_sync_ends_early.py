@@ -35,8 +35,9 @@ from ._case import Fault, Patch, bench, target
 
 
 def reproduce() -> None:
-    """Leave an inner `no_sync` of DDP; in another test, exit an old context inside of a new one.
-    On stock Megatron each turns reductions on again, inside of the `no_sync` that is still open.
+    """Leave an inner `no_sync` of DDP; then exit an old context inside of a new `no_sync`.
+    On stock Megatron each of the two turns reductions on again, inside of the `no_sync` that is
+    still open.
     """
     model = bench(distributed_optimizer=False)
     (chunk,) = model.chunks

@@ -36,7 +36,7 @@ from ._case import Original, Patch, bench, expect_agreement, target
 
 def step(original: Original, self: Any) -> Any:
     """Wrap an optimizer's update: mark the bucket groups that it writes as not gathered.
-    Gathers in flight are waited for before the update.
+    First wait for gathers in flight.
     """
     for group in gather.owned_groups(self):
         if group.param_gather_handle is not None:

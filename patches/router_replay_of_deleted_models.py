@@ -58,7 +58,7 @@ def _without_deleted() -> list[Any]:
 
 def set_data(original: Original, all_layers_topk_indices: Sequence[Any]) -> None:
     """Give each layer's routing to its router's replay; drop replays of deleted models first.
-    They are looked for only if the numbers of layers and replays differ.
+    The drop is skipped if the numbers of layers and replays agree.
     """
     import gc
 

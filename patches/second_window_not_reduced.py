@@ -150,8 +150,8 @@ def _inexact(group: Any) -> str | None:
 
 def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
     """Return a text: what `finalize_model_grads` would do a second time to reduced gradients.
-    It is a sum over ranks, or the division by the number of tokens. Return None if it would do
-    nothing twice.
+    The text names a sum over ranks, or the division by the number of tokens. Return None if there
+    is no such repetition.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_model_config

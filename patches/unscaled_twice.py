@@ -53,7 +53,9 @@ def prepare_grads(original: Original, self: Any) -> Any:
 
 
 def clip_grad_norm(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the clipping of gradients: note that unscaled gradients are still unscaled after it."""
+    """Wrap the clipping of gradients: if they were unscaled before, record that they still are.
+    The loss scale then is not divided out a second time.
+    """
     unscaled = [o for o in getattr(self, "chained_optimizers", (self,)) if _is_unscaled(o)]
     result = original(self, *args, **kwargs)
     for optimizer in unscaled:

@@ -196,7 +196,7 @@ def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
 
 def count_outdated(optimizer: Any, device: Any) -> Tensor:
     """Count this rank's parameter elements that were written into the model after the last step.
-    It counts the elements that `outdated` finds. Return a float64 scalar on `device`.
+    The elements are those that `outdated` finds. Return a float64 scalar on `device`.
     """
     import torch
 

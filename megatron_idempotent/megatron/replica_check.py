@@ -104,8 +104,8 @@ def _compare_replicated(params: Sequence[tuple[Any, Tensor]], process_group: Any
 
 def _first_mismatch(tensors: Sequence[Tensor], process_group: Any) -> tuple[int, str] | None:
     """Return the index of the first tensor that differs between ranks, and a text that names ranks.
-    They are the ranks whose tensor differs from that of the group's first rank. Return None if no
-    tensor differs.
+    The named ranks are those whose tensor differs from that of the group's first rank. Return None
+    if no tensor differs.
 
     All ranks of the group take part.
     """

@@ -156,7 +156,7 @@ def began(machine: Any) -> None:
 
 def ended(machine: Any) -> None:
     """Drop the frame that `began` recorded.
-    It is called after the loop of the machine's step has ended normally.
+    Call it after the loop of the rerun state machine's step has ended normally.
     """
     _began.pop(machine, None)
 

@@ -148,7 +148,7 @@ def _positions(function: Callable[..., Any]) -> tuple[int, int, int | None]:
 
 def multiplies_by_ranks() -> bool:
     """Return whether this Megatron multiplies losses by the number of context-parallel ranks.
-    It is True for 0.12, which does so even under `dividing_by(context_parallel=False)`.
+    Return True for 0.12, which does so even under `dividing_by(context_parallel=False)`.
 
     0.12 still multiplies a loss that comes with its tokens by the number of context-parallel ranks:
     it looks the number up twice, the second time for losses without tokens.

@@ -105,8 +105,7 @@ def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool
     Also return whether those ranks run in lockstep, that is, the same code on one batch.
 
     The setting is None without such communication. Tensor and context parallel ranks run in
-    lockstep: the same code on one batch. Other ranks have batches of their own, so that one rank
-    can fail alone.
+    lockstep. Other ranks have batches of their own, so that one rank can fail alone.
     """
     if type(arguments.get("p2p_communicator")).__name__ == "MultiModulePipelineCommunicator":
         return "a multi-module pipeline", False

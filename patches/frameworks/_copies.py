@@ -48,7 +48,7 @@ def restoring(
     param_sync_func: Any,
 ) -> Any:
     """Call `original`; then restore `config.param_sync_func` and the garbage collector's state.
-    They are restored also if `original` raises.
+    Both are restored even if `original` raises.
 
     If `config.param_sync_func` is None afterwards, it becomes `param_sync_func`. Python's garbage
     collector is turned on again if it was on.

@@ -250,7 +250,7 @@ def expect_norms(chunks: Any) -> None:
 
 def expect_products(chunks: Any) -> None:
     """Raise a `Fault` unless each expert adapter's output and gradients are those of its factors.
-    They are compared with the product of the complete factors, which several ranks share.
+    The expected values come from the product of the complete factors, which several ranks share.
 
     The input is the same on all ranks, or split by columns; outputs are split by columns, or are
     summed over ranks. The gradients are compared too. All ranks of the expert, or of the shared

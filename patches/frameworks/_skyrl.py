@@ -174,7 +174,7 @@ def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
 
 def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
     """Take an optimizer step, zero the gradients, and return the gradient norm.
-    It replaces the step of SkyRL's strategy, and calls no scheduler.
+    This function replaces the step of SkyRL's strategy, and calls no scheduler.
     """
     _, norm, _ = optimizer.step()
     optimizer.zero_grad()

@@ -36,8 +36,8 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer with several adapters; its backward sums gradients over tensor-parallel ranks.
-    They are the gradients of the layer's inputs. Layers of experts are run unchanged.
+    """Run a layer with several adapters; in its backward, sum its input gradients over ranks.
+    The ranks are tensor-parallel. Layers of experts are run unchanged.
     """
     from megatron.core import parallel_state
 
