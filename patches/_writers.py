@@ -155,7 +155,7 @@ def maybe_finalize_async_calls(original: Original, self: Any, *args: Any, **kwar
 
 
 def _forget(saves: Any) -> None:
-    """Drop the saves that are not finalized, and the results in their queue."""
+    """Drop the saves that are not finalized, and all results in the module's results queue."""
     saves.async_calls.clear()
     package = type(saves).__module__.rpartition(".")[0]
     results = importlib.import_module(f"{package}.filesystem_async")._results_queue

@@ -37,7 +37,9 @@ from ._case import Fault, Original, Patch, bench, target
 
 
 def copy_to_main(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the copy of model to main parameters: with CPU offload, also copy to the host's ones."""
+    """Wrap the copy of model to main parameters.
+    With CPU offload, also update the copies on the host.
+    """
     hybrid = self.optimizer
     # Megatron-FSDP has main parameters of its own.
     if not optimizers.is_hybrid(hybrid) or optimizers.in_fsdp(self):

@@ -63,7 +63,7 @@ def gpt_stage(
 
 
 def takes(function: Callable[..., Any], parameter: str) -> bool:
-    """Return whether `function` has a parameter of this name in the installed Megatron."""
+    """Return whether `function`, in the installed Megatron, takes a parameter `parameter`."""
     return parameter in inspect.signature(function).parameters
 
 

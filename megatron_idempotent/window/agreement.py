@@ -71,7 +71,8 @@ class WindowAborted(RuntimeError):
 
 
 class SessionPoisoned(RuntimeError):
-    """Is raised once ranks left a window at different points: no guarded window can follow.
+    """Is raised after ranks have left a window at different points.
+    Messages of that window may still be in flight, so all further guarded windows are refused.
 
     `rebuild_process_groups()` or a restart of the processes ends this state.
     """

@@ -193,7 +193,8 @@ class GuardedCall:
         self._chunk_of: dict[int, tuple[Any, Any]] = {}
 
     def run(self, forward_backward_func: Callable[..., Any]) -> Any:
-        """Run the schedule with this guard, agree on failures, and return the schedule's result.
+        """Run the schedule with this guard, tell all ranks of failures, and return the result.
+        Failures are stored in `failures`, and are not raised here.
 
         Raises:
             SessionPoisoned: a rank failed where others may wait for it, or did not arrive in time.

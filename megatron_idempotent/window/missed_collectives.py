@@ -201,7 +201,9 @@ def gather_params(chunk: Any, *, wait: bool = True) -> None:
 
 
 def _start(group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> None:
-    """Start a bucket group's collective; poison the session if it started and then raised.
+    """Start a bucket group's collective by `start`.
+    If `start` raises after the collective has begun, poison the session: further guarded windows
+    are refused.
 
     A collective that started without being recorded would be started again, and the second one
     would pair up with another collective of the peers.
@@ -218,7 +220,10 @@ def _start(group: Any, start: Callable[..., None], *args: Any, **kw: Any) -> Non
 
 
 def _wait(group: Any, finish: Callable[..., None], *args: Any, **kw: Any) -> None:
-    """Wait for a gather; poison the session if it fails, for example because a peer never joins."""
+    """Wait for a parameter gather by `finish`.
+    If that fails, for example because a peer never joins, poison the session: further guarded
+    windows are refused.
+    """
     try:
         finish(*args, **kw)
     except RuntimeError as lost:
