@@ -388,7 +388,7 @@ def _run_commit(session: nox.Session, name: str, wants: dict) -> None:
 
 
 def _unexpected(findings: Path, wants: dict) -> list[str]:
-    """Describe each hazard whose proof failed unexpectedly, or succeeded unexpectedly.
+    """Return a description of each hazard whose proof failed, or succeeded, unexpectedly.
 
     `wants` is the commit's entry in pyproject.toml, with its `unproven` and `refused` hazards.
     """
@@ -538,7 +538,7 @@ def _certify(
 
 
 def _refused(ours: list[str], tree: Path) -> list[str]:
-    """Return the ids of the patches that `apply()` refuses on a source tree: drifted ones."""
+    """Return the ids of the patches that `apply()` refuses on a source tree, as drifted."""
     done = subprocess.run([*ours, "drift", "--json", str(tree)], stdout=subprocess.PIPE, text=True)
     rows = json.loads(done.stdout)
     return [row["id"] for row in rows if row["standing"] == "drifted"]
@@ -568,7 +568,7 @@ def _sources(session: nox.Session, wants: dict, folder: Path, python: Path) -> P
 
 
 def _unpacked(session: nox.Session, wants: dict, folder: Path) -> Path:
-    """Extract packages of a commit, by default `megatron`; return the folder that has them.
+    """Extract packages of a commit, by default `megatron`, and return the folder with them.
 
     `wants` is the commit's entry in pyproject.toml.
     """
@@ -586,7 +586,7 @@ def _unpacked(session: nox.Session, wants: dict, folder: Path) -> Path:
 
 
 def _patched(session: nox.Session, tree: Path, patch: dict, folder: Path) -> Path:
-    """Copy the sources, and apply a framework's own patch to the copy; return the copy."""
+    """Copy a framework's sources, apply its own patch of Megatron to the copy, return the copy."""
     copy = tree.with_name(f"{tree.name}-{patch['commit']}")
     if not copy.exists():
         clone = _clone(session, patch["commit"], patch["repository"], folder)
@@ -600,7 +600,7 @@ def _patched(session: nox.Session, tree: Path, patch: dict, folder: Path) -> Pat
 
 
 def _clone(session: nox.Session, revision: str, repository: str, folder: Path) -> Path:
-    """Return a clone that has the commit: one named by MEGATRON_LM, or a new one."""
+    """Return a git clone that has the commit: one that MEGATRON_LM names, or a new one."""
     ours = (folder / f"{revision}.git").absolute()
     given = filter(None, os.environ.get("MEGATRON_LM", "").split(os.pathsep))
     for clone in (*map(Path, given), ours):

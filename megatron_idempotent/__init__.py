@@ -26,8 +26,8 @@ __getattr__, __dir__ = attributes(__name__)
 
 
 class _Package(type(sys)):  # the type of modules, without importing types
-    """Type of this module: it makes the module pickle as a reference, also if the package is
-    pickled by value.
+    """Module type of this package.
+    The module then pickles as a reference, even if functions of the package are pickled by value.
 
     cloudpickle would copy the module's globals, which contain the module, and never end.
     """

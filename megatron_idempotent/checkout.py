@@ -45,9 +45,7 @@ def load_case_files(path: list[str]) -> None:
 
 
 def _is_ours(file: str) -> bool:
-    """Tell if a file is this project's `patches/__init__.py`, not that of another folder
-    `patches`.
-    """
+    """Tell if a file is this project's `patches/__init__.py`, not that of a different package."""
     try:
         with open(file, encoding="utf-8") as source:
             return PACKAGE in source.read()

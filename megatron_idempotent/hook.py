@@ -30,7 +30,8 @@ PACKAGES = frozenset(
 
 
 def init(args: object = None) -> Report:
-    """Apply the patches; an entry point for frameworks that call a function named by their user.
+    """Apply the patches.
+    It is an entry point for frameworks that call a function named by their user.
 
     The first training call of a job then checks that all of its ranks have them. slime and miles
     take `--custom-megatron-init-path megatron_idempotent.init`.
@@ -56,8 +57,8 @@ def init(args: object = None) -> Report:
 
 
 def watch() -> None:
-    """Apply the patches when this process first imports one of `PACKAGES`; at once if it has
-    imported one already.
+    """Apply the patches when this process first imports one of the packages in `PACKAGES`.
+    Apply them at once if it has imported one already.
 
     `MEGATRON_IDEMPOTENT=0` turns all of them off. Safe to call any number of times.
     """
@@ -68,7 +69,7 @@ def watch() -> None:
 
 
 class _Watch:
-    """A finder that applies the patches at the first import of a package that has patches.
+    """Import finder that applies the patches at the first import of a package that has patches.
 
     At Python's start the path is not complete: it lacks the script's own folder, and the folders of
     later `.pth` files. So nothing is decided before such an import. The finder stays in

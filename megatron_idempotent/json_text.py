@@ -11,7 +11,7 @@ _TOO_DEEP = f"it is nested deeper than {DEEPEST} levels; write it flat"
 
 
 class JsonError(ValueError):
-    """A text is not JSON, is nested too deeply, or has a number that is too long."""
+    """Says that a text is not JSON, is nested too deeply, or has a number that is too long."""
 
 
 def parse_json(text: str | bytes) -> Any:

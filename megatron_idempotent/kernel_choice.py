@@ -53,7 +53,7 @@ def _from_environment() -> bool | None:
 
 
 def _missing(device: torch.device, least: tuple[int, int]) -> str | None:
-    """Say what the kernels lack on a device; None if they can run."""
+    """Return what Triton's kernels lack to run on a device, as a text; None if they can run."""
     if device.type == "cuda":
         capability = _capability(device.index or 0)
         if capability < least:

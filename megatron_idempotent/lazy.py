@@ -42,8 +42,8 @@ REMEDIES = {
 
 
 def untried_torch(version: str | None = None) -> str | None:
-    """Return a sentence if torch is newer than the newest version that this package was tested
-    with, else None.
+    """Return a sentence if torch is newer than any version that this package was tested with.
+    Return None otherwise.
 
     The newest one is below the upper bound of the extra `trainer`.
 
@@ -103,7 +103,7 @@ _homes: dict[str, dict[str, str]] = {}
 
 
 def homes(package: str) -> Mapping[str, str]:
-    """Map the public names of a package to their modules, by the package's `__init__.pyi`.
+    """Return public name → module for a package, as the package's `__init__.pyi` declares.
 
     No other file lists these names. The stub has one import in a line,
     `from .module import name as name`, which type checkers want in a stub and ruff writes.
@@ -122,7 +122,7 @@ def homes(package: str) -> Mapping[str, str]:
 
 
 def attributes(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package that imports its names at first use.
+    """Return a module's `__getattr__` and `__dir__`, which import the package's names at first use.
 
     `__all__` has the names of the stub, without subpackages (`from . import room as room`).
 

@@ -173,7 +173,9 @@ class SettingsReader(Generic[Record]):
         return cast("Record", record)
 
     def _line(self, key_path: KeyPath) -> str:
-        """Return `file:line: ` for a key of the file, and "" for a key that `set` has replaced."""
+        """Return `file:line: `, the place of a key in the settings file.
+        Return "" for a key that `set` has given a value.
+        """
         n = len(key_path)
         if self._path is None or any(path[:n] == key_path[: len(path)] for path in self._set):
             return ""
@@ -183,7 +185,9 @@ class SettingsReader(Generic[Record]):
 
 @functools.cache
 def schema(kind: Any) -> dict[str, Any]:
-    """Return the JSON schema of a record, with the docstrings of its fields; do not change it."""
+    """Return the JSON schema of a record, with the docstrings of its fields.
+    It is cached: do not change it.
+    """
     return _adapter(kind).json_schema()
 
 
@@ -214,7 +218,7 @@ _TYPES = {"integer": "a whole number", "number": "a number", "string": "text"}
 
 
 def _problems(faults: ValidationError, kind: Any, prefix: str) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the key of each fault that pydantic found, and a sentence about it."""
+    """Yield (key, a sentence about what is wrong) for each fault that pydantic found."""
     for fault in faults.errors(include_url=False):
         key_path = tuple(map(str, fault["loc"]))
         field = _schema_of(kind, key_path)
@@ -238,7 +242,9 @@ def _problems(faults: ValidationError, kind: Any, prefix: str) -> Iterator[tuple
 
 
 def _quoted(value: object) -> str:
-    """Return a value for a message; not a URL, which may hold a password or a signature."""
+    """Return a value as text for a message.
+    For a text with a URL return a note instead, because the URL may hold a password or a signature.
+    """
     return "not shown: a URL may hold secrets" if "://" in repr(value) else repr(value)
 
 
@@ -257,7 +263,7 @@ def _unknown(
 
 
 def _keys(kind: Any) -> Iterator[KeyPath]:
-    """Yield the keys of a record and of its sections."""
+    """Yield all keys of a record's fields, those of its sections as (section, key)."""
     for key in schema(kind)["properties"]:
         yield (key,)
         yield from ((key, inner) for inner in _schema_of(kind, (key,)).get("properties", {}))
@@ -284,7 +290,7 @@ def _value(raw: str, field: Mapping[str, Any]) -> Any:
 
 
 def _lines(text: str) -> Iterator[tuple[KeyPath, int]]:
-    """Yield each key and table of a TOML file, with its line, from 1."""
+    """Yield (key or table, line number from 1) for each key and table of a TOML file."""
     table: KeyPath = ()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\[?\s*([\w.-]+)\s*\]", line):

@@ -16,8 +16,8 @@ from megatron_idempotent.patching.trees import SourceTree
 
 
 def renewed_texts(lines: Sequence[str], trees: Iterable[SourceTree]) -> list[str]:
-    """Return the lines of `texts.txt`, each with the digest of a function's text and the hash of
-    its body. Reviewed functions in these trees are added, and lines of unreviewed bodies dropped.
+    """Return the lines of `texts.txt`: the digest of a function's text, and the hash of its body.
+    Reviewed functions in these trees are added, and lines of unreviewed bodies dropped.
     """
     bodies = {name for names in reviewed().bodies.values() for name in names}
     texts = dict(line.split() for line in lines)

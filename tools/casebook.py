@@ -139,7 +139,7 @@ def hazard_tables(link: Callable[[str], str]) -> Iterator[str]:
 
 
 def by_kind() -> dict[str, list[Hazard]]:
-    """Return the hazards by the title of their kind, each kind in order of id."""
+    """Return title of a kind → the hazards of that kind, in order of id."""
     kinds: dict[str, list[Hazard]] = {title: [] for title in (*_KINDS.values(), *_OTHER_KINDS)}
     for hazard in hazards().values():
         kinds[_kind(hazard)].append(hazard)
@@ -157,8 +157,9 @@ def _kind(hazard: Hazard) -> str:
 
 
 def _seen_by_users(hazard: Hazard) -> str:
-    """Return a hazard's summary for its row, after the first error message that its symptom quotes
-    if the summary lacks that message.
+    """Return a hazard's summary for its table row.
+    It is preceded by the first error message that the symptom quotes, if the summary lacks that
+    message.
     """
     quoted = messages(hazard.case_file["Symptom"])
     errors = [message for message in quoted if re.match(r"\w*(Error|Exception): ", message)]
@@ -180,8 +181,8 @@ def messages(symptom: str) -> list[str]:
 
 
 def _cells(hazard: Hazard) -> tuple[str, str, str]:
-    """Return the cells of a hazard's row: releases, loudness, and the patch's switch or else the
-    hazard's `answer`.
+    """Return the cells of a hazard's row: releases, loudness, and "on" or "off" for a patch.
+    For a hazard without a patch the last cell is its `answer`.
     """
     versions = hazard.versions
     if hazard.distribution != MEGATRON:
@@ -215,8 +216,8 @@ def read_findings(folder: Path) -> Proven:
 
 
 def merged(older: Proven, newer: Proven) -> Proven:
-    """Return verdicts by release or commit, then hazard: the older ones, replaced by the newer one
-    where a hazard has both.
+    """Merge two tables of verdicts, by release or commit and then by hazard.
+    Where both tables have a verdict, that of `newer` is taken.
 
     Hazards without a case file are left out.
     """
@@ -243,8 +244,8 @@ def first_untried(releases: Sequence[Mapping[str, Any]]) -> str:
 def naming_releases(
     texts: Mapping[Path, str], releases: Sequence[Mapping[str, Any]]
 ) -> dict[Path, str]:
-    """Return the texts of the files `NAMING` with the tested releases and the package's version
-    updated.
+    """Return path → text of the files that name the tested releases, such as README, updated.
+    The package's version is updated, too.
 
     Raises:
         ValueError: a text lacks the line that names them.
@@ -374,8 +375,7 @@ the same of what is installed.
 
 
 def coverage(verdicts: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Return the number of patches that `apply()` installs on a Megatron, and the ids of those that
-    it refuses there.
+    """Return how many patches `apply()` installs on a Megatron, and the ids that it refuses there.
 
     Args:
         verdicts: the Megatron's verdicts by hazard, from proven.json.
@@ -433,7 +433,7 @@ def page(
 
 
 def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a Markdown list of the hazards whose patches `apply()` refuses on pinned commits."""
+    """Return a Markdown list of the hazards whose patches `apply()` refuses on a pinned commit."""
     names = dict.fromkeys(name for entry in project["frameworks"] for name in entry["megatron"])
     refused = dict.fromkeys(id for name in names for id in coverage(proven[name])[1])
     if not refused:
@@ -443,8 +443,8 @@ def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -
 
 
 def _commits(walked: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
-    """Yield the page's lines about how many patches `apply()` would install on the commits of each
-    branch.
+    """Yield the page's lines about the commits of each branch: how many patches would be installed.
+    A table lists the patches that `apply()` would refuse on some commits.
     """
     yield from _ALL_COMMITS
     for branch, runs in walked.items():

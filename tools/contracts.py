@@ -25,7 +25,7 @@ def contract_lines(patches: Iterable[Patch]) -> list[str]:
 
 
 def derived(wrapper: Callable[..., Any]) -> Contract:
-    """Return the wrapper's contract, or one with the reason why it cannot be derived."""
+    """Return the contract derived from a wrapper's code, or a contract with the reason why not."""
     try:
         return _derived(wrapper)
     except ValueError as error:
@@ -69,7 +69,9 @@ def _reads(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> Iterator[s
 
 
 def _items(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> tuple[tuple[str, ...], bool]:
-    """Return the names that the wrapper unpacks the result into, and if there may be more items."""
+    """Return the names into which a wrapper unpacks the wrapped function's result.
+    Also return if the result may have more items.
+    """
     results = set()
     for node in ast.walk(tree):
         above = parents.get(node)
@@ -100,7 +102,7 @@ def _calls_original(node: ast.Call) -> bool:
 
 
 def _keywords(tree: ast.FunctionDef) -> Iterator[str]:
-    """Yield the keywords that the wrapper passes to the function that it wraps."""
+    """Yield the names of the keyword arguments that a wrapper passes to the function it wraps."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and called(node) == "original":
             yield from (keyword.arg for keyword in node.keywords if keyword.arg is not None)

@@ -41,7 +41,7 @@ class Branches(Clone):
         return [(commit, day) for commit, day in map(str.split, lines)]
 
     def trees(self, commits: Sequence[str]) -> Iterator[tuple[SourceTree, Mapping[str, str]]]:
-        """Yield the source tree of each commit, and the blob ids of its files by path."""
+        """Yield, for each commit, its source tree, and a map from file path to git blob id."""
         blobs: dict[str, str] = {}
         for number, commit in enumerate(commits):
             if number == 0:
@@ -69,7 +69,7 @@ _Source = tuple[str, str]
 
 
 class _Recorder:
-    """Reads a tree's modules, and records each read, so that a verdict can be cached."""
+    """Reads modules of a source tree, and records each read, so that a verdict can be cached."""
 
     def __init__(self, tree: SourceTree, blobs: Mapping[str, str]) -> None:
         self.tree, self._blobs = tree, blobs
@@ -105,7 +105,7 @@ class _Recorder:
 
 
 class _CachedVerdict(NamedTuple):
-    """Holds a verdict, and the states of all sources that were read for it."""
+    """Holds a verdict on a patch, and the states of all sources that were read for the verdict."""
 
     version: str
     recorded: dict[_Source, Any]
@@ -113,8 +113,8 @@ class _CachedVerdict(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """Holds the outcome of all patches on one commit: how many `apply()` would install, which it
-    would refuse.
+    """Holds the outcome of all patches on one commit.
+    It has the number of patches that `apply()` would install, and those that it would refuse.
     """
 
     commit: str
@@ -127,7 +127,7 @@ class Standing(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The fraction of the commit's patches that `apply()` would install."""
+        """The fraction of the patches for this commit that `apply()` would install."""
         return self.landed / max(1, self.landed + len(self.refused))
 
 
@@ -151,8 +151,8 @@ def walk(clone: Branches, branch: str, since: str) -> Iterator[Standing]:
 def _verdict(
     patch: Patch, tree: SourceTree, blobs: Mapping[str, str], cache: list[_CachedVerdict]
 ) -> Verdict:
-    """Return a cached verdict whose sources are unchanged, or decide on the patch and cache the
-    result.
+    """Return the cached verdict on a patch if the sources that it read are unchanged.
+    Otherwise decide on the patch, and cache the verdict.
 
     The last commit's verdict is first in the cache, because it is mostly that of the next one.
     """
@@ -171,7 +171,7 @@ def _verdict(
 
 
 def _judge(patch: Patch, recorder: _Recorder) -> Verdict:
-    """Decide on a patch for the recorder's source tree, as `apply()` does."""
+    """Decide whether `apply()` would install a patch, from the recorder's source tree."""
     bodies = {}
     for target in patch.targets:
         text = recorder.text(target.module)

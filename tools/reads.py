@@ -39,8 +39,8 @@ _MANY, _FEW = 6, 3
 
 
 def derived(patch: Patch) -> tuple[frozenset[tuple[Read, str]], bool]:
-    """Return the names of upstream that a patch's wrappers read, call or set, and whether the
-    wrappers keep state on upstream's objects.
+    """Return the names of upstream that a patch's wrappers read, call or set.
+    Also return whether the wrappers store attributes on upstream's objects.
 
     Returns:
         (Read, `module:Class` of which it is an attribute, or "" if unknown) pairs; and True if the
@@ -83,7 +83,7 @@ def renewed(
 def needs_of(
     patch: Patch, trees: Sequence[SourceTree], old: Needs | None, *, accepts: bool = False
 ) -> Needs:
-    """Return the names that a patch needs from upstream.
+    """Return the names that a patch's wrappers need from upstream, as a `Needs`.
 
     Args:
         patch: the patch.
@@ -117,9 +117,8 @@ def needs_of(
 
 
 def _kind(use: str) -> str:
-    """Return how a wrapper uses a name, with `[…]` cut to `[]`, so that an entry of `reads.txt`,
-    which has hashes in the brackets, equals what is derived from the wrapper's code, which has
-    none.
+    """Return how a wrapper uses a name, without the hashes that `reads.txt` has in brackets.
+    So an entry of that file can be compared with a use derived from the wrapper's code.
     """
     return "[]" if use.startswith("[") else use
 
@@ -127,8 +126,8 @@ def _kind(use: str) -> str:
 def _needs(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree], only_new: bool
 ) -> Iterator[Need | None]:
-    """Yield a `Need` for each place that binds a newly used name, limited to the releases that have
-    the name; None for a place without such a range.
+    """Yield a `Need` for each place that binds a newly used name, with the releases that have it.
+    Yield None for a place whose releases form no range.
     """
     if not read.use:
         for binding in _bindings_of(read, of_class, patch, trees):
@@ -159,7 +158,7 @@ def _needs(
 def _definitions(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree]
 ) -> list[tuple[str, str]]:
-    """Return (module, class) pairs that define the name which a wrapper sets or calls.
+    """Return the (module, class) pairs that define the name which a wrapper sets or calls.
 
     The wrapped classes and their bases are searched first, then all classes in their modules, then
     all others. If many define the name, it is not clear which is meant, and none is returned.
@@ -242,8 +241,8 @@ def _binds(binding: _Binding, tree: SourceTree) -> bool:
 
 
 def _imported(read: Read, trees: Sequence[SourceTree]) -> _Binding:
-    """Return the binding of a name that a wrapper imports from a module. The name may itself be a
-    module, and `read.module` may name a class.
+    """Return where a name that a wrapper imports from a module is bound.
+    The name may itself be a module, and `read.module` may name a class.
     """
     if any(tree.text(f"{read.module}.{read.name}") is not None for tree in trees):
         return (f"{read.module}.{read.name}",), "", ""
@@ -280,8 +279,8 @@ def _bindings(
 
 
 def _in_modules(name: str, near: Sequence[str], trees: Sequence[SourceTree]) -> list[_Binding]:
-    """Return the bindings of a name in the modules `near`, or in all modules of upstream if `near`
-    is empty, in the newest tree that has any.
+    """Return the bindings of a name in the modules `near`, or in all modules if `near` is empty.
+    They are those of the newest tree that has any.
 
     If there are many, a few that are in all trees are returned.
     """
@@ -334,7 +333,9 @@ def _bounded(binding: _Binding, trees: Sequence[SourceTree], only_new: bool) -> 
 
 @lru_cache(maxsize=1)
 def elsewhere() -> frozenset[str]:
-    """Return the attribute names of Python's and torch's objects, which are not looked up."""
+    """Return the attribute names of Python's and torch's own objects.
+    They are not looked up in upstream.
+    """
     import enum
     import functools
     import hashlib

@@ -25,7 +25,7 @@ _FAILED = ("failure", "error")
 
 
 def outcomes(report: Path, framework: str) -> Iterator[bool]:
-    """Yield True or False for each test of a framework that was not skipped: whether it passed."""
+    """Yield, for each test of a framework that was not skipped, True if it passed, else False."""
     words = re.compile(rf"(?<![a-z]){framework.replace('-', '[-_]')}(?![a-z])")
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname')} {case.get('name')}".lower()

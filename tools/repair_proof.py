@@ -50,7 +50,7 @@ def bits_of_control(hazard_id: str) -> object:
 
 
 def trained(options: tuple[str, ...], calls: int) -> tuple[list[float], bytes]:
-    """Train for six iterations on this rank, divided over `calls` calls of Megatron's `train`.
+    """Train for six iterations on this rank, in `calls` calls of Megatron's `train`.
     Return the losses and the parameters' bytes.
     """
     running = program.start(options)
@@ -60,8 +60,8 @@ def trained(options: tuple[str, ...], calls: int) -> tuple[list[float], bytes]:
 
 
 def on_ranks(pool: RankPool, ranks: int, function: Any, *arguments: Any) -> Any:
-    """Run a function on ranks of the pool. Return the results of all ranks, or the text of the
-    error if a rank raises one or does not end in time.
+    """Run a function on ranks of the pool, and return all ranks' results.
+    If a rank raises an error, or does not end in time, return the error's text.
     """
     try:
         return pool.run(ranks, function, *arguments, timeout_s=DEADLINE_S, patience=3)

@@ -73,13 +73,13 @@ def repair_of(hazard_id: str) -> Repair:
 
 
 def repaired() -> list[str]:
-    """Return the ids of the hazards that have a repair in upstream/, sorted."""
+    """Return the sorted ids of the hazards for which upstream/ has a repair."""
     return sorted(path.parent.name for path in FOLDER.glob("*/repair.py"))
 
 
 def in_order(ids: Iterable[str]) -> list[str]:
-    """Return the given hazards, and all hazards whose repairs theirs build on, in the order in
-    which to apply their repairs: each hazard comes after the ones that its repair builds on.
+    """Return the given hazards, and those whose repairs theirs build on, in the order of repairing.
+    Each hazard comes after the ones that its repair builds on.
     """
     order: list[str] = []
 
@@ -95,8 +95,8 @@ def in_order(ids: Iterable[str]) -> list[str]:
 
 
 def chosen(clone: Path, ids: list[str]) -> list[str]:
-    """Return the hazards `ids`; if it is empty, all hazards whose repairs edit only packages that
-    the clone has.
+    """Return the hazards `ids`.
+    If `ids` is empty, return all hazards whose repairs edit only packages that the clone has.
 
     A package counts with its first folder, because `megatron.core` and `megatron.bridge` are in
     different repositories.
@@ -115,7 +115,7 @@ def chosen(clone: Path, ids: list[str]) -> list[str]:
 
 
 def is_made(repair: Repair, root: Path) -> bool:
-    """Return whether the files already hold every line that the repair puts in."""
+    """Return whether the checkout's files already contain every line that the repair inserts."""
     for edit in repair.edits:
         present = {
             line.strip() for line in file_of(edit.module, root).read_text("utf-8").split("\n")
@@ -135,8 +135,9 @@ def write(path: Path, text: str) -> None:
 
 
 def make(root: Path, ids: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Edit the files of a checkout. Yield each hazard's id with `applied` or `already applied`, or
-    with a sentence about what is missing.
+    """Edit the files of a checkout by repairs.
+    Yield (hazard's id, `applied` or `already applied`), or the id and a sentence about what is
+    missing.
 
     A repair that does not fit changes no file.
     """
@@ -155,7 +156,7 @@ def make(root: Path, ids: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def diff(root: Path, hazard_id: str) -> str:
-    """Return the repair as a unified diff of a checkout.
+    """Return, as a unified diff, what a repair changes in a checkout; the checkout stays as it is.
 
     Repairs that this one builds on are made first, and are no part of the diff.
 
@@ -195,8 +196,8 @@ def changed_lines(difference: str) -> int:
 
 
 def copied(clone: Path, tree: Path) -> Path:
-    """Copy a checkout without its `.git` to the folder `tree`, as hard links where the file system
-    can, and return `tree`.
+    """Copy a checkout, without its `.git`, to the folder `tree`, and return `tree`.
+    The files are hard links where the file system allows it.
     """
     try:
         shutil.copytree(clone, tree, copy_function=os.link, ignore=shutil.ignore_patterns(".git"))
@@ -248,8 +249,8 @@ def run(tree: Path, arguments: list[str]) -> Result:
 
 
 def faults(hazard_id: str, stock: Result, mended: Result) -> Iterator[str]:
-    """Yield a sentence for each fault of a repair, given the results on the stock tree and on the
-    repaired tree.
+    """Yield a sentence for each fault of a repair.
+    Faults are found by comparing the results on the stock tree with those on the repaired tree.
     """
     repair = repair_of(hazard_id)
     ours = (hazard_id, *repair.also)
@@ -359,7 +360,9 @@ def prove(clone: Path, ids: list[str], *, together: bool, everything: bool) -> i
 
 
 def _of_another(line: str, repaired_here: set[str]) -> bool:
-    """Tell if a line says that another repair of the same tree made its hazard `fixed_upstream`."""
+    """Tell if a line says that a different repair in this tree repaired its own hazard, too.
+    Such a line, about `fixed_upstream`, is no fault.
+    """
     prefix = "apply() says fixed_upstream of "
     return line.startswith(prefix) and line[len(prefix) :].partition(",")[0] in repaired_here
 

@@ -171,7 +171,7 @@ def _recipes(
 
 
 def _related(hazard: Hazard) -> list[Hazard]:
-    """Return the hazards that share an error message or a patched function with this one."""
+    """Return the hazards that share an error message or a patched function with `hazard`."""
     marks = _marks(hazard)
     return [
         similar
@@ -198,7 +198,7 @@ def _hazard_link(text: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """Return a Markdown text as one line, with its bare URLs turned into links."""
+    """Return a Markdown text on one line, with its bare URLs turned into links."""
     text = " ".join(text.split())
     return re.sub(r"(?<![<(])https://[^\s,]*[^\s,.;:)]", lambda link: f"<{link[0]}>", text)
 
@@ -229,7 +229,9 @@ def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
 
 
 def _ready(root: Path, proven: Proven) -> str:
-    """Return the page of upstream's own repairs: a row for each hazard, with its state."""
+    """Return the page about repairs of upstream's own code: a table row for each hazard.
+    A row has the state of the hazard's repair.
+    """
     rows: dict[str, list[str]] = {name: [] for name in _STATES}
     for hazard in hazards().values():
         link = f"[`{hazard.id}`](hazards/{hazard.id}.md)"
@@ -314,7 +316,7 @@ def _table(names: list[str], listed: Mapping[str, Hazard], proven: Proven) -> st
 
 
 def relinked(markdown: str, source: str, exists: Callable[[str], bool], repository: str) -> str:
-    """Return a page with links that work on the site.
+    """Return a Markdown page whose links are rewritten for the documentation site.
 
     A link to a hazard in HAZARDS.md becomes one to the hazard's page; a link to HAZARDS.md's grids
     becomes one to the matrix; a link to a file outside of the site becomes one to the repository.

@@ -49,7 +49,9 @@ STUCK_S = 20.0
 
 
 def main() -> int:
-    """Print a line per file; return 1 if a test has another outcome with the patches, else 0."""
+    """Run upstream's tests without and with the patches, and print a line per file.
+    Return 1 if a test's outcome differs with the patches, else 0.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)

@@ -107,8 +107,8 @@ def _is_module(name: str) -> bool:
 
 
 def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[Read], bool]:
-    """Return the names of upstream that a wrapper, and the functions of this package that it uses,
-    read, call or set.
+    """Return the names of upstream that a wrapper reads, calls or sets.
+    This includes reads by functions of this package that the wrapper uses.
 
     Args:
         wrapper: a plain function of a module.
@@ -228,13 +228,13 @@ class _Definition:
                     self._add(text, True, None, "!")
 
     def table_use_of(self, module: str, name: str) -> str:
-        """Return `get` or `set`, the use of a table's names in this code; "" if it is no table."""
+        """Return how this code uses the names in a table: `get` or `set`; "" if it is no table."""
         table = self._source.definitions.get(name) if module == self._source.module else None
         is_table = isinstance(table, (ast.Tuple, ast.List, ast.Set, ast.Dict))
         return self._table_use if is_table else ""
 
     def _call(self, node: ast.Call, guarded: bool, is_taken_apart: bool) -> None:
-        """Collect the keywords of a call of upstream, and whether its result is unpacked."""
+        """Note a call of upstream: its keywords, and whether its result is unpacked."""
         keywords = sorted(keyword.arg for keyword in node.keywords if keyword.arg is not None)
         uses = [*([f"({','.join(keywords)})"] if keywords else ()), *["[]"][:is_taken_apart]]
         for use in uses:
@@ -284,7 +284,7 @@ class _Definition:
         return None
 
     def _attribute(self, node: ast.Attribute, guarded: bool, use: str = "") -> None:
-        """Collect the attributes of a chain such as `a.b.c`; `use` is the use of the last one."""
+        """Note the attributes in a chain such as `a.b.c`; `use` is how the last one is used."""
         use = use or ("" if isinstance(node.ctx, ast.Load) else "!")
         names = [node.attr]
         root: ast.expr = node.value
@@ -329,8 +329,8 @@ class _Definition:
                 self.uses.add((module, inner))
 
     def _add(self, name: str, guarded: bool, holder: ast.expr | None, use: str = "") -> None:
-        """Collect an attribute that the code uses; `holder` is the expression of its object, None
-        if that is unknown.
+        """Note that the code uses an attribute.
+        `holder` is the expression of the attribute's object, None if that is unknown.
         """
         is_self = isinstance(holder, ast.Name) and holder.id == "self"
         self.keeps = self.keeps or _PACKAGE in name

@@ -21,15 +21,15 @@ Action = Literal["before", "after", "replace", "substitute", "wrap", "first", "l
 
 
 class AnchorError(ValueError):
-    """Says that an edit does not fit a source: its function or its anchor is missing, or is there
-    more than once.
+    """Says that an edit does not fit a source.
+    Its function or its anchor is missing, or is there more than once.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """Holds one change of one function, class or module, such as lines to insert; the functions
-    below build it.
+    """Holds one change of one function, class or module, such as lines to insert.
+    The functions below create such changes.
 
     Example:
         Edit(address="megatron.training.training:train", action="after",
@@ -151,7 +151,7 @@ class Repair:
     changes lines that they rely on: somebody has to read them again once it is merged."""
 
     def files(self, root: Path) -> dict[Path, str]:
-        """Return the edited text of each file that the repair touches.
+        """Return path → edited text, for each file that the repair changes.
 
         Args:
             root: the folder that has the packages.
@@ -223,7 +223,9 @@ def _definitions(owner: ast.AST, name: str) -> Iterator[ast.AST]:
 
 
 def _statements(owner: ast.AST, *, deep: bool) -> Iterator[ast.stmt]:
-    """Yield the statements of an owner; with `deep` also those of functions inside it."""
+    """Yield the statements of a module, class or function.
+    With `deep`, also yield those of functions inside of it.
+    """
     for child in ast.iter_child_nodes(owner):
         if isinstance(child, ast.stmt):
             yield child
@@ -247,7 +249,10 @@ def _written(statement: ast.stmt) -> str:
 
 
 def _normal(anchor: str) -> str:
-    """Return an anchor as `ast.unparse` writes it; as it is if it is no statement by itself."""
+    """Return an anchor, a fragment of code to find, as `ast.unparse` writes it.
+    A block's header may stand without its body. If the fragment cannot be parsed, only its
+    whitespace is collapsed.
+    """
     for text, cut in ((anchor, ""), (f"{anchor}\n    pass", "    pass")):
         try:
             return ast.unparse(ast.parse(text)).removesuffix(cut).rstrip()
@@ -267,8 +272,8 @@ def _one(found: list[ast.stmt], anchor: str, edit: Edit) -> ast.stmt:
 
 
 def _anchored(owner: ast.AST, anchor: str, edit: Edit) -> ast.stmt:
-    """Return the one statement of an owner that contains an anchor; raise `AnchorError` if none or
-    several do.
+    """Return the one statement of an owner (module, class or function) that contains an anchor.
+    Raise `AnchorError` if no statement contains it, or several do.
     """
     fragment = _normal(anchor)
     deep = not isinstance(owner, ast.Module)
@@ -311,7 +316,9 @@ def _replace(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
 
 
 def _substitute(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
-    """Replace the anchor in the one simple statement or header whose own lines have it."""
+    """Replace the anchor in the one simple statement or block header that contains the anchor.
+    Return the new lines.
+    """
     spans = []
     for statement in (
         *((owner,) if isinstance(owner, ast.stmt) else ()),

@@ -128,8 +128,8 @@ def _accept(
 
 
 def _part(target: Target, body: Body) -> str | None:
-    """Return the hash of the body's statements that the patch relies on; None if the body lacks
-    some of them, so that only a review of the whole body counts.
+    """Return the hash of the statements of a function's body that the patch relies on.
+    Return None if the body lacks some of them; then only a review of the whole body counts.
     """
     if not target.relies_on or not all(body.contains(text) for text in target.relies_on):
         return None
@@ -149,8 +149,9 @@ def _label(distribution: str, label: str | None, tree: SourceTree) -> str:
 def _extend(
     reviews: Reviewed, patch: Patch, target: Target, body: Body | None, release: Installed
 ) -> None:
-    """Extend the releases noted for a function's body, and for a reviewed part of it, by a release
-    that has them too.
+    """Note in `reviews` that `release`, too, has this body of the target function.
+    The same is noted for the reviewed part of the body. A body or part that `reviews` does not list
+    yet is left out.
 
     A body of a release before the hazard is recorded without a review: a commit with that body does
     not have the hazard yet.
@@ -171,7 +172,7 @@ def _extend(
 def _with_the_same_file(
     releases: Iterable[Release], target: Target, tree: SourceTree
 ) -> list[Installed]:
-    """Return the known releases whose file with the patched function is equal to the tree's."""
+    """Return the known releases whose file with the patched function is equal to that of `tree`."""
     digest = tree.digest(target.module)
     return [
         release_named(release.version)
@@ -181,7 +182,9 @@ def _with_the_same_file(
 
 
 def _with(label: str, release: Installed) -> str:
-    """Return the releases of a body, such as `0.12.0 to 0.15.3`, extended by one more release."""
+    """Extend `label`, a range of releases like `0.12.0 to 0.15.3`, so that it includes `release`.
+    The label names the releases that have a function body. Return the new label.
+    """
     first, _, last = label.partition(" to ")
     if not numbers(first):
         return label  # the name of a commit
@@ -190,7 +193,7 @@ def _with(label: str, release: Installed) -> str:
 
 
 def _drop_unwrapped(reviews: Reviewed) -> None:
-    """Remove the bodies of functions that no patch wraps any more from `reviews`."""
+    """Remove from `reviews` the bodies of functions that no patch wraps any more."""
     wrapped = {target.address for patch in patches().values() for target in patch.targets}
     for address in reviews.bodies.keys() - wrapped:
         for name in reviews.bodies.pop(address):
@@ -200,5 +203,5 @@ def _drop_unwrapped(reviews: Reviewed) -> None:
 
 
 def _read(reviews: Reviewed) -> set[str]:
-    """Return the hashes of the bodies that a person has reviewed for at least one patch."""
+    """Return the hashes of function bodies that a person has reviewed for at least one patch."""
     return {name for _, name in reviews.readers}

@@ -74,8 +74,8 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _words(action: argparse.Action) -> tuple[str, ...]:
-    """Return the words that complete a command-line argument: those for its metavar, or the allowed
-    values of a trainer's setting.
+    """Return the words with which a shell completes a command-line argument.
+    They come from the argument's metavar, or are the allowed values of a trainer's setting.
     """
     if action.metavar == "SECTION.KEY=VALUE":
         return tuple(f"{name}=" for name in _settings())
@@ -88,7 +88,7 @@ def _words(action: argparse.Action) -> tuple[str, ...]:
 
 
 def _settings() -> dict[str, tuple[str, ...]]:
-    """Return the allowed words of each of the trainer's settings; () for a number or a text."""
+    """Return setting → its allowed words, for the trainer's settings; () for numbers and texts."""
     from megatron_idempotent.rl.trainer import config
 
     return {

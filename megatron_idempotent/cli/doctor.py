@@ -73,7 +73,8 @@ def doctor(*, as_json: bool, neighbour: str | None = None) -> int:
 
 
 def _patch_by(neighbour: str) -> None:
-    """Import `module`, or import it and call the function of `module:function`.
+    """Import the module that `--beside` names, another package that patches Megatron.
+    For `module:function` also call the function.
 
     Raises:
         ValueError: the module or function does not exist, or the module cannot be imported.
@@ -103,7 +104,9 @@ def _patch_by(neighbour: str) -> None:
 
 
 def notes() -> Iterator[str]:
-    """Yield sentences about this environment: Megatron's commit, torch, hook, other patchers."""
+    """Yield sentences about this environment: Megatron's commit, torch, the hook, other patchers.
+    Other patchers are packages that patch Megatron, too.
+    """
     yield from _commit()
     yield from map(without_case_file, lost())
     yield from filter(None, [untried_torch(), hook_here()])
@@ -113,7 +116,7 @@ def notes() -> Iterator[str]:
 
 
 def _commit() -> Iterator[str]:
-    """Yield a sentence if the installed Megatron is not the release that its version names."""
+    """Yield a sentence if the installed Megatron's files are not those of the release it claims."""
     comparison = compared()
     if comparison is None:
         return

@@ -40,8 +40,9 @@ _STANDINGS: Mapping[str | None, Standing] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drift:
-    """Holds the result of comparing one patch with one source tree, such as whether the bodies that
-    the patch wraps are reviewed there.
+    """Holds the result of comparing one patch with one source tree.
+    It says, for example, whether a person has reviewed the tree's bodies of the functions that the
+    patch wraps.
 
     Example:
         Drift(id="train-interval-timer", path="Megatron-LM", distribution="megatron-core",
@@ -110,7 +111,7 @@ def compare(trees: Iterable[SourceTree]) -> list[Drift]:
 
 
 class _Reference(NamedTuple):
-    """Holds a reviewed body of a function, with which a drifted (changed) body is compared."""
+    """Holds a function body from a tree, with which a changed body of this function is compared."""
 
     label: str
     reviewed: bool
@@ -229,7 +230,8 @@ def drift(
 
 
 def _repairs_that_can_go(rows: Sequence[Drift]) -> list[str]:
-    """Return a sentence for each repair in upstream/ whose hazard a released version has repaired.
+    """Return a sentence for each repair in upstream/ that is no longer needed.
+    A released version has then repaired the hazard itself.
 
     Versions of commits (`0.20.0rc0`, `unknown`) do not count.
     """

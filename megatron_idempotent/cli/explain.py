@@ -80,7 +80,7 @@ def case_text(patch: Hazard) -> str:
 
 
 def facts(hazard: Hazard) -> dict[str, list[str]]:
-    """Return the facts of a hazard's record that are not in its case file, by title."""
+    """Return title → facts, for facts of a hazard's record that its case file does not state."""
     of_patch: dict[str, list[str]] = {}
     if isinstance(hazard, Patch):
         of_patch = {
@@ -109,7 +109,7 @@ def _answer(hazard: Hazard) -> str:
 
 
 def as_id(text: str) -> str:
-    """Return the id of the hazard whose file has this name; the text if there is none."""
+    """Return the id of the hazard whose case file has the name `text`; else `text` itself."""
     dashed = text.removesuffix(".py").replace("_", "-")
     return dashed if dashed in hazards() else text
 
@@ -144,7 +144,7 @@ def nearest(text: str) -> list[str]:
 
 
 def _spoken(hazard: Hazard) -> str:
-    """Return a hazard's title and symptom in lower case, with single spaces."""
+    """Return a hazard's id, summary, title and symptom as one lower-case text for a word search."""
     sections = hazard.case_file
     spoken = f"{hazard.id} {hazard.summary} {sections['']} {sections['Symptom']}"
     return " ".join(spoken.lower().split())

@@ -59,23 +59,23 @@ WORDS: Mapping[str, Meaning] = {
 
 
 def recorded() -> Proven:
-    """Return the contents of this package's `proven.json`: by release or commit, and by hazard, the
-    verdict of `prove`.
+    """Return the verdicts of `prove` from this package's `proven.json`.
+    The result maps a release or commit to a map from hazard to verdict.
     """
     findings: Proven = json.loads("\n".join(generated(PROVEN)))
     return findings
 
 
 def meaning(word: str) -> Meaning:
-    """Return the `Meaning` of a verdict. One that `WORDS` lacks is a failure, and has its own text
-    as its meaning.
+    """Return the `Meaning` of a verdict.
+    A verdict that `WORDS` lacks is a failure, which is described by the verdict's own text.
     """
     return WORDS.get(word) or Meaning(word, word, False)
 
 
 def seen(hazard: Hazard, proven: Proven) -> dict[str, list[str]]:
-    """Return, for each verdict about a hazard, the releases and commits that have this verdict, in
-    the order of `WORDS`.
+    """Return verdict → the releases and commits with that verdict about a hazard.
+    The verdicts are in the order of `WORDS`.
 
     There are none for a framework's hazard, because only Megatron's releases have verdicts.
     """

@@ -25,7 +25,9 @@ def write(folder: Path, name: str, lines: Iterable[str]) -> None:
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Write a file unless it has this text already: make uses its modification time."""
+    """Write `text` to a file, unless the file has this text already.
+    The file's modification time, which make compares, then stays.
+    """
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
     # A new file is written and renamed, so that an interrupted write leaves the old one.

@@ -87,8 +87,8 @@ def hook_parser() -> argparse.ArgumentParser:
 
 
 def hook_here() -> str | None:
-    """Return a line about the hook's effect in this environment; None if there is no hook and
-    `MEGATRON_IDEMPOTENT` is not on.
+    """Return a line that says whether the hook file works in this environment.
+    Return None if there is no hook and `MEGATRON_IDEMPOTENT` is not on.
     """
     user, environment = Path(site.getusersitepackages()), Path(sysconfig.get_path("purelib"))
     folders = dict.fromkeys([environment, *map(Path, site.getsitepackages()), user])
@@ -106,7 +106,9 @@ def hook_here() -> str | None:
 
 
 def hook_line(file: Path, text: str | None) -> str:
-    """Return a line about the hook's file; `text` is its content, None if there is no file."""
+    """Return a line about the state of the hook's file: missing, of another version, or in place.
+    `text` is the file's content, None if there is no file.
+    """
     if text is None:
         return f"no hook in {file.parent}: `megatron-idempotent hook install` writes it"
     if text != PTH_LINE:

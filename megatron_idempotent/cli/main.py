@@ -134,8 +134,8 @@ def _run(argv: list[str]) -> int:
 
 
 def _own_parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the argument parsers of the commands in `_OWN_PARSERS`, without commands whose
-    packages are missing.
+    """Return command → argument parser, for the commands in `_OWN_PARSERS`.
+    Commands whose packages are not installed are left out.
     """
     parsers = {}
     for command, (module, _, make) in _OWN_PARSERS.items():
@@ -148,7 +148,7 @@ def _own_parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, Any]:
-    """Return the parser of the command, and the action that holds the subcommands' parsers."""
+    """Return the program's argument parser, and the argparse action with its subcommands."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="Patches that make Megatron's train path safe to call again.",

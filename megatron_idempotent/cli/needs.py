@@ -24,8 +24,8 @@ Version = tuple[tuple[int, ...], bool]
 def accepted_needs(
     needs: Mapping[str, Needs], trees: Iterable[SourceTree], ids: Collection[str]
 ) -> dict[str, Needs]:
-    """Return, by patch, the names that wrappers need from upstream; those of the patches in `ids`
-    are updated to the reviewed trees.
+    """Return patch → the names that the patch's wrappers need from upstream.
+    The needs of the patches in `ids` are updated to the reviewed source trees.
 
     Args:
         needs: the contents of `reads.txt`, by patch.
@@ -50,16 +50,16 @@ def by_version(trees: Iterable[SourceTree]) -> list[SourceTree]:
 
 
 def fits(patch: Patch, tree: SourceTree, *, read: bool) -> bool:
-    """Return True if `apply()` would install a patch on a tree; with `read` drifted bodies are
-    accepted.
+    """Return True if `apply()` would install a patch on a source tree.
+    With `read`, changed function bodies that nobody has reviewed are accepted.
     """
     bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
     return judge(patch, bodies, None, release_of(tree), named=read).status is None
 
 
 def needs_of_names(names: Iterable[Need], *, keeps: bool) -> Needs:
-    """Return sorted needs as a `Needs`, without a need for a module if another need is for a name
-    in that module.
+    """Return `names`, sorted, as a `Needs`.
+    A need for a module is dropped if another need is for a name in that module.
     """
     ordered = sorted(names, key=str)
     bound = {need.modules for need in ordered if need.name}
@@ -69,7 +69,7 @@ def needs_of_names(names: Iterable[Need], *, keeps: bool) -> Needs:
 
 
 def versions_with(need: Need, trees: Iterable[SourceTree]) -> tuple[set[Version], set[Version]]:
-    """Return the versions of source trees that meet a need, and of those that do not."""
+    """Return two sets of source trees' versions: those that meet a need, and those that do not."""
     meeting: set[Version] = set()
     lacking: set[Version] = set()
     for tree in trees:
@@ -79,8 +79,7 @@ def versions_with(need: Need, trees: Iterable[SourceTree]) -> tuple[set[Version]
 
 
 def merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
-    """Return the needs that replace a need, mostly one: the need limited to the releases and
-    commits that have the name.
+    """Return the needs that replace `need`: mostly one, limited to the versions that have the name.
 
     If releases in between lack the name these are two needs: for releases before them, and for
     those after them if the installed Megatron has the name again.

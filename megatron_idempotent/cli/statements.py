@@ -28,7 +28,7 @@ _OPENS = {"orelse": "else:", "finalbody": "finally:"}
 
 
 class Statement(NamedTuple):
-    """Holds one statement, or the header of a compound statement."""
+    """Holds the hash and the text of one statement, or of a compound statement's header."""
 
     hash: str
     """The first four characters of a hash of the statement and its depth."""
@@ -37,8 +37,8 @@ class Statement(NamedTuple):
 
 
 def statements(body: Body) -> list[Statement]:
-    """Return a function's decorators (except those that only observe calls), signature and
-    statements.
+    """Return a function's decorators, signature and statements, each as a `Statement`.
+    Decorators that only observe calls are left out.
     """
     tree = body.tree
     decorators = [decorator for decorator in tree.decorator_list if not watches(decorator)]
@@ -54,8 +54,8 @@ def statements(body: Body) -> list[Statement]:
 
 
 def accepted_lines(bodies: Iterable[Body]) -> list[str]:
-    """Return the line of `accepted.txt` for each body: its hash, and the hashes of its
-    statements.
+    """Return the lines of `accepted.txt` for these bodies, sorted by hash.
+    A line has a body's hash and the hashes of its statements.
     """
     hashes_of = {
         body.hash: "".join(statement.hash for statement in statements(body)) for body in bodies
@@ -87,8 +87,8 @@ class Change(NamedTuple):
 
 
 def change(body: Body, reviewed: Mapping[str, str]) -> Change | None:
-    """Compare a function's body, by hashes of its statements, with the most similar reviewed
-    body.
+    """Compare a function's body with the most similar reviewed body of the function.
+    The two are compared by the hashes of their statements.
 
     Args:
         body: the unreviewed body.
@@ -169,7 +169,7 @@ def _bare(node: ast.stmt) -> ast.stmt:
 
 
 def _header(node: ast.stmt) -> str:
-    """Return the statement on one line; for a compound statement, its header."""
+    """Return a statement as one line of source; for a compound statement, only its header."""
     if not hasattr(node, "body"):
         return " ".join(line.strip() for line in ast.unparse(node).splitlines())
     bare = _bare(node)

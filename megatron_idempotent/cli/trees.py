@@ -63,8 +63,8 @@ class Clone:
         }
 
     def tree_of(self, commit: str, blobs: Mapping[str, str]) -> SourceTree:
-        """Return a Megatron source tree whose files are the git blobs `blobs`, by path; the tree's
-        name contains `commit`.
+        """Return a Megatron source tree whose files are git blobs; `blobs` maps paths to blob ids.
+        The tree's name contains `commit`.
         """
         files = Listed(blobs, lambda path: self._content(blobs[path]))
         name = commit[:12] if len(commit) == _SHA else commit
@@ -91,15 +91,13 @@ def open_trees(paths: Iterable[Path]) -> list[SourceTree]:
 
 
 def installed_trees() -> list[SourceTree]:
-    """Return a list with the source tree of the Megatron on the path; an empty list without a
-    Megatron.
-    """
+    """Return [the source tree of the Megatron on the import path], or [] without a Megatron."""
     info = locate(INFO)
     return [] if info is None else [SourceTree(info.parents[INFO.count(".")], patches())]
 
 
 def release_of(tree: SourceTree, distribution: str = MEGATRON) -> Installed | None:
-    """Return the release of a tree, by its path or by its files; None for a commit.
+    """Return which release a source tree is, by the tree's path or its files; None for a commit.
 
     The path of a wheel names its release, and so does the tag of a clone at a release.
     """

@@ -37,7 +37,7 @@ def pull_request(hazard_id: str) -> str:
 
 
 def repair_text(hazard: Hazard) -> str:
-    """Return the pull request's message and the edits of upstream's code, for a terminal.
+    """Return a pull request's message and its edits of upstream's code, formatted for a terminal.
 
     Without a repair, the text says when the patch can go, and where repairs are kept.
     """

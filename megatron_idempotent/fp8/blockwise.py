@@ -170,8 +170,8 @@ def check_scale_shape(caller: str, codes: Tensor, scale_inv: Tensor) -> None:
 
 
 def check_cuts(name: str, rows: int, pieces: tuple[int, ...]) -> None:
-    """Raise `ValueError` unless a weight's pieces, cut by rows, have the whole weight's blocks of
-    128 rows.
+    """Raise `ValueError` if a weight's pieces cut one of its blocks of 128 rows in two.
+    The pieces are cut by rows. All of them but the last must have a multiple of 128 rows.
 
     They do if each piece but the last has a multiple of 128 rows. Otherwise the pieces have to be
     put together, or taken apart, before they are quantized: a block with rows of two pieces would
@@ -205,7 +205,9 @@ def _blocks(length: int) -> int:
 
 
 def _slabs(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
-    """Split a weight into parts of bounded size; yield slices of experts, of blocks, of rows."""
+    """Cut a weight [E, R, C] into parts of bounded size; yield each part's slices.
+    The three slices select experts, blocks of 128 rows, and rows.
+    """
     experts, rows, columns = shape
     row_bytes = BLOCK * max(1, _blocks(columns)) * BLOCK * 4
     blocks_per_slab = max(1, _SLAB_BYTES // row_bytes)
@@ -219,8 +221,8 @@ def _slabs(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _as_blocks(slab_ERC: Tensor) -> Tensor:
-    """Return a float32 copy of a slab as blocks, [E, r, K, c, K], with zeros beyond the weight's
-    edges.
+    """Return a float32 copy of a slab as blocks [E, r, K, c, K].
+    Zeros fill the blocks beyond the weight's edges.
     """
     experts, rows, columns = slab_ERC.shape
     shape = (experts, _blocks(rows) * BLOCK, _blocks(columns) * BLOCK)

@@ -64,7 +64,9 @@ class Fp8Export:
             )
 
     def converts(self, name: str, weight: Tensor) -> bool:
-        """Return whether a weight is quantized: a linear layer's or all experts', not excluded."""
+        """Return whether a weight is quantized.
+        It is if it is a linear layer's matrix, or the matrices of all experts, and is not excluded.
+        """
         module, _, last = name.rpartition(".")
         if weight.dim() == 2:
             return last == "weight" and not self._left_out(module)

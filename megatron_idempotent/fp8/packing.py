@@ -46,9 +46,7 @@ class TokenAlignment:
             )
 
     def of_sequence(self, tokens: int) -> int:
-        """Return the number of tokens that a sequence of `tokens` tokens takes in a pack, padding
-        included.
-        """
+        """Return how many tokens a sequence of `tokens` tokens takes in a pack, padding counted."""
         return -(-tokens // self.sequence) * self.sequence
 
     def of_pack(self, lengths: Iterable[int]) -> int:
@@ -59,7 +57,7 @@ class TokenAlignment:
 
     @classmethod
     def of_config(cls, config: Any) -> TokenAlignment:
-        """Read the multiples from a TransformerConfig, arguments, or a mapping with such names.
+        """Read the multiples from a TransformerConfig, Megatron's arguments, or a similar mapping.
 
         Reads `fp8`, `fp8_recipe`, `tensor_model_parallel_size`, `context_parallel_size` and
         `sequence_parallel`.
@@ -247,7 +245,7 @@ class Pack:
         *,
         device: torch.device | str | None = None,
     ) -> Pack:
-        """Return the `Pack` for sequences of these lengths in segments of these padded sizes.
+        """Return the `Pack` for sequences of these lengths, whose padded sizes are `segments`.
 
         Example: `Pack.laid_out(pack.lengths, pack.segments)` is that pack again.
         """
@@ -380,7 +378,7 @@ class Pack:
         return torch.where(self.mask.view(-1, *[1] * (values.dim() - 1)), spread, fill)
 
     def _flat(self, caller: str, values: Tensor) -> Tensor:
-        """Return values as [T, ...]: a model's output [1, T, ...] loses its first dimension."""
+        """Return `values` as [T, ...]; a model's output [1, T, ...] loses its first dimension."""
         if values.dim() > 1 and tuple(values.shape[:2]) == (1, self.tokens):
             values = values[0]
         if values.dim() < 1 or len(values) != self.tokens:

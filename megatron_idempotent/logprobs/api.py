@@ -243,7 +243,7 @@ def _outputs(
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """Return the statistics, and the inputs that `_outputs` saved."""
+    """Return the `VocabStatistics` and the inputs that `_outputs` saved for the backward."""
     count = len(VocabStatistics._fields)
     return VocabStatistics(*ctx.saved_tensors[:count]), *ctx.saved_tensors[count:]
 
@@ -331,8 +331,8 @@ def _differentiated(
     d_logprob_N: Tensor | None,
     d_entropy_N: Tensor | None,
 ) -> tuple[GradCoefficients, TokenBatch, Tensor | None]:
-    """Return the gradient's coefficients and the `TokenBatch` of those tokens that have a gradient,
-    and a mask [N] of these tokens.
+    """Return the gradient's coefficients, and the `TokenBatch`, of tokens with a nonzero gradient.
+    Also return a mask [N] of these tokens; None if all tokens are returned.
 
     Clipped tokens have no gradient, and neither have those of a group with equal rewards. If nearly
     all tokens have one, all are returned, and None as the mask. The host waits for their number.
@@ -409,7 +409,8 @@ class LogprobsFromHidden(torch.autograd.Function):
 def _gradients_by_columns(
     ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the hidden states' gradient from this rank's columns, and the weight's gradient.
+    """Return the gradients of the hidden states and the weight, for this rank's columns.
+    The logits are computed again, some columns of all tokens at a time.
 
     It computes the logits again, some columns of all tokens at a time, and adds the hidden states'
     gradient up in the type of the statistics.
@@ -439,8 +440,8 @@ def _gradients_by_columns(
 def _gradients_by_tokens(
     ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the hidden states and the weight. The logits are computed again for
-    Triton's kernels, all columns of some tokens at a time.
+    """Return the gradients of the hidden states and the weight, with Triton's kernels.
+    The logits are computed again, all columns of some tokens at a time.
 
     The hidden states' gradient is in float32 if it is summed over several ranks.
     """
@@ -476,8 +477,8 @@ def _gradients_by_tokens(
 
 
 def _kept_gradient(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None) -> Any:
-    """Return, for each column that a sampler kept for a token, the token's index, the column's
-    number and the logit's gradient, each [E]; and the inputs saved in the forward.
+    """Return, for each column that a sampler kept for a token, three values, and the saved inputs.
+    The values are the token's index, the column's number and the logit's gradient, each [E].
     """
     total, *saved = _saved(ctx)
     columns, inputs = KeptColumns(*saved[:3]), saved[3:]

@@ -249,11 +249,12 @@ class Call:
         self.ids = torch.where(self.first == position_K, self.ids, -1)
 
     def _filled(self, per_token: Tensor, value: float) -> Tensor:
-        """Return a copy of `per_token` with `value` at the tokens that are left out."""
+        """Return a copy of `per_token` with `value` at the tokens that are not computed."""
         return per_token if self.computed is None else torch.where(self.computed, per_token, value)
 
     def gather(self) -> Tensor:
-        """Return the logits [..., V] or the hidden states [..., H] of all tokens.
+        """Return the logits [..., V], or the hidden states [..., H], of all tokens.
+        Also store the order of their rows in memory.
 
         Under sequence parallelism the group's ranks take part in one all-gather.
         """
@@ -289,7 +290,7 @@ class Call:
         return self._order.unflat(values_N)
 
     def workspace(self) -> int:
-        """Return the bytes of scratch memory for blocks of logits.
+        """Return how many bytes of scratch memory blocks of logits may take.
 
         For logits from hidden states it is at most the device's default.
         """
@@ -300,9 +301,7 @@ class Call:
         return min(self.workspace_bytes, limit)
 
     def parts(self, backend: Backend = "eager") -> ProductParts:
-        """Return a `ProductParts`: the sizes of the parts in which logits are computed from hidden
-        states.
-        """
+        """Return a `ProductParts`: how many logits are computed from hidden states at a time."""
         device = self.input.device.type
         usual = _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE)
         if backend == "triton" and device != "cpu":
@@ -314,8 +313,9 @@ class Call:
         )
 
     def source(self, rows: Tensor) -> Source:
-        """Return a reader of logits: of the logits that `gather` returned, or of those made from
-        its hidden states.
+        """Return a reader of logits.
+        It reads `rows`, which `gather` has returned, or computes logits from them if they are
+        hidden states.
         """
         if self.weight is not None:
             return Products(self.ordered(rows), self.weight, self.columns, self.parts())
@@ -324,7 +324,8 @@ class Call:
         return Logits(self._order.rows(rows), self.kept_N, self.columns, memory)
 
     def consumes(self) -> bool:
-        """Return whether the gradient overwrites the logits; warn if gaps in memory prevent that.
+        """Return whether the gradient is written into the logits' memory, as the caller allowed.
+        Warn, and return False, if the logits have gaps in memory.
 
         Raises:
             ValueError: the logits are a leaf tensor, which would be overwritten for the caller.

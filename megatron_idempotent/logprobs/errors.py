@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def misfit(caller: str, argument: str, remedy: str) -> ValueError:
-    """Return a `ValueError` that says which argument does not fit, and what to pass instead."""
+    """Return a `ValueError`: `caller` got `argument`, and what to pass instead is `remedy`."""
     return ValueError(f"{caller}() got {argument}: {remedy}")
 
 
@@ -26,7 +26,7 @@ def one_of(caller: str, name: str, value: object, allowed: tuple[str, ...]) -> N
 
 
 def not_dense(value: Any) -> str | None:
-    """Describe a value that is not a dense tensor with values; return None for a dense tensor."""
+    """Return None for a dense tensor with values; for any other value, a text that describes it."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     if value.layout not in (torch.strided, torch.jagged):

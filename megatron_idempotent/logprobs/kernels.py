@@ -72,17 +72,13 @@ class Scratch:
         return self._views[number, rows]
 
     def read(self, logits_nV: Tensor) -> Tensor:
-        """Return the logits in the dtype in which statistics are computed: unchanged, or a copy in
-        the first buffer.
-        """
+        """Return the logits in the dtype of the statistics: as they are, or copied to buffer 0."""
         if logits_nV.dtype == self._dtype:
             return logits_nV
         return self(0, len(logits_nV))[0].copy_(logits_nV)
 
     def without(self, logits_nV: Tensor, apart_nK: Tensor) -> Tensor:
-        """Return a copy, in the first buffer, of logits from `read`, with -inf in the columns
-        `apart_nK`.
-        """
+        """Copy `logits_nV` to buffer 0, set the columns `apart_nK` to -inf, and return the copy."""
         copy_nV, with_room_nV = self(0, len(logits_nV))
         if copy_nV.data_ptr() != logits_nV.data_ptr():
             copy_nV.copy_(logits_nV)
@@ -160,8 +156,8 @@ def _sums(
     *,
     subtract_max: bool,
 ) -> None:
-    """Sum exp(logit - largest), or exp(logit), of each token into `partial`; and moments if
-    entropies are computed.
+    """Add up exp(logit - largest), or exp(logit), over each token's columns, into `partial`.
+    The targets' columns are left out. Moments are added up, too, if entropies are computed.
     """
     per_token = partial.origin[:, None], apart_NK, partial.exponentials, partial.moments
     many = partial.target.dim() == 2
@@ -234,8 +230,8 @@ def _blocks_with(
     temperature: Tensor | float,
     *per_token: Tensor | None,
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield each block of the panels' kept rows, with the temperature and the `per_token` values of
-    the block's tokens.
+    """Yield each block of the panels' kept rows, followed by the values of the block's tokens.
+    The values are the temperature and the tensors in `per_token`.
 
     A tensor of temperatures is yielded as [n, 1], None as None.
     """
@@ -252,7 +248,8 @@ def _blocks_with(
 def _scaled(
     logits_nV: Tensor, origin_n1: Tensor | None, temperature: Tensor | float, out_nV: Tensor
 ) -> Tensor:
-    """Return z = (logits - origin) / temperature in `out_nV`; the logits if these are equal to z.
+    """Return z = (logits - origin) / temperature, written to `out_nV`.
+    Return the logits themselves if z is equal to them.
 
     A tensor of temperatures is [n, 1].
     """

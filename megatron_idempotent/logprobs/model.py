@@ -33,8 +33,8 @@ _INSTEAD = "take the logits, and token_logprobs(logits=…)"
 def _stats_of(
     layer: Any, hidden_SBH: Tensor, output_weight: Tensor | None, arguments: dict[str, Any]
 ) -> TokenStats:
-    """Call the output layer with `token_logprobs` in place of its forward, and return the
-    `TokenStats`, [B, S] as the targets.
+    """Call the output layer, but compute `token_logprobs` instead of logits.
+    Return the `TokenStats`, [B, S] like the targets.
 
     The module's hooks run as usual: DDP's, which waits for parameters that are still being gathered
     and starts the next gather, and FSDP2's, which unshards parameters.
@@ -285,7 +285,9 @@ def logprobs_processor(
 
 
 def _gpt_in(model: Any) -> Any:
-    """Return the GPTModel inside of wrappers, each of which holds the next as `module`."""
+    """Return the GPTModel inside of `model`, which may be in wrappers such as DDP.
+    Each wrapper holds the next one as `module`.
+    """
     gpt = model
     while not isinstance(gpt, GPTModel) and isinstance(getattr(gpt, "module", None), Module):
         gpt = gpt.module

@@ -39,7 +39,7 @@ class Order:
         self._shape = [tensor.shape[dim] for dim in self._order]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return a view of the tensor with its leading dimensions sorted by descending stride."""
+        """Return a view of a tensor whose leading dimensions are sorted by descending stride."""
         return tensor.permute(*self._order, tensor.dim() - 1)
 
     def flat(self, per_token: Tensor) -> Tensor:
@@ -58,7 +58,8 @@ class Order:
 
 
 def as_matrices(*tensors: Tensor) -> tuple[list[Tensor], ...]:
-    """View each tensor as a list of matrices with all of its rows.
+    """Return each tensor's rows as a list of matrices, which are views.
+    Such a matrix is called a panel.
 
     It is one matrix, unless a tensor is a slice whose rows do not have one stride. The tensors have
     one shape, and are cut at the same rows.
@@ -83,7 +84,7 @@ class RowBlock(NamedTuple):
     tokens: slice
 
     def read(self, panels: list[Tensor]) -> Tensor:
-        """Return the block's rows of panels: a view if the rows are contiguous, else a copy."""
+        """Return the block's rows, from its panel: a view if they are contiguous, else a copy."""
         rows, matrix = self.rows, panels[self.panel]
         if isinstance(rows, Tensor):
             return matrix.index_select(0, rows)
@@ -104,8 +105,8 @@ class RowBlock(NamedTuple):
 
 
 def blocks_of(panels: list[Tensor], kept_N: Tensor | None, rows: int) -> Iterator[RowBlock]:
-    """Yield `RowBlock`s of at most `rows` rows, which together have all rows of these panels, or
-    those of kept tokens.
+    """Yield `RowBlock`s of at most `rows` rows, which together cover these panels' kept tokens.
+    Without a mask they cover all rows.
 
     `kept_N` is a bool mask, or None for all tokens; the host reads it once for each panel.
     """
@@ -119,14 +120,16 @@ def blocks_of(panels: list[Tensor], kept_N: Tensor | None, rows: int) -> Iterato
 
 
 def masked(panels: list[Tensor], mask_N: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield each panel with its part of the mask; with None if the mask is None."""
+    """Yield (panel, the part of the mask for its rows) pairs; (panel, None) without a mask."""
     if mask_N is None:
         return ((panel, None) for panel in panels)
     return zip(panels, torch.split(mask_N, [len(panel) for panel in panels]), strict=True)
 
 
 def _parts(size: int, row_n: Tensor | None, rows: int) -> Iterator[slice | Tensor]:
-    """Cut rows into parts of at most `rows`; as slices, without a copy, if runs are long."""
+    """Yield rows in parts of at most `rows`: slices if most rows are contiguous, else indices.
+    A slice needs no copy.
+    """
     if row_n is None:
         runs = [(0, size)]
     elif not len(row_n):
@@ -180,8 +183,8 @@ def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: tor
 def flat_indices(
     panels: list[Tensor], kept_N: Tensor | None, token_E: Tensor
 ) -> Iterator[tuple[Tensor, slice | Tensor, Tensor]]:
-    """Yield each panel, the entries of `token_E` whose tokens are in the panel, as indices or a
-    slice, and the rows of these tokens in the panel.
+    """Yield, for each panel, the panel, and which entries of `token_E` have tokens in the panel.
+    The entries are given as indices or a slice. The third item has the tokens' rows in the panel.
 
     `token_E` has indices among the kept tokens.
     """
@@ -203,8 +206,9 @@ TILE = 128
 
 
 class ProductParts(NamedTuple):
-    """Says how many bytes of logits are computed from hidden states at once, whether the backward
-    sums the hidden states' gradients over ranks, and whether it adds the weight's to `main_grad`.
+    """Says how the product of hidden states and the weight is computed.
+    It has the bytes of logits at a time, whether the backward sums the hidden states' gradients
+    over ranks, and whether it adds the weight's gradient to `main_grad`.
     """
 
     logits_bytes: int
@@ -216,12 +220,12 @@ class ProductParts(NamedTuple):
     """True if the weight's gradient is added to its `main_grad`."""
 
     def of_tokens(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-        """Yield the tokens in slices, each of which is multiplied with all columns."""
+        """Yield slices of the tokens; each slice is multiplied with all columns of the weight."""
         rows = rows_of_a_block(columns, self.logits_bytes, 1, dtype)
         return _slices(tokens, rows // TILE * TILE or rows)
 
     def of_columns(self, tokens: int, columns: int, dtype: torch.dtype) -> Iterator[slice]:
-        """Yield the columns in slices, each of which all tokens are multiplied with.
+        """Yield slices of the weight's columns; all tokens are multiplied with each slice.
 
         A part fits `logits_bytes` in the type in which it is computed, which may be wider.
         """
@@ -241,7 +245,9 @@ class Product:
         self._memory: Tensor | None = None
 
     def __call__(self, left_nH: Tensor, right_Hv: Tensor) -> Tensor:
-        """Return the product, [n, v], which the next call overwrites."""
+        """Multiply two matrices into this object's memory; return the product [n, v].
+        The next call overwrites it.
+        """
         shape = len(left_nH), right_Hv.shape[1]
         size = shape[0] * shape[1]
         if self._memory is None or self._memory.numel() < size:
@@ -350,8 +356,9 @@ class WeightGradient:
             self._sum[written if parts else 0 :].zero_()
 
     def add(self, rows: slice | Tensor, d_logits_nv: Tensor, hidden_nH: Tensor) -> None:
-        """Add the product of some logits' gradients with the hidden states to the weight's gradient
-        in `rows`, the rows for these logits' columns.
+        """Add some tokens' part to rows `rows` of the weight's gradient.
+        The part is the product of the logits' gradients, in those rows' columns, with the hidden
+        states.
         """
         if self._sum is None:
             return
@@ -422,7 +429,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SequenceParallel(torch.autograd.Function):
-    """Gathers hidden states of which each rank has a piece, cut along the first dimension.
+    """Autograd function: gathers hidden states that are cut over ranks along the first dimension.
 
     Each rank's gradient comes from its columns of the logits. The gradient of a piece is the sum
     over all ranks.

@@ -22,7 +22,7 @@ Backend = Literal["eager", "triton"]
 
 
 class Columns(NamedTuple):
-    """Describes the vocabulary, and this rank's part of it."""
+    """Describes the vocabulary's size, and which of its columns this rank has."""
 
     first: int
     """The id of this rank's first column."""
@@ -38,7 +38,7 @@ class Columns(NamedTuple):
     """The number of ranks that share the vocabulary."""
 
     def real_of(self, rank: int) -> int:
-        """Return the number of a rank's columns that are tokens."""
+        """Count the vocabulary columns of `rank` that stand for tokens; the others are padding."""
         return min(self.per_rank, max(0, self.vocabulary - rank * self.per_rank))
 
 
@@ -76,14 +76,14 @@ class TokenBatch(NamedTuple):
         return self.targets // self.columns.per_rank
 
     def select(self, tokens: slice | Tensor) -> TokenBatch:
-        """Return the batch with the targets and temperatures of these tokens alone."""
+        """Return the batch reduced to these tokens: their targets and temperatures."""
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature[tokens]
         return self._replace(targets=self.targets[tokens], temperature=temperature)
 
     def in_columns(self, part: slice) -> TokenBatch:
-        """Return the batch for a part of this rank's columns, as if the rank had no others."""
+        """Return the batch as if this rank had only the part `part` of its vocabulary columns."""
         first, real = self.columns.first + part.start, part.stop - part.start
         return self._replace(columns=self.columns._replace(first=first, real=real))
 
@@ -99,12 +99,12 @@ def is_unit_temperature(temperature: Tensor | float) -> bool:
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to compute logits of this type in: float64 for float64, else float32."""
+    """Return the dtype of statistics of logits of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def is_local(local: Tensor, columns: int) -> Tensor:
-    """Return a mask of the column numbers that are on this rank: from 0 to `columns` - 1."""
+    """Return a mask of the column numbers that this rank has, which are 0 to `columns` - 1."""
     return (local >= 0) & (local < columns)
 
 
@@ -198,7 +198,8 @@ def all_gathered(sent_NX: Tensor, group: Any) -> Tensor:
 
 
 def merged(parts: list[Partial], has_target: list[Tensor], temperature: Tensor | float) -> Partial:
-    """Merge statistics of parts of a rank's columns, without a collective.
+    """Merge the statistics of several parts of this rank's columns into one `Partial`.
+    No collective is needed.
 
     `has_target` has a mask for each part, [N] or [N, K]: True for targets among its columns.
     """
@@ -212,8 +213,8 @@ def merged(parts: list[Partial], has_target: list[Tensor], temperature: Tensor |
 def _summed(
     parts_PNX: Tensor, has_target_PN: Tensor, temperature: Tensor | float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Combine each token's statistics of several parts of the vocabulary, packed `Partial`s, into
-    those of all parts together. Return the fields of that `Partial` in float64.
+    """Combine each token's statistics of P parts of the vocabulary into those of all parts.
+    The parts are packed `Partial`s. Return the fields of the combined `Partial` in float64.
 
     `has_target_PN` says which part has each target; for K targets it is [P, N, K].
     """
@@ -234,8 +235,7 @@ def _summed(
 def with_target(
     origin_N: Tensor, others_N: Tensor, moment_N: Tensor, z_N: Tensor, dtype: torch.dtype
 ) -> VocabStatistics:
-    """Compute each token's statistics of all columns, from the target's z and the sums over all
-    columns but the target's.
+    """Compute each token's `VocabStatistics` from the target's z and sums over all other columns.
 
     All are given in float64, and rounded to `dtype` at the end.
     """
@@ -257,8 +257,8 @@ def _with_targets(
     temperature: Tensor | float,
     dtype: torch.dtype,
 ) -> VocabStatistics:
-    """Compute each token's statistics of all columns, from the logits of K targets and the sums
-    over all columns but the targets'.
+    """Compute each token's `VocabStatistics` from K targets' logits and sums over other columns.
+    The sums are over all columns but the targets'.
 
     All are given in float64, and rounded to `dtype` at the end. Targets that `valid_NK` leaves out
     have no part in them; no token is a target twice.
@@ -346,8 +346,8 @@ class GradCoefficients(NamedTuple):
         d_logprob_NX: Tensor,
         d_entropy_N: Tensor | None,
     ) -> GradCoefficients:
-        """Return the coefficients of the logits' gradient if each token has K targets, and the
-        log-prob of the rest (of all other columns of the vocabulary together) has a gradient too.
+        """Return the coefficients of the logits' gradient if each token has K targets.
+        The log-prob of the rest (all other columns of the vocabulary together) has a gradient, too.
 
         The other columns' gradient is written with q = p / rest, which is a number however small
         both are: q·(g_rest·(1 - rest) - rest·Σ g_target), and for the entropy
@@ -383,6 +383,6 @@ class GradCoefficients(NamedTuple):
         return GradCoefficients(origin_N, factor_N.to(like_N), slope_N, of_target_NK.to(like_N))
 
     def select(self, tokens: slice | Tensor) -> GradCoefficients:
-        """Return the coefficients of the tokens at these indices."""
+        """Return the coefficients of these tokens only, given as a slice, indices or a mask."""
         fields: list[Any] = [None if field is None else field[tokens] for field in self]
         return GradCoefficients(*fields)

@@ -171,8 +171,8 @@ def context_parallel_whole(
 def _positions_of(
     caller: str, rank: Any, size: int, positions: int, cu_seqlens: Tensor | None, device: Any
 ) -> Tensor:
-    """Return the indices of the positions that context-parallel rank `rank` has, [positions /
-    size]; for a tensor of ranks [R, 1] one row of indices per rank.
+    """Return the indices [T / size] of the T positions that context-parallel rank `rank` has.
+    For a tensor of ranks [R, 1] return a row of indices for each rank.
     """
     share_T = torch.arange(positions // size, device=device)
     start: Any = 0
@@ -192,8 +192,8 @@ def _positions_of(
 
 
 class _GatheredParts(torch.autograd.Function):
-    """Gathers all ranks' parts as [size, ...]; the gradient is that of this rank's part, summed
-    over the ranks if `adds_up`.
+    """Autograd function: gathers all ranks' parts as [size, ...].
+    The gradient is that of this rank's part, summed over the ranks if `adds_up`.
     """
 
     @staticmethod

@@ -140,8 +140,8 @@ def largest(logits_nV: Tensor, count: int) -> Tensor:
 
 
 def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) -> Tensor:
-    """Replace those chosen columns whose logit is equal to the last chosen one by the lowest
-    columns with that logit.
+    """Among chosen columns that tie with the last one, choose the lowest columns of that logit.
+    Columns with a larger logit stay chosen.
     """
     last_b1 = values_bC[:, -1:]
     above_b = (values_bC > last_b1).sum(-1)
@@ -154,8 +154,8 @@ def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) ->
 
 
 def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
-    """Gather the candidates and the sums of all ranks, and return the `TopK` of the whole
-    vocabulary, the same on all ranks.
+    """Gather all ranks' candidates and sums; return the `TopK` of the whole vocabulary.
+    It is equal on all ranks.
 
     The group's ranks take part in one all-gather.
     """
@@ -303,8 +303,8 @@ def topk_kl(
 def _unnamed_logprob(
     teacher_K: Tensor, mass: Tensor, student_rest: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return the log-prob of all tokens other than the teacher's K, from what the probabilities of
-    the K leave of 1.
+    """Return the log-prob of all tokens other than the teacher's K together.
+    It is computed from what the probabilities of the K leave of 1.
 
     It is at least the rounding error of the K, because less is not significant. It is -inf if no
     more is left and the student has no other token.

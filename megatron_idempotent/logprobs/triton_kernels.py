@@ -46,7 +46,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def exponential(z: tl.tensor) -> tl.tensor:
-    """Return exp(z) of a finite z: 1 of 0, and 0 if float32 has no normal number for it."""
+    """Return exp(z) of a finite z: exactly 1 for z = 0, and 0 below float32's normal numbers."""
     power = z * _LOG2E
     remainder = tl.fma(power, -_LN2, z)
     rounded = tl.exp2(power)
@@ -76,9 +76,7 @@ _WARP = 32
 
 
 class Shape(NamedTuple):
-    """Says how the work of a Triton kernel is divided: warps of a program, loads in flight, columns
-    of a program.
-    """
+    """Says how a Triton kernel's work is divided: warps, loads in flight, columns per program."""
 
     warps: int
     """The number of warps of a program, of 32 threads each."""
@@ -135,8 +133,8 @@ def using(**shapes: Shape) -> Iterator[None]:
 
 
 def temperature_arguments(batch: TokenBatch, like: Tensor) -> dict[str, Any]:
-    """Return a kernel's arguments for the temperature. If that is one number, `like` is passed for
-    the tensor of temperatures, which the kernel then does not read.
+    """Return a kernel's arguments for the temperature, a number or a tensor.
+    For a number, `like` is passed as the tensor, which the kernel then does not read.
     """
     if isinstance(batch.temperature, Tensor):
         return {"temperatures": batch.temperature, "temperature": 1.0, "PER_TOKEN": True}
@@ -144,7 +142,7 @@ def temperature_arguments(batch: TokenBatch, like: Tensor) -> dict[str, Any]:
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the tensor's GPU is the current one, which Triton launches on."""
+    """Return a context that makes the tensor's GPU the current one, on which Triton launches."""
     return (
         torch.cuda.device(tensor.device)
         if tensor.device.type == "cuda"

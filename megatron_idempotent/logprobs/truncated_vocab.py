@@ -98,7 +98,7 @@ class Sampling:
 
     @property
     def limit(self) -> int:
-        """The number of tokens to keep, or 0 for all."""
+        """The number of most likely tokens to keep (top-k), or 0 to keep all."""
         return max(self.top_k or 0, 0)
 
     def cuts(self, vocabulary: int) -> bool:
@@ -144,8 +144,8 @@ class Sampling:
 
 
 def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
-    """Return, for each token, whether no column outside the candidates can have a logit as high as
-    `lowest_n`.
+    """Return, for each token, whether all columns with a logit of at least `lowest_n` are known.
+    They are known if no column that is not a candidate can have such a logit.
     """
     if beyond_n is None:
         return torch.ones_like(lowest_n, dtype=torch.bool)
@@ -251,7 +251,9 @@ def columns_above_boundary(
     kept_columns: list[KeptColumns] = []
 
     def settle(token_s: Tensor, parts: Iterator[tuple[slice, Tensor]], width: int) -> Tensor:
-        """Send `width` candidates of these tokens; return the tokens for which they are too few."""
+        """Send `width` candidates of these tokens, and compute the tokens for which they suffice.
+        Return the other tokens.
+        """
         sent_sX, column_sC = _candidates(batch.select(token_s), sampling, parts, width, dtype)
         sent_RsX = all_gathered(sent_sX, columns.group)
         unsent = [columns.real_of(rank) > width for rank in range(columns.ranks)]
@@ -304,8 +306,8 @@ def _candidates(
     width: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the tensor [s, 3 + width] that this rank sends for a batch of tokens, and the columns
-    of its candidates.
+    """Return the tensor [s, 3 + width] that this rank sends for s tokens, and candidates' columns.
+    A row has the largest logit, the mass, the target's logit, and the candidates' logits.
 
     The logits come in parts. The mass counts without top-k only, and is 0 with it.
     """
@@ -333,7 +335,7 @@ def _candidates(
 
 
 def _fit(columns: Columns, width: int) -> int:
-    """Return how many tokens are computed at a time, with `width` candidates per rank."""
+    """Return how many tokens are computed at a time if each rank sends `width` candidates."""
     return rows_of_a_block(columns.ranks * width, _CHUNK_BYTES, _AT_A_TIME, torch.float64)
 
 
@@ -345,8 +347,8 @@ def _statistics(
     temperature: Tensor | float,
     dtype: torch.dtype,
 ) -> VocabStatistics:
-    """Compute each token's statistics over the columns that the sampler kept for it, the same bits
-    on all ranks.
+    """Compute each token's `VocabStatistics` over the columns that the sampler kept for the token.
+    The bits are equal on all ranks.
 
     It computes in float64, from values that are equal on all ranks.
     """

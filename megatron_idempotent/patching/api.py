@@ -271,8 +271,8 @@ def write_report() -> None:
 
 
 def nothing_lands(rows: Iterable[Row]) -> str | None:
-    """Return a sentence if Megatron is on the import path and none of the enabled patches is for
-    it, neither an applied nor a refused one; else None.
+    """Return a sentence if Megatron is on the import path, but no enabled patch applies to it.
+    A patch that is refused on this Megatron counts as applying. Otherwise return None.
     """
     on = (row for row in rows if row.status != "disabled")
     rows = [row for row in on if outlines()[row.id].distribution == MEGATRON]

@@ -105,7 +105,7 @@ _untried: list[str] = []
 
 
 class Place(Record):
-    """Holds the address `module:qualname` of a function of Megatron or of a framework."""
+    """Holds the address `module:qualname` of a function in Megatron or in a framework."""
 
     address: str
     """`module:qualname`, with a colon because an attribute can shadow a submodule of that name."""
@@ -122,8 +122,8 @@ class Place(Record):
 
 
 class Outline(Record):
-    """Holds the fields of a `Patch` that the index file lists, such as id, affected releases and
-    targets. It has no wrappers: those are in the case file.
+    """Holds the fields of a `Patch` that the index file lists, such as id, releases and targets.
+    The wrappers are not among them: they are in the case file.
     """
 
     id: str
@@ -222,8 +222,8 @@ class VerificationError(RuntimeError):
 
 
 def of_this_process(module: str, name: str) -> Any:
-    """Import `module` in the process that calls this, and return its global `name`. Unpickling a
-    `PerProcess` object calls it.
+    """Import `module` in the process that calls this, and return the module's global `name`.
+    Unpickling a `PerProcess` object calls it.
     """
     __import__(module)
     return getattr(sys.modules[module], name)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def index_of(hazards: Iterable[Hazard], first_untried: str | None = None) -> list[str]:
-    """Return the lines of the index file `index.txt` for these hazards.
+    """Return the lines of the index file `index.txt`: one about releases, and one for each hazard.
 
     The first line names the first release that is not tested yet, by default that of the present
     index. Then comes a line per hazard: for one without a patch its id and a dash.
@@ -79,9 +79,7 @@ def outlines() -> dict[str, Outline]:
 
 
 def lost() -> dict[str, Outline]:
-    """Return, by id, the outlines of patches that the index lists although their case file is
-    missing.
-    """
+    """Return id → outline of each patch whose case file is missing, though the index lists it."""
     outlines()
     return _lost
 
@@ -95,9 +93,7 @@ def case_file_of(patch_id: str) -> str:
 
 
 def without_case_file(patch_id: str) -> str:
-    """Return a clause for messages: the case file of this patch, one of `lost()`, is missing, and
-    the package has to be installed again.
-    """
+    """Return a message: this patch's case file is missing, so the package must be reinstalled."""
     return f"{case_file_of(patch_id)} is missing, and the index lists it: install the package again"
 
 
@@ -182,7 +178,8 @@ def _declared(name: str, package: str) -> Hazard:
 
 
 def _files() -> dict[str, str] | None:
-    """Map each case file's name without `.py` to its package; None if they are in a zip file.
+    """Return case file's name without `.py` → its package.
+    Return None if the package is in a zip file.
 
     pkgutil finds them too, but imports inspect, which takes longer than all of `apply()`.
     """

@@ -103,8 +103,8 @@ def _parsed(line: str) -> tuple[str, Contract]:
 
 
 def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
-    """Compare a function's body with the contract of its wrapper. Return a clause about the first
-    mismatch, or None if the body fits.
+    """Compare a function's body with its wrapper's contract, i.e. what the wrapper assumes of it.
+    Return a clause about the first mismatch, or None if the body fits.
     """
     contract = contract_of(wrapper)
     if contract.unclear:
@@ -149,8 +149,9 @@ def called(node: ast.AST) -> str:
 
 
 def _returning(body: Body) -> list[Body]:
-    """Return the body of a function and of those functions in its module whose result it returns by
-    `return f(...)`, directly or over several such returns.
+    """Return the body of a function, and the bodies of functions that it returns the result of.
+    Such a function is in the module, and is called by `return f(...)`, directly or by another such
+    function.
     """
     bodies = [body]
     for function in bodies:  # it grows while it is read
@@ -198,8 +199,8 @@ def _unmet_items(
 
 
 def _leaves(block: Sequence[ast.stmt]) -> bool:
-    """Tell if a block of statements always ends in a return or a raise, in every branch of its last
-    statement.
+    """Tell if a block of statements always ends in a return or a raise.
+    If the last statement is an `if` or a `with`, its branches must do so.
     """
     last = block[-1]
     if isinstance(last, ast.If):
@@ -224,7 +225,8 @@ _Step = tuple[str, tuple[ast.AST, ...]]
 
 
 class BodyPart:
-    """Finds the statements of a body that use the same attributes, texts and names as `fragments`.
+    """Finds the statements of a function's body that use the names in some source `fragments`.
+    The names are attributes, variables and texts.
 
     Args:
         body: the body of the function.
@@ -314,9 +316,7 @@ def _plain(statement: ast.stmt) -> _Step:
 
 
 def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
-    """Map each parameter's name to a tuple with the syntax node of its default; the tuple is empty
-    if the parameter has no default.
-    """
+    """Return parameter name → a tuple with its default's syntax node, or () without a default."""
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
     both = [

@@ -171,8 +171,8 @@ def check_unread(patch: Outline) -> Verdict:
 
 
 def beside_range(patch: Outline) -> str:
-    """Return the reason why the version number that Megatron claims is outside the hazard's range;
-    an empty string if it is inside, or if the patch is for a framework.
+    """Return why the version that Megatron claims is outside the hazard's range of releases.
+    Return "" if it is inside, or if the patch is for a framework.
     """
     return check_range(patch, installed(MEGATRON)).reason if patch.distribution == MEGATRON else ""
 
@@ -305,8 +305,8 @@ _FIXED = "upstream's own code no longer has the hazard"
 
 
 def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
-    """Find the definition of a target function that the target's module only imports, or the
-    target's class inherits. Return the definition's address and body, or None.
+    """Find a target function that its module only imports, or that its class inherits.
+    Return the definition's address and body, or None.
 
     An inherited method counts only if the wrapper fits it, because in old releases classes
     inherited other functions. It is returned with the target's own address.
@@ -323,7 +323,7 @@ def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
 
 
 def _mended_by(patch: Patch, bodies: Mapping[str, Body], sources: Sources | None) -> bool:
-    """Tell if a function that the patch's `fixed_by` names has upstream's repair in these sources.
+    """Tell if one of the functions that the patch's `fixed_by` names contains upstream's repair.
 
     `bodies` are the targets' bodies by address; without `sources`, other functions do not count.
     """
@@ -341,8 +341,8 @@ def _mended_by(patch: Patch, bodies: Mapping[str, Body], sources: Sources | None
 
 
 def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
-    """Return a clause if these sources lack the code that introduced the hazard (`came_with`); None
-    if they have it, or if the patch names none.
+    """Return a clause if these sources lack the code that introduced the hazard (`came_with`).
+    Return None if they have that code, or if the patch names none.
     """
     from .evidence import Bodies
     from .moved import definition
@@ -363,7 +363,7 @@ def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
 
 
 def _older(label: str, since: str) -> bool:
-    """Tell if the releases of a body, such as `0.12.0 to 0.15.3`, are all before `since`."""
+    """Tell if all releases in a label, such as `0.12.0 to 0.15.3`, are older than `since`."""
     last = numbers(label.rpartition(" ")[2])
     return () < last < numbers(since)
 
@@ -387,7 +387,7 @@ def review(target: Target, body: Body) -> tuple[bool, str]:
 
 
 def _drifted(target: Target, body: Body) -> str | None:
-    """Return a clause why the wrapper does not fit a body that nobody reviewed; None if it fits."""
+    """Return a clause that says why a wrapper does not fit an unreviewed body; None if it fits."""
     from .contract import unmet
 
     missing = [fragment for fragment in target.relies_on if not body.contains(fragment)]

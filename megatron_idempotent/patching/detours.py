@@ -87,8 +87,8 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
 
 
 def _overriding(site: PatchPoint, our_ids: Collection[int]) -> Iterator[str]:
-    """Yield a clause for each class whose method overrides the patched one in a subclass, and whose
-    code does not call the patched one.
+    """Yield a clause for each class that overrides the patched method without calling it.
+    The class is a subclass of the patched one, or comes before it in a subclass's method order.
     """
     overriding: set[type] = set()
     for heir in _heirs(site.owner):
@@ -121,8 +121,8 @@ def _heirs(owner: Any) -> Iterator[type]:
 
 
 def _asks(function: Any, name: str) -> bool:
-    """Tell if a function's code uses the name `name` as a global or an attribute. Functions that
-    this one decorates, by `__wrapped__`, count too.
+    """Tell if a function's code uses `name` as a global or as an attribute.
+    Functions inside of it by `__wrapped__` are searched, too.
     """
     for _ in range(64):
         code = getattr(function, "__code__", None)
@@ -135,8 +135,8 @@ def _asks(function: Any, name: str) -> bool:
 
 
 class _Original:
-    """Compares the reference count of one upstream function that was replaced with the number of
-    known references, so that a new reference is noticed.
+    """Watches one upstream function that a patch has replaced for new references to it.
+    It compares the function's reference count with the number of references that are known.
 
     Args:
         site: a patch point that has replaced the function.
@@ -163,20 +163,20 @@ class _Original:
 
     @property
     def clauses(self) -> list[str]:
-        """Clauses for the report that name objects which still refer to the function."""
+        """Clauses for the report: they name objects that still refer to upstream's function."""
         more = len(self.labels) - _LISTED
         texts = [f"{label} holds upstream's" for label in sorted(self.labels)[:_LISTED]]
         return [*texts, *([f"{more} other places hold upstream's"] if more > 0 else ())]
 
     @property
     def is_held_by_others(self) -> bool:
-        """True if the function's reference count is not the sum of our own references and those of
-        known holders (names and objects that refer to the function).
+        """True if the function has a reference that is neither ours nor a known holder's.
+        A holder is a name or an object that refers to the function.
         """
         return self._total != self._own + sum(self._known.values())
 
     def count(self) -> int:
-        """Return the number of references to the function."""
+        """Return the present number of references to the function, as Python counts them."""
         return sys.getrefcount(getattr(self.sites[0], self._attribute)) - _TEMPORARY
 
     def look(self, own_references: int) -> None:
@@ -203,8 +203,8 @@ class _Original:
         return holders
 
     def add(self, holder: Holder, counts: References) -> bool:
-        """Add a holder's references to the function to the known ones, and list the holder for the
-        report. Return whether any of these references is new.
+        """Count a holder's references to the function as known, and list the holder for the report.
+        A holder is a name or an object. Return whether any of its references is new.
 
         A table with two names is listed by both. An object without a name is listed only for
         references that no other holder has. A `__wrapped__` is not listed: a replacement has it
@@ -269,8 +269,8 @@ def _originals(sites: Iterable[PatchPoint], our_ids: Collection[int]) -> list[_O
 
 
 def _entitled(site: PatchPoint, attribute: str) -> Iterator[Holder]:
-    """Yield a `Holder` for each name that may refer to upstream's function and is not reported as a
-    detour: it bypasses no patch, or the report shows it elsewhere.
+    """Yield a `Holder` for each name that may keep its reference to upstream's function.
+    Such a name bypasses no patch, or the report shows it elsewhere.
     """
     if site.raw is ABSENT:
         yield from (of_class(cls, site.name) for cls in site.owner.__mro__[1:])

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class Bodies(dict[str, Body]):
-    """Maps target addresses to function bodies. `lack` searches their modules, and functions of
-    other modules that the bodies call, for a source fragment.
+    """Maps target addresses to function bodies.
+    `lack` tells whether a source fragment is missing both from the bodies' modules and from
+    functions in other modules which the bodies call.
 
     Args:
         bodies: the bodies by target address.
@@ -82,7 +83,9 @@ def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
 
 
 def _may_contain(text: str, fragment: str) -> bool:
-    """Tell if a text contains all names in a fragment: a quick test before the text is parsed."""
+    """Tell if a text contains all names of a fragment.
+    It is a quick test, before the text is parsed.
+    """
     return all(word in text for word in _names(fragment))
 
 

@@ -52,8 +52,8 @@ or class, `__wrapped__`, or empty."""
 
 
 class Holder(NamedTuple):
-    """Describes a name in a module or class, or an object, that led to one of upstream's functions
-    at the last search.
+    """Describes a name or an object that led to one of upstream's functions at the last search.
+    The name is in a module or a class.
 
     Example:
         Holder("my.tool.TABLE", lambda: sys.modules["my.tool"], "TABLE")
@@ -69,7 +69,7 @@ class Holder(NamedTuple):
     """False if `owner` keeps the object alive, so that the holder must not be remembered."""
 
     def is_at(self, other: Holder) -> bool:
-        """Tell if both holders are the same name in the same place, or the same object."""
+        """Tell if two holders are one name in one place, or one object."""
         return (self.label, self.name) == (other.label, other.name) and (
             self.owner() is other.owner()
         )
@@ -100,8 +100,8 @@ def references(
     within: Collection[int] | None = None,
     most: int = MOST,
 ) -> dict[int, References]:
-    """Count the references to functions that a holder (a name or an object) has: its own, and those
-    of containers that can be reached from it.
+    """Count how often a holder (a name or an object) refers to each of these functions.
+    References of containers that can be reached from the holder count, too.
 
     Args:
         holder: the holder.
@@ -177,7 +177,7 @@ def _is_namespace(container: Any) -> bool:
 
 
 def _contents(container: Any) -> list[Any]:
-    """Return the objects that a container refers to; for a function, without its globals."""
+    """Return the objects that a container refers to; those of a function without its globals."""
     items = gc.get_referents(container)
     if isinstance(container, types.FunctionType):
         function: Any = container  # not every version of mypy knows __builtins__
@@ -205,8 +205,8 @@ def _is_ours(value: Any) -> bool:
 
 
 class Climb:
-    """Finds what refers to some objects, what refers to these referrers, and so on, up to names in
-    modules and classes.
+    """Finds the objects that refer to some values, then what refers to those, up to names.
+    The names are in modules and classes.
 
     Args:
         values: the objects.
@@ -250,8 +250,8 @@ class Climb:
         return above
 
     def _has_name(self, function: Any) -> bool:
-        """Tell if a function's own qualified name leads to that function; if so, keep a `Holder` of
-        the name for `places`.
+        """Tell if a function's own qualified name leads to that function.
+        If so, store a `Holder` of the name for `places`.
         """
         if type(function) is not types.FunctionType:
             return False
@@ -309,7 +309,7 @@ def _constant(value: Any) -> Callable[[], Any]:
 
 
 def _owner_of(module: str, qualname: str) -> Any:
-    """Return the module or class whose namespace has the last part of `qualname`, or None."""
+    """Return the module or class that has the last part of `qualname` as an attribute, or None."""
     try:
         return find_owner(sys.modules[module], qualname)
     except (AttributeError, KeyError):
@@ -336,8 +336,8 @@ def _of_object(value: Any, label: str) -> Holder:
 
 
 def everywhere(function_ids: Set[int]) -> Iterator[Holder]:
-    """Yield a `Holder` for each name, in any module or class of the process, whose value may refer
-    to a function.
+    """Yield a `Holder` for each name in the process whose value may refer to one of the functions.
+    The names are those of modules and classes.
 
     Args:
         function_ids: ids of functions, whose names are all yielded; of other objects only one is.

@@ -125,7 +125,7 @@ _complete: dict[str, ModuleType] = PerProcessDict(__name__, "_complete")
 
 
 def door_waits() -> bool:
-    """Return whether the first import of Megatron will call `apply()`.
+    """Return whether the first import of Megatron will call `apply()`, because of an import hook.
 
     `megatron_idempotent.hook`, and the file that `hook install` writes, add finders that do so.
     """
@@ -148,7 +148,7 @@ def is_complete(name: str) -> bool:
 
 
 def under_way(names: Iterable[str]) -> list[str]:
-    """Return which of the named modules and their parent packages are being imported now."""
+    """Return the modules among `names`, and their parent packages, that are being imported now."""
     above = {
         ".".join(parts[:count])
         for parts in (name.split(".") for name in names)

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 class State(PerProcess):
-    """Holds what `apply()` remembers in this process: selection, patches, rows, patch points."""
+    """Holds what `apply()` remembers in this process: selection, patches, rows, patch points.
+    A row is a patch's entry in the report. A patch point is the record of a replaced function.
+    """
 
     def __init__(self, module: str, name: str) -> None:
         super().__init__(module, name)
@@ -144,9 +146,8 @@ def _land(
 def judge(
     outline: Outline, *, named: bool, sources: Sources | None = None, lands: bool = False
 ) -> tuple[decide.Verdict, list[tuple[Target, PatchPoint]], Row | None]:
-    """Decide whether a patch may be installed, from the source of its modules and the live
-    functions of modules that are imported. Return the verdict, patch points, and the row of a
-    refused patch.
+    """Decide whether a patch may be installed, by its modules' source and the live functions.
+    Return the verdict, the patch points, and the report row if the patch is refused.
 
     Installation, a dry run and a report before the import call this, so that they agree.
 
@@ -196,14 +197,14 @@ def _accepted(patch: Outline, reason: str) -> Row:
 
 
 def site_of(target: Place) -> PatchPoint | None:
-    """Return the `PatchPoint` that replaces a target's function in this process, also if upstream
-    has moved the function to a new address; None if no patch point was made.
+    """Return the `PatchPoint` of a target: the record of its replaced function in this process.
+    It is also found if upstream has moved the function. Return None if there is no patch point.
     """
     return state.sites.get(state.homes.get(target.address, target.address))
 
 
 def check(patch: Patch, verdict: decide.Verdict) -> None:
-    """Raise the `Conflict` or `AttributeError` that `prepare` would raise; make no patch point."""
+    """Raise the error that `prepare` would raise for a patch, but make no patch point."""
     from .patch_points import check_patch_point
 
     for target in patch.targets:
@@ -213,8 +214,8 @@ def check(patch: Patch, verdict: decide.Verdict) -> None:
 
 
 def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPoint]]:
-    """Return (target, patch point) for each target whose module is imported. Makes patch points
-    where there are none, and installs nothing.
+    """Return (target, patch point) for each target whose module is imported.
+    Missing patch points are made; nothing is installed.
 
     Raises:
         Conflict: another package's object has replaced a target's function.

@@ -118,7 +118,7 @@ def _called_names(body: Body) -> set[str]:
 
 
 def _origins(text: str, module: str, name: str, sources: Sources) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) pairs that a name in a module may be imported or assigned from."""
+    """Yield (module, name) pairs from which `name` in a module may be imported or assigned."""
     package = module if sources.is_package(module) else module.rpartition(".")[0]
     for statement in imports_of(text):
         if isinstance(statement, ast.Import):

@@ -29,8 +29,8 @@ _KNOWN_AS = {"torch._dynamo": "torch.compile"}
 def layers(
     value: Any, is_sought: Callable[[Any], bool]
 ) -> tuple[list[Callable[..., Any]], Callable[..., Any]] | None:
-    """Search from `value`, through wrappers, for a function for which `is_sought` is true. Return
-    the wrappers passed on the way, and the function; None if none is found.
+    """Search from `value`, through wrappers, for a function for which `is_sought` is true.
+    Return (the wrappers passed on the way, the function), or None if there is no such function.
 
     The function is the first one found. The wrappers come outermost first; there is none if `value`
     is the function.
@@ -53,8 +53,9 @@ def layers(
 
 
 def _below(value: Any) -> tuple[list[Any], list[Any]]:
-    """Return the callables that a wrapper refers to directly, and the callables that its code
-    mentions by name.
+    """Return the callables that a wrapper refers to, and the callables that its code names.
+    The former are in its closure, defaults or attributes; the latter are globals and attributes of
+    classes.
     """
     kind = type(value)
     if issubclass(kind, _SHELLS):
@@ -87,8 +88,8 @@ def _below(value: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _callables(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the callables among the values, those in values that are dictionaries, lists or tuples,
-    and those among the attributes of other values.
+    """Yield the callables among `values`, or in values that are containers or other objects.
+    Those in dictionaries, lists, tuples and attributes are functions.
     """
     # Not isinstance(), which reads a lazy proxy's `__class__` and so loads it.
     for value in values:

@@ -29,7 +29,7 @@ def overview(
     dry_run: bool = False,
     notes: Iterable[str] = (),
 ) -> str:
-    """Return a report as text: one line of summary, the problems, then other patches by group.
+    """Return a report of patches as text: a summary line, the problems, and other patches by group.
 
     Args:
         report: the rows of a report.
@@ -78,7 +78,7 @@ def _answer(
     land: str,
     undecided: int,
 ) -> str:
-    """Summarize a report of patches in one line: numbers by status, and the ids of problems.
+    """Return one line about a report: how many patches have each status, and the problems' ids.
 
     Args:
         report: all rows.

@@ -36,22 +36,20 @@ _NEVER = frozenset({"torch"}) | sys.stdlib_module_names
 
 
 class StaleReferences:
-    """Collects patch points, i.e. replaced functions. `rebind` then rebinds the names in all
-    modules that still refer to their old functions, in one pass.
+    """Collects patch points, i.e. replaced functions, to which modules' names may still refer.
+    `rebind` then updates the names in all modules, in one pass.
     """
 
     def __init__(self) -> None:
         self._sites: list[PatchPoint] = []
 
     def follow(self, site: PatchPoint) -> None:
-        """Add a patch point. The next `rebind()` sets module names that hold the patch point's old
-        function to its `current` function.
-        """
+        """Add a patch point, for the next `rebind()`."""
         self._sites.append(site)
 
     def rebind(self) -> None:
-        """Set all module names that hold an old function of a collected patch point to its
-        `current` function.
+        """Set module names that hold a collected patch point's old function to its new one.
+        The new one is its `current` function. All collected patch points are dropped.
 
         Afterwards each patch point's `left` lists such names in modules that it may not change.
 
@@ -119,8 +117,8 @@ _ALONE = _references({"value": object()}, "value")
 def _held(
     sites: Sequence[PatchPoint], modules: _Modules, names: Iterable[str] | None = None
 ) -> Iterator[tuple[PatchPoint, tuple[str, types.ModuleType, str]]]:
-    """Yield (patch point, (module name, module, name)) for each module's name that refers to an
-    outdated function.
+    """Yield each name of a module that refers to a patch point's outdated function.
+    The items are (patch point, (module name, module, name)).
 
     That is upstream's function while the patch point is installed, and our function afterwards.
 
@@ -215,7 +213,7 @@ class PatchPoint:
 
     @property
     def standing(self) -> Any:
-        """The object that the target's name refers to now; None if its module or class is gone."""
+        """The object to which the target's name refers now; None if its module or class is gone."""
         module = sys.modules.get(self.target.module)
         try:
             owner_there = None if module is None else find_owner(module, self.target.qualname)
@@ -244,8 +242,8 @@ class PatchPoint:
 
     @property
     def bound_before(self) -> list[str]:
-        """Names, in modules that we may not change, that still hold the old function, so that calls
-        through them bypass ours.
+        """Names in other modules that still refer to the old function, so that calls bypass ours.
+        We may not change these modules.
 
         They refer to upstream's function, or to another package's wrapper around it.
         """
@@ -261,8 +259,9 @@ class PatchPoint:
         return None if reached is None else reached[0]
 
     def family(self) -> Iterator[PatchPoint]:
-        """Yield this patch point, the patch point of the same address before a module reload, and
-        the patch point of the function inside other packages' wrappers.
+        """Yield this patch point, and the patch points below it.
+        Below are the one of the same address before a module reload, and the one of the function
+        inside other packages' wrappers.
         """
         yield self
         for site in self._below():
@@ -301,8 +300,8 @@ class PatchPoint:
         yield self.function
 
     def discard(self) -> None:
-        """Drop the references to upstream's function. Only for a patch point that was never
-        installed.
+        """Drop the references to upstream's function.
+        Call it only for a patch point that was never installed.
 
         A patch point refers to itself, so it would keep the function until the next garbage
         collection.
@@ -346,8 +345,8 @@ class PatchPoint:
         return self.installed if self.is_installed else self.original
 
     def lead(self, module_name: str, module: types.ModuleType, name: str) -> None:
-        """Bind a name in a module to this patch point's `current` function; if the module may not
-        be changed, list the name in `left` instead.
+        """Bind a name in a module to this patch point's `current` function.
+        If the module may not be changed, list the name in `left` instead.
         """
         full_name = f"{module_name}.{name}"
         if module is self.owner or any(
@@ -360,6 +359,7 @@ class PatchPoint:
 
     def is_held_by_more_than(self, names: int) -> bool:
         """Return True if more than `names` names may refer to the function that was replaced.
+        They were counted before the installation.
 
         The count from before the installation answers the first call; later calls return True.
         """
@@ -367,8 +367,8 @@ class PatchPoint:
         return holders is None or holders > names
 
     def install(self, prefixes: Iterable[str], names: StaleReferences) -> None:
-        """Bind the target's name to our function, and hand this patch point to `names`, which
-        rebinds other names later.
+        """Bind the target's name to our function, and add this patch point to `names`.
+        The object `names` rebinds other names later.
 
         Args:
             prefixes: packages whose early-bound names are rebound; names elsewhere are `left`.
@@ -385,7 +385,8 @@ class PatchPoint:
             names.follow(self._upstream)
 
     def uninstall(self, names: StaleReferences) -> bool:
-        """Put upstream's function back; return False if another package's wrapper calls ours.
+        """Bind the target's name to upstream's function again.
+        Return False if another package's wrapper calls ours, so that this is impossible.
 
         In that case our function stays below that wrapper, and only passes calls on.
         """
@@ -406,8 +407,8 @@ class PatchPoint:
 
     @property
     def leftover(self) -> str | None:
-        """A clause if our function, which no patch uses any more, is or may again get bound to the
-        target's name; else None.
+        """A clause for the report if our function is still bound, although no patch uses it.
+        It is also given if another package may bind our function again. Otherwise None.
         """
         if self.is_installed:
             return None
@@ -427,7 +428,7 @@ class PatchPoint:
 
 
 def _methods(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the values that are built-in methods, such as a cached function's `cache_clear`."""
+    """Yield the built-in methods among `values`, such as a cached function's `cache_clear`."""
     return (value for value in list(values) if type(value) is types.BuiltinMethodType)
 
 
@@ -521,7 +522,7 @@ def _is_upstream(value: Any, module: types.ModuleType, body: Body, qualname: str
 
 
 def find_owner(module: types.ModuleType, qualname: str) -> Any:
-    """Return the module, or the class in it, whose `__dict__` has the last part of `qualname`.
+    """Return the module, or the class in it, that defines the last part of `qualname`.
 
     Raises:
         AttributeError: the module lacks the class.
@@ -552,9 +553,7 @@ def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> s
 
 
 def _undecorated(function: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
-    """Return a clause that describes the function if it was not compiled from upstream's body; else
-    None.
-    """
+    """Return a clause about a function that was not compiled from upstream's source; else None."""
     from .source import difference  # with the body's source, which apply() may do without
 
     if type(function) is not types.FunctionType:

@@ -65,7 +65,7 @@ def arguments(original: Original, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class PatchGroup(Record):
-    """Describes a promise that holds if several patches are all applied."""
+    """Describes a promise to the user that holds only if all patches of a group are applied."""
 
     promise: str
     """The promise, as a sentence."""
@@ -131,8 +131,8 @@ _BY_HAND = "named in "
 
 
 def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
-    """Return a sentence for each group of patches that is applied only in part: what is missing,
-    the effect, the remedy.
+    """Return a sentence for each group of patches of which only a part is applied.
+    It says what is missing, the effect and the remedy.
 
     A patch that this Megatron does not need, or that `only=` leaves out, does not count as missing.
     """
@@ -225,8 +225,8 @@ class Target(Place):
             raise ValueError(f"target {self.address} has parts of nothing: give fragments too")
 
     def at(self, homes: Mapping[str, str]) -> Target:
-        """Return a copy of the target at the address (`module:qualname`) that `homes` has for its
-        present one. If `homes` lacks the present address, return the target itself.
+        """Return a copy of the target with the address that `homes` has for the target's address.
+        Return the target itself if `homes` lacks that address.
         """
         home = homes.get(self.address)
         if home is None:
@@ -236,8 +236,8 @@ class Target(Place):
         return moved
 
     def label(self, body_hash: str) -> str:
-        """Return the releases whose function has the body with this hash, reviewed for any patch;
-        "" for an unknown hash.
+        """Return the releases whose function has the body with this hash; "" for an unknown hash.
+        The body was reviewed for this or another patch.
 
         Example: `target.label("0123456789ab") == "0.12.0 to 0.15.3"`.
         """
@@ -340,8 +340,8 @@ class Hazard(Record):
         return getattr(sys.modules[self.module], "control", None)
 
     def raises(self, text: str) -> bool:
-        """Return True if an error's text matches the pattern `stock_error`; always False if the
-        pattern names an exception's type and nothing else.
+        """Return True if an error's text matches the hazard's pattern `stock_error`.
+        Return False if the pattern is only the name of an exception's type.
         """
         pattern = self.stock_error
         names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
@@ -486,7 +486,7 @@ class Limit(Hazard):
 
 
 def takes_help(program: Any) -> bool:
-    """Return whether a program of a case file has the parameter `helped`."""
+    """Return whether a case file's `reproduce` or `control` has the parameter `helped`."""
     code = getattr(program, "__code__", None)
     # The names of local variables follow those of parameters.
     return (
@@ -496,7 +496,7 @@ def takes_help(program: Any) -> bool:
 
 
 def _declaring_module() -> str:
-    """Return the name of the module whose code is creating a record."""
+    """Return the name of the module whose code is creating a record, such as a `Patch`."""
     frame = sys._getframe(1)
     while frame.f_globals["__name__"] in (__name__, Record.__module__):
         assert frame.f_back is not None

@@ -99,7 +99,7 @@ def absence(distribution: str) -> str:
 
 
 def supported(version: Installed, since: str, before: str) -> bool:
-    """Return whether `since` <= release < `before`, both written like `0.12`.
+    """Return whether `since` <= `release` < `before`; the bounds are written like `0.12`.
 
     A pre-release counts as its release: `0.17.0rc0` has 0.17's code, and by the rules of version
     specifiers it would be in neither `<0.17` nor `>=0.17`.
@@ -124,7 +124,8 @@ def is_plain(version: Installed) -> bool:
 
 
 def place(name: str) -> tuple[bool, tuple[int, ...], str]:
-    """Return a key that sorts releases by number, and commits after them by name.
+    """Return a sort key for the name of a release or a commit.
+    Releases are sorted by number, and commits come after them, by name.
 
     Example: `sorted(["main", "0.9", "0.12.3"], key=place) == ["0.9", "0.12.3", "main"]`.
     """
@@ -233,8 +234,8 @@ class Release(Record):
     """Patch → `LANDS`, `OUTSIDE`, `FIXED` or `UNKNOWN_STANDING`."""
 
     def differing(self, files: Sources) -> Iterator[str]:
-        """Yield the name of each module whose file in `files` differs from the file in this
-        release, or that this release lacks.
+        """Yield the name of each module whose file in `files` is not the file of this release.
+        Modules that the release lacks are yielded, too.
 
         Wheels before 0.17 lack `megatron.training`, which a checkout of the release has.
         """
@@ -263,7 +264,7 @@ def digest_of(content: bytes) -> str:
 
 
 def modules_in(package: str, files: Iterable[str]) -> list[str]:
-    """Return the names of the modules among the files in a package's folder."""
+    """Return the modules whose files are in `files`, the file names in the folder of `package`."""
     stems = sorted(name[:-3] for name in files if name.endswith(".py"))
     return [package if stem == "__init__" else f"{package}.{stem}" for stem in stems]
 
@@ -364,7 +365,7 @@ class Table:
         )
 
     def matching(self, files: Sources, claimed: str) -> Release | None:
-        """Return the release that has exactly these files; None if no release has.
+        """Return the release that has exactly these files; None if there is no such release.
 
         Args:
             files: reads the files.
@@ -377,8 +378,8 @@ class Table:
         return None
 
     def _of(self, index: int, runs: Sequence[str]) -> str:
-        """Return a module's digest in the release at `index`; `runs` is a list of first release,
-        digest, next release, digest and so on.
+        """Return a module's digest in the release at `index`.
+        `runs` alternates between a release and the digest that holds from that release on.
         """
         digest = _ABSENT
         for since, value in zip(runs[::2], runs[1::2], strict=True):
@@ -422,8 +423,8 @@ _compared: list[Comparison] = []
 
 
 def compared() -> Comparison | None:
-    """Compare the files of the Megatron on the path with those of all known releases. The result is
-    cached; None without a Megatron.
+    """Compare the files of the Megatron on the path with those of all known releases.
+    Return a `Comparison`, which is cached, or None without a Megatron.
 
     After `forget()` the next call reads the files again.
     """

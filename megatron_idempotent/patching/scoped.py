@@ -15,7 +15,7 @@ from .report import Report
 def patched(
     only: Iterable[str] | None = None, exclude: Iterable[str] = (), *, strict: bool | None = None
 ) -> Iterator[Report]:
-    """Call `apply()` on entry; on exit remove the patches that this call added, and no others.
+    """Call `apply()` on entry; on exit remove the patches that this call has added, and no others.
 
     Example:
         with megatron_idempotent.patched(only=["train-interval-timer"]):

@@ -64,7 +64,7 @@ class Settings(Record):
 
 
 def read(known_ids: Iterable[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings in `environ`, by default this process's environment.
+    """Return the `Settings` in `environ`, by default the environment variables of this process.
 
     Raises:
         UnknownPatchError: no case file has an id.
@@ -207,7 +207,8 @@ def _split(text: str) -> list[str]:
 
 
 def switch(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
-    """Return True if a variable is on, False if it is off, `default` if it is unset or blank.
+    """Return True if `variable` is on in `environ`, False if it is off, else `default`.
+    It is neither if it is unset or blank.
 
     Raises:
         ValueError: the variable's value is neither of `ON` nor of `OFF`.

@@ -76,7 +76,9 @@ WATCHING = frozenset({"_otel_trace_fn", "nvtx_decorator", "timer", "with_logs"})
 
 
 def locate(module: str) -> Path | None:
-    """Return the source file of `module`, or None. Imports nothing, not even parent packages."""
+    """Return the source file of `module`, or None.
+    No module is imported, not even a parent package.
+    """
     path = find(module)
     return None if path is None else Path(path)
 
@@ -177,15 +179,15 @@ class Body:
 
 
 def watches(decorator: ast.expr) -> bool:
-    """Tell if a decorator is a known one (`WATCHING`) that changes neither arguments nor result,
-    such as `nvtx_decorator`.
+    """Tell if a decorator only observes calls, such as `nvtx_decorator`.
+    Such decorators, listed in `WATCHING`, change neither arguments nor result.
     """
     maker = decorator.func if isinstance(decorator, ast.Call) else decorator
     return isinstance(maker, ast.Name) and maker.id in WATCHING
 
 
 def read_body(path: Path | str, qualname: str) -> Body | None:
-    """Return the body of `qualname` in the file, or None where the file does not define it.
+    """Return the body of the function `qualname` in a file; None if the file does not define it.
 
     Raises:
         SyntaxError: this Python cannot parse the file.
@@ -214,7 +216,7 @@ def _read_text(path: str, state: tuple[int, int]) -> str:
 # A dozen patches stand around the same few functions, and releases share most of them.
 @lru_cache(maxsize=1024)
 def parse_body(text: str, qualname: str) -> Body | None:
-    """Return the body of `qualname` in a module's source, or None where that does not define it.
+    """Return the body of the function `qualname` in a module's source; None if it is not there.
 
     Raises:
         SyntaxError: this Python cannot parse the source.
@@ -266,8 +268,8 @@ def cut(text: str, qualname: str) -> Piece | None:
 
 @cache
 def known_texts() -> dict[str, str]:
-    """Return the contents of `texts.txt`: digest of a function's source text → hash of its body, so
-    that known texts are not parsed.
+    """Return the contents of `texts.txt`: digest of a function's source text → hash of its body.
+    A function whose text is known is not parsed.
 
     Most functions of a commit have the text of some release.
     """
@@ -304,7 +306,7 @@ def _method_span(text: str, owner: str, name: str) -> tuple[int, int] | None:
 
 
 class Line(NamedTuple):
-    """The position of a line that looks like a definition; it may be part of a string instead."""
+    """Holds the position of a line that looks like a definition; it may be in a string instead."""
 
     start: int
     end: int
@@ -330,7 +332,7 @@ def definitions(text: str) -> dict[str, list[Line]]:
 
 @lru_cache(maxsize=256)
 def _left(text: str, indent: str) -> list[int]:
-    """Return the offsets of lines with this indentation that may begin a definition, in order."""
+    """Return, in order, the offsets of lines with this indentation that may begin a definition."""
     lines = (line for lines in definitions(text).values() for line in lines)
     return sorted(line.start for line in lines if line.indent == indent)
 
@@ -353,8 +355,8 @@ def _span(
     end: int = sys.maxsize,
     indent: str = "",
 ) -> tuple[int, int] | None:
-    """Return the offsets at which the lines of a definition begin and end, or None if that is not
-    certain without parsing.
+    """Return the offsets at which a definition's lines begin and end in a source text.
+    Return None if that is not certain without parsing.
 
     Parsing only these is four times faster than the 4,700 lines of training.py. Whatever could make
     the cut wrong takes the long way: a second definition, anywhere; one that is conditional, or in
@@ -488,7 +490,7 @@ def bound_by(alias: ast.alias) -> str:
 
 
 def occurrences(nodes: Iterable[ast.AST], fragment: str) -> list[ast.AST]:
-    """Return those of the given syntax nodes whose code is equal to that of a source fragment.
+    """Return the nodes among `nodes` whose code is equal to that of a source fragment.
 
     The fragment is one expression or one statement.
     """
@@ -512,8 +514,9 @@ def _parsed(fragment: str) -> tuple[ast.AST, str]:
 
 
 def _first_name(node: ast.AST) -> str | None:
-    """Return one name out of a node's code, or None. Equal code gives equal names, so comparing the
-    names first saves most comparisons of code.
+    """Return one name that a syntax node's code has, or None.
+    Nodes with different names have different code, so comparing the names first saves most
+    comparisons of code.
     """
     inner: Any = node
     while inner is not None:
@@ -574,8 +577,8 @@ def as_compiled(function: object, module: ModuleType, qualname: str) -> bool:
 
 @lru_cache(maxsize=256)  # apply() asks before it changes anything, and again for each function
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
-    """Return the end of a sentence that says what a live function's code is, if it was not compiled
-    from `body`; else None.
+    """Return the end of a sentence about the code of a live function that differs from `body`.
+    Return None if the function was compiled from `body`.
     """
     location = f"{code.co_filename}:{code.co_firstlineno}"
     if code.co_name != body.qualname.rpartition(".")[2]:
@@ -588,8 +591,9 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
-    """Yield the code objects that a body compiles to: from the .pyc file if there is one, compiled
-    below the module's imports, and compiled with the whole module.
+    """Yield the code objects to which Python compiles a function's body.
+    They come from the .pyc file, if there is one, from a compilation below the module's imports,
+    and from one of the whole module.
     """
     code_like = _inside(kept(like.co_filename), qualname)
     if code_like is not None:
@@ -623,8 +627,8 @@ def _inside(code: CodeType | None, qualname: str) -> CodeType | None:
 
 
 def kept(file: str) -> CodeType | None:
-    """Return the code object in the .pyc file of the source file `file`; None if there is none, or
-    if it does not fit the source.
+    """Return the code object in the .pyc file of the source file `file`.
+    Return None if there is no .pyc file, or if it is older than the source.
     """
     try:
         cached = importlib.util.cache_from_source(file)

@@ -80,7 +80,9 @@ class Need(Record):
         return self.is_allowed(sources) is not False
 
     def is_allowed(self, sources: Sources) -> bool | None:
-        """Tell if the definitions of the name allow its `use`; None if the sources have none."""
+        """Tell if all definitions of the name in the sources allow the wrapper's use of it.
+        Return None if the sources do not define the name.
+        """
         texts = (sources.text(module) for module in self.modules)
         answers = [fits(text, self.owner, self.name, self.use) for text in texts if text]
         decided = [answer for answer in answers if answer is not None]
@@ -191,8 +193,8 @@ def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
 def unmet(
     patch: Patch, release: Installed | None, sources: Sources, *, of_commit: bool = False
 ) -> str | None:
-    """Check the sources for the names that a patch's wrappers use. Return a clause about a missing
-    name, or about code that bypasses the patch; else None.
+    """Check that the sources have the names that a patch's wrappers use.
+    Return a clause about a missing name, or about code that bypasses the patch; else None.
 
     Args:
         patch: the patch.
@@ -225,8 +227,9 @@ def unmet(
 
 
 def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
-    """Return keys (`key_of`) of versions, newest first: of the first version in the patch's range,
-    and of each version in the range at which one of the needs begins or ends.
+    """Return keys (`key_of`) of the versions to check, newest first.
+    They are the first version in the patch's range, and those at which one of the needs begins or
+    ends.
     """
     first, end = _key(patch.since or "0"), _key(patch.before)
     bounds = {_key(bound) for need in needs for bound in (need.since, need.before) if bound}
@@ -318,7 +321,7 @@ def _is_assigned(text_before: str, text_after: str) -> bool:
 
 
 def _is_outside(text: str, begin: int, text_before: str) -> bool:
-    """Tell if a line is in the scope of the module or of a class, not of a function."""
+    """Tell if a line of a source text is in a module's or class's scope, not in a function."""
     depth = len(text_before) - len(text_before.lstrip())
     if not depth:
         return True
@@ -330,7 +333,7 @@ def _is_outside(text: str, begin: int, text_before: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _heads(text: str) -> list[int]:
-    """Return the offsets of the lines without indentation."""
+    """Return the offsets of the lines that begin with a name or a decorator, unindented."""
     return [match.start() for match in re.finditer(r"^[A-Za-z_@]", text, re.MULTILINE)]
 
 
@@ -348,7 +351,7 @@ def class_text(text: str, owner: str) -> str:
 
 
 def _above(text: str, start: int) -> int:
-    """Return the offset of the first decorator line above a definition; `start` if it has none."""
+    """Return the offset of a definition's first decorator line; `start` if there is none."""
     line_start = text.rfind("\n", 0, max(0, start - 1)) + 1
     while start and text.startswith("@", line_start):
         start, line_start = line_start, text.rfind("\n", 0, max(0, line_start - 1)) + 1
@@ -379,8 +382,9 @@ def has_slots(text: str, owner: str) -> bool:
 
 
 def fits(text: str, owner: str, name: str, use: str) -> bool | None:
-    """Return whether a module or class allows a wrapper's use of a name: setting it, passing
-    keywords, or taking its result apart. None if it lacks the name.
+    """Return whether a module or class allows a wrapper's use of a name, such as setting it.
+    Other uses are passing keywords, and taking its result apart. Return None if the name is not
+    there.
 
     Args:
         text: the module's source.
@@ -475,7 +479,7 @@ def parameters(text: str, owner: str, name: str) -> frozenset[str] | None:
 
 @lru_cache(maxsize=256)
 def returned(text: str, owner: str, name: str) -> str | None:
-    """Return a hash of the statements that make a function's result; None without the function."""
+    """Return a hash of the statements that make a function's result; None if it is not there."""
     body = parse_body(text, f"{owner}.{name}" if owner else name)
     if body is None:
         return None
@@ -496,8 +500,9 @@ def _results(tree: Any) -> Iterator[ast.AST]:
 
 
 def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
-    """Yield a clause for each second reference to the target function in its module or class, and
-    for each subclass that overrides the target method and does not call it.
+    """Yield a clause for each piece of code that bypasses a wrapper around the target function.
+    It is a second reference to the function in its module or class, or a subclass that overrides
+    the method without calling it.
     """
     owner, _, name = target.qualname.rpartition(".")
     text = sources.text(target.module) or ""
@@ -512,8 +517,8 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
 
 @lru_cache(maxsize=1024)
 def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return the names of the direct subclasses of `owner` in a module that override the method
-    `name` and do not call the overridden one.
+    """Return the direct subclasses of `owner` in a module that override `name` and do not call it.
+    "It" is the overridden method.
     """
     return tuple(
         heir
@@ -550,8 +555,8 @@ _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
 
 @lru_cache(maxsize=1024)
 def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return, as text, the assignments in a function's module or class that refer to the function
-    without a call.
+    """Return the assignments, as text, that store a function under a second name, uncalled.
+    They are in the function's module or class.
     """
     scope_lines = class_text(text, owner) if owner else text
     if not any(_mentions(part, name) for part in _open_statements(scope_lines, bool(owner))):
@@ -609,7 +614,7 @@ def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
 
 
 def forget() -> None:
-    """Clear the caches of this module."""
+    """Clear this module's caches of results for source texts."""
     for cached in (
         *(binds, _heads, class_text, has_slots, _heirs, _classes_below, _held, _open_statements),
         *(_may_be_set, _read_only, is_frozen, parameters, returned),

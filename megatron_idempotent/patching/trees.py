@@ -66,7 +66,7 @@ class Folder:
         return read_text(self._path / name)
 
     def inside(self, folder: str) -> list[str]:
-        """Return the names of the files and folders directly in one of its subfolders."""
+        """Return the names of the files and folders directly in the subfolder `folder`."""
         return [path.name for path in (self._path / folder).glob("*")]
 
     def all(self) -> list[str]:
@@ -78,7 +78,7 @@ class Folder:
 
 
 class Listed:
-    """Implements `Files` for a list of paths and a function that reads one, as for a wheel."""
+    """Implements `Files` for a list of paths, such as a wheel's, and a function that reads one."""
 
     def __init__(self, names: Iterable[str], read: Callable[[str], str]) -> None:
         self.read = read

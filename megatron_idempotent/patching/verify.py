@@ -111,7 +111,7 @@ def _unpatched(ranks: Sequence[int], within: float) -> VerificationError:
 
 
 def _checked_here() -> tuple[Report, PatchError | VerificationError | None]:
-    """Return the report of this process, and the error if it has a problem."""
+    """Return the report of this process, and the error that `verify` has found here, or None."""
     try:
         result = report()
         if install.state.selection is None and not import_hooks.door_waits():
@@ -128,8 +128,8 @@ def _checked_here() -> tuple[Report, PatchError | VerificationError | None]:
 def _told(
     rank: int, result: Report, failure: Exception | None
 ) -> tuple[int, dict[str, str], str | None]:
-    """Return what a rank sends to the others: its number, a digest by patch id, and the text of its
-    failure or None.
+    """Return what this rank sends to others: its number, a digest for each patch, and its failure.
+    The failure is a text, or None.
     """
     failure_text = None if failure is None else str(failure)
     return rank, {row.id: _digest(row) for row in result}, failure_text

@@ -37,9 +37,7 @@ class Options:
 
 
 class LocalFailure(Exception):
-    """Reports that this rank failed with `error` at a point where no other rank waits for this rank
-    in a collective.
-    """
+    """Reports that this rank failed with `error` where no collective makes other ranks wait."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -47,8 +45,8 @@ class LocalFailure(Exception):
 
 
 class Backend(Protocol):
-    """Protocol by which a step runs the model, optimizer and scheduler of this rank. A step calls
-    the methods in the order in which they stand here.
+    """Protocol by which a step runs the model, optimizer and scheduler of this rank.
+    A step calls the methods in the order in which they are defined here.
     """
 
     optimizer: Any
@@ -70,11 +68,11 @@ class Backend(Protocol):
 
     @property
     def device(self) -> Any:
-        """The device of the parameters, on which dummy microbatches are made."""
+        """The device of the parameters, on which dummy microbatches (zeros) are created."""
 
     @property
     def must_agree(self) -> Mapping[str, Any]:
-        """Settings by name that have to be equal on all ranks; otherwise the step fails on all."""
+        """Settings by name that must be equal on all ranks; if they differ, the step fails."""
 
     @property
     def narrow(self) -> bool:
@@ -84,7 +82,9 @@ class Backend(Protocol):
 
     @property
     def alignment(self) -> TokenAlignment:
-        """The multiples of tokens that packs are padded to; `ValueError` if they are unknown."""
+        """The multiples of tokens to which packs are padded.
+        Raise `ValueError` if they are unknown.
+        """
 
     @property
     def partially_updated(self) -> bool:
@@ -109,7 +109,7 @@ class Backend(Protocol):
         """
 
     def gradient_bits(self) -> Any:
-        """Return a checksum of the gradients' bits, to be compared with that of a later call.
+        """Return a checksum of the gradients' bits, for a comparison with that of a later call.
 
         It may be a tensor on the device, and the host does not wait. None if the backend compares
         no gradients.
@@ -121,8 +121,8 @@ class Backend(Protocol):
         """
 
     def lockstep_group(self) -> tuple[bool, Any]:
-        """Return whether other ranks take part in the collectives of this rank's microbatches, and
-        the gloo group of all these ranks.
+        """Return whether other ranks join in the collectives of this rank's microbatches.
+        Also return the gloo group of this rank and those ranks.
 
         The group is None if all ranks are in it. The first call is a collective of all ranks.
         """
@@ -137,8 +137,8 @@ class Backend(Protocol):
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
-        """Run forward and backward for each microbatch, from the loss's sum, which nothing divides.
-        Return what the loss returned for each, on ranks that compute the loss.
+        """Run forward and backward for each microbatch, starting at the undivided sum of the loss.
+        Return what the loss returned for each microbatch, on ranks that compute the loss.
 
         Ranks that compute the loss return one result per microbatch. With `reduce`, reductions
         start as they would in the last microbatch of a one-shot step. With `dummies` the
@@ -147,30 +147,30 @@ class Backend(Protocol):
         """
 
     def check_ready(self, increment: int | None) -> None:
-        """Raise `RuntimeError` if the step could not end in an update, such as without an
-        optimizer; start no collective.
+        """Raise `RuntimeError` if the step cannot end in an update, such as without an optimizer.
+        Start no collective.
 
         Raise `ValueError` if the scheduler needs a batch size to advance by, and `increment` is
         None.
         """
 
     def join(self, *, wait: bool = True) -> None:
-        """Take part in the parameter gathers that the forwards of other ranks start, if this rank
-        has run no forward since the last update.
+        """Take part in the parameter gathers that the forwards of other ranks start.
+        It is for a rank that has run no forward since the last update.
 
         With `wait`, return when the gathers have ended.
         """
 
     def parameter_norm(self) -> Any:
-        """Return a norm of this rank's trained parameters, which is finite only if all their
-        elements are.
+        """Return a norm of this rank's trained parameters.
+        It is finite only if all their elements are finite.
 
         It may be a tensor on the device. It costs one pass over the parameters, and no wait.
         """
 
     def outdated_main_parameters(self) -> Any:
-        """Count the elements of this rank's main parameters (the optimizer's copies) that, when
-        rounded, differ from the model's parameters.
+        """Count this rank's main-parameter elements that do not round to the model's parameters.
+        Main parameters are the optimizer's own copies.
 
         The count may be a tensor on the device. It costs one pass over both, and no wait.
         """
@@ -202,7 +202,9 @@ class Backend(Protocol):
         """Drop the gradients of a step that makes no update; parameters keep their values."""
 
     def close(self) -> None:
-        """Drop the state that `restore` would put back; the step has ended with a result."""
+        """Drop the copies that `restore` would put back.
+        It is called when the step has ended with a result.
+        """
 
     def restore(self) -> None:
         """Drop the gradients, and put back what `open` saved; do nothing if `open` raised."""

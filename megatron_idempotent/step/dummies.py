@@ -25,8 +25,8 @@ _MARK = "megatron_idempotent"
 
 
 def template(inputs: Any, name: str = "") -> Any:
-    """Describe a microbatch's inputs without the values of tensors, so that another rank can make
-    zeros like them (`dummy`).
+    """Describe a microbatch's inputs: types and shapes, but no tensor's values.
+    Another rank makes zeros like them from the description (`dummy`).
 
     Tensors at any depth of mappings, dataclasses, lists and tuples are replaced by a description
     without values; other objects are kept. The description of packs and of `cu_seqlens` has their
@@ -77,8 +77,8 @@ def _is_mark(value: Any) -> bool:
 
 
 def _zeros(described: tuple[Any, ...], device: Any) -> Any:
-    """Make the object that one description in a `template` stands for: a `Pack`, its `cu_seqlens`,
-    or a tensor of zeros.
+    """Make an object of zeros from its description in a `template`.
+    It is a tensor of zeros, or a `Pack` or its `cu_seqlens` with the described borders.
     """
     match described:
         case _, "pack", lengths, segments:
@@ -94,8 +94,8 @@ def _zeros(described: tuple[Any, ...], device: Any) -> Any:
 
 
 def fingerprint(batch: Any) -> dict[str, Any]:
-    """Return a checksum or a description of each item of a batch or list of microbatches, to
-    compare with those of another batch.
+    """Return path → checksum or description, for each item of a batch or list of microbatches.
+    Two batches are compared by them.
 
     There is an item for each tensor, number, string and None in the batch, by its path: for a
     tensor its shape, type and a checksum, which stays on the device, so that the host does not
@@ -131,7 +131,9 @@ def _tensor_leaf(value: Tensor) -> tuple[Any, ...]:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Return an item of a `fingerprint` as text; the host waits for the device's checksum."""
+    """Return an item of a `fingerprint` as text.
+    The host waits until the device has the checksum.
+    """
     if leaf is None:
         return "not there"
     if isinstance(leaf, str):

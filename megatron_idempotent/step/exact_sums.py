@@ -24,8 +24,9 @@ _LIMIT = 2.0**52
 
 
 class ExactSums:
-    """Moves each microbatch's gradients from `main_grad` into integer sums, which do not round, and
-    writes these sums back into `main_grad` at the end of the step.
+    """Adds up microbatches' gradients as integers, which do not round.
+    It takes each microbatch's gradients from `main_grad`, and writes the sums to `main_grad` at the
+    end of the step.
 
     It holds 8 bytes for each trained parameter of this rank. It does not take gradients that come
     after the backward, such as those of deferred embeddings.
@@ -73,14 +74,14 @@ class ExactSums:
         gradient.zero_()
 
     def open(self) -> None:
-        """Zero the sums, and take gradients from now on: a step begins."""
+        """Zero the sums, because a step begins; from now on gradients are added to the sums."""
         self._largest.zero_()
         for _, flat, _ in self._groups:
             flat.zero_()
         self.active = True
 
     def close(self) -> None:
-        """End the step; gradients stay in `main_grad` from now on."""
+        """Stop taking gradients from `main_grad`, because the step has ended."""
         self.active = False
 
     def check(self) -> None:
@@ -99,8 +100,8 @@ class ExactSums:
             )
 
     def put(self) -> None:
-        """Sum the exact gradients over the data-parallel ranks, and write them into `main_grad` in
-        such a way that DDP's reduction does not change them.
+        """Sum the exact gradients over the data-parallel ranks, and write them into `main_grad`.
+        DDP's later reduction does not change them.
 
         All data-parallel ranks take part, and for experts those that share them. The first of
         these ranks gets the sum and the others zeros, so that DDP's reduction changes nothing.

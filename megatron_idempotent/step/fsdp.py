@@ -99,16 +99,16 @@ class FSDPBackend:
         return self.shards.writes()
 
     def gradient_bits(self) -> None:
-        """Return None, so that the step does not compare gradients: until the reduction they are
-        unsharded, and no offload restores unsharded gradients.
+        """Return None, so that the step does not compare gradients.
+        Before the reduction they are unsharded, and no offload restores unsharded gradients.
         """
 
     def accept_loss(self, loss: StepLoss) -> None:
         """Accept any loss, because these models add no auxiliary losses."""
 
     def accept(self, calls: Calls) -> None:
-        """Raise `ValueError` for packs and for token ids out of the vocabulary, if `forward` is the
-        default one; accept everything for a `forward` of the caller's.
+        """Raise `ValueError` for packs and unknown token ids if `forward` is the default one.
+        A `forward` of the caller's own accepts everything.
         """
         if self._options.forward is not tokens_forward:
             return
@@ -209,8 +209,8 @@ class FSDPBackend:
         return Update(skipped=None, grad_norm=grad_norm)
 
     def _clipped(self) -> tuple[float | None, str | None]:
-        """Clip the gradients; return their norm before clipping, and the reason to skip the update,
-        or None if it is to be made.
+        """Clip the gradients; return their norm before clipping, and why to skip the update.
+        The reason is None if the update is to be made.
 
         The norm is None if gradients overflowed, and the loss scale is lower now.
 
@@ -265,7 +265,7 @@ class FSDPBackend:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients on all ranks, a scalar. All ranks take part.
+    """Return the 2-norm of all gradients on all ranks together, a scalar. All ranks take part.
 
     It is the norm of one norm per device mesh, each computed as `clip_grad_norm_` does.
     """

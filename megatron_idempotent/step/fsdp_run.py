@@ -46,7 +46,7 @@ from .snapshot import Restore, Writes
 
 
 class Shards:
-    """Gives access to the parameter groups of an FSDP2 model: parameters, gradients and state."""
+    """Gives access to an FSDP2 model's parameter groups: parameters, gradients and state."""
 
     def __init__(self, model: FSDPModule) -> None:
         assert isinstance(model, nn.Module)
@@ -75,8 +75,8 @@ class Shards:
 
     @property
     def is_part(self) -> bool:
-        """True if this model has run as a submodule of a larger sharded model, which holds the
-        state of FSDP2's iteration.
+        """True if this model has run as a submodule of a larger sharded model.
+        That model then holds the state of FSDP2's iteration.
         """
         return self._root._is_root is False
 
@@ -129,7 +129,7 @@ class Shards:
         )
 
     def progress(self) -> str:
-        """Describe this rank's progress in the model's collectives, to be compared with others."""
+        """Describe how far this rank is in the model's collectives, to be compared with others."""
         order = len(getattr(self._root._comm_ctx, "post_forward_order", ()))
         groups = (
             f"{group._training_state.name} {group._sharded_state.name} "
@@ -153,8 +153,8 @@ class Shards:
         self._root._root_post_backward_final_callback()
 
     def multiply(self, factor: float) -> None:
-        """Multiply the sharded gradients, in place, by `factor` and by the number that FSDP2
-        divided by, so that means over ranks become sums.
+        """Multiply the sharded gradients in place by `factor` and by the divisor that FSDP2 used.
+        Means over ranks so become sums.
         """
         for group in self._groups:
             divided_by = group.gradient_divide_factor or group.mesh_info.mesh.size()
@@ -170,8 +170,8 @@ class Shards:
             module.reshard()
 
     def settle(self) -> None:
-        """Reset FSDP2's internal state to what it is between two steps, with sharded parameters;
-        also after an exception in a backward.
+        """Reset FSDP2's internal state to that between two steps, with sharded parameters.
+        It works also after an exception in a backward.
         """
         if self._root._is_root:  # before the first forward FSDP2 has no state, and no streams
             reset(self.model)
@@ -306,8 +306,9 @@ _THROUGH = "through"
 
 
 class Watch:
-    """Hooks the model while a step is open: tracks whether a forward runs, and raises for a forward
-    that records gradients outside of the step's own calls.
+    """Hooks the model while a step is open.
+    It tracks whether a forward runs, and raises for a forward that records gradients but is not one
+    of the step's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -319,7 +320,7 @@ class Watch:
         self.zeros: Zeros = []
 
     def is_taken(self) -> bool:
-        """Return True if another open step has its hooks on the model."""
+        """Return True if another open step has hooks on this model."""
         hooks = self._model._forward_pre_hooks.values()
         return any(isinstance(getattr(hook, "__self__", None), Watch) for hook in hooks)
 
@@ -345,12 +346,12 @@ class Watch:
 
     @property
     def began(self) -> bool:
-        """True once the forward has entered the model."""
+        """True once the current call's forward has entered the model."""
         return self._entered > 0
 
     @property
     def inside(self) -> bool:
-        """True while the forward is inside of the model."""
+        """True while a forward is running inside of the model."""
         return self._entered != self._left
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -369,8 +370,9 @@ class Watch:
 
 
 class FSDPCall:
-    """Runs this rank's microbatches. After a failure this rank sends zeros through the model
-    instead of data, so that no other rank waits, and `settle` tells all ranks of the failure.
+    """Runs this rank's microbatches.
+    After a failure it sends zeros through the model instead of data, so that no other rank waits,
+    and `settle` tells all ranks of the failure.
     """
 
     def __init__(self, shards: Shards, watch: Watch, forward: Forward, scaler: Any) -> None:
@@ -454,8 +456,8 @@ class FSDPCall:
             return functools.partial(_send, zeros_for(output)), None
 
     def _zeros_after(self, error: Exception, inputs: Batch) -> Zeros:
-        """Return zero gradients, each with its edge of the graph, that can go backwards through the
-        model after `forward` has failed.
+        """Return zero gradients, with graph edges, for a backward after `forward` has failed.
+        The list is empty if the forward failed inside of the model.
         """
         if self._watch.inside:
             self._stop(error, "forward of the model")
@@ -482,8 +484,8 @@ class FSDPCall:
 
 
 def zeros_for(output: Any) -> Zeros:
-    """Return, for each tensor of the output that needs a gradient, its edge of the graph and a
-    gradient of zeros from which a backward can start.
+    """Return (graph edge, zero gradient) pairs: one for each output tensor that needs a gradient.
+    A backward can start from them.
     """
     return [
         (get_gradient_edge(leaf), leaf.detach().new_zeros(()).expand(leaf.shape))
@@ -506,7 +508,7 @@ def check_internals(model: Any) -> None:
     lacking: list[str] = []
 
     def require(owner: Any, *names: str) -> list[Any]:
-        """Return an object's attributes of these names; add those that it lacks to `lacking`."""
+        """Return the attributes `names` of an object; add missing names to the list `lacking`."""
         if owner is not None:  # else it is named already, or the model has none
             lacking.extend(f"{type(owner).__name__}.{n}" for n in names if not hasattr(owner, n))
         return [getattr(owner, name, None) for name in names]
@@ -549,15 +551,15 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def accumulate(param: Any, grad: Any) -> None:
-    """Set an FSDPParam's accumulated gradient, unless that attribute is a property, as in torch
-    2.15 and later.
+    """Set an FSDPParam's accumulated gradient.
+    Do nothing if that attribute is a property, as in torch 2.15 and later.
     """
     if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         param.unsharded_accumulated_grad = grad
 
 
 def reset(model: Any) -> None:
-    """Clear the state that FSDP2 keeps of a forward or backward that did not end.
+    """Clear the state that FSDP2 has kept of a forward or backward that did not end.
 
     The model is a root that has run before. From 2.13 on torch does it itself. Gradients may be
     dropped or left.
@@ -595,8 +597,9 @@ def reset(model: Any) -> None:
 
 
 def _in_flight(communication: Any, groups: list[Any]) -> Iterator[Any]:
-    """Yield device events. After all of them the device no longer uses the tensors that FSDP2 holds
-    for collectives.
+    """Yield device events.
+    Once all of them have occurred, the device no longer uses the tensors that FSDP2 holds for
+    collectives.
     """
     states = [communication.all_gather_state, *(group._all_reduce_state for group in groups)]
     one_state = getattr(communication, "reduce_scatter_state", None)

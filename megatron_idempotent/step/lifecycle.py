@@ -94,8 +94,8 @@ class SplitStep(Options):
 
     @_by_one_thread
     def prepare(self) -> None:
-        """Make the gloo process groups over which ranks exchange their status. All ranks call it,
-        and wait for each other.
+        """Create the gloo process groups over which ranks exchange their status.
+        All ranks call it, and wait for each other.
 
         The first `begin` does so by itself. Call this before, where ranks begin their first step at
         different times: when their data come, or in a schedule that a framework calls.
@@ -418,7 +418,7 @@ def _argument_of_step(step: OpenStep, name: str, value: Any) -> Any:
 
 
 def _already_updated(step_id: str, call: str) -> RuntimeError:
-    """Make the error for a call other than `finish` after all ranks have updated."""
+    """Return the error for a call other than `finish` after all ranks have updated parameters."""
     return RuntimeError(
         f"{call}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
     )

@@ -67,8 +67,8 @@ A loss adds its own: `{**POLICY_GRADIENT_NORMALIZERS, "is_oob_ratio": "sequences
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepCounts:
-    """Holds the counts of a step over all ranks together, such as valid tokens. A `divisor` that is
-    a function is called with it.
+    """Holds the counts of a step, such as valid tokens, summed over all ranks.
+    If the step's `divisor` is a function, it is called with this object.
 
     Example: `divisor=lambda counts: counts.groups`.
     """
@@ -119,12 +119,14 @@ class StepLoss(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """The unit whose count on all ranks in the step divides the gradients."""
+        """The unit, such as tokens, whose number in the step divides the gradients.
+        The units of all ranks are counted.
+        """
 
     @property
     def normalizers(self) -> Mapping[str, Normalizer]:
-        """The denominator of each metric, by name; a metric that is not named is divided as the
-        gradients are.
+        """Metric's name → its denominator.
+        Metrics without an entry are divided as the gradients are.
         """
 
     def __call__(
@@ -146,8 +148,8 @@ class StepLoss(Protocol):
 
 
 def context_scope(loss: StepLoss) -> ContextScope:
-    """Return the loss's attribute `context_parallel`: whether its sums are over this rank's "part"
-    of the rows (the default) or over "whole" rows.
+    """Return the loss's attribute `context_parallel`, by default "part".
+    It says whether the loss's sums are over this rank's "part" of the rows or over "whole" rows.
     """
     scope: ContextScope = getattr(loss, "context_parallel", "part")
     return scope
@@ -175,7 +177,7 @@ def auxiliary_weight(loss: StepLoss, microbatch: Microbatch, number: int) -> flo
 
 
 class _Rule(NamedTuple):
-    """Says which values an argument takes, in words and by a function."""
+    """Says which values an argument may have: in words, and by a function that checks a value."""
 
     takes: str
     accepts: Callable[[Any], bool]
@@ -382,8 +384,7 @@ _MISTAKEN: Mapping[type[BaseException], str] = {
 
 
 def call_user(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that the user gave, and return the function's result; errors name the
-    function as `name`.
+    """Call a function that the user gave, and return its result. Errors call the function `name`.
 
     Raises:
         RuntimeError: it raised StopIteration or SystemExit, and not from a signal's handler.
@@ -401,7 +402,8 @@ def call_user(name: str, function: Callable[..., Any], *args: Any) -> Any:
 def evaluate(
     loss: StepLoss, output: Any, microbatch: Microbatch
 ) -> tuple[Tensor | None, LossResult]:
-    """Call the loss on a microbatch's output; return its sum, and its metrics and outputs.
+    """Call the loss on a microbatch's output.
+    Return the loss's sum, and a `LossResult` with its metrics and outputs.
 
     The sum is a scalar that a backward can start at, or None for the constant 0. Metrics and
     outputs are copied or detached, so that later changes do not reach them.
@@ -480,8 +482,8 @@ def _detached_copy(value: Any) -> Any:
 
 
 def _by_sequence(name: str, value: Any, microbatch: Microbatch) -> tuple[Tensor, ...]:
-    """Split an output of the loss into a tensor for each sequence. The output has an entry for each
-    sequence, or for each token of a pack.
+    """Split an output of the loss into a tuple with a tensor for each sequence.
+    The output has an entry for each sequence, or for each token of a pack.
     """
     spans, number = microbatch.spans, microbatch.entries
     is_listed = isinstance(value, (list, tuple)) and len(value) == number
@@ -543,7 +545,9 @@ _NORMALIZER_OF: Mapping[Kind, Normalizer] = {
 
 
 class StepTotals:
-    """Sums a step's counts and metrics over all ranks; `counts` has the sums of the counts."""
+    """Sums a step's counts and metrics over all ranks.
+    Its attribute `counts` has the summed counts.
+    """
 
     def __init__(
         self,
@@ -651,7 +655,7 @@ class StepTotals:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """Tells whether an optimizer step has updated parameters, and the norm of the gradients.
+    """Tells whether an optimizer step has updated parameters, and has the gradients' norm.
 
     Example: `Update(skipped=None, grad_norm=1.5)`.
     """

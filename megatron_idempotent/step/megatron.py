@@ -276,8 +276,8 @@ class MegatronBackend(MegatronModel):
             )
 
     def _refuse_autocast(self) -> None:
-        """Raise `RuntimeError` for a float32 model inside of `torch.autocast`, whose backward would
-        meet weights of another type.
+        """Raise `RuntimeError` for a float32 model inside of `torch.autocast`.
+        Its backward would meet weights of another type.
         """
         device = self.device.type
         is_float32 = self.configs[0].params_dtype == torch.float32
@@ -422,8 +422,8 @@ def _check_routes(replay: ExpertReplay, calls: Calls, *, read: bool) -> None:
 
 
 def _spans_with_routes(microbatch: Microbatch) -> list[Span]:
-    """Return the spans of tokens that need expert routes: tokens that are followed by a real token
-    of their sequence. Each is (row, first, end).
+    """Return the spans of tokens that need expert routes, as (row, first, end).
+    A token needs a route if a real token of its sequence follows it.
     """
     if microbatch.spans is not None:
         return [(0, start, start + max(length - 1, 0)) for start, length in microbatch.spans]
@@ -470,8 +470,8 @@ def _check_positions(calls: Calls, config: Any, size: int) -> None:
 
 
 class _StepWindow:
-    """Refuses other training on the chunks of an open step; Megatron's patched schedules call `run`
-    first.
+    """Refuses training by other code on the chunks of an open step.
+    Megatron's patched schedules call `run` first.
 
     See `megatron/schedules.py`.
     """
@@ -484,7 +484,9 @@ class _StepWindow:
         return any(chunk is own_chunk for own_chunk in self.chunks)
 
     def shares_modules(self, chunks: Sequence[Any]) -> bool:
-        """Return whether chunks have modules in common with the step's, in any DDP wrapper."""
+        """Return whether `chunks` have modules in common with the step's chunks.
+        The two may be in different DDP wrappers.
+        """
         own_ids = {id(module) for chunk in self.chunks for module in chunk.modules()}
         return any(id(module) in own_ids for chunk in chunks for module in chunk.modules())
 

@@ -60,8 +60,9 @@ def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
 
 
 def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Raise `ValueError` if the optimizer steps on a parameter that is not these chunks', or only
-    on parameters that these chunks' DDP does not reduce.
+    """Raise `ValueError` if the optimizer and these chunks do not fit each other.
+    The optimizer must not step on a parameter of other modules, and must not step only on
+    parameters that these chunks' DDP does not reduce.
 
     Only the chunks' parameters get gradients, so that the step would never update the others.
     """

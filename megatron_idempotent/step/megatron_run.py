@@ -95,7 +95,7 @@ def _has(module: Any, name: str) -> bool:
 
 
 class CurrentMicrobatch:
-    """Holds the microbatch whose forward runs now, for shapes and weights that depend on it."""
+    """Holds the microbatch whose forward is running, for shapes and weights that depend on it."""
 
     def __init__(
         self, arguments: dict[str, Any], weigh: Callable[[Microbatch, bool], float]
@@ -107,8 +107,8 @@ class CurrentMicrobatch:
         self._is_masked = False
 
     def start(self, microbatch: Microbatch) -> None:
-        """Make `microbatch` the current one, because its forward begins: set its shape in the
-        schedule's arguments.
+        """Make `microbatch` the current one: set its shape in the schedule's arguments.
+        It is called when the microbatch's forward begins.
         """
         self._microbatch, self._is_masked = microbatch, False
         # Read where this rank's forward fails and zeros go to the next stage in its place.
@@ -122,7 +122,7 @@ class CurrentMicrobatch:
         return 0.0 if self._microbatch is None else self._weigh(self._microbatch, self._is_masked)
 
     def note_mask(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Record whether a chunk is given a padding mask; this is a hook before its forward."""
+        """Forward pre-hook of a chunk: record whether the chunk is given a padding mask."""
         # Without experts only MTP heads are told of padding, by `loss_mask`.
         name = "padding_mask" if get_model_config(model).num_moe_experts else "loss_mask"
         self._is_masked = kwargs.get(name) is not None
@@ -248,8 +248,8 @@ class MegatronModel:
         return results
 
     def _set_aside(self, stack: ExitStack, reduce: bool) -> None:
-        """Replace functions in the models' configs (finalize, no_sync, loss scale) for one schedule
-        call; `stack` puts them back.
+        """Replace the models' config functions (finalize, no_sync, loss scale) for one call.
+        The call is one of a schedule; closing `stack` puts the functions back.
         """
 
         def note_finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
@@ -283,8 +283,8 @@ class MegatronModel:
                     set_for(stack, config, name, _times(2.0**-self.shift, scale))
 
     def _use_own_functions(self, stack: ExitStack) -> None:
-        """Replace functions in this model's configs that are methods of another model's DDP or
-        optimizer by those of this model, for one schedule call.
+        """Replace config functions of another model's DDP or optimizer by those of this model.
+        They are replaced for one schedule call.
 
         Functions that are methods of neither a DDP nor an optimizer are the caller's, and stay.
         """
@@ -419,7 +419,7 @@ def embedding_sizes(chunks: Sequence[Any]) -> EmbeddingSizes:
 
 
 def _keep_scale_of_each_forward(stack: ExitStack) -> None:
-    """Have each backward scale auxiliary losses as the forward of its microbatch did.
+    """Let each backward scale auxiliary losses with the scale of its own microbatch's forward.
 
     Upstream sets the scale in each forward, and reads it in each backward. In a pipeline that is
     another microbatch's, which is the same as long as all microbatches have the same count.
@@ -460,13 +460,14 @@ def _times(factor: float, scale: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _tell_no_rank(failure: str | None) -> dict[int, str]:
-    """Tell no rank of a failure, because the others learn of it in `finish` or `abort`."""
+    """Do nothing with a failure of this rank. Other ranks learn of it in `finish` or `abort`."""
     return {}
 
 
 class CheckedUpdate(OpenUpdate):
-    """Runs the optimizer's `step()`, checks the gradients' norm right before the update, and tells
-    whether an update stopped half-way.
+    """Runs the optimizer's `step()`.
+    It checks the gradients' norm right before the update, and tells whether an update stopped
+    half-way.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, options: Options) -> None:
@@ -485,8 +486,8 @@ class CheckedUpdate(OpenUpdate):
         return any(isinstance(scaler, DynamicGradScaler) for scaler in scalers)
 
     def run(self) -> tuple[float | None, str | None]:
-        """Call the optimizer's `step()`; return the gradients' norm, and the reason if there was no
-        update, else None.
+        """Call the optimizer's `step()`; return the gradients' norm and why there was no update.
+        The reason is None if there was an update.
 
         Raises:
             RuntimeError: the norm is not finite, and the rule is "refuse". Nothing was updated.

@@ -234,7 +234,7 @@ def _check_rows_of(name: str, value: Any, rows: int, shared: bool) -> None:
 
 
 def kind_of(value: Any) -> str:
-    """Describe a tensor by its shape, a list by its length, and all else by its type."""
+    """Describe a value as text: a tensor by its shape, a list by its length, else by its type."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     items = f" of {len(value)} items" if isinstance(value, (list, tuple)) else ""
@@ -243,8 +243,8 @@ def kind_of(value: Any) -> str:
 
 @contextmanager
 def in_batch(place: str) -> Iterator[None]:
-    """Put `place`, a text that names a part of the batch, before the message of a `ValueError` that
-    the block raises.
+    """Context manager: put `place`, which names a part of the batch, before `ValueError` messages.
+    They are errors that the block raises.
     """
     try:
         yield
@@ -328,8 +328,8 @@ def check_masks(batch: Any, *, packed: bool = False, one_more: bool = False) -> 
 
 
 def nan_if_wrong(counts: Tensor, batch: Any) -> Tensor:
-    """Return the counts [2] as they are, or NaN instead if one of the batch's masks is on a device
-    and has a value other than 0 and 1.
+    """Return the counts [2], or NaN if a mask of the batch has a value other than 0 and 1.
+    Only masks on a device are checked; the host does not wait.
 
     The host reads counts at the end of a step, and waits for the device no more often.
     """
@@ -349,14 +349,14 @@ def _wrong_in_masks(batch: Any, *, host: bool) -> Iterator[tuple[str, Tensor, Te
 
 
 def flat(values: Any) -> Tensor:
-    """Concatenate the rows of a nested tensor; return any other tensor unchanged."""
+    """Return a nested tensor's rows, concatenated; return any other tensor unchanged."""
     joined: Tensor = values.values() if values.is_nested else values
     return joined
 
 
 def _first_index(values: Any, wrong: Tensor) -> list[int]:
-    """Return the row and position of the first value that `wrong` marks, also if rows are
-    nested.
+    """Return the row and position of the first value that the mask `wrong` marks.
+    Rows may be nested.
     """
     index: list[int] = wrong.nonzero()[0].tolist()
     if values.is_nested:
@@ -517,8 +517,8 @@ def distinct_groups(groups: Iterable[Groups]) -> tuple[int, ...]:
 
 
 def call_shape(microbatches: Sequence[Microbatch]) -> CallShape:
-    """Return the number of microbatches in one call, their largest rows and positions, and a
-    checksum of all their shapes.
+    """Describe one call's microbatches: their number, largest rows and positions, and a checksum.
+    The checksum is over the shapes of all of them.
     """
     shapes = [microbatch.shape for microbatch in microbatches]
     spans = [microbatch.spans for microbatch in microbatches if microbatch.spans is not None]

@@ -63,8 +63,8 @@ from .status import (
 
 
 def failures_of(statuses: Sequence[RankStatus], group: Any = None) -> dict[int, str]:
-    """Return the reasons for which the step stops, by global rank: failures, aborts, ranks in
-    another step or with other arguments.
+    """Return global rank → the reason for which this rank stops the step.
+    Reasons are failures, aborts, another step, and other arguments.
 
     `group` is the group whose statuses they are, None for all ranks.
     """
@@ -288,8 +288,8 @@ class OpenStep:
         return prepared, packed
 
     def repeated(self, microbatch_id: str, batch: Batch | None, ready: Any) -> BatchResult:
-        """Return the result of a batch that was sent before under this id; raise `ValueError` if
-        this batch is another one.
+        """Return the result of the batch that was sent earlier under this id.
+        Raise `ValueError` if this batch differs from that one.
 
         Raises:
             ValueError: this batch differs from the one that was sent before.
@@ -328,8 +328,8 @@ class OpenStep:
             )
 
     def finish(self, increment: int | None, lr: float | None, divisor: Any) -> StepResult:
-        """Agree with all ranks that none failed, then update, and return the result. If all ranks
-        have updated already, return the result alone.
+        """Agree with all ranks that no rank failed, then update parameters, and return the result.
+        If all ranks have updated already, only return the result.
         """
         if not self.committed:
             with self._noting_failures(unless=WindowAborted):
@@ -386,7 +386,7 @@ class OpenStep:
         return self._updates + (has_updated and self.committed)
 
     def announce_abort(self) -> None:
-        """Tell all ranks that this rank aborts the step, unless they know of its failure already.
+        """Tell all ranks that this rank aborts the step, unless they already know that it failed.
         All ranks take part.
         """
         if self.peers_wait and not is_poisoned():
@@ -638,8 +638,9 @@ class OpenStep:
         return statuses
 
     def _shift_for(self, calls: Calls) -> int | None:
-        """Return the exponent of a power of two by which losses are divided; the power is at least
-        the number of terms in a replica's gradient sum.
+        """Return an exponent n, so that the step divides losses by 2 ** n.
+        That power is at least the number of terms in a replica's gradient sum. None if nothing has
+        to be divided.
 
         Divided by that power, gradients are no larger than those of a mean. It is chosen once in a
         step, with the first batch, because gradients of all batches are added up; it grows with the
@@ -681,8 +682,8 @@ class OpenStep:
         *,
         all_know: bool = True,
     ) -> None:
-        """Stop the step if there are failures, by global rank: raise `WindowAborted` with them on
-        all ranks.
+        """Stop the step if there are `failures`, by global rank: raise `WindowAborted` with them.
+        All ranks call it with equal failures.
         """
         if failures:
             self.peers_wait = False
@@ -709,7 +710,9 @@ class OpenStep:
 
     @contextmanager
     def _noting_failures(self, *, unless: type[BaseException] | tuple[()] = ()) -> Iterator[None]:
-        """Note that the step has failed if the block raises anything but `unless`."""
+        """Context manager: record that the step has failed if the block raises.
+        Exceptions of the type `unless` are not recorded.
+        """
         try:
             yield
         except unless:
@@ -764,7 +767,9 @@ class OpenStep:
 
 
 def _comparable(divisor: Any) -> str:
-    """Describe a divisor for a comparison between ranks, which cannot compare functions."""
+    """Describe a divisor as text, so that ranks can compare it.
+    All functions have one text, because ranks cannot compare functions.
+    """
     return "a function" if callable(divisor) else repr(divisor)
 
 

@@ -82,7 +82,7 @@ def spans_in(batch: Any) -> Spans | None:
 
 
 def _spans_between(name: str, borders: Any) -> tuple[list[int], list[int]]:
-    """Return the index of the first token of each sequence between the borders, and its length."""
+    """Return, for the sequences between `borders`, each one's first token and its length."""
     ends = [int(end) for end in torch.as_tensor(borders).reshape(-1).tolist()]
     if not ends or ends[0] != 0:
         raise ValueError(f"whose {name} begin with {ends[:1]}: let them begin with 0")
@@ -186,7 +186,9 @@ def _borders(params: Any) -> Any:
 
 
 def own_routes(microbatch: Any) -> Tensor:
-    """Return a microbatch's routed experts [B, T, L, K] at this rank's `own_positions`."""
+    """Return a microbatch's routed experts [B, T, L, K] at the positions that this rank computes.
+    These are the `own_positions`.
+    """
     routes: Tensor = field_of(microbatch, ROUTED_EXPERTS)
     routes = routes[None] if routes.dim() == 3 else routes
     if context_parallel_ranks()[1] == 1:

@@ -139,8 +139,8 @@ def _evenly(
     number: int,
     capacity: int,
 ) -> list[list[int]] | None:
-    """Put each sequence into the bin with least work that has room. Return the bins; None if a
-    sequence fits into no bin.
+    """Put each sequence into the bin with the least work among those with room for it.
+    Return the bins; None if a sequence fits into no bin.
     """
     bins: list[list[int]] = [[] for _ in range(number)]
     rooms = [capacity] * number
@@ -161,8 +161,8 @@ def _evenly(
 
 
 def _tightly(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Put each sequence into the fullest bin that has room for it, which makes close to the fewest
-    bins. Return the bins.
+    """Put each sequence into the fullest bin with room for it; return the bins.
+    This makes close to the fewest bins.
     """
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
@@ -229,7 +229,7 @@ def pack_batches(
 
 
 class Budget(NamedTuple):
-    """Holds the limits and costs by which rows are packed: arguments of `bin_sequences`."""
+    """Holds how rows are packed: the limits and costs that are arguments of `bin_sequences`."""
 
     max_tokens: int
     alignment: TokenAlignment
@@ -321,8 +321,8 @@ class PackedRows:
 def _values_of(
     name: str, value: Any, rows: tuple[int, ...], source_N: Tensor, pack: Pack, tokens_BT: Tensor
 ) -> Any:
-    """Return one pack's part of a value of the batch; values with an entry per token are laid out
-    as the pack's tokens.
+    """Return the part of one of the batch's values that belongs to one pack.
+    Values with an entry per token are laid out as the pack's tokens are.
     """
     if isinstance(value, (list, tuple)):
         items = [value[row] for row in rows]
@@ -344,8 +344,8 @@ def _values_of(
 
 
 def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
-    """Return the index of each row's first real token (in the row, or in the joined rows of a
-    nested batch), and each row's number of real tokens.
+    """Return two lists: each row's index of its first real token, and its number of real tokens.
+    The index counts in the row or, in a nested batch, in the joined rows.
 
     The host reads once from the device.
 
@@ -395,7 +395,7 @@ def _nested_tokens(batch: Batch, tokens: Tensor) -> tuple[list[int], list[int]]:
 
 
 def _jagged(nested: Any) -> tuple[list[int], list[int]]:
-    """Return the index of each row's first value in a nested tensor, and the rows' lengths."""
+    """Return two lists for a nested tensor: each row's index of its first value, and lengths."""
     ends = nested.offsets().tolist()
     return ends[:-1], [end - start for start, end in itertools.pairwise(ends)]
 

@@ -73,8 +73,8 @@ class StepResult:
 
     @property
     def own_rows(self) -> tuple[Mapping[str, float], ...]:
-        """The rows of metrics, one per microbatch, that this rank reports. Over all ranks together,
-        each row of the step comes once.
+        """The rows of metrics, one per microbatch, that this rank reports.
+        Over all ranks together each row of the step comes once.
 
         One rank of each replica reports; the others have no rows.
         """

@@ -88,7 +88,7 @@ class StepSchedule:
         forward_only: bool = False,
         **options: Any,
     ) -> list[Any]:
-        """Run forward and backward of the next `num_microbatches`; reduce and update nothing.
+        """Run forward and backward of the next `num_microbatches`; do not reduce or update.
 
         The arguments are those of Megatron's schedules; of an interleaved pipeline's iterators,
         which yield the same, the first one is read.
@@ -130,8 +130,8 @@ class StepSchedule:
         return [batch.reported[0] for batch in batches if batch.reported]
 
     def prepare(self) -> None:
-        """Make the process groups over which ranks exchange their status: see `TrainStep.prepare`.
-        All ranks call it.
+        """Create the process groups over which ranks exchange their status.
+        All ranks call it. See `TrainStep.prepare`.
 
         The schedule's first call makes the groups by itself. If ranks make that call at different
         times, call this on all of them before.
@@ -213,8 +213,8 @@ class _ScheduleLoss:
 
 
 def _tokens(counts: StepCounts) -> float:
-    """Return the number of tokens that the loss functions have reported on all ranks, at least 1.
-    It divides the gradients.
+    """Return the tokens that loss functions have reported on all ranks, at least 1.
+    The gradients are divided by this number.
     """
     return max(counts.reported.get("num_tokens", 0.0), 1.0)
 

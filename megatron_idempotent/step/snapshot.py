@@ -55,8 +55,8 @@ class ModuleSnapshot:
 
 
 def keep_torch() -> Restore:
-    """Copy torch's random states on host and device, and whether gradients are recorded; return a
-    function that puts them back.
+    """Copy torch's random states on host and device, and whether gradients are recorded.
+    Return a function that puts them back.
 
     The states of Python and NumPy belong to the caller, who may draw numbers while a step is open.
     """
@@ -75,8 +75,8 @@ def keep_torch() -> Restore:
 
 
 def keep_values(values: Mapping[str, Any], put: Callable[[str, Any], None]) -> Restore:
-    """Copy values and tensors by name, and return a function that puts them back; `put(name,
-    value)` sets one.
+    """Copy values and tensors by name, and return a function that puts the copies back.
+    Calling `put(name, value)` sets one of them.
 
     Tensors are put back in place, because captured graphs and aliases hold their memory.
     """
@@ -118,8 +118,8 @@ def check_scheduler(step: Any, remedy: str, *needed: str) -> None:
 
 
 def keep_functions(owner: Any, names: Sequence[str]) -> Restore:
-    """Remember which functions of these names an object has as attributes of its own, and return a
-    function that puts them back.
+    """Record an object's own attributes among `names`, such as replaced methods.
+    Return a function that puts them back.
 
     Functions that the object did not have then are removed from it, so that its class's functions
     are found again.
@@ -148,8 +148,8 @@ class Writes(NamedTuple):
     parameters: tuple[int, ...]
 
     def since(self, earlier: Writes) -> tuple[int, int]:
-        """Return how many gradients, and how many parameters, were written or dropped since
-        `earlier` was read.
+        """Return how many gradients and how many parameters were written since `earlier` was read.
+        Tensors that were dropped count, too.
         """
         gradients, parameters = (
             sum(new > old or new < 0 <= old for new, old in zip(*pair, strict=True))
@@ -342,8 +342,8 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
 
 
 class OpenUpdate:
-    """Makes optimizers refuse `step()` while a step is open, except in the step's own update, and
-    tracks how far that has come.
+    """Makes optimizers refuse `step()` while a training step is open.
+    Only the step's own update is allowed, and this object tracks how far that update has come.
     """
 
     def __init__(self, *, undo: bool) -> None:
@@ -365,15 +365,15 @@ class OpenUpdate:
         self._allow = [refuse_update(part) for part in optimizers if part is not None]
 
     def begin(self, parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> None:
-        """Note that the step's own update begins. If the step can be undone, copy parameters and
-        optimizer state before.
+        """Note that the step's own update begins.
+        If the step can be undone, first copy parameters and optimizer state.
         """
         if self._keeps_copy:
             self.undo = keep_update(parameters, optimizers)
         self.begun = True
 
     def reset(self) -> None:
-        """Forget the update of the last step, and let the optimizers step again."""
+        """Forget the last step's update and its copy, and let the optimizers step again."""
         self.begun, self.undo = False, None
         while self._allow:
             self._allow.pop()()
@@ -381,7 +381,9 @@ class OpenUpdate:
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules in eval mode without gradients; then restore modes, buffers, random states."""
+    """Run a block with modules in eval mode, without gradients.
+    Afterwards restore training modes, buffers and random states.
+    """
     snapshot, restore_torch = ModuleSnapshot(modules), keep_torch()
     for module in modules:
         module.eval()
