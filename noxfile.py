@@ -586,7 +586,7 @@ def _unpacked(session: nox.Session, wants: dict, folder: Path) -> Path:
 
 
 def _patched(session: nox.Session, tree: Path, patch: dict, folder: Path) -> Path:
-    """Copy a framework's sources, apply its own patch of Megatron to the copy, return the copy."""
+    """Copy Megatron's sources, apply a framework's patch file to the copy, and return the copy."""
     copy = tree.with_name(f"{tree.name}-{patch['commit']}")
     if not copy.exists():
         clone = _clone(session, patch["commit"], patch["repository"], folder)

@@ -158,8 +158,8 @@ def _kind(hazard: Hazard) -> str:
 
 def _seen_by_users(hazard: Hazard) -> str:
     """Return a hazard's summary for its table row.
-    It is preceded by the first error message that the symptom quotes, if the summary lacks that
-    message.
+    If the summary lacks the first error message that the symptom quotes, the message is put before
+    it.
     """
     quoted = messages(hazard.case_file["Symptom"])
     errors = [message for message in quoted if re.match(r"\w*(Error|Exception): ", message)]

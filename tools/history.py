@@ -51,7 +51,9 @@ class Branches(Clone):
             yield self.tree_of(commit, blobs), blobs
 
     def _changed(self, blobs: Mapping[str, str], parent: str, commit: str) -> dict[str, str]:
-        """Return a commit's blob ids by path, from those of its parent and the difference."""
+        """Return a commit's map from path to blob id.
+        It is the map of the parent commit, changed by git's difference of the two.
+        """
         changed = dict(blobs)
         command = ("diff-tree", "-r", "--no-renames", parent, commit, "--", PACKAGE)
         for line in self.git(*command).splitlines():

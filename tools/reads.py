@@ -280,7 +280,7 @@ def _bindings(
 
 def _in_modules(name: str, near: Sequence[str], trees: Sequence[SourceTree]) -> list[_Binding]:
     """Return the bindings of a name in the modules `near`, or in all modules if `near` is empty.
-    They are those of the newest tree that has any.
+    Only the newest tree that has any is searched.
 
     If there are many, a few that are in all trees are returned.
     """

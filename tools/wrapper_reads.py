@@ -108,7 +108,7 @@ def _is_module(name: str) -> bool:
 
 def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[Read], bool]:
     """Return the names of upstream that a wrapper reads, calls or sets.
-    This includes reads by functions of this package that the wrapper uses.
+    It does so itself, or through the functions of this package that it uses.
 
     Args:
         wrapper: a plain function of a module.

@@ -150,8 +150,8 @@ def _extend(
     reviews: Reviewed, patch: Patch, target: Target, body: Body | None, release: Installed
 ) -> None:
     """Note in `reviews` that `release`, too, has this body of the target function.
-    The same is noted for the reviewed part of the body. A body or part that `reviews` does not list
-    yet is left out.
+    Note it also for the reviewed part of the body. A body or part that `reviews` does not list yet
+    is left out.
 
     A body of a release before the hazard is recorded without a review: a commit with that body does
     not have the hazard yet.

@@ -75,7 +75,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def _words(action: argparse.Action) -> tuple[str, ...]:
     """Return the words with which a shell completes a command-line argument.
-    They come from the argument's metavar, or are the allowed values of a trainer's setting.
+    The words belong to the argument's metavar, or are the allowed values of a trainer's setting.
     """
     if action.metavar == "SECTION.KEY=VALUE":
         return tuple(f"{name}=" for name in _settings())

@@ -65,7 +65,8 @@ class Fp8Export:
 
     def converts(self, name: str, weight: Tensor) -> bool:
         """Return whether a weight is quantized.
-        It is if it is a linear layer's matrix, or the matrices of all experts, and is not excluded.
+        A linear layer's matrix and the matrices of all experts are quantized, unless they are
+        excluded.
         """
         module, _, last = name.rpartition(".")
         if weight.dim() == 2:

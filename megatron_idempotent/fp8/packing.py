@@ -282,7 +282,7 @@ class Pack:
         return tuple(zip(starts, self.lengths, strict=False))
 
     def join(self, sequences: Sequence[Tensor] | Tensor, *, fill: float = 0) -> Tensor:
-        """Put values of each token into the pack, [T, ...]; differentiable.
+        """Lay out the sequences' token values as the pack's tokens, [T, ...]; differentiable.
 
         Args:
             sequences: n tensors [length, ...], or one of all tokens, [N, ...]; for a padded batch

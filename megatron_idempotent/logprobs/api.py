@@ -409,11 +409,10 @@ class LogprobsFromHidden(torch.autograd.Function):
 def _gradients_by_columns(
     ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the hidden states and the weight, for this rank's columns.
+    """Return the hidden states' gradient from this rank's columns, and the weight's gradient.
     The logits are computed again, some columns of all tokens at a time.
 
-    It computes the logits again, some columns of all tokens at a time, and adds the hidden states'
-    gradient up in the type of the statistics.
+    The hidden states' gradient is added up in the type of the statistics.
     """
     total, hidden_NH, weight_VH = _saved(ctx)
     slopes, batch, few_N = _differentiated(ctx.batch, total, d_logprob_N, d_entropy_N)

@@ -268,8 +268,8 @@ class Call:
         return rows
 
     def ordered(self, value: Any) -> Any:
-        """Return a tensor [...] or [..., K] as [N] or [N, K]: only computed tokens, in memory
-        order. Any other value is returned as it is.
+        """Return a tensor [...] or [..., K] as [N] or [N, K], reduced to the computed tokens.
+        The tokens are in the order of rows in memory. Any other value is returned unchanged.
         """
         if not isinstance(value, Tensor):
             return value
@@ -277,8 +277,8 @@ class Call:
         return value if self._position_K is None else value.index_select(0, self._position_K)
 
     def shaped(self, values_N: Tensor | None, fill: float = 0.0) -> Any:
-        """Undo `ordered`: return [N] as [...], or [N, K] as [..., K], with `fill` for tokens not
-        computed.
+        """Undo `ordered`: return [N] as [...], or [N, K] as [..., K].
+        Tokens that were not computed get `fill`.
         """
         if values_N is None:
             return None

@@ -136,8 +136,8 @@ def write_gradient(
 
 
 def _computed(batch: TokenBatch) -> TokenBatch:
-    """Return the batch with its temperature in a form that the kernels read.
-    That is a number, or a contiguous float32 tensor.
+    """Return the batch with its temperature as a number or as a contiguous float32 tensor.
+    The kernels can read no other forms.
     """
     if not isinstance(batch.temperature, Tensor):
         return batch

@@ -269,7 +269,7 @@ class Logits:
         self._kept_N, self._columns, self._workspace = kept_N, columns, workspace_bytes
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice of the tokens, their logits [n, V]) until all tokens have come.
+        """Yield (slice of the tokens, their logits [n, V]), part by part, for all tokens.
 
         They are views if their rows follow each other, else copies.
         """
@@ -303,7 +303,7 @@ class Products:
         self._parts, self.dtype = parts, hidden_NH.dtype
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (slice of the tokens, their logits [n, V]) until all tokens have come."""
+        """Yield (slice of the tokens, their logits [n, V]), part by part, for all tokens."""
         weight_HV, product = self._weight_VH.t(), Product()
         tokens, columns = len(self._hidden_NH), len(self._weight_VH)
         for part in self._parts.of_tokens(tokens, columns, self.dtype):

@@ -155,7 +155,7 @@ def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) ->
 
 def _of_all_ranks(sums: Partial, k: int, batch: TokenBatch) -> TopK:
     """Gather all ranks' candidates and sums; return the `TopK` of the whole vocabulary.
-    It is equal on all ranks.
+    All ranks return an equal `TopK`.
 
     The group's ranks take part in one all-gather.
     """
@@ -304,7 +304,7 @@ def _unnamed_logprob(
     teacher_K: Tensor, mass: Tensor, student_rest: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return the log-prob of all tokens other than the teacher's K together.
-    It is computed from what the probabilities of the K leave of 1.
+    Their probability is 1 minus the probabilities of the K.
 
     It is at least the rounding error of the K, because less is not significant. It is -inf if no
     more is left and the student has no other token.

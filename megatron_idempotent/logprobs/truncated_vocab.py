@@ -144,8 +144,8 @@ class Sampling:
 
 
 def _nothing_beyond(lowest_n: Tensor, beyond_n: Tensor | None) -> Tensor:
-    """Return, for each token, whether all columns with a logit of at least `lowest_n` are known.
-    They are known if no column that is not a candidate can have such a logit.
+    """Return, for each token, whether all columns with a logit from `lowest_n` on are candidates.
+    That is certain if no other column can have such a logit.
     """
     if beyond_n is None:
         return torch.ones_like(lowest_n, dtype=torch.bool)

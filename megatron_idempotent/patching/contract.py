@@ -149,9 +149,8 @@ def called(node: ast.AST) -> str:
 
 
 def _returning(body: Body) -> list[Body]:
-    """Return the body of a function, and the bodies of functions that it returns the result of.
-    Such a function is in the module, and is called by `return f(...)`, directly or by another such
-    function.
+    """Return the body of a function, and the bodies of the functions whose result it returns.
+    It returns a result by `return f(...)`, directly or through another such function of the module.
     """
     bodies = [body]
     for function in bodies:  # it grows while it is read

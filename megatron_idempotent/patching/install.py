@@ -198,7 +198,8 @@ def _accepted(patch: Outline, reason: str) -> Row:
 
 def site_of(target: Place) -> PatchPoint | None:
     """Return the `PatchPoint` of a target: the record of its replaced function in this process.
-    It is also found if upstream has moved the function. Return None if there is no patch point.
+    If upstream has moved the function, its patch point is found as well. Return None if there is
+    none.
     """
     return state.sites.get(state.homes.get(target.address, target.address))
 

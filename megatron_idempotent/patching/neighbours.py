@@ -54,8 +54,8 @@ def layers(
 
 def _below(value: Any) -> tuple[list[Any], list[Any]]:
     """Return the callables that a wrapper refers to, and the callables that its code names.
-    The former are in its closure, defaults or attributes; the latter are globals and attributes of
-    classes.
+    A wrapper refers to callables in its closure, defaults or attributes; its code names globals and
+    attributes of classes.
     """
     kind = type(value)
     if issubclass(kind, _SHELLS):
@@ -88,8 +88,9 @@ def _below(value: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _callables(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield the callables among `values`, or in values that are containers or other objects.
-    Those in dictionaries, lists, tuples and attributes are functions.
+    """Yield the callables among `values` and in them.
+    A value that is no callable is searched: the items of a dictionary, list or tuple, the
+    attributes of any other object.
     """
     # Not isinstance(), which reads a lazy proxy's `__class__` and so loads it.
     for value in values:

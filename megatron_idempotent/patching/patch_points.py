@@ -408,7 +408,7 @@ class PatchPoint:
     @property
     def leftover(self) -> str | None:
         """A clause for the report if our function is still bound, although no patch uses it.
-        It is also given if another package may bind our function again. Otherwise None.
+        There is also one if another package may bind our function again. Otherwise None.
         """
         if self.is_installed:
             return None

@@ -132,7 +132,7 @@ _BY_HAND = "named in "
 
 def incomplete(rows: Iterable[Row], patches: Mapping[str, Patch]) -> list[str]:
     """Return a sentence for each group of patches of which only a part is applied.
-    It says what is missing, the effect and the remedy.
+    The sentence says what is missing, the effect and the remedy.
 
     A patch that this Megatron does not need, or that `only=` leaves out, does not count as missing.
     """

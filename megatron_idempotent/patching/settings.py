@@ -207,8 +207,8 @@ def _split(text: str) -> list[str]:
 
 
 def switch(environ: Mapping[str, str], variable: str, *, default: bool) -> bool:
-    """Return True if `variable` is on in `environ`, False if it is off, else `default`.
-    It is neither if it is unset or blank.
+    """Return True if `variable` is on in `environ`, and False if it is off.
+    Return `default` if the variable is unset or blank.
 
     Raises:
         ValueError: the variable's value is neither of `ON` nor of `OFF`.

@@ -592,8 +592,8 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
     """Yield the code objects to which Python compiles a function's body.
-    They come from the .pyc file, if there is one, from a compilation below the module's imports,
-    and from one of the whole module.
+    The first is from the .pyc file, if there is one; the others are compiled below the module's
+    imports, and with the whole module.
     """
     code_like = _inside(kept(like.co_filename), qualname)
     if code_like is not None:

@@ -228,7 +228,7 @@ def unmet(
 
 def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
     """Return keys (`key_of`) of the versions to check, newest first.
-    They are the first version in the patch's range, and those at which one of the needs begins or
+    The versions are the first in the patch's range, and those at which one of the needs begins or
     ends.
     """
     first, end = _key(patch.since or "0"), _key(patch.before)
@@ -501,8 +501,8 @@ def _results(tree: Any) -> Iterator[ast.AST]:
 
 def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
     """Yield a clause for each piece of code that bypasses a wrapper around the target function.
-    It is a second reference to the function in its module or class, or a subclass that overrides
-    the method without calling it.
+    Such code is a second reference to the function in its module or class, or a subclass that
+    overrides the method without calling it.
     """
     owner, _, name = target.qualname.rpartition(".")
     text = sources.text(target.module) or ""
@@ -517,8 +517,8 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
 
 @lru_cache(maxsize=1024)
 def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return the direct subclasses of `owner` in a module that override `name` and do not call it.
-    "It" is the overridden method.
+    """Return the direct subclasses of `owner` in a module that override the method `name`.
+    Subclasses whose method calls the overridden one are left out.
     """
     return tuple(
         heir
@@ -555,8 +555,8 @@ _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
 
 @lru_cache(maxsize=1024)
 def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return the assignments, as text, that store a function under a second name, uncalled.
-    They are in the function's module or class.
+    """Return, as text, the assignments that refer to a function without calling it.
+    Only assignments in the function's module or class are searched.
     """
     scope_lines = class_text(text, owner) if owner else text
     if not any(_mentions(part, name) for part in _open_statements(scope_lines, bool(owner))):

@@ -156,7 +156,7 @@ class Backend(Protocol):
 
     def join(self, *, wait: bool = True) -> None:
         """Take part in the parameter gathers that the forwards of other ranks start.
-        It is for a rank that has run no forward since the last update.
+        A rank calls it if it has run no forward since the last update.
 
         With `wait`, return when the gathers have ended.
         """

@@ -77,8 +77,8 @@ def _is_mark(value: Any) -> bool:
 
 
 def _zeros(described: tuple[Any, ...], device: Any) -> Any:
-    """Make an object of zeros from its description in a `template`.
-    It is a tensor of zeros, or a `Pack` or its `cu_seqlens` with the described borders.
+    """Make an object from its description in a `template`.
+    A tensor is made of zeros; a `Pack`, or its `cu_seqlens`, gets the described borders.
     """
     match described:
         case _, "pack", lengths, segments:

@@ -154,7 +154,7 @@ class Shards:
 
     def multiply(self, factor: float) -> None:
         """Multiply the sharded gradients in place by `factor` and by the divisor that FSDP2 used.
-        Means over ranks so become sums.
+        The second factor turns means over ranks into sums.
         """
         for group in self._groups:
             divided_by = group.gradient_divide_factor or group.mesh_info.mesh.size()

@@ -61,8 +61,8 @@ def refuse_chunks(chunks: Sequence[Any], *, order_stable: bool) -> None:
 
 def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
     """Raise `ValueError` if the optimizer and these chunks do not fit each other.
-    The optimizer must not step on a parameter of other modules, and must not step only on
-    parameters that these chunks' DDP does not reduce.
+    The optimizer must step on parameters of these chunks only, and on at least one that the chunks'
+    DDP reduces.
 
     Only the chunks' parameters get gradients, so that the step would never update the others.
     """

@@ -460,7 +460,9 @@ def _times(factor: float, scale: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _tell_no_rank(failure: str | None) -> dict[int, str]:
-    """Do nothing with a failure of this rank. Other ranks learn of it in `finish` or `abort`."""
+    """Ignore a failure of this rank, and return {}.
+    Other ranks learn of the failure in `finish` or `abort`.
+    """
     return {}
 
 

@@ -125,7 +125,9 @@ class PreparedBatch:
     def of_one_call(
         cls, microbatches: Sequence[Microbatch], sequences: int, groups: Sequence[Groups]
     ) -> PreparedBatch:
-        """Make a batch whose microbatches are run in one call, and have counts of their own."""
+        """Make a `PreparedBatch` of microbatches that are run in one schedule call.
+        Each microbatch keeps its own counts of valid sequences and tokens.
+        """
         return cls(
             sequences=sequences,
             calls=[microbatches] if microbatches else (),
@@ -243,8 +245,8 @@ def kind_of(value: Any) -> str:
 
 @contextmanager
 def in_batch(place: str) -> Iterator[None]:
-    """Context manager: put `place`, which names a part of the batch, before `ValueError` messages.
-    They are errors that the block raises.
+    """Context manager: put `place` before the message of a `ValueError` that the block raises.
+    `place` is a text that names a part of the batch.
     """
     try:
         yield

@@ -307,8 +307,8 @@ class OpenStep:
         return self.results[microbatch_id]
 
     def _note_writes(self) -> None:
-        """Record a sentence about the first write into gradients or parameters, since the last
-        call, that the step itself has not made.
+        """Check if other code has written gradients or parameters since the last call of the step.
+        If so, record a sentence about it, unless one is recorded already.
         """
         writes = self._backend.writes()
         gradients, parameters = writes.since(self._writes)
@@ -605,7 +605,8 @@ class OpenStep:
         uneven: bool = False,
         packs: int = 0,
     ) -> list[RankStatus]:
-        """Tell the group what this rank is about to run, and raise if any rank cannot run its part.
+        """Tell the group what this rank is about to run, and return the status of each rank.
+        Raise if any rank cannot run its part.
 
         If ranks may have an `uneven` number of microbatches, also send a template of this rank's.
         """
@@ -729,8 +730,8 @@ class OpenStep:
     def _run(
         self, calls: Calls, statuses: list[RankStatus], release: bool
     ) -> tuple[int, list[LossResult]]:
-        """Run forward and backward of this rank's calls, and of dummies for the calls that only
-        other ranks have. Return the number of own microbatches, and their results.
+        """Run forward and backward of this rank's calls, and dummies for calls of other ranks only.
+        Return the number of this rank's own microbatches, and their results.
 
         `statuses` are those of ranks that run in lockstep; empty if this rank runs by itself.
         Results, one per microbatch, are empty if this rank does not have the loss.
