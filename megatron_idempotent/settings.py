@@ -96,7 +96,7 @@ class SettingsReader(Generic[Record]):
     def __init__(
         self, kind: type[Record], error: type[ValueError], path: Path | None = None
     ) -> None:
-        """Read the file, unless `path` is None.
+        """Read the TOML file at `path`; if `path` is None, begin with no settings.
 
         Args:
             kind: the class of the record.

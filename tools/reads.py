@@ -61,7 +61,8 @@ def derived(patch: Patch) -> tuple[frozenset[tuple[Read, str]], bool]:
 def renewed(
     present: Mapping[str, Needs], trees: Iterable[SourceTree], ids: Collection[str] | None = None
 ) -> dict[str, Needs]:
-    """Return the new contents of `reads.txt`, by patch.
+    """Return patch → its `Needs`, the new contents of `reads.txt`.
+    They are updated by the names that wrappers use now, and by source trees.
 
     Args:
         present: the present contents. Names that wrappers no longer use are removed; entries about

@@ -513,7 +513,7 @@ class CheckedUpdate(OpenUpdate):
 
     @contextmanager
     def _watched(self) -> Iterator[list[str]]:
-        """Make the optimizer check the norm over all ranks right before its update.
+        """Context manager: let the optimizer check the norm over all ranks right before its update.
 
         Yields the reasons to skip the update. The norm is read here instead of at the end, so that
         the host waits for the device no more often.

@@ -481,7 +481,8 @@ def _unknown_id(sizes: EmbeddingSizes, inputs: Any, *, read: bool) -> str | None
 
 
 def group_ids(batch: Any, sequences: int, shared: Collection[str] = ()) -> Groups:
-    """Return each sequence's group id, and which sequences are valid.
+    """Return the group id of each sequence in a batch, and a mask of the valid sequences.
+    The mask is None if all sequences are valid.
 
     Raises:
         ValueError: `group_ids` is missing, in `shared`, or not one integer for each sequence.

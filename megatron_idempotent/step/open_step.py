@@ -253,7 +253,8 @@ class OpenStep:
     def _prepare(
         self, batch: Batch | None, ready: Sequence[Any] | None
     ) -> tuple[PreparedBatch, PackedRows | None]:
-        """Cut or pack a batch, or take microbatches that are ready.
+        """Return a `PreparedBatch`: of a batch, cut or packed, or of the caller's own microbatches.
+        If the batch is packed, also return its `PackedRows`, else None.
 
         Raises:
             ValueError: both were given, or one that cannot be run or counted.
