@@ -22,6 +22,7 @@ Upstream:
 
 Remove when:
     `zero_grad_buffer()` or the reset of a bucket group waits for the handle.
+    `upstream/reduction-outlives-its-window` has the repair.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("overlap", "abort"),
     fixed_when=a_body_has("grad_reduce_handle.wait()"),
+    fixed_by=(
+        (
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset",
+            "self.grad_reduce_handle.wait()",
+        ),
+    ),
     stock_error=r"AssertionError: Should not have multiple communication calls outstanding at once",
     loudness="both",
 )
