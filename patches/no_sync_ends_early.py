@@ -23,6 +23,7 @@ Upstream:
 
 Remove when:
     `no_sync` counts its entries and the schedules leave it in a `finally`.
+    `upstream/no-sync-ends-early` has the repair.
 """
 
 from __future__ import annotations
@@ -90,5 +91,11 @@ PATCH = Patch(
     target("ddp.no_sync", no_sync),
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("overlap", "abort"),
+    fixed_by=(
+        (
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.no_sync",
+            "bucket_group.no_sync_contexts.discard(context)",
+        ),
+    ),
     loudness="both",
 )
