@@ -17,7 +17,8 @@ Upstream:
     `_ParamAndGradBuffer.reset`.
 
 Remove when:
-    `_ParamAndGradBuffer.reset` checks the storage.
+    `_ParamAndGradBuffer.reset` checks the storage. `upstream/zero-grad-while-offloaded` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -60,5 +61,11 @@ PATCH = Patch(
     since="0.16",
     came_with=(address("ddp.offload_grad_buffers"), ""),
     groups=("offload",),
+    fixed_by=(
+        (
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
+            "self.grad_data.untyped_storage().size() > 0",
+        ),
+    ),
     stock_error=r"died with signal SIGSEGV|CUDA error: an illegal memory access",
 )
