@@ -20,7 +20,7 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/7530 marks them in both attentions.
 
 Remove when:
-    both attentions mark their sinks.
+    both attentions mark their sinks. `upstream/attention-sinks-uncounted` has the repair.
 """
 
 from __future__ import annotations
@@ -74,4 +74,10 @@ PATCH = Patch(
     target("ddp.__init__", init, "super().__init__(config=config, module=module)"),
     since="0.15",
     came_with=(address(_ATTENTION), "self.config.softmax_type"),
+    fixed_by=(
+        (
+            "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+            "tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)",
+        ),
+    ),
 )
