@@ -20,7 +20,7 @@ Upstream:
     https://github.com/THUDM/slime/pull/1857 reports the same KeyError in slime's second `train()`.
 
 Remove when:
-    both methods are idempotent upstream.
+    both methods are idempotent upstream. `upstream/forward-pre-hook-reentry` has the repair.
 """
 
 from __future__ import annotations
@@ -78,5 +78,11 @@ PATCH = Patch(
     target("ddp.disable_forward_pre_hook", disable),
     target("ddp.enable_forward_pre_hook", enable),
     groups=("train-again", "overlap"),
+    fixed_by=(
+        (
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.disable_forward_pre_hook",
+            "self.remove_forward_pre_hook_handles.clear()",
+        ),
+    ),
     stock_error=r"KeyError: ",
 )
