@@ -21,7 +21,8 @@ Upstream:
     `start_param_sync`.
 
 Remove when:
-    `start_param_sync` may be called with a gather in flight.
+    `start_param_sync` may be called with a gather in flight. `upstream/start-param-sync-reentry`
+    has the repair.
 """
 
 from __future__ import annotations
@@ -58,5 +59,11 @@ PATCH = Patch(
     "start_param_sync() asserts where a gather is in flight, as after an aborted forward",
     target("group.start_param_sync", start),
     groups=("overlap", "abort"),
+    fixed_by=(
+        (
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
+            "if self.param_gather_dispatched:\n    return",
+        ),
+    ),
     stock_error=r"^AssertionError:$",
 )
