@@ -23,6 +23,7 @@ Upstream:
 
 Remove when:
     `DistributedOptimizer.step_with_ready_grads` resets the state of the gathers.
+    `upstream/params-stale-after-step` has the repair.
 """
 
 from __future__ import annotations
@@ -65,5 +66,11 @@ PATCH = Patch(
     target("distributed.step_with_ready_grads", step),
     target("group.start_param_sync", gather.start_param_sync),
     groups=("overlap",),
+    fixed_by=(
+        (
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+            "model_chunk.reset_param_sync_dispatch_state()",
+        ),
+    ),
     provides=("gathers-watched",),
 )
