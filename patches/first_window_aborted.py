@@ -30,6 +30,7 @@ Upstream:
 
 Remove when:
     `reset()` takes the counts of finished and complete windows only.
+    `upstream/first-window-aborted` has the repair.
 """
 
 from __future__ import annotations
@@ -98,6 +99,13 @@ PATCH = Patch(
     since="0.16",
     came_with=(address("group.__init__"), "self.is_first_batch = True"),
     groups=("overlap", "abort"),
+    fixed_by=(
+        (
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset",
+            "self.is_first_batch and self.grad_reduce_finished "
+            "and len(self.per_param_grad_ready_counts) == len(self.params)",
+        ),
+    ),
     stock_error=r"AssertionError",
     loudness="both",
 )
