@@ -19,7 +19,8 @@ Upstream:
     `_make_backward_post_hook` and `zero_grad_buffer`.
 
 Remove when:
-    `zero_grad_buffer()` resets `param.grad`.
+    `zero_grad_buffer()` resets `param.grad`. `upstream/grad-left-by-aborted-backward` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -54,4 +55,10 @@ PATCH = Patch(
     "a gradient that an aborted backward left in param.grad adds to the next window's",
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("abort",),
+    fixed_by=(
+        (
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset",
+            "param.grad = None",
+        ),
+    ),
 )
