@@ -26,7 +26,7 @@ Upstream:
 
 Remove when:
     `register_grad_ready` does not wait for frozen parameters, and the forward's hook does not
-    assert.
+    assert. `upstream/frozen-parameters-refused` has the repair.
 """
 
 from __future__ import annotations
@@ -111,5 +111,11 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("ddp._make_forward_pre_hook", make_hook),
     groups=("overlap",),
+    fixed_by=(
+        (
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",
+            "self.is_first_batch or waits_for_frozen",
+        ),
+    ),
     stock_error=r"AssertionError",
 )
