@@ -20,6 +20,7 @@ Upstream:
 
 Remove when:
     `no_sync` counts its entries and the schedules leave it in a `finally`.
+    `upstream/fsdp-no-sync-ends-early` has the repair.
 """
 
 from __future__ import annotations
@@ -72,5 +73,11 @@ PATCH = Patch(
     target("fsdp.zero_grad_buffer", zero_grad_buffer),
     since="0.16",
     groups=("overlap", "abort"),
+    fixed_by=(
+        (
+            "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP.no_sync",
+            "self.no_sync_contexts.discard(context)",
+        ),
+    ),
     needs=("einops",),
 )
