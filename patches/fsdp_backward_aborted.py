@@ -22,7 +22,8 @@ Upstream:
     `_root_pre_backward`, `_root_post_backward`.
 
 Remove when:
-    `zero_grad_buffer()` resets the flag and the pipeline's state.
+    `zero_grad_buffer()` resets the flag and the pipeline's state. `upstream/fsdp-backward-aborted`
+    has the repair.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ PATCH = Patch(
     target("fsdp.zero_grad_buffer", zero_grad_buffer),
     since="0.15",
     groups=("abort",),
+    fixed_by=(
+        (
+            "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP.zero_grad_buffer",
+            "self.grad_reduce_pipeline.reset()",
+        ),
+    ),
     needs=("einops",),
     stock_error=r"Fault: |AssertionError: Found \d+ out of \d+ parameters that are ready",
     loudness="both",
