@@ -27,7 +27,8 @@ Upstream:
     https://github.com/AMD-AGI/Primus/pull/1055 after warm-up steps that set the counts.
 
 Remove when:
-    a gradient after its bucket's reduction raises upstream.
+    a gradient after its bucket's reduction raises upstream. `upstream/gradient-after-reduction` has
+    the repair.
 """
 
 from __future__ import annotations
@@ -141,5 +142,11 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
+    fixed_by=(
+        (
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
+            "self.late_grads = True",
+        ),
+    ),
     loudness="both",
 )
