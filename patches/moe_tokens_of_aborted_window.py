@@ -22,7 +22,8 @@ Upstream:
     `reset_model_temporary_tensors`.
 
 Remove when:
-    the counts are reset at the start of a window.
+    the counts are reset at the start of a window. `upstream/moe-tokens-of-aborted-window` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -63,4 +64,10 @@ PATCH = Patch(
     "token counts of an aborted window go into the next expert bias and auxiliary loss",
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("abort", "aux-loss"),
+    fixed_by=(
+        (
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
+            "reset_model_temporary_tensors(self.config, [self])",
+        ),
+    ),
 )
