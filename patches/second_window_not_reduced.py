@@ -25,6 +25,7 @@ Upstream:
 
 Remove when:
     upstream reduces a second time correctly in one window, or raises.
+    `upstream/second-window-not-reduced` has the repair.
 """
 
 from __future__ import annotations
@@ -263,6 +264,12 @@ PATCH = Patch(
     target("chunk.forward", forward),
     target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
+    fixed_by=(
+        (
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
+            "self.grad_reduce_finished and param in self.per_param_grad_ready_counts",
+        ),
+    ),
     stock_error=r"Cannot set grad twice|Communication call has not been issued"
     r"|gradients of a second window are not reduced|has registered 2 gradients",
     loudness="both",
