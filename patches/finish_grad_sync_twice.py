@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     `finish_grad_sync` is idempotent within a window, even without overlap.
+    `upstream/finish-grad-sync-twice` has the repair.
 """
 
 from __future__ import annotations
@@ -87,5 +88,11 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("group.start_grad_sync", start),
     groups=("overlap",),
+    fixed_by=(
+        (
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.finish_grad_sync",
+            "bucket_group.grad_reduce_finished and not self.ddp_config.overlap_grad_reduce",
+        ),
+    ),
     loudness="both",
 )
