@@ -28,6 +28,7 @@ Upstream:
 
 Remove when:
     an optimizer step with the hooks off gathers, and disabling them does not drop a gather.
+    `upstream/pending-gather-dropped` has the repair.
 """
 
 from __future__ import annotations
@@ -98,5 +99,11 @@ PATCH = Patch(
     target("distributed.step_with_ready_grads", gather.updating),
     target("group.start_param_sync", gather.start_param_sync),
     groups=("overlap",),
+    fixed_by=(
+        (
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params",
+            "model_chunk.param_sync_pending = self.ddp_config.overlap_param_gather",
+        ),
+    ),
     provides=("gathers-watched",),
 )
