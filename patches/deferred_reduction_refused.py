@@ -93,11 +93,5 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
-    fixed_by=(
-        (
-            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.finish_grad_sync",
-            "self.ddp_config.num_distributed_optimizer_instances == 1",
-        ),
-    ),
     stock_error=r"AssertionError: Communication call has not been issued",
 )

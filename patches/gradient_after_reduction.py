@@ -142,11 +142,5 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
-    fixed_by=(
-        (
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
-            "self.late_grads = True",
-        ),
-    ),
     loudness="both",
 )

@@ -264,12 +264,6 @@ PATCH = Patch(
     target("chunk.forward", forward),
     target("group.start_grad_sync", ddp.dispatching),
     groups=("overlap",),
-    fixed_by=(
-        (
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.register_grad_ready",
-            "self.grad_reduce_finished and param in self.per_param_grad_ready_counts",
-        ),
-    ),
     stock_error=r"Cannot set grad twice|Communication call has not been issued"
     r"|gradients of a second window are not reduced|has registered 2 gradients",
     loudness="both",

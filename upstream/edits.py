@@ -146,6 +146,8 @@ class Repair:
     """Other hazards that the same edits repair."""
     after: tuple[str, ...] = ()
     """Hazards whose repairs have to be made before this one, which builds on their lines."""
+    leaves: str = ""
+    """The part of the hazard that stays, for which `apply()` keeps the patch; "" if none does."""
     rereads: tuple[str, ...] = ()
     """Patches of other hazards that `apply()` refuses as `drifted` beside this repair, because it
     changes lines that they rely on: somebody has to read them again once it is merged."""

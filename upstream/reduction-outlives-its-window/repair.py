@@ -24,4 +24,5 @@ REPAIR = Repair(
     ),
     ranks=2,
     rereads=("deferred-embedding-reduced-early",),
+    leaves="several distributed-optimizer instances, whose reductions have no handle",
 )
