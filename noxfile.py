@@ -146,7 +146,8 @@ def fsdp(session: nox.Session, torch: str) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("version", TABLE["patching"])
 def patching(session: nox.Session, version: str) -> None:
-    """Test patching/ and the hook in an environment without torch and Megatron.
+    """Test patching/, and the import hook that the command `hook install` adds to an environment.
+    The tests run without torch and Megatron.
 
     The oldest Python is tested with the oldest allowed packages:
     `nox -s "patching(version='3.10')"`.

@@ -106,7 +106,9 @@ def _summary(run: Verdicts) -> str:
 
 
 def grid(found: Found) -> Iterator[_grid.Section]:
-    """Yield a grid section for each checkpoint format: its checks by Megatron, and its faults."""
+    """Yield a grid section for each checkpoint format that was run: a table of its checks' verdicts
+    on each Megatron, and a list of the faults that these checks found.
+    """
     for adapter, title in ADAPTERS.items():
         runs = _runs(found, adapter)
         if not any(runs.values()):

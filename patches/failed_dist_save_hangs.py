@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 
 def meet(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap a part of a save that starts collectives: first raise on all ranks if one has failed."""
+    """Wrap a function of the save that starts collectives. Before it runs, ranks exchange whether
+    one of them has failed in this save: if so, all ranks raise; otherwise the function runs.
+    """
     from megatron_idempotent.window import agreement
 
     agreement.meet(NOT_SAVED)

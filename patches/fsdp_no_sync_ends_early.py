@@ -33,8 +33,9 @@ from ._case import Fault, Patch, bench, target
 
 
 def reproduce() -> None:
-    """Run a schedule inside of Megatron-FSDP's `no_sync`; then exit an old context in a new one.
-    On stock Megatron each of the two turns reductions on again, inside of the open `no_sync`.
+    """Run a schedule inside of Megatron-FSDP's `no_sync`; then, inside of a new `no_sync`, exit an
+    earlier one. On stock Megatron the schedule and the exit each turn reductions on again, although
+    a `no_sync` is open.
     """
     model = bench(fsdp="optim")
     (chunk,) = model.chunks

@@ -126,8 +126,9 @@ def _step_of(groups: list[dict[str, Any]]) -> float | None:
 
 
 def reproduce() -> None:
-    """Load `optimizer.state_dict()` in place, and into a new optimizer, and step.
-    On stock Megatron the step uses later or uninitialized moments; with the patch it raises.
+    """Load a saved `optimizer.state_dict()` into the same optimizer one step later, and into a new
+    optimizer; take a step after each load. On stock Megatron the first step uses the moments of the
+    step after the save, and the second uninitialized memory; with the patch both raise.
     """
     import copy
 

@@ -253,8 +253,8 @@ Sampler = Callable[[Source, TokenBatch], tuple[KeptColumns, VocabStatistics]]
 
 
 class LogprobsFromLogits(torch.autograd.Function):
-    """Computes `(logprob, entropy, lse)` from logits, each [N], with the tokens in the order of
-    rows in memory.
+    """Computes the outputs `(logprob, entropy, lse)` from logits. Each output is [N], one entry per
+    token, in the order in which the rows of the logits lie in memory.
 
     The N tokens are those that are kept: neither masked nor ignored. With a sampler the outputs are
     over what that kept, and the logits are not needed after the forward, unless their memory is

@@ -84,7 +84,9 @@ class RowBlock(NamedTuple):
     tokens: slice
 
     def read(self, panels: list[Tensor]) -> Tensor:
-        """Return the block's rows, from its panel: a view if they are contiguous, else a copy."""
+        """Return this block's rows from its panel, which is one of the matrices `panels`: a view if
+        the rows are contiguous, else a copy.
+        """
         rows, matrix = self.rows, panels[self.panel]
         if isinstance(rows, Tensor):
             return matrix.index_select(0, rows)
@@ -95,7 +97,9 @@ class RowBlock(NamedTuple):
         return self.read(panels) if isinstance(self.rows, slice) else None
 
     def write(self, panels: list[Tensor], values: Tensor) -> None:
-        """Write values to the block's rows of these panels, rounded to the panels' type."""
+        """Write `values` into this block's rows of its panel, which is one of the matrices
+        `panels`. The values are rounded to the panel's dtype.
+        """
         matrix = panels[self.panel]
         values = values.to(matrix.dtype)
         if isinstance(self.rows, slice):

@@ -146,7 +146,9 @@ def abandon(machine: Any) -> None:
 
 
 def began(machine: Any) -> None:
-    """Record the frame of the function that runs the rerun state machine's current step."""
+    """Record the Python stack frame of the function that calls `should_run_forward_backward` for
+    the machine's current step. The frame later shows if an exception has left that function.
+    """
     _began[machine] = next(
         frame
         for frame in _outwards(sys._getframe(2))

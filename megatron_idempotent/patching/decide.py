@@ -387,7 +387,9 @@ def review(target: Target, body: Body) -> tuple[bool, str]:
 
 
 def _drifted(target: Target, body: Body) -> str | None:
-    """Return a clause that says why a wrapper does not fit an unreviewed body; None if it fits."""
+    """Return a clause that says why the wrapper does not fit this body of the wrapped function,
+    which nobody has reviewed; None if it fits.
+    """
     from .contract import unmet
 
     missing = [fragment for fragment in target.relies_on if not body.contains(fragment)]

@@ -577,8 +577,8 @@ def as_compiled(function: object, module: ModuleType, qualname: str) -> bool:
 
 @lru_cache(maxsize=256)  # apply() asks before it changes anything, and again for each function
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
-    """Return the end of a sentence about the code of a live function that differs from `body`.
-    Return None if the function was compiled from `body`.
+    """Return None if a live function's code was compiled from `body`. Otherwise say what the code
+    is instead, as the end of a sentence for an error message, such as `other from file.py:12`.
     """
     location = f"{code.co_filename}:{code.co_firstlineno}"
     if code.co_name != body.qualname.rpartition(".")[2]:

@@ -81,7 +81,9 @@ class ExactSums:
         self.active = True
 
     def close(self) -> None:
-        """Stop taking gradients from `main_grad`, because the step has ended."""
+        """End the step: gradients are no longer moved from `main_grad` into the exact sums. The
+        sums are not written back; `put` does that.
+        """
         self.active = False
 
     def check(self) -> None:

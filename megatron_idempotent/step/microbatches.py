@@ -88,7 +88,9 @@ class Microbatch:
 
     @property
     def tokens(self) -> int:
-        """The number of positions without padding, read from the device for rows with lengths."""
+        """The number of positions that are not padding. If the inputs are rows with a `lengths`
+        tensor, the number is computed from it, which waits for the device.
+        """
         if self.spans is not None:
             return sum(length for _, length in self.spans)
         lengths = field_of(self.inputs, LENGTHS)

@@ -179,8 +179,8 @@ class OpenStep:
         last: bool,
         microbatch_id: str | None,
     ) -> BatchResult:
-        """Run forward and backward of a batch, after the ranks that meet in the model have told
-        each other what each of them has to run.
+        """Run forward and backward of a batch. Before that, the ranks that communicate with each
+        other within forward or backward exchange which microbatches each of them has to run.
 
         Raises what `SplitStep.microbatch` does.
         """

@@ -75,7 +75,10 @@ class Windows:
         return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
 
     def measured(self, logits_BTV: Any, target_BT: Any) -> tuple[Any, Any]:
-        """Return the loss, and the targets' log-probs [B, T - 1], for a framework's own loss."""
+        """Compute the stand-in's loss (`self.loss`) and the targets' log-probs [B, T - 1] from
+        logits. Stand-ins hand them to the framework's code in place of what it would compute
+        itself.
+        """
         logprobs_BTV = logits_BTV.float().log_softmax(-1)
         logprobs_BT = logprobs_BTV.gather(-1, target_BT[..., None])[:, :-1, 0]
         return self.loss(logits_BTV, target_BT), logprobs_BT

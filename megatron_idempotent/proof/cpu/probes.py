@@ -93,7 +93,9 @@ class Activity:
     copies_to_host: int
 
     def totals(self) -> dict[str, int]:
-        """Return the four counts as a dict; that of operators is the sum over their names."""
+        """Return the counts of operators, launches, waits and copies as a dict. The count of
+        operators is the sum over all operators' names.
+        """
         return {
             "operators": self.operators.total(),
             "launches": self.launches,

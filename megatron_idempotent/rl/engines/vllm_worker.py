@@ -162,8 +162,8 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: CommitInfo) -> None:
-        """Load the weights that `update_info` selects into the model; on a failure, record it in
-        `inbox` and reassemble the layers.
+        """Load the weights that `update_info` selects into the model. If this fails, record the
+        error in `inbox`, and end vLLM's layerwise reload, which has taken the model's layers apart.
         """
         try:
             self._load(self.inbox.to_load(update_info.update_id, restore=update_info.restore))

@@ -599,8 +599,8 @@ SECTIONS: dict[str, Any] = {
 
 @functools.cache
 def declared(mark: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return, by section and key, what settings were declared with for `mark`, an argument of
-    `setting` such as "flag". Settings declared without that argument are left out.
+    """Return the values that were passed to `setting` as its argument `mark`, such as "flag", by
+    section and key. Settings declared without that argument are left out.
 
     Example: `declared("with_async")["run"]["rollouts"]` is 600.
     """
