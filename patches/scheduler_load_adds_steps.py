@@ -25,6 +25,7 @@ Upstream:
 
 Remove when:
     `load_state_dict` assigns `num_steps`, and sets the groups after all settings are restored.
+    `upstream/scheduler-load-adds-steps` has the repair.
 """
 
 from __future__ import annotations
@@ -86,4 +87,10 @@ PATCH = Patch(
         "core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict", load_state_dict
     ),
     ranks=1,
+    fixed_by=(
+        (
+            "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
+            "self.num_steps = num_steps",
+        ),
+    ),
 )
