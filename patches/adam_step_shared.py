@@ -22,6 +22,7 @@ Upstream:
 
 Remove when:
     `load_state_dict` gives each parameter its own `step`, after loading the parameter state.
+    `upstream/adam-step-shared` has the repair.
 """
 
 from __future__ import annotations
@@ -64,4 +65,10 @@ def reproduce() -> None:
 PATCH = Patch(
     "a load leaves torch's Adam with one step counter that all parameters advance",
     target("distributed.load_state_dict", load_state_dict),
+    fixed_by=(
+        (
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+            "s['step'] = step.clone()",
+        ),
+    ),
 )

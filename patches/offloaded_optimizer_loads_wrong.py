@@ -25,6 +25,7 @@ Upstream:
 
 Remove when:
     after a load in any format, a run with `optimizer_cpu_offload` continues with the same bits.
+    `upstream/adam-step-shared` has the repair.
 """
 
 from __future__ import annotations
@@ -113,4 +114,10 @@ PATCH = Patch(
     ),
     stock_error="Fault: |KeyError: tensor",
     loudness="both",
+    fixed_by=(
+        (
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable",
+            "self.optimizer._sync_hdo_state_to_sub_optimizers()",
+        ),
+    ),
 )

@@ -20,7 +20,7 @@ Upstream:
     `load_parameter_state_from_fully_reshardable`.
 
 Remove when:
-    the load accepts a state without counters.
+    the load accepts a state without counters. `upstream/adam-step-shared` has the repair.
 """
 
 from __future__ import annotations
@@ -72,4 +72,10 @@ PATCH = Patch(
     came_with=(address("distributed.load_state_dict"), "sharding_type == 'fully_reshardable'"),
     given=("reshardable-state-shifted",),
     stock_error=r"KeyError: 'step'",
+    fixed_by=(
+        (
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+            "dst_tensors.keys() & tensors.keys()",
+        ),
+    ),
 )

@@ -20,7 +20,8 @@ Upstream:
     checkpoint resume".
 
 Remove when:
-    `state_dict` accepts an optimizer without state.
+    `state_dict` accepts an optimizer without state. `upstream/unstepped-optimizer-refused` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -79,4 +80,10 @@ PATCH = Patch(
     "loading a checkpoint asserts unless the distributed optimizer has stepped before",
     target("distributed.state_dict", state_dict),
     stock_error=r"AssertionError",
+    fixed_by=(
+        (
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
+            "len(self.optimizer.state) == 0",
+        ),
+    ),
 )
