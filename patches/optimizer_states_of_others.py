@@ -27,6 +27,7 @@ Upstream:
 
 Remove when:
     `DistributedOptimizer.__init__` numbers parameters by the order in which it installs them.
+    `upstream/optimizer-states-of-others` has the repair.
 """
 
 from __future__ import annotations
@@ -106,6 +107,10 @@ PATCH = Patch(
     fixed_when=a_body_has("enumerate([*model_fp32_params, *model_float16_params])"),
     # miles' fork numbers parameters when it builds the groups.
     fixed_by=(
+        (
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
+            "self.model_param_group_index_map[param] = (group_index, group_order)",
+        ),
         (
             address("distributed._build_model_and_main_param_groups"),
             "model_param_group_index_map[model_param]",
