@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     `load_tensors_metadata` passes named properties to `torch.empty`.
+    `upstream/checkpoint-shapes-unreadable` has the repair.
 """
 
 from __future__ import annotations
@@ -81,4 +82,10 @@ PATCH = Patch(
     ranks=1,
     stock_error=r"TypeError: .*strides",
     needs=("psutil",),
+    fixed_by=(
+        (
+            "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata",
+            "torch.empty(tp.size, dtype=tp.properties.dtype, device='meta')",
+        ),
+    ),
 )

@@ -20,7 +20,8 @@ Upstream:
     `cleanup_old_non_persistent_checkpoint`; no thread found.
 
 Remove when:
-    the function keeps the folder that the tracker file names.
+    the function keeps the folder that the tracker file names. `upstream/tracked-checkpoint-deleted`
+    has the repair.
 """
 
 from __future__ import annotations
@@ -75,4 +76,10 @@ PATCH = Patch(
     ),
     ranks=1,
     loudness="both",
+    fixed_by=(
+        (
+            "megatron.training.checkpointing:cleanup_old_non_persistent_checkpoint",
+            "leave_ckpt_num = max(leave_ckpt_num, needed)",
+        ),
+    ),
 )
