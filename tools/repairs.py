@@ -117,9 +117,12 @@ def chosen(clone: Path, ids: list[str]) -> list[str]:
 def is_made(repair: Repair, root: Path) -> bool:
     """Return whether the checkout's files already contain every line that the repair inserts."""
     for edit in repair.edits:
-        present = {
-            line.strip() for line in file_of(edit.module, root).read_text("utf-8").split("\n")
-        }
+        text = file_of(edit.module, root).read_text("utf-8")
+        if edit.action == "substitute":  # its text is a part of a line
+            if edit.lines not in text:
+                return False
+            continue
+        present = {line.strip() for line in text.split("\n")}
         if not {line.strip() for line in f"{edit.lines}\n{edit.tail}".split("\n")} <= present:
             return False
     return True
