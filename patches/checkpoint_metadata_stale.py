@@ -18,7 +18,8 @@ Upstream:
     https://github.com/ROCm/Megatron-LM/pull/138 repairs it in a fork.
 
 Remove when:
-    the reader notices that `.metadata` is another file.
+    the reader notices that `.metadata` is another file. `upstream/checkpoint-metadata-stale` has
+    the repair.
 """
 
 from __future__ import annotations
@@ -86,4 +87,10 @@ PATCH = Patch(
     ranks=1,
     needs=("psutil",),
     loudness="both",
+    fixed_by=(
+        (
+            "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader:CachedMetadataFileSystemReader.read_metadata",
+            "self._metadata_cache.pop(self._cache_key, None)",
+        ),
+    ),
 )

@@ -25,6 +25,7 @@ Upstream:
 
 Remove when:
     `reload_model_params` updates all copies of a `HybridDeviceOptimizer`.
+    `upstream/reload-misses-offloaded-copies` has the repair.
 """
 
 from __future__ import annotations
@@ -82,4 +83,10 @@ PATCH = Patch(
     "with optimizer_cpu_offload the first step after a weights-only load undoes it",
     target("distributed._copy_model_params_to_main_params", copy_to_main),
     target("fp32.reload_model_params", reload_fp32),
+    fixed_by=(
+        (
+            "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.update_fp32_param_by_new_param",
+            "inner_param.data.copy_(param)",
+        ),
+    ),
 )
