@@ -20,7 +20,8 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/6858, merged on 2026-08-25.
 
 Remove when:
-    `get_rng_state` saves a state per expert-parallel rank.
+    `get_rng_state` saves a state per expert-parallel rank. `upstream/expert-random-states-shared`
+    has the repair.
 """
 
 from __future__ import annotations
@@ -105,4 +106,10 @@ PATCH = Patch(
     needs=("psutil",),
     # As on dev since January 2026, and in commits that slime and miles pin.
     fixed_when=a_body_has("ep_size = mpu.get_expert_model_parallel_world_size()"),
+    fixed_by=(
+        (
+            "megatron.training.checkpointing:get_rng_state",
+            "rng_state['expert_parallel_rng_states'] = ep_rng_states",
+        ),
+    ),
 )
