@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     `AsyncCallsQueue.close(abort=True)` forgets saves and their results.
+    `upstream/aborted-save-spoils-later` has the repair.
 """
 
 from __future__ import annotations
@@ -49,4 +50,10 @@ PATCH = Patch(
     ranks=1,
     needs=("psutil",),
     loudness="both",
+    fixed_by=(
+        (
+            "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.close",
+            "self.async_calls.clear()",
+        ),
+    ),
 )

@@ -26,6 +26,7 @@ Upstream:
 
 Remove when:
     the writer copies host tensors for a persistent worker.
+    `upstream/async-save-shares-host-tensors` has the repair.
 """
 
 from __future__ import annotations
@@ -78,4 +79,10 @@ PATCH = Patch(
     since="0.13",
     ranks=1,
     needs=("psutil",),
+    fixed_by=(
+        (
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
+            "copy = tensor.is_shared()",
+        ),
+    ),
 )

@@ -28,6 +28,7 @@ Upstream:
 
 Remove when:
     `shard_params` checks the replicas of experts before it returns.
+    `upstream/layerwise-experts-counted-twice` has the repair.
 """
 
 from __future__ import annotations
@@ -118,5 +119,11 @@ PATCH = Patch(
     since="0.16",
     # In miles' fork.
     fixed_when=a_body_has("dp_cp_size == 1 and expt_dp_size == 1"),
+    fixed_by=(
+        (
+            "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.shard_params",
+            "dp_cp_size == 1 and get_pg_size(self.expt_dp) == 1",
+        ),
+    ),
     given=("experts-reduced-over-dense-ranks",),
 )
