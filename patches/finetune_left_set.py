@@ -19,7 +19,7 @@ Upstream:
     `load_checkpoint`; no thread found.
 
 Remove when:
-    `load_checkpoint` leaves `args.finetune` as it was.
+    `load_checkpoint` leaves `args.finetune` as it was. `upstream/finetune-left-set` has the repair.
 """
 
 from __future__ import annotations
@@ -68,4 +68,5 @@ PATCH = Patch(
     "after a start from pretrained_checkpoint each load resets iteration, not optimizer",
     target("checkpointing.load_checkpoint", load_checkpoint, "args.finetune = True"),
     ranks=1,
+    fixed_by=(("megatron.training.checkpointing:load_checkpoint", "args.finetune = finetune"),),
 )

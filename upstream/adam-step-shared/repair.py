@@ -1,6 +1,6 @@
 """A load gives each parameter the saved step as its own, and updates the copies on the host."""
 
-from upstream.edits import Repair, first, last, substitute
+from upstream.edits import Repair, decorate, first, last, substitute
 
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 SET = f"{OPTIMIZER}._set_main_param_and_optimizer_states"
@@ -23,6 +23,8 @@ REPAIR = Repair(
         substitute(
             SET, "for key in dst_tensors:", "for key in dst_tensors.keys() & tensors.keys():"
         ),
+        # An fp32 main param is a view of a parameter.
+        decorate(SET, "@torch.no_grad()"),
         last(f"{OPTIMIZER}.load_parameter_state_from_dp_reshardable", SYNC),
         last(f"{OPTIMIZER}.load_parameter_state_from_dp_zero", SYNC),
         last(

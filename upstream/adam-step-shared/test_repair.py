@@ -10,17 +10,17 @@ from tests.unit_tests.dist_checkpointing import TempNamedDir
 from tests.unit_tests.test_utilities import Utils
 
 
-def _model_and_optimizer(**options):
+def _model_and_optimizer(bf16=True, **options):
     torch.manual_seed(0)
     model = DistributedDataParallel(
-        TransformerConfig(num_layers=1, num_attention_heads=1, bf16=True),
+        TransformerConfig(num_layers=1, num_attention_heads=1, bf16=bf16),
         DistributedDataParallelConfig(use_distributed_optimizer=True),
-        torch.nn.Linear(64, 64).bfloat16().cuda(),
+        torch.nn.Linear(64, 64).to(torch.bfloat16 if bf16 else torch.float32).cuda(),
     )
     config = OptimizerConfig(
         optimizer='adam',
         lr=0.1,
-        bf16=True,
+        bf16=bf16,
         use_distributed_optimizer=True,
         **options,
     )
@@ -55,6 +55,7 @@ class TestLoadOfTorchAdam:
         'options',
         [
             {},
+            {'bf16': False},
             {'optimizer_cpu_offload': True, 'optimizer_offload_fraction': 1.0},
             {'optimizer_cpu_offload': True, 'use_precision_aware_optimizer': True},
         ],
