@@ -22,6 +22,7 @@ Upstream:
 
 Remove when:
     `save` makes the older checkpoint invalid before it writes.
+    `upstream/overwritten-checkpoint-mixed` has the repair.
 """
 
 from __future__ import annotations
@@ -98,4 +99,10 @@ PATCH = Patch(
     target("core.dist_checkpointing.serialization:save", save, "save_preprocess"),
     since="0.13",
     needs=("psutil",),
+    fixed_by=(
+        (
+            "megatron.core.dist_checkpointing.serialization:save",
+            "stale_files = [path for path in marks if path.exists()]",
+        ),
+    ),
 )

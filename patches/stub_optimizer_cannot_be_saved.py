@@ -23,6 +23,7 @@ Upstream:
 
 Remove when:
     `ChainedOptimizer` skips stubs when it saves and loads.
+    `upstream/stub-optimizer-cannot-be-saved` has the repair.
 """
 
 from __future__ import annotations
@@ -155,4 +156,10 @@ PATCH = Patch(
     target("chained.sharded_state_dict", sharded_state_dict, "self.chained_optimizers"),
     target("chained.load_state_dict", load_state_dict, "self.chained_optimizers"),
     stock_error=r"AttributeError: 'NoneType' object has no attribute 'state",
+    fixed_by=(
+        (
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
+            "state_dict = {**state_dict, idx: {}}",
+        ),
+    ),
 )
