@@ -24,6 +24,7 @@ Upstream:
 
 Remove when:
     `load_checkpoint` takes the iteration that `_load_base_checkpoint` has loaded.
+    `upstream/ckpt-step-takes-latest-optimizer` has the repair.
 """
 
 from __future__ import annotations
@@ -97,4 +98,10 @@ PATCH = Patch(
     ),
     ranks=1,
     given=("reshardable-load-wants-step",),
+    fixed_by=(
+        (
+            "megatron.training.checkpointing:_load_base_checkpoint",
+            "non_persistent_iteration != iteration",
+        ),
+    ),
 )
