@@ -25,6 +25,7 @@ Upstream:
 
 Remove when:
     `load_checkpoint` raises the error, or exits with a status other than 0.
+    `upstream/spoilt-checkpoint-ends-well` has the repair.
 """
 
 from __future__ import annotations
@@ -171,4 +172,10 @@ PATCH = Patch(
     target("checkpointing.read_metadata", read_metadata, "torch.distributed.all_reduce"),
     given=("reshardable-load-wants-step",),
     loudness="both",
+    fixed_by=(
+        (
+            "megatron.training.checkpointing:_load_base_checkpoint",
+            "raise RuntimeError(f'could not load the checkpoint {checkpoint_name}') from e",
+        ),
+    ),
 )
