@@ -3,8 +3,9 @@
 A repair of Megatron is kept as edits and not as a diff, so that it holds none of Megatron's lines
 and still fits after commits that move them. An edit names a function, an anchor in it, and what to
 do there. An anchor is a short fragment of one statement: of a simple statement, or of the header
-of a compound one (`if …:`, `for …:`, `def …:`). Both sides are compared as `ast.unparse` writes
-them, so neither quotes nor line breaks count.
+of a compound one (`if …:`, `for …:`, `def …:`). If several statements have it, it is the one that
+is the anchor as a whole. An anchor of several lines is a header and the beginning of its block.
+Both sides are compared as `ast.unparse` writes them, so neither quotes nor line breaks count.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ def after(address: str, anchor: str, lines: str) -> Edit:
 
 
 def replace(address: str, anchor: str, lines: str) -> Edit:
-    """Return an `Edit` that replaces a statement, a compound one with its block, by lines; empty
-    lines delete it.
+    """Return an `Edit` that replaces a statement, a compound one with its block, by lines.
+
+    Without lines it deletes the statement, and the comment that stands directly above it.
     """
     return Edit(address=address, action="replace", anchor=anchor, lines=_clean(lines))
 
@@ -196,7 +198,8 @@ def edited(text: str, edit: Edit) -> str:
 
 
 def _clean(lines: str) -> str:
-    return textwrap.dedent(lines).strip("\n")
+    """Remove the common indentation and the first line break; blank lines at the end stay."""
+    return textwrap.dedent(lines).removeprefix("\n")
 
 
 def _owner(tree: ast.Module, edit: Edit) -> ast.AST:
@@ -275,12 +278,15 @@ def _one(found: list[ast.stmt], anchor: str, edit: Edit) -> ast.stmt:
 
 def _anchored(owner: ast.AST, anchor: str, edit: Edit) -> ast.stmt:
     """Return the one statement of an owner (module, class or function) that contains an anchor.
-    Raise `AnchorError` if no statement contains it, or several do.
+    If several contain it, return the one that is the anchor; else raise `AnchorError`.
     """
     fragment = _normal(anchor)
     deep = not isinstance(owner, ast.Module)
     found = [s for s in _statements(owner, deep=deep) if fragment in _written(s)]
-    return _one(found, anchor, edit)
+    if "\n" in fragment:
+        found = [s for s in _statements(owner, deep=deep) if ast.unparse(s).startswith(fragment)]
+    whole = [s for s in found if fragment == _written(s)]
+    return _one(whole if len(whole) == 1 else found, anchor, edit)
 
 
 def _start(statement: ast.AST) -> int:
@@ -288,6 +294,14 @@ def _start(statement: ast.AST) -> int:
     decorators = getattr(statement, "decorator_list", [])
     numbers = [statement.lineno, *(d.lineno for d in decorators)]  # type: ignore[attr-defined]
     return int(min(numbers)) - 1
+
+
+def _with_comment(lines: list[str], statement: ast.stmt) -> int:
+    """Return the index of the first line of a statement and the comment directly above it."""
+    index = _start(statement)
+    while index and lines[index - 1].startswith(" " * statement.col_offset + "#"):
+        index -= 1
+    return index
 
 
 def _indented(lines: str, indent: int) -> list[str]:
@@ -299,9 +313,7 @@ def _before(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
     index = _start(statement)
     if lines[index].lstrip().startswith("elif"):
         raise AnchorError(f"`{edit.anchor}` is an elif of {edit.address}: nothing can precede it")
-    margin = " " * statement.col_offset + "#"
-    while index and lines[index - 1].startswith(margin):
-        index -= 1
+    index = _with_comment(lines, statement)
     return lines[:index] + _indented(edit.lines, statement.col_offset) + lines[index:]
 
 
@@ -314,6 +326,8 @@ def _after(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
 def _replace(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
     statement = _anchored(owner, edit.anchor, edit)
     start, end = _start(statement), statement.end_lineno or 0
+    if not edit.lines:
+        start = _with_comment(lines, statement)
     return lines[:start] + _indented(edit.lines, statement.col_offset) + lines[end:]
 
 
