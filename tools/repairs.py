@@ -237,7 +237,8 @@ def run(tree: Path, arguments: list[str]) -> Result:
     """
     tests = tree / "tests" / "unit_tests"
     tests.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(FOLDER / "train_utilities.py", tests / "train_utilities.py")
+    for name in ("train_utilities.py", "framework_utilities.py"):
+        shutil.copy2(FOLDER / name, tests / name)
     for hazard_id in repaired():
         shutil.copy2(FOLDER / hazard_id / "test_repair.py", tests / unit_test(hazard_id))
     file = tree.with_name(f"{tree.name}.pickle")
