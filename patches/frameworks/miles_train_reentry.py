@@ -19,6 +19,7 @@ Upstream:
 
 Remove when:
     miles' `train()` accepts its own `no_sync` and undoes the rest in a `finally`.
+    `upstream/miles-train-reentry` has the repair.
 """
 
 from __future__ import annotations
@@ -42,5 +43,12 @@ PATCH = Patch(
     _copies.rollout_target("miles.backends.megatron_utils.model"),
     since="0.1",
     fixed_when=_copies.rollout_is_repaired,
+    fixed_by=(
+        (
+            "miles.backends.megatron_utils.model:train",
+            "config.no_sync_func in "
+            "(None, model[0].no_sync, [model_chunk.no_sync for model_chunk in model])",
+        ),
+    ),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

@@ -24,6 +24,7 @@ Upstream:
 
 Remove when:
     slime's `train()` accepts its own `no_sync` and undoes the rest in a `finally`.
+    `upstream/slime-train-reentry` has the repair.
 """
 
 from __future__ import annotations
@@ -47,5 +48,12 @@ PATCH = Patch(
     _copies.rollout_target("slime.backends.megatron_utils.model"),
     since="0.1",
     fixed_when=_copies.rollout_is_repaired,
+    fixed_by=(
+        (
+            "slime.backends.megatron_utils.model:train",
+            "config.no_sync_func in "
+            "(None, model[0].no_sync, [model_chunk.no_sync for model_chunk in model])",
+        ),
+    ),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )
