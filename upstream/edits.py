@@ -49,6 +49,8 @@ class Edit:
     """For `wrap`: a fragment of the last statement to wrap; empty for the anchor's alone."""
     tail: str = ""
     """For `wrap`: the lines that follow the wrapped statements, e.g. `finally:` and its body."""
+    below: str = ""
+    """For `wrap`: a fragment of the last statement that becomes the tail's body; empty for none."""
 
     @property
     def module(self) -> str:
@@ -92,7 +94,9 @@ def substitute(address: str, anchor: str, text: str) -> Edit:
     return Edit(address=address, action="substitute", anchor=anchor, lines=text)
 
 
-def wrap(address: str, anchor: str, head: str, tail: str = "", *, until: str = "") -> Edit:
+def wrap(
+    address: str, anchor: str, head: str, tail: str = "", *, until: str = "", below: str = ""
+) -> Edit:
     """Return an `Edit` that indents statements of one block under a `head` line, and puts the lines
     of `tail` after them.
 
@@ -102,9 +106,11 @@ def wrap(address: str, anchor: str, head: str, tail: str = "", *, until: str = "
         head: for example `try:` or `with torch.no_grad():`.
         tail: for example `finally:` with its indented body.
         until: a fragment of the last statement, in the same block; `...` is the block's last one.
+        below: a fragment of a later statement of the block, or `...`: the statements up to it are
+            indented under `tail`, for example under `finally:`.
     """
     head, tail = _clean(head), _clean(tail)
-    fields = {"anchor": anchor, "lines": head, "tail": tail, "until": until}
+    fields = {"anchor": anchor, "lines": head, "tail": tail, "until": until, "below": below}
     return Edit(address=address, action="wrap", **fields)
 
 
@@ -328,6 +334,8 @@ def _replace(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
     start, end = _start(statement), statement.end_lineno or 0
     if not edit.lines:
         start = _with_comment(lines, statement)
+        if start and not lines[start - 1].strip() and not "".join(lines[end : end + 1]).strip():
+            end += 1  # of the two blank lines around it one is enough
     return lines[:start] + _indented(edit.lines, statement.col_offset) + lines[end:]
 
 
@@ -365,15 +373,9 @@ def _wrap(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
         for name in ("body", "orelse", "finalbody")
         if isinstance(block := getattr(node, name, None), list) and statement in block
     )
-    if edit.until == "...":
-        end_statement = block[-1]
-    elif edit.until:
-        end_statement = _anchored(owner, edit.until, edit)
-    else:
-        end_statement = statement
-    if end_statement not in block or block.index(end_statement) < block.index(statement):
-        raise AnchorError(f"`{edit.until}` does not follow `{edit.anchor}` in {edit.address}")
-    start, end = _start(statement), end_statement.end_lineno or 0
+    last = _last_of(block, edit.until, statement, owner, edit)
+    below = _last_of(block, edit.below, last, owner, edit)
+    start, middle, end = _start(statement), last.end_lineno or 0, below.end_lineno or 0
     in_strings = {
         number
         for node in ast.walk(ast.Module(block, []))
@@ -384,9 +386,24 @@ def _wrap(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
         line if index in in_strings or not line.strip() else f"    {line}"
         for index, line in enumerate(lines[start:end], start)
     ]
+    under_head, under_tail = wrapped[: middle - start], wrapped[middle - start :]
+    while under_tail and not under_tail[0].strip():
+        del under_tail[0]
     indent = statement.col_offset
     head, tail = _indented(edit.lines, indent), _indented(edit.tail, indent)
-    return lines[:start] + head + wrapped + tail + lines[end:]
+    return lines[:start] + head + under_head + tail + under_tail + lines[end:]
+
+
+def _last_of(
+    block: list[ast.stmt], fragment: str, earlier: ast.stmt, owner: ast.AST, edit: Edit
+) -> ast.stmt:
+    """Return the statement of a block that a fragment names; `earlier` if there is no fragment."""
+    if not fragment:
+        return earlier
+    statement = block[-1] if fragment == "..." else _anchored(owner, fragment, edit)
+    if statement not in block or block.index(statement) < block.index(earlier):
+        raise AnchorError(f"`{fragment}` does not follow `{edit.anchor}` in {edit.address}")
+    return statement
 
 
 def _first(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:

@@ -4,12 +4,23 @@ import importlib
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
-from unittest.mock import MagicMock
+from types import FunctionType, ModuleType
+from unittest.mock import DEFAULT, MagicMock
 
 
 class _Names(type):
     def __getattr__(cls, name):
+        return _stand_in(name)
+
+    def __getitem__(cls, item):
+        return cls
+
+
+class _Thing(metaclass=_Names):
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
         return _stand_in(name)
 
 
@@ -17,7 +28,17 @@ def _stand_in(name):
     if name.startswith("__"):
         raise AttributeError(name)
     # A capitalised name may be a base class, or be part of an annotation.
-    return _Names(name, (), {}) if name[0].isupper() else MagicMock(name=name)
+    if name[0].isupper():
+        return _Names(name, (_Thing,), {})
+    stand_in = MagicMock(name=name, side_effect=_decorated)
+    stand_in.return_value.side_effect = _decorated
+    return stand_in
+
+
+def _decorated(*args, **kwargs):
+    # A stand-in may be a decorator, or make one: then it returns the function.
+    is_definition = len(args) == 1 and isinstance(args[0], FunctionType)
+    return args[0] if is_definition and args[0].__name__ != "<lambda>" else DEFAULT
 
 
 class _StandIn(ModuleType):

@@ -107,6 +107,12 @@ def train(loop):
             "    finally:\n        gc.enable()\n",
         ),
         (
+            wrap("m:train", "inner(loop)", "try:", "finally:", below="..."),
+            "    inner(loop)\n    for _ in range(3):\n        loop.step(loop.data)\n",
+            "    try:\n        inner(loop)\n    finally:\n        for _ in range(3):\n"
+            "            loop.step(loop.data)\n",
+        ),
+        (
             wrap("m:Loop.step", "if batch is None", "with self.lock:"),
             SOURCE[SOURCE.index("        if batch") : SOURCE.index("        return batch")],
             "        with self.lock:\n            if batch is None:\n                return None\n"
