@@ -20,6 +20,7 @@ Upstream:
 
 Remove when:
     Bridge's `evaluate()` undoes its changes in a `finally`.
+    `upstream/bridge-evaluate-not-undone` has the repair.
 """
 
 from __future__ import annotations
@@ -74,5 +75,11 @@ PATCH = Patch(
         "config.timers = state.timers",
     ),
     since="0.3",
+    fixed_by=(
+        (
+            "megatron.bridge.training.eval:evaluate",
+            "_undo_evaluation_on_error(model, config, rerun_mode)",
+        ),
+    ),
     loudness="both",
 )

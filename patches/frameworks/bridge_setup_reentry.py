@@ -25,6 +25,7 @@ Upstream:
 
 Remove when:
     Bridge overwrites the function without a check, or accepts its own.
+    `upstream/bridge-setup-reentry` has the repair.
 """
 
 from __future__ import annotations
@@ -64,5 +65,11 @@ PATCH = Patch(
     ),
     since="0.3",
     fixed_when=no_body_has("model_config.no_sync_func is None"),
+    fixed_by=(
+        (
+            "megatron.bridge.training.setup:_update_model_config_funcs",
+            "getattr(no_sync, '__func__', None) is type(model[0]).no_sync",
+        ),
+    ),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

@@ -23,6 +23,7 @@ Upstream:
 
 Remove when:
     Bridge's `train()` stops its timers and restores the config and the collector when it leaves.
+    `upstream/bridge-train-reentry` has the repair.
 """
 
 from __future__ import annotations
@@ -81,5 +82,8 @@ PATCH = Patch(
     since="0.3",
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
     fixed_when=a_body_has(f"timers('{_TIMER}').stop()", outside_loops=True),
+    fixed_by=(
+        ("megatron.bridge.training.train:train", "timers('interval-time', log_level=0).reset()"),
+    ),
     stock_error=r"AssertionError: timer has already been started",
 )

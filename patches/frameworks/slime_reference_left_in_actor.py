@@ -23,6 +23,7 @@ Upstream:
 
 Remove when:
     `update_weights` and `save_model` check which weights are in the model.
+    `upstream/slime-reference-left-in-actor` has the repair.
 """
 
 from __future__ import annotations
