@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     `load_other_checkpoint` restores them in a `finally`.
+    `upstream/slime-load-options-left-set` has the repair.
 """
 
 from __future__ import annotations

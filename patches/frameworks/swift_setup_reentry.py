@@ -21,7 +21,7 @@ Upstream:
     `setup_model_training`.
 
 Remove when:
-    ms-swift accepts the chunks' own `no_sync`.
+    ms-swift accepts the chunks' own `no_sync`. `upstream/swift-setup-reentry` has the repair.
 """
 
 from __future__ import annotations
@@ -64,5 +64,12 @@ PATCH = Patch(
     ),
     since="4.3",
     fixed_when=no_body_has("config.no_sync_func is None"),
+    fixed_by=(
+        (
+            "swift.megatron.trainers.base:BaseMegatronTrainer.setup_model_training",
+            "config.no_sync_func in "
+            "(self.wrapped_models[0].no_sync, [m.no_sync for m in self.wrapped_models])",
+        ),
+    ),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

@@ -1,0 +1,15 @@
+"""slime's load of another checkpoint restores the arguments also if it raises."""
+
+from upstream.edits import Repair, wrap
+
+REPAIR = Repair(
+    edits=(
+        wrap(
+            "slime.backends.megatron_utils.actor:MegatronTrainRayActor.load_other_checkpoint",
+            "load_checkpoint(",
+            "try:",
+            "finally:",
+            below="= old_args",
+        ),
+    ),
+)
