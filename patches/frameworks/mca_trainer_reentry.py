@@ -20,7 +20,7 @@ Upstream:
     `_prepare_train_loop`.
 
 Remove when:
-    mcore_adapter accepts the chunks' own `no_sync`.
+    mcore_adapter accepts the chunks' own `no_sync`. `upstream/mca-trainer-reentry` has the repair.
 """
 
 from __future__ import annotations
@@ -76,5 +76,12 @@ PATCH = Patch(
     ),
     since="0.0",
     fixed_when=no_body_has("model_config.no_sync_func is None"),
+    fixed_by=(
+        (
+            "mcore_adapter.trainer.trainer:McaTrainer._prepare_train_loop",
+            "model_config.no_sync_func in (None, self.models_wrapped[0].no_sync, "
+            "[model_wrapped.no_sync for model_wrapped in self.models_wrapped])",
+        ),
+    ),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

@@ -19,15 +19,22 @@ Upstream:
 
 Remove when:
     `train_step` zeroes the buffers before its window, or in a `finally`.
+    `upstream/roll-failed-window-kept` has the repair.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.patches._case import Original, Patch, target
 
 from . import _roll
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_idempotent.patching.source import Body
 
 
 def train_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,6 +46,18 @@ def train_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         raise
+
+
+def zeroes_always(bodies: Mapping[str, Body]) -> bool:
+    """Return whether all functions in `bodies` zero the gradients where an exception is handled."""
+    return all(
+        any(
+            isinstance(node, ast.ExceptHandler)
+            and "self.optimizer.zero_grad()" in map(ast.unparse, node.body)
+            for node in ast.walk(body.tree)
+        )
+        for body in bodies.values()
+    )
 
 
 def reproduce() -> None:
@@ -60,5 +79,6 @@ PATCH = Patch(
         "self.optimizer.zero_grad()",
     ),
     since="0.0",
+    fixed_when=zeroes_always,
     loudness="both",
 )
