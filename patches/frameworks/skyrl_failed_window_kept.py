@@ -22,6 +22,7 @@ Upstream:
 
 Remove when:
     SkyRL drops the window of a call that raised.
+    `upstream/skyrl-failed-window-kept` has the repair.
 """
 
 from __future__ import annotations
@@ -116,4 +117,10 @@ PATCH = Patch(
         "pending = self._pending_grad_sync",
     ),
     since="0.1",
+    fixed_by=(
+        (
+            f"{_skyrl.WRAPPER}.forward_backward_mini_batch",
+            "self._window_lost or self._pending_grad_sync is not None",
+        ),
+    ),
 )
