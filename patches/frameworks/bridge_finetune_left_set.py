@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     `load_checkpoint` does not change the option, or restores it.
+    `upstream/bridge-finetune-left-set` has the repair.
 """
 
 from __future__ import annotations
@@ -66,5 +67,11 @@ PATCH = Patch(
     "Megatron-Bridge, once started from a pretrained checkpoint, loads no optimizer again",
     target("bridge.training.checkpointing:load_checkpoint", load, "cfg.checkpoint.finetune = True"),
     since="0.3",
+    fixed_by=(
+        (
+            "megatron.bridge.training.checkpointing:load_checkpoint",
+            "cfg.checkpoint.finetune = finetune",
+        ),
+    ),
     ranks=1,
 )
