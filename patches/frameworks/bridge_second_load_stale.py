@@ -22,6 +22,7 @@ Upstream:
 
 Remove when:
     `read_train_state` is not cached, or `load_checkpoint` clears it.
+    `upstream/bridge-second-load-stale` has the repair.
 """
 
 from __future__ import annotations
@@ -75,5 +76,11 @@ PATCH = Patch(
         "state.train_state = read_train_state(train_state_filename)",
     ),
     since="0.3",
+    fixed_by=(
+        (
+            "megatron.bridge.training.checkpointing:_load_checkpoint_from_path",
+            "read_train_state.cache_clear()",
+        ),
+    ),
     ranks=1,
 )

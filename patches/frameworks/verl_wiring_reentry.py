@@ -22,7 +22,7 @@ Upstream:
     `register_megatron_training_hooks`.
 
 Remove when:
-    verl accepts the chunks' own `no_sync`.
+    verl accepts the chunks' own `no_sync`. `upstream/verl-wiring-reentry` has the repair.
 """
 
 from __future__ import annotations
@@ -91,5 +91,12 @@ PATCH = Patch(
     ),
     since="0.6.1",
     fixed_when=no_body_has("config.no_sync_func is None"),
+    fixed_by=(
+        (
+            "verl.utils.megatron_utils:register_megatron_training_hooks",
+            "config.no_sync_func in "
+            "(None, model[0].no_sync, [model_chunk.no_sync for model_chunk in model])",
+        ),
+    ),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )
