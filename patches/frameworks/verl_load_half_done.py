@@ -23,6 +23,7 @@ Upstream:
 
 Remove when:
     verl reads all folders before it writes into the run, and raises on all ranks.
+    `upstream/verl-load-half-done` has the repair.
 """
 
 from __future__ import annotations
@@ -122,5 +123,11 @@ PATCH = Patch(
         f"{_OF}.save_checkpoint", _checkpoints.save, "self._save_transformer_config(local_path)"
     ),
     since="0.9",
+    fixed_by=(
+        (
+            f"{_OF}.load_checkpoint",
+            "self._check_dist_checkpoints([path for is_loaded, path in to_load if is_loaded])",
+        ),
+    ),
     loudness="both",
 )
