@@ -19,6 +19,7 @@ Upstream:
 
 Remove when:
     `update_weights` and `save_model` check which weights are in the model.
+    `upstream/miles-reference-left-in-actor` has the repair.
 """
 
 from __future__ import annotations
@@ -45,5 +46,6 @@ PATCH = Patch(
     *_actors.targets("miles", "export_hf"),
     since="0.1",
     fixed_when=_actors.switches_back,
+    fixed_by=((f"{_actors.ACTOR.format('miles')}.update_weights", "self._use_actor_weights()"),),
     ranks=1,
 )
