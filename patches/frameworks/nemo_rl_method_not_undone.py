@@ -25,6 +25,7 @@ Upstream:
 
 Remove when:
     the workers stop timers in a `finally`, and use `with torch.no_grad():` blocks.
+    `upstream/nemo-rl-method-not-undone` has the repair.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def reproduce() -> None:
 
 def _raise_and_go_on(worker: str) -> None:
     import torch
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
     nemo = _nemo_rl.NemoRL(worker, overlap_param_gather=True)
     infer = nemo.logprobs if worker == "policy" else nemo.values
@@ -92,6 +94,7 @@ def _raise_and_go_on(worker: str) -> None:
         raise Fault(f"gradients are off after a pass of the {worker} worker that raised")
     infer(1)
     nemo.failing(("loss", 1), lambda: nemo.train(0))
+    destroy_rerun_state_machine()  # what the failed window left in it is another hazard
     nemo.train(0)
 
 
@@ -108,5 +111,6 @@ PATCH = Patch(
         ),
     ),
     since="0.1",
+    fixed_by=((f"{_nemo_rl.POLICY}.get_logprobs", "self.timer.reset('get_logprobs')"),),
     loudness="both",
 )

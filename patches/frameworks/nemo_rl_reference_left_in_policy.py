@@ -21,17 +21,24 @@ Upstream:
 
 Remove when:
     it restores the policy in a `finally`.
+    `upstream/nemo-rl-reference-left-in-policy` has the repair.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.patches._case import Fault, Original, Patch, target
 
 from . import _nemo_rl
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_idempotent.patching.source import Body
 
 
 def use_reference_model(original: Original, self: Any) -> AbstractContextManager[None]:
@@ -46,6 +53,17 @@ def _restoring(swapped: AbstractContextManager[None]) -> Iterator[None]:
         yield
     finally:
         swapped.__exit__(None, None, None)
+
+
+def restores_always(bodies: Mapping[str, Body]) -> bool:
+    """Return whether all functions in `bodies` yield in a `try` that has a `finally`."""
+    return all(
+        any(
+            isinstance(node, ast.Try) and node.finalbody and "yield" in map(ast.unparse, node.body)
+            for node in ast.walk(body.tree)
+        )
+        for body in bodies.values()
+    )
 
 
 def reproduce() -> None:
@@ -71,4 +89,5 @@ PATCH = Patch(
         "yield",
     ),
     since="0.1",
+    fixed_when=restores_always,
 )
