@@ -8,7 +8,10 @@ REPAIR = Repair(
             "slime.backends.megatron_utils.actor:MegatronTrainRayActor.load_other_checkpoint",
             "load_checkpoint(",
             "try:",
-            "finally:",
+            """
+            finally:
+                # A caller may go on after a load that raised.
+            """,
             below="= old_args",
         ),
     ),
