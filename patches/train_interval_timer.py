@@ -20,7 +20,7 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
 
 Remove when:
-    `train()` stops its timers when it leaves.
+    `train()` stops its timers when it leaves. `upstream/train-interval-timer` has the repair.
 """
 
 from __future__ import annotations
@@ -67,5 +67,8 @@ PATCH = Patch(
     groups=("train-again",),
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
     fixed_when=a_body_has(f"timers('{_TIMER}').stop()", outside_loops=True),
+    fixed_by=(
+        ("megatron.training.training:train", "timers('interval-time', log_level=0).reset()"),
+    ),
     stock_error=r"AssertionError: timer has already been started",
 )
