@@ -19,7 +19,8 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
 
 Remove when:
-    `train()` removes the wrapper in a `finally`.
+    `train()` removes the wrapper in a `finally`. `upstream/optimizer-step-rewrapped` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ PATCH = Patch(
     since="0.17",
     # As on main for three days of March 2026, when the option was reverted.
     fixed_when=no_body_has("OptimizerCudaGraphWrapper"),
+    fixed_by=(("megatron.training.training:train_step", "optimizer_step or optimizer.step"),),
     groups=("train-again",),
     ranks=1,
 )
