@@ -17,7 +17,7 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
 
 Remove when:
-    `train()` turns the collector on again when it leaves.
+    `train()` turns the collector on again when it leaves. `upstream/gc-stays-off` has the repair.
 """
 
 from __future__ import annotations
@@ -51,5 +51,6 @@ PATCH = Patch(
     target("training.train", train, "gc.disable()"),
     groups=("train-again",),
     fixed_when=a_body_has("gc.enable()"),
+    fixed_by=(("megatron.training.training:train", "gc.enable()"),),
     ranks=1,
 )
