@@ -21,7 +21,7 @@ Upstream:
     `evaluate`.
 
 Remove when:
-    `evaluate()` undoes its changes in a `finally`.
+    `evaluate()` undoes its changes in a `finally`. `upstream/evaluate-not-undone` has the repair.
 """
 
 from __future__ import annotations
@@ -74,5 +74,11 @@ PATCH = Patch(
         "config.timers = None",
     ),
     groups=("abort",),
+    fixed_by=(
+        (
+            "megatron.training.training:evaluate",
+            "_undo_evaluation_on_error(model, config, rerun_mode)",
+        ),
+    ),
     loudness="both",
 )
