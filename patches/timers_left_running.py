@@ -22,6 +22,7 @@ Upstream:
 
 Remove when:
     the schedules and the optimizers stop their timers in a `finally`.
+    `upstream/timers-left-running` has the repair.
 """
 
 from __future__ import annotations
@@ -70,6 +71,12 @@ PATCH = Patch(
     target("finalize.finalize_model_grads", finalize),
     *step_targets(step),
     groups=("abort",),
+    fixed_by=(
+        (
+            "megatron.core.timers:Timer.start",
+            "logger.warning(f'timer {self.name} was still running, and is started again')",
+        ),
+    ),
     provides=(schedules.ASKS_WINDOWS,),
     stock_error=r"AssertionError: timer has already been started",
 )
