@@ -18,7 +18,8 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/6438, `_end_otel_job_spans`.
 
 Remove when:
-    upstream remembers which handle was shut down.
+    upstream remembers which handle was shut down. `upstream/telemetry-shut-down-for-good` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -76,5 +77,8 @@ PATCH = Patch(
     since="0.20",
     before=OPEN,
     groups=("train-again",),
+    fixed_by=(
+        ("megatron.training.training:_end_otel_job_spans", "_otel_shutdown_done = _otel_handle"),
+    ),
     ranks=1,
 )
