@@ -27,7 +27,7 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
 
 Remove when:
-    `train()` writes `args.iteration`.
+    `train()` writes `args.iteration`. `upstream/train-iteration-lost` has the repair.
 """
 
 from __future__ import annotations
@@ -137,4 +137,5 @@ PATCH = Patch(
     target("training.train_step", train_step, "skipped_iter = 0"),
     groups=("train-again",),
     fixed_when=a_body_has("args.iteration = iteration"),
+    fixed_by=(("megatron.training.training:train", "args.iteration = iteration"),),
 )
