@@ -20,7 +20,7 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/training.py, `train`.
 
 Remove when:
-    `train()` restores the function in a `finally`.
+    `train()` restores the function in a `finally`. `upstream/param-sync-func-lost` has the repair.
 """
 
 from __future__ import annotations
@@ -69,4 +69,10 @@ PATCH = Patch(
     ),
     groups=("train-again", "overlap"),
     fixed_when=no_body_has("config.param_sync_func = None"),
+    fixed_by=(
+        (
+            "megatron.training.training:train",
+            "should_disable_forward_pre_hook(args) and not pre_hook_enabled",
+        ),
+    ),
 )
