@@ -17,6 +17,7 @@ Upstream:
 
 Remove when:
     `register_hooks` skips routers that have its hook, or `train()` removes the hooks at its end.
+    `upstream/router-trace-hooks-twice` has the repair.
 """
 
 from __future__ import annotations
@@ -62,5 +63,11 @@ PATCH = Patch(
     target("moe.router_trace:RouterTracer.register_hooks", register),
     since="0.19",
     groups=("train-again",),
+    fixed_by=(
+        (
+            "megatron.core.transformer.moe.router_trace:RouterTracer.register_hooks",
+            "handle.id in module._forward_hooks",
+        ),
+    ),
     ranks=1,
 )
