@@ -21,7 +21,7 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/5635 copies the stored microbatch in 0.19.
 
 Remove when:
-    the iterator also returns copies to reruns.
+    the iterator also returns copies to reruns. `upstream/replayed-batch-changed` has the repair.
 """
 
 from __future__ import annotations
@@ -87,6 +87,12 @@ def _tokens(data: Any) -> Iterator[Any]:
 PATCH = Patch(
     "a step that is run again gets the microbatches that its first run has changed",
     target("core.rerun_state_machine:RerunDataIterator.__next__", following),
+    fixed_by=(
+        (
+            "megatron.core.rerun_state_machine:RerunDataIterator.__next__",
+            "copy.copy(self.saved_microbatches[self.replay_pos])",
+        ),
+    ),
     ranks=1,
     loudness="both",
 )
