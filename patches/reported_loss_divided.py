@@ -19,7 +19,7 @@ Upstream:
     `forward_step_calc_loss`.
 
 Remove when:
-    the schedules scale the loss out of place.
+    the schedules scale the loss out of place. `upstream/reported-loss-divided` has the repair.
 """
 
 from __future__ import annotations
@@ -90,5 +90,11 @@ def reproduce() -> None:
 PATCH = Patch(
     "a loss function that reports loss.detach() reports the loss ÷ microbatches",
     target("schedules.forward_step", forward),
+    fixed_by=(
+        (
+            "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+            "output_tensor = output_tensor * cp_group_size",
+        ),
+    ),
     ranks=1,
 )
