@@ -19,7 +19,7 @@ Upstream:
     `CheckpointFunction`.
 
 Remove when:
-    the flag is cleared in a `finally`.
+    the flag is cleared in a `finally`. `upstream/is-checkpointing-left-set` has the repair.
 """
 
 from __future__ import annotations
@@ -79,5 +79,8 @@ PATCH = Patch(
     target("random.CheckpointFunction.backward", clear_on_error),
     since="0.16",
     groups=("abort",),
+    fixed_by=(
+        ("megatron.core.tensor_parallel.random:CheckpointFunction.forward", "_checkpointing()"),
+    ),
     ranks=1,
 )
