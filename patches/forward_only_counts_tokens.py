@@ -19,6 +19,7 @@ Upstream:
 
 Remove when:
     tokens are counted in training mode only, or the schedules disable gradients.
+    `upstream/forward-only-counts-tokens` has the repair.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ PATCH = Patch(
     "forward-only passes outside of no_grad move the MoE expert bias",
     *schedule_targets(schedule),
     groups=("aux-loss",),
+    fixed_by=(
+        (
+            "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+            "self.enable_expert_bias and self.training and torch.is_grad_enabled()",
+        ),
+    ),
     provides=("forward-only-counts-nothing",),
     ranks=1,
 )
