@@ -22,6 +22,7 @@ Upstream:
 
 Remove when:
     the state is reset when a layer raises, or when its forward starts.
+    `upstream/shared-experts-wedged` has the repair.
 """
 
 from __future__ import annotations
@@ -70,5 +71,11 @@ PATCH = Patch(
     "after an exception in an MoE layer, overlapped shared experts refuse every forward",
     target("moe.shared_experts:SharedExpertMLP.pre_forward_comm", pre_forward_comm),
     groups=("abort",),
+    fixed_by=(
+        (
+            "megatron.core.transformer.moe.shared_experts:overlap_state_check",
+            "required_state == SharedExpertState.IDLE",
+        ),
+    ),
     stock_error=r"AssertionError",
 )
