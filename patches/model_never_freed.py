@@ -26,7 +26,7 @@ Upstream:
 
 Remove when:
     dispatchers keep no tensor with a graph after the forward, and shards of fp32 parameters are
-    detached.
+    detached. `upstream/model-never-freed` has the repair.
 """
 
 from __future__ import annotations
@@ -104,6 +104,12 @@ PATCH = Patch(
     "a model that was deleted stays in memory, if it has experts or fp32 parameters",
     target("distributed._build_model_and_main_param_groups", build),
     *schedule_targets(schedule),
+    fixed_by=(
+        (
+            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess",
+            "self.probs = None",
+        ),
+    ),
     ranks=1,
     loudness="both",
 )
