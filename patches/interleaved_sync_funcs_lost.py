@@ -18,7 +18,8 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/pipeline_parallel/schedules.py
 
 Remove when:
-    the schedule restores both in a `finally`.
+    the schedule restores both in a `finally`. `upstream/interleaved-sync-funcs-lost` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -63,4 +64,10 @@ PATCH = Patch(
     "a forward-only interleaved window that raises loses grad_sync_func, param_sync_func",
     *schedule_targets(schedule, "forward_backward_pipelining_with_interleaving"),
     groups=("overlap", "abort"),
+    fixed_by=(
+        (
+            "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+            "config.param_sync_func is not None and not forward_only",
+        ),
+    ),
 )
