@@ -23,6 +23,7 @@ Upstream:
 
 Remove when:
     the weight travels with the loss instead of through a class attribute.
+    `upstream/aux-loss-scale-left-set` has the repair.
 """
 
 from __future__ import annotations
@@ -94,6 +95,12 @@ PATCH = Patch(
     "a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
     *schedule_targets(schedule),
     groups=("aux-loss",),
+    fixed_by=(
+        (
+            "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+            "_reset_aux_loss_scales(config)",
+        ),
+    ),
     provides=(schedules.ASKS_WINDOWS,),
     ranks=1,
 )
