@@ -23,7 +23,8 @@ Upstream:
     `set_target_indices`.
 
 Remove when:
-    targets are queued only if a backward will recompute.
+    targets are queued only if a backward will recompute. `upstream/router-replay-leftovers` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -83,5 +84,11 @@ PATCH = Patch(
     since="0.16",
     came_with=(address("moe.router:TopKRouter.__init__"), "self.router_replay = RouterReplay()"),
     groups=("abort",),
+    fixed_by=(
+        (
+            "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
+            "RouterReplay.clear_global_backward_indices()",
+        ),
+    ),
     ranks=1,
 )
