@@ -27,6 +27,7 @@ Upstream:
 
 Remove when:
     `get_megatron_optimizer` or the schedules wire the loss scale themselves.
+    `upstream/grad-scale-func` has the repair.
 """
 
 from __future__ import annotations
@@ -127,4 +128,10 @@ PATCH = Patch(
     *step_targets(step),
     groups=("loss-scale",),
     fixed_when=a_body_has("model_config.grad_scale_func"),
+    fixed_by=(
+        (
+            "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+            "grad_scaler.scale_loss",
+        ),
+    ),
 )
