@@ -20,7 +20,8 @@ Upstream:
     `set_decode_expert_padding`.
 
 Remove when:
-    the function restores the earlier values, per model.
+    the function restores the earlier values, per model. `upstream/decode-padding-left-set` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -109,5 +110,11 @@ PATCH = Patch(
     *schedule_targets(schedule),
     since="0.15",
     groups=("generation",),
+    fixed_by=(
+        (
+            "megatron.core.inference.utils:set_decode_expert_padding",
+            "hasattr(moe_layer, '_padding_before_decode')",
+        ),
+    ),
     ranks=1,
 )
