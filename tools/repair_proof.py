@@ -27,7 +27,7 @@ from megatron_idempotent.proof.prove import DEADLINE_S, outcome
 #: Arguments of programs that train in three calls and in one, with their ranks.
 TRAININGS = {
     f"{kind}{'-pp2' if pipeline else ''}": (4 if pipeline else 2, (*options, *pipeline))
-    for pipeline in ((), ("--pipeline-model-parallel-size", "2"))
+    for pipeline in ((), ("--pipeline-model-parallel-size", "2", "--num-layers", "2"))
     for kind, options in {
         "no-overlap": (),
         "distopt": ("--use-distributed-optimizer",),
