@@ -38,5 +38,5 @@ REPAIR = Repair(
             ''',
         ),
     ),
-    unit_tests=("test_optimizer.py", "pipeline_parallel/test_schedules.py"),
+    unit_tests=("optimizer/test_clip_grads.py", "pipeline_parallel/test_schedules.py"),
 )

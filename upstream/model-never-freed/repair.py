@@ -35,6 +35,6 @@ REPAIR = Repair(
     unit_tests=(
         "transformer/moe/test_token_dispatcher.py",
         "transformer/moe/test_moe_layer.py",
-        "test_optimizer.py",
+        "optimizer/test_distrib_optimizer_grouped_quantized.py",
     ),
 )
