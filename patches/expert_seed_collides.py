@@ -19,7 +19,7 @@ Upstream:
     `model_parallel_cuda_manual_seed`.
 
 Remove when:
-    the two ranges of seeds cannot overlap.
+    the two ranges of seeds cannot overlap. `upstream/expert-seed-collides` has the repair.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ PATCH = Patch(
     "seeding raises on some ranks from expert rank 16 on: two seeds are the same",
     target("random.CudaRNGStatesTracker.add", add),
     since="0.13",
+    fixed_by=(
+        (
+            "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
+            "expert_parallel_seed == tensor_model_parallel_seed",
+        ),
+    ),
     ranks=1,
     stock_error=r"Exception: seed 2725 already exists",
 )

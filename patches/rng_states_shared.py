@@ -20,7 +20,7 @@ Upstream:
     `CudaRNGStatesTracker.set_states`; no thread found.
 
 Remove when:
-    `set_states` copies the dictionary.
+    `set_states` copies the dictionary. `upstream/rng-states-shared` has the repair.
 """
 
 from __future__ import annotations
@@ -59,5 +59,11 @@ def reproduce() -> None:
 PATCH = Patch(
     "a snapshot of the random states changes once it was rolled back to",
     target("random.CudaRNGStatesTracker.set_states", set_states, "self.states_ = states"),
+    fixed_by=(
+        (
+            "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states",
+            "self.states_ = dict(states)",
+        ),
+    ),
     ranks=1,
 )

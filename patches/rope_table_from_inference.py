@@ -19,7 +19,7 @@ Upstream:
     https://github.com/Dao-AILab/flash-attention/pull/299 repairs the same in its own rotary table.
 
 Remove when:
-    cached tables are never inference tensors.
+    cached tables are never inference tensors. `upstream/rope-table-from-inference` has the repair.
 """
 
 from __future__ import annotations
@@ -62,6 +62,12 @@ PATCH = Patch(
         "core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward", table
     ),
     groups=("generation",),
+    fixed_by=(
+        (
+            "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
+            "torch.inference_mode(False)",
+        ),
+    ),
     ranks=1,
     stock_error=r"RuntimeError: Inference tensors cannot be saved for backward",
 )
