@@ -25,6 +25,7 @@ Upstream:
 
 Remove when:
     upstream counts over context-parallel ranks, and no release before that is supported.
+    `upstream/mtp-loss-per-context-rank` has the repair.
 """
 
 from __future__ import annotations
@@ -208,5 +209,11 @@ PATCH = Patch(
     target("mtp.process_mtp_loss", process, _COUNTED, _SHIFTED),
     since="0.17",
     fixed_when=no_body_has("loss_mask.sum()"),
+    fixed_by=(
+        (
+            "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+            "torch.distributed.all_reduce(num_tokens, group=cp_group)",
+        ),
+    ),
     given=("mtp-without-transformer-engine",),
 )

@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     no release without `_get_packed_roll_cu_seqlens` is supported.
+    `upstream/mtp-rolled-over-padding` has the repair.
 """
 
 from __future__ import annotations

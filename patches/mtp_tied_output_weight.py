@@ -28,7 +28,7 @@ Upstream:
 
 Remove when:
     the output layer is built without a weight in every stage that has an embedding, and no release
-    before that is supported.
+    before that is supported. `upstream/mtp-tied-output-weight` has the repair.
 """
 
 from __future__ import annotations
@@ -76,6 +76,12 @@ PATCH = Patch(
         setup,
         "self.share_embeddings_and_output_weights",
         "self.output_layer.weight",
+    ),
+    fixed_by=(
+        (
+            "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+            "(self.pre_process or self.mtp_process) and self.share_embeddings_and_output_weights",
+        ),
     ),
     given=("mtp-without-transformer-engine",),
     loudness="loud",

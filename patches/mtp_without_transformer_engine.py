@@ -19,6 +19,7 @@ Upstream:
 
 Remove when:
     `is_inference_column_parallel_linear` returns False without Transformer Engine.
+    `upstream/mtp-without-transformer-engine` has the repair.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ PATCH = Patch(
     ),
     since="0.20",
     before=OPEN,
+    fixed_by=(
+        (
+            "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+            "not HAVE_TE",
+        ),
+    ),
     ranks=1,
     stock_error=r"TypeError: isinstance\(\) arg 2 must be a type",
 )
