@@ -19,7 +19,8 @@ Upstream:
     `initialize_rng_tracker`.
 
 Remove when:
-    seeding creates a tracker of the requested kind.
+    seeding creates a tracker of the requested kind. `upstream/inference-rng-tracker-sticks` has the
+    repair.
 """
 
 from __future__ import annotations
@@ -70,4 +71,10 @@ PATCH = Patch(
         "initialize_rng_tracker",
     ),
     groups=("generation",),
+    fixed_by=(
+        (
+            "megatron.core.tensor_parallel.random:initialize_rng_tracker",
+            "force_reset or not inference_rng_tracker",
+        ),
+    ),
 )
