@@ -21,7 +21,7 @@ Upstream:
     https://github.com/NVIDIA-NeMo/RL/pull/3903, https://github.com/verl-project/verl/pull/7106
 
 Remove when:
-    routers of MTP layers stay out of replay.
+    routers of MTP layers stay out of replay. `upstream/router-replay-reaches-mtp` has the repair.
 """
 
 from __future__ import annotations
@@ -80,6 +80,12 @@ PATCH = Patch(
     target("mtp.MultiTokenPredictionLayer.__init__", build),
     since="0.16",
     came_with=(address("moe.router:TopKRouter.__init__"), "self.router_replay = RouterReplay()"),
+    fixed_by=(
+        (
+            "megatron.core.transformer.moe.router:TopKRouter.__init__",
+            "self.config.moe_enable_routing_replay and not is_mtp_layer",
+        ),
+    ),
     given=("mtp-without-transformer-engine",),
     ranks=1,
     stock_error="Fault: |AttributeError: 'NoneType' object has no attribute 'to'",
