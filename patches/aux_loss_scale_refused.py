@@ -23,7 +23,7 @@ Upstream:
     `MoEAuxLossAutoScaler`.
 
 Remove when:
-    the scaler keeps its own tensor.
+    the scaler keeps its own tensor. `upstream/aux-loss-scale-refused` has the repair.
 """
 
 from __future__ import annotations
@@ -66,5 +66,11 @@ PATCH = Patch(
     "MoE training raises after a forward under inference mode, or after a direct backward",
     target("moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale", set_loss_scale),
     groups=("aux-loss", "generation"),
+    fixed_by=(
+        (
+            "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
+            "torch.inference_mode(False)",
+        ),
+    ),
     stock_error=r"RuntimeError: Inplace update to inference tensor outside InferenceMode",
 )
