@@ -22,7 +22,7 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/3401, https://github.com/NVIDIA-NeMo/RL/pull/3419
 
 Remove when:
-    stages agree on the metrics to reduce.
+    stages agree on the metrics to reduce. `upstream/moe-tracker-hangs` has the repair.
 """
 
 from __future__ import annotations
@@ -71,5 +71,11 @@ PATCH = Patch(
     "pipeline stages that have recorded different MoE metrics hang in the tracker's report",
     target("moe.moe_logging:MoEMetricsTracker._sync_metrics", sync),
     since="0.18",
+    fixed_by=(
+        (
+            "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
+            "track_names is None or not force_initialize",
+        ),
+    ),
     loudness="both",
 )
