@@ -26,6 +26,7 @@ Upstream:
 
 Remove when:
     a rank's count with a padding mask is taken before the reduction.
+    `upstream/aux-loss-counts-others-tokens` has the repair.
 """
 
 from __future__ import annotations
@@ -81,6 +82,12 @@ PATCH = Patch(
     "per token, MoE auxiliary losses with a padding mask weigh as if each rank had all tokens",
     target("moe.moe_utils:get_tokens_per_expert_and_token_count", count),
     since="0.16",
+    fixed_by=(
+        (
+            "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+            "total_num_tokens / reduce_group.size()",
+        ),
+    ),
     ranks=4,
     given=("aux-loss-counts-own-tokens",),
     groups=("aux-loss",),

@@ -19,6 +19,7 @@ Upstream:
 
 Remove when:
     `LinearWithFrozenWeight.backward` returns the gradient of the bias.
+    `upstream/frozen-weight-bias-untrained` has the repair.
 """
 
 from __future__ import annotations
@@ -60,5 +61,11 @@ def reproduce() -> None:
 PATCH = Patch(
     "a bias that is trained beside a frozen weight gets no gradient",
     target("layers.linear_with_frozen_weight", linear, "LinearWithFrozenWeight.apply(*args)"),
+    fixed_by=(
+        (
+            "megatron.core.tensor_parallel.layers:LinearWithFrozenWeight.backward",
+            "ctx.needs_input_grad[2]",
+        ),
+    ),
     loudness="both",
 )

@@ -19,6 +19,7 @@ Upstream:
 
 Remove when:
     no supported release has a `MoELayer` that passes on the mask unchanged.
+    `upstream/router-mask-of-later-stages` has the repair.
 """
 
 from __future__ import annotations
