@@ -31,6 +31,7 @@ Upstream:
 
 Remove when:
     each graph belongs to the model and arguments that it was captured from.
+    `upstream/full-cuda-graph-replayed` has the repair.
 """
 
 from __future__ import annotations
@@ -224,6 +225,12 @@ PATCH = Patch(
     "a full-iteration CUDA graph is replayed for another model or number of microbatches",
     target("core.full_cuda_graph:FullCudaGraphWrapper.__call__", replay),
     since="0.14",
+    fixed_by=(
+        (
+            "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
+            "source != FullCudaGraphWrapper.captured_from[training_str]",
+        ),
+    ),
     ranks=1,
     loudness="both",
 )

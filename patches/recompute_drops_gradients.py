@@ -32,6 +32,7 @@ Upstream:
 
 Remove when:
     a recomputed piece is also recorded if only parameters inside of it require gradients.
+    `upstream/recompute-drops-gradients` has the repair.
 """
 
 from __future__ import annotations
@@ -144,4 +145,10 @@ def reproduce() -> None:
 PATCH = Patch(
     "with recomputation and a frozen embedding, adapters get no gradient, silently",
     target("random.checkpoint", checkpoint),
+    fixed_by=(
+        (
+            "megatron.core.tensor_parallel.random:checkpoint",
+            "isinstance(arg, torch.Tensor) and arg.requires_grad",
+        ),
+    ),
 )
