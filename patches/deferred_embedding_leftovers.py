@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     the output layer keeps no inputs in passes without gradients, and both lists are cleared.
+    `upstream/deferred-embedding-leftovers` has the repair.
 """
 
 from __future__ import annotations
@@ -73,5 +74,11 @@ PATCH = Patch(
     "forward-only and aborted windows leave activations for the deferred embedding",
     *schedule_targets(schedule, *PIPELINED),
     groups=("abort", "deferred-embedding"),
+    fixed_by=(
+        (
+            "megatron.core.pipeline_parallel.schedules:clear_embedding_activation_buffer",
+            "embedding_module.grad_output_buffer.clear()",
+        ),
+    ),
     loudness="both",
 )

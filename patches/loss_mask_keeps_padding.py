@@ -20,7 +20,7 @@ Upstream:
     https://github.com/NVIDIA/Megatron-LM/pull/6981 also copies it in the first call.
 
 Remove when:
-    `__getitem__` caches a copy of the mask.
+    `__getitem__` caches a copy of the mask. `upstream/loss-mask-keeps-padding` has the repair.
 """
 
 from __future__ import annotations
@@ -83,5 +83,11 @@ PATCH = Patch(
         "loss_mask[labels == self._pad_token_id] = 0.0",
     ),
     fixed_when=a_body_has("self.cached_loss_mask = loss_mask.clone()"),
+    fixed_by=(
+        (
+            "megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
+            "self.cached_loss_mask = loss_mask.clone()",
+        ),
+    ),
     ranks=1,
 )
