@@ -20,6 +20,7 @@ Upstream:
 
 Remove when:
     `drain_embedding_wgrad_compute` sets `drain_idx` before its loop.
+    `upstream/deferred-embedding-one-microbatch` has the repair.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ PATCH = Patch(
     "a window of one microbatch raises instead of computing a deferred embedding gradient",
     target("utils.drain_embedding_wgrad_compute", drain),
     groups=("deferred-embedding",),
+    fixed_by=(("megatron.core.utils:drain_embedding_wgrad_compute", "drain_idx = 0"),),
     provides=("deferred-embedding-drained",),
     stock_error=r"UnboundLocalError: .*'drain_idx'",
 )
