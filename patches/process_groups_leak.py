@@ -27,6 +27,7 @@ Upstream:
 
 Remove when:
     `destroy_model_parallel()` destroys the groups that `initialize_model_parallel()` created.
+    `upstream/process-groups-leak` has the repair.
 """
 
 from __future__ import annotations
@@ -87,5 +88,11 @@ def reproduce() -> None:
 PATCH = Patch(
     "destroy_model_parallel() leaves its process groups alive: some 20 more per cycle",
     target("core.parallel_state:destroy_model_parallel", destroy),
+    fixed_by=(
+        (
+            "megatron.core.parallel_state:destroy_model_parallel",
+            "torch.distributed.destroy_process_group(group)",
+        ),
+    ),
     loudness="both",
 )
