@@ -1,7 +1,8 @@
 import torch
 
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, checkpoint
 from megatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    checkpoint,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
