@@ -95,12 +95,6 @@ PATCH = Patch(
     "a direct backward weighs MoE and MTP losses by the last schedule's microbatches",
     *schedule_targets(schedule),
     groups=("aux-loss",),
-    fixed_by=(
-        (
-            "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
-            "_reset_aux_loss_scales(config)",
-        ),
-    ),
     provides=(schedules.ASKS_WINDOWS,),
     ranks=1,
 )

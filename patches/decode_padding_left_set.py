@@ -110,11 +110,5 @@ PATCH = Patch(
     *schedule_targets(schedule),
     since="0.15",
     groups=("generation",),
-    fixed_by=(
-        (
-            "megatron.core.inference.utils:set_decode_expert_padding",
-            "hasattr(moe_layer, '_padding_before_decode')",
-        ),
-    ),
     ranks=1,
 )

@@ -51,6 +51,5 @@ PATCH = Patch(
     target("training.train", train, "gc.disable()"),
     groups=("train-again",),
     fixed_when=a_body_has("gc.enable()"),
-    fixed_by=(("megatron.training.training:train", "gc.enable()"),),
     ranks=1,
 )

@@ -84,11 +84,5 @@ PATCH = Patch(
     since="0.16",
     came_with=(address("moe.router:TopKRouter.__init__"), "self.router_replay = RouterReplay()"),
     groups=("abort",),
-    fixed_by=(
-        (
-            "megatron.core.pipeline_parallel.schedules:forward_backward_no_pipelining",
-            "RouterReplay.clear_global_backward_indices()",
-        ),
-    ),
     ranks=1,
 )

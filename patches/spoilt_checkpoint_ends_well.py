@@ -172,10 +172,4 @@ PATCH = Patch(
     target("checkpointing.read_metadata", read_metadata, "torch.distributed.all_reduce"),
     given=("reshardable-load-wants-step",),
     loudness="both",
-    fixed_by=(
-        (
-            "megatron.training.checkpointing:_load_base_checkpoint",
-            "raise RuntimeError(f'could not load the checkpoint {checkpoint_name}') from e",
-        ),
-    ),
 )

@@ -24,19 +24,16 @@ from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout, program
 from megatron_idempotent.proof.prove import DEADLINE_S, outcome
 
-#: Arguments of programs that train in three calls and in one, with their ranks.
-TRAININGS = {
-    f"{kind}{'-pp2' if pipeline else ''}": (4 if pipeline else 2, (*options, *pipeline))
-    for pipeline in ((), ("--pipeline-model-parallel-size", "2", "--num-layers", "2"))
-    for kind, options in {
-        "no-overlap": (),
-        "distopt": ("--use-distributed-optimizer",),
-        "overlaps": (
-            "--use-distributed-optimizer",
-            "--overlap-grad-reduce",
-            "--overlap-param-gather",
-        ),
-    }.items()
+_OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
+_STAGES = ("--pipeline-model-parallel-size", "2", "--num-layers", "2")
+#: Layouts that train in three calls and in one: ranks, options, and the distributed optimizer.
+TRAININGS: dict[str, tuple[int, tuple[str, ...], bool]] = {
+    "dp2": (2, (), False),
+    "dp2-distopt": (2, (), True),
+    "dp2-distopt-overlaps": (2, _OVERLAPS, True),
+    "dp2-pp2": (4, _STAGES, False),
+    "dp2-pp2-distopt": (4, _STAGES, True),
+    "dp2-pp2-distopt-overlaps": (4, (*_STAGES, *_OVERLAPS), True),
 }
 
 
@@ -49,11 +46,13 @@ def bits_of_control(hazard_id: str) -> object:
     return run()
 
 
-def trained(options: tuple[str, ...], calls: int) -> tuple[list[float], bytes]:
+def trained(
+    options: tuple[str, ...], distributed_optimizer: bool, calls: int
+) -> tuple[list[float], bytes]:
     """Train for six iterations on this rank, in `calls` calls of Megatron's `train`.
     Return the losses and the parameters' bytes.
     """
-    running = program.start(options)
+    running = program.start(options, distributed_optimizer=distributed_optimizer)
     for _ in range(calls):
         running.train(6 // calls)
     return running.losses, running.parameters().numpy().tobytes()
@@ -76,9 +75,9 @@ def run_trainings(pool: RankPool) -> dict[str, str]:
     Return `ok`, `other bits` or an error's text, by layout.
     """
     outcomes = {}
-    for name, (ranks, options) in TRAININGS.items():
-        once = on_ranks(pool, ranks, trained, options, 1)
-        in_parts = on_ranks(pool, ranks, trained, options, 3)
+    for name, (ranks, *options) in TRAININGS.items():
+        once = on_ranks(pool, ranks, trained, *options, 1)
+        in_parts = on_ranks(pool, ranks, trained, *options, 3)
         errors = [result for result in (once, in_parts) if isinstance(result, str)]
         outcomes[name] = errors[0] if errors else "ok" if once == in_parts else "other bits"
     return outcomes

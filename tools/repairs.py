@@ -115,17 +115,31 @@ def chosen(clone: Path, ids: list[str]) -> list[str]:
 
 
 def is_made(repair: Repair, root: Path) -> bool:
-    """Return whether the checkout's files already contain every line that the repair inserts."""
+    """Return whether the checkout's files already contain all that the repair inserts: the lines of
+    each edit next to each other, and the text of each substitution.
+    """
     for edit in repair.edits:
         text = file_of(edit.module, root).read_text("utf-8")
         if edit.action == "substitute":  # its text is a part of a line
             if edit.lines not in text:
                 return False
             continue
-        present = {line.strip() for line in text.split("\n")}
-        if not {line.strip() for line in f"{edit.lines}\n{edit.tail}".split("\n")} <= present:
+        present = _stripped(text)
+        blocks = [block for block in (_stripped(edit.lines), _stripped(edit.tail)) if block]
+        if not all(_has(present, block) for block in blocks):
             return False
     return True
+
+
+def _stripped(text: str) -> list[str]:
+    """Return the lines of a text without indentation, and without blank lines."""
+    return [line.strip() for line in text.split("\n") if line.strip()]
+
+
+def _has(lines: list[str], block: list[str]) -> bool:
+    """Tell if the lines of a block follow each other in `lines`."""
+    starts = range(len(lines) - len(block) + 1)
+    return any(lines[start : start + len(block)] == block for start in starts)
 
 
 def write(path: Path, text: str) -> None:
@@ -318,62 +332,71 @@ def changed_statuses(stock: Result, mended: Result, but: set[str]) -> Iterator[s
 
 
 def prove(clone: Path, ids: list[str], *, together: bool, everything: bool) -> int:
-    """Prove repairs, each in a copy of the checkout of its own, by results before and after the
-    repair. Print a line for each, and return the exit code.
+    """Prove repairs by results before and after them, and return the exit code.
 
     Args:
         clone: the checkout.
         ids: the hazards.
-        together: also make all of these repairs in one tree, and train there in three calls.
+        together: make all of these repairs in one copy of the checkout, and train there in three
+            calls, too; otherwise each repair gets a copy of its own.
         everything: also run upstream's own unit tests of what is edited, and programs without a
-            hazard, before and after each repair.
+            hazard, before and after.
     """
-    failed = 0
-
-    def arguments(*names: str) -> list[str]:
-        repairs = {name: repair_of(name) for name in names}
-        hazards = [h for name, repair in repairs.items() for h in (name, *repair.also)]
-        tests = {f"{r.ranks}:{unit_test(name)}": None for name, r in repairs.items()}
-        if everything:
-            tests |= {f"2:{file}": None for r in repairs.values() for file in r.unit_tests}
-        more = ["--programs"] if everything else []
-        return [*hazards, "--unit-tests", *tests, *more]
-
     with tempfile.TemporaryDirectory(dir=os.environ.get("REPAIRS_TMP")) as folder:
         plain = ready_to_run(copied(clone, Path(folder) / "stock"))
+        if together:
+            name = f"all {len(ids)} together"
+            return _print_proof(name, _faults_together(plain, ids, everything))
+        stock = run(plain, _arguments(ids, everything))
 
-        def proof(hazard_id: str) -> tuple[str, list[str]]:
+        def proof(hazard_id: str) -> list[str]:
             tree = copied(plain, Path(folder) / hazard_id)
             unmade = [f"{i}: {o}" for i, o in make(tree, [hazard_id]) if o != "applied"]
             if unmade:
-                return hazard_id, unmade
-            mended = run(tree, arguments(hazard_id))
+                return unmade
+            mended = run(tree, _arguments([hazard_id], everything))
             shutil.rmtree(tree)
-            return hazard_id, list(faults(hazard_id, stock, mended))
+            return list(faults(hazard_id, stock, mended))
 
-        # Only what `test_repair.py` needs: the packages are those of each tree.
-        stock = run(plain, arguments(*ids))
+        failed = 0
         with ThreadPoolExecutor(int(os.environ.get("REPAIRS_JOBS", "2"))) as threads:
-            for hazard_id, wrong in threads.map(proof, ids):
-                failed += bool(wrong)
-                lines = "" if wrong else f" ({changed_lines(diff(clone, hazard_id))} lines)"
-                print(f"{hazard_id}: {'FAILED' if wrong else 'proven'}{lines}", flush=True)
-                for line in wrong:
-                    print(f"    {line}", flush=True)
-        if together:
-            tree = copied(plain, Path(folder) / "together")
-            wrong = [f"{i}: {o}" for i, o in make(tree, ids) if o != "applied"]
-            named = arguments(*ids)
-            mended = run(tree, [*named, "--programs", "--trainings"])
-            stock = stock if everything else run(plain, [*named, "--programs"])
-            for hazard_id in ids:
-                wrong += faults(hazard_id, stock, mended, in_order(ids))
-            wrong += [f"training {n}: {o}" for n, o in mended.trainings.items() if o != "ok"]
-            failed += bool(wrong)
-            print(f"all {len(ids)} together: {'FAILED' if wrong else 'proven'}", flush=True)
-            for line in dict.fromkeys(wrong):
-                print(f"    {line}", flush=True)
-    return 1 if failed else 0
+            for hazard_id, wrong in zip(ids, threads.map(proof, ids), strict=True):
+                count = "" if wrong else f" ({changed_lines(diff(clone, hazard_id))} lines)"
+                failed |= _print_proof(f"{hazard_id}{count}", wrong)
+    return failed
+
+
+def _arguments(ids: Iterable[str], everything: bool) -> list[str]:
+    """Return the arguments of tools/repair_proof.py for these repairs, after tree and result."""
+    repairs = {name: repair_of(name) for name in ids}
+    hazards = [h for name, repair in repairs.items() for h in (name, *repair.also)]
+    tests = {f"{r.ranks}:{unit_test(name)}": None for name, r in repairs.items()}
+    if everything:
+        tests |= {f"2:{file}": None for r in repairs.values() for file in r.unit_tests}
+    more = ["--programs"] if everything else []
+    return [*hazards, "--unit-tests", *tests, *more]
+
+
+def _faults_together(plain: Path, ids: list[str], everything: bool) -> list[str]:
+    """Make repairs in one copy of the tree `plain`, train there in three calls, and return the
+    faults of all.
+    """
+    tree = copied(plain, plain.with_name("together"))
+    wrong = [f"{i}: {o}" for i, o in make(tree, ids) if o != "applied"]
+    arguments = _arguments(ids, everything)
+    stock, mended = run(plain, arguments), run(tree, [*arguments, "--trainings"])
+    for hazard_id in ids:
+        wrong += faults(hazard_id, stock, mended, in_order(ids))
+    wrong += [f"training {n}: {o}" for n, o in mended.trainings.items() if o != "ok"]
+    return list(dict.fromkeys(wrong))
+
+
+def _print_proof(name: str, wrong: list[str]) -> int:
+    """Print a line for a proof, and a line for each fault; return 1 if there is a fault, else 0."""
+    print(f"{name}: {'FAILED' if wrong else 'proven'}", flush=True)
+    for line in wrong:
+        print(f"    {line}", flush=True)
+    return 1 if wrong else 0
 
 
 def main() -> int:
@@ -387,7 +410,7 @@ def main() -> int:
         command.add_argument("clone", type=Path)
         command.add_argument("ids", nargs=many, metavar="ID")
         if name == "prove":
-            command.add_argument("--together", action="store_true", help="all in one tree, too")
+            command.add_argument("--together", action="store_true", help="all in one tree")
             command.add_argument(
                 "--all", action="store_true", help="upstream's tests and programs, too"
             )

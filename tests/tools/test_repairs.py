@@ -217,6 +217,16 @@ def test_apply_makes_each_repair_whole_or_not_at_all_and_once(clone, monkeypatch
     assert (clone / "package" / "loop.py").read_text() == text
 
 
+def test_a_repair_of_common_lines_is_not_taken_for_made(clone, monkeypatch, capsys):
+    text = SOURCE + "\n\ntry:\n    import torch\nfinally:\n    gc.enable()\n"
+    (clone / "package" / "loop.py").write_text(text)
+    edit = wrap("package.loop:train", "inner(loop)", "try:", "finally:\n    gc.collect()")
+    monkeypatch.setattr(repairs, "repair_of", lambda _: Repair(edits=(edit,)))
+    for outcome in ("applied", "already applied"):
+        assert run(monkeypatch, "apply", clone, "fits") == 0
+        assert capsys.readouterr().out == f"fits: {outcome}\n"
+
+
 def test_a_diff_has_one_repair_and_leaves_the_checkout(clone, monkeypatch, capsys):
     assert run(monkeypatch, "diff", clone, "builds-on-it") == 0
     shown = capsys.readouterr().out

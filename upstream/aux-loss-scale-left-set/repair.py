@@ -52,4 +52,5 @@ REPAIR = Repair(
         "router-replay-leftovers",
         "timers-left-running",
     ),
+    leaves="a schedule that raises leaves the scale set",
 )

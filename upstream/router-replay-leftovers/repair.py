@@ -55,4 +55,5 @@ REPAIR = Repair(
         "offload-plan-mislearned",
         "timers-left-running",
     ),
+    leaves="a schedule that raises leaves its lists",
 )
