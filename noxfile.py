@@ -231,7 +231,8 @@ def _run_release(
     torch: str = TABLE["torch"],
     suites: tuple[str, ...] = SUITES,
 ) -> bool:
-    """Run tests on one release. Return True if its hazards are to be proven, too.
+    """Run the tests with one release of Megatron, in an environment of its own. Return True if the
+    caller shall also run `megatron-idempotent prove` in that environment.
 
     They are not if the command line selects tests.
     """

@@ -36,9 +36,9 @@ from ._case import Original, Patch, a_body_has, expect_weight_per_token, target
 
 
 def forward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the router with its auxiliary loss times TP × CP, the number of ranks per sequence.
-    This is done only for losses per token, without a padding mask. The logged loss does not change,
-    because upstream divides it by the coefficient.
+    """Run the router with `moe_aux_loss_coeff` multiplied by TP × CP, the number of ranks that
+    share a sequence, if `calculate_per_token_loss` is set and the call has no padding mask. The
+    logged loss does not change, because upstream divides it by the same coefficient.
     """
     mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     factor = _ranks(self) if mask is None else 1

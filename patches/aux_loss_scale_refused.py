@@ -34,9 +34,9 @@ from ._case import Original, Patch, bench, target
 
 
 def set_loss_scale(original: Original, scale: Any) -> None:
-    """Wrap the setter of the MoE loss scale: pass a tensor that upstream can store or copy.
-    If upstream has stored a tensor, `scale` gets its shape. If not, an inference tensor is replaced
-    by an ordinary copy.
+    """Call the original setter of the MoE loss scale with a `scale` that it accepts. If upstream
+    has already stored a tensor, `scale` is reshaped like it; if not, and `scale` is an inference
+    tensor, an ordinary copy of `scale` is passed.
     """
     import torch
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler

@@ -45,8 +45,8 @@ from ._case import Fault, Original, Patch, address, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Finish a bucket group's reduction, and record that its gradients wait for an optimizer step.
-    Only for groups that gather lists of whole parameters.
+    """Finish a bucket group's reduction. If the group gathers lists of whole parameters, also
+    record that its gradients wait for an optimizer step.
     """
     result = original(self, *args, **kwargs)
     if gather.gathers_by_lists(self):

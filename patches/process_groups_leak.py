@@ -57,7 +57,9 @@ def destroy(original: Original) -> None:
 
 
 def _reset_globals() -> None:
-    """Set or empty the globals of `parallel_state` that still refer to process groups."""
+    """Set each global of `parallel_state` that still is a process group to None, and empty each
+    list or dict there that still contains one.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
 

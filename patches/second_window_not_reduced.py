@@ -241,7 +241,7 @@ def control() -> object:
 
 
 def _shards(model: Any) -> bytes:
-    """Return the bytes of this rank's gradient shards, after the caller has reduce-scattered."""
+    """Return this rank's gradient shards as raw bytes. They are right only after a reduce-scatter."""
     import torch
 
     shards = [

@@ -29,7 +29,9 @@ from ._case import Original, Patch, address, bench, target
 
 
 def reset(original: Original, self: Any) -> None:
-    """Wrap a gradient buffer's zeroing: if its memory is offloaded, zero only its other tensors."""
+    """Wrap a gradient buffer's zeroing: if the memory of `grad_data` is offloaded, do not write to
+    it, and zero only the buffer's other tensors, which some releases have.
+    """
     if self.grad_data.untyped_storage().size() or not self.grad_data.numel():
         original(self)
         return

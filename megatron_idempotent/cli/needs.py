@@ -79,7 +79,8 @@ def versions_with(need: Need, trees: Iterable[SourceTree]) -> tuple[set[Version]
 
 
 def merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
-    """Return the needs that replace `need`: mostly one, limited to the versions that have the name.
+    """Return what replaces `need`, a name that a wrapper reads from Megatron, in `reads.txt`:
+    mostly one need, whose range of releases is limited to those that define the name in `trees`.
 
     If releases in between lack the name these are two needs: for releases before them, and for
     those after them if the installed Megatron has the name again.

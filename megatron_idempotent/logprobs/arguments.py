@@ -268,8 +268,8 @@ class Call:
         return rows
 
     def ordered(self, value: Any) -> Any:
-        """Return a tensor [...] or [..., K] as [N] or [N, K], reduced to the computed tokens.
-        The tokens are in the order of rows in memory. Any other value is returned unchanged.
+        """Flatten a tensor [...] or [..., K] to [N] or [N, K], with only the computed tokens, in
+        the order of rows in memory. Return a value that is not a tensor unchanged.
         """
         if not isinstance(value, Tensor):
             return value

@@ -35,7 +35,7 @@ def not_dense(value: Any) -> str | None:
 
 
 def dense(caller: str, name: str, value: Any) -> None:
-    """Raise `ValueError` unless the value is a tensor that is not sparse, and has values."""
+    """Raise `ValueError` if the value is not a tensor, is sparse, or is on the meta device."""
     if (kind := not_dense(value)) is not None:
         raise misfit(caller, f"as {name} {kind}", "pass a dense torch.Tensor")
 

@@ -146,8 +146,9 @@ def abandon(machine: Any) -> None:
 
 
 def began(machine: Any) -> None:
-    """Record the Python stack frame of the function that calls `should_run_forward_backward` for
-    the machine's current step. The frame later shows if an exception has left that function.
+    """Record the Python stack frame of the function that began the rerun state machine's current
+    step by calling `should_run_forward_backward`. The frame later shows if an exception has left
+    that function.
     """
     _began[machine] = next(
         frame

@@ -239,8 +239,8 @@ class _Original:
 
 
 class _Alone:
-    """Stands in for a patch point whose function has no other reference, to measure how many
-    references counting itself adds.
+    """Stands in for a patch point, with a function that nothing else refers to. All references
+    counted for that function, except this object's own, were added by the act of counting.
     """
 
     def __init__(self) -> None:

@@ -52,8 +52,9 @@ or class, `__wrapped__`, or empty."""
 
 
 class Holder(NamedTuple):
-    """Describes a name or an object that led to one of upstream's functions at the last search.
-    The name is in a module or a class.
+    """Describes where the last search found a reference to one of upstream's functions: a name in a
+    module or class, or an object without such a name, which may refer to the function through
+    containers.
 
     Example:
         Holder("my.tool.TABLE", lambda: sys.modules["my.tool"], "TABLE")

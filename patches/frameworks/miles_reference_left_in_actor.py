@@ -37,7 +37,9 @@ def reproduce() -> None:
 
 
 def control() -> object:
-    """Send weights to miles' engines and save while the actor's own are loaded, as a control."""
+    """Send weights to miles' engines and save a checkpoint, as a control: during both, the model
+    holds the actor's own weights, not the reference's.
+    """
     return _actors.control("miles")
 
 

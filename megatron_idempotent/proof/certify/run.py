@@ -359,7 +359,8 @@ def outcome_of(
     pool: RankPool, adapter: str, check: Check, layout: Layout, options: Options | None = None
 ) -> tuple[str, float, str]:
     """Run one check of an adapter on fresh ranks of a pool. Return the fault ("" if none), the
-    largest error as a part of its bound, and the parameters' digest that only `same-bits` sets.
+    largest error divided by its bound, and a digest of the parameters, which is "" for every check
+    but `same-bits`.
 
     Returns:
         The fault in one line, or an empty string; the largest error of a step, as a part of its

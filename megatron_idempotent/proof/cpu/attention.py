@@ -348,7 +348,8 @@ def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowSpan:
-    """Gives the position and length of a row or a packed sequence.
+    """Says where one row or packed sequence begins among the positions of all sequences, and how
+    many positions (with padding), queries and keys it has.
 
     Example: `RowSpan(start=0, padded=8, queries=6, keys=6)`.
     """

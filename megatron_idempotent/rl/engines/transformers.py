@@ -601,8 +601,8 @@ class Scheduler:
             return None
 
     def _forget(self) -> list[RequestSlot]:
-        """Remove all waiting and running requests, free the key-value cache, and return the
-        requests' slots.
+        """Remove all waiting and running requests, and free the key-value cache. Return the list of
+        the removed requests' slots; the caller ends or fails them.
         """
         slots = [*self._rows, *self._joining, *self._waiting.values()]
         self._rows, self._joining, self._waiting = [], [], {}

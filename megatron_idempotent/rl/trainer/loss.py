@@ -193,8 +193,8 @@ def corrected(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsOf:
-    """Computes log-probs from logits. Of these, a rank may have only some vocabulary columns
-    (tensor parallelism) and some positions (context parallelism).
+    """Computes log-probs from this rank's part of the logits, which may have only some of the
+    vocabulary columns (tensor parallelism) and some of the positions (context parallelism).
 
     Example: `LogitsOf(temperature=0.7).logprobs(logits_BTV, targets_BT, mask_BT)`.
     """

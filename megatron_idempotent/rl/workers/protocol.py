@@ -85,8 +85,8 @@ class RankTraceback:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankTraceback:
-        """Describe an exception of a rank as text, which also processes without the exception's
-        class can read.
+        """Make a `RankTraceback` from an exception that was raised on a rank. It has only text, so
+        a process that does not have the exception's class can read it too.
         """
         kind = type(error)
         try:
