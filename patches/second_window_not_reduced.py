@@ -241,7 +241,7 @@ def control() -> object:
 
 
 def _shards(model: Any) -> bytes:
-    """Return this rank's gradient shards as raw bytes. They are right only after a reduce-scatter."""
+    """Return this rank's gradient shards as bytes. They are right only after a reduce-scatter."""
     import torch
 
     shards = [
