@@ -152,7 +152,7 @@ docs: $(DOCS_VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
 test-docs: docs
-	$(DOCS_VENV)/bin/python -m pytest tests/site -n 0 $(ARGS)
+	$(DOCS_VENV)/bin/python -m pytest tests/site --full -n 0 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

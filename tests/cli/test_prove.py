@@ -12,6 +12,8 @@ from megatron_idempotent.proof import prove as proof
 from megatron_idempotent.proof.cpu.errors import RankError, RankFailure
 from megatron_idempotent.proof.prove import Finding
 
+pytestmark = pytest.mark.full
+
 DRAWN_TWICE = "Fault: pipeline stages 0 and 1 draw the same weights"
 
 

@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.full
+
 ENGINES = ("megatron", "fsdp")
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from starts import started
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 FILES = {
     "pytest.ini": """

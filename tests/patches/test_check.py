@@ -61,6 +61,7 @@ def test_what_differs_before_a_step_is_named(change, options, said):
 MOE = {"experts": 2, "ep": 2, "etp": 1}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout",
     [{"sequence_parallel": True}, {"sequence_parallel": False}, {"sequence_parallel": True} | MOE],

@@ -215,7 +215,7 @@ def test_upstreams_own_refusals_stay_and_leave_nothing_behind():
 # Threads and processes; each has a deadline, after which it counts as hung.
 
 
-@pytest.mark.parametrize("while_importing", [False, True])
+@pytest.mark.parametrize("while_importing", [pytest.param(False, marks=pytest.mark.full), True])
 @in_child(imported=lambda while_importing: not while_importing, among=None, timeout_s=60)
 def test_apply_from_many_threads_installs_once(while_importing):
     if not while_importing:

@@ -14,6 +14,7 @@ SITE = Path(__file__).parents[2] / "build" / "site"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="`make test-docs` installs playwright")
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is on PATH"),
     pytest.mark.skipif(not SITE.exists(), reason="`make docs` has built no site"),
 ]

@@ -112,6 +112,7 @@ def check_places(answers):
         assert not differing
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("where", ["forward before", "forward after", "loss itself"])
 @on_ranks(2)

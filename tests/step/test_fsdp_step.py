@@ -203,6 +203,7 @@ def test_begin_drops_what_a_loop_has_left(layout):
     assert same(made.state(), want.state())
 
 
+@pytest.mark.full
 @on_ranks(4)
 def test_tensor_parallel_ranks_with_different_batches_are_refused():
     """The two ranks of replica 0 are given different numbers of rows."""
@@ -214,6 +215,7 @@ def test_tensor_parallel_ranks_with_different_batches_are_refused():
     assert made.step.finish(step_id).microbatches == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [("shard", 2), pytest.param("tensor parallel", 4, marks=pytest.mark.exhaustive)],
@@ -261,6 +263,7 @@ def test_a_scaled_step_is_the_step_and_an_overflow_is_none(layout):
         assert torch.equal(c, d)
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_a_scaler_that_is_off_changes_nothing():
     """A scaler that is not enabled changes nothing, and can be aborted with."""
@@ -301,6 +304,7 @@ def test_parameters_of_a_group_that_differ_are_put_back():
     assert same(made.state(), expected)
 
 
+@pytest.mark.full
 @on_ranks(2)
 def test_a_rank_that_never_sums_norms_is_not_waited_for():
     """One rank raises where the other sums norms, in the group of an equal mesh."""
@@ -320,6 +324,7 @@ def test_a_rank_that_never_sums_norms_is_not_waited_for():
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("last", [False, True])
 @on_ranks(2)
 def test_reading_and_evaluating_disturb_nothing(last):

@@ -17,6 +17,8 @@ from megatron_idempotent.logprobs import shift_targets
 from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.step import pack_batches
 
+pytestmark = pytest.mark.full
+
 #: Neither routers nor MTP layers know padding masks, or packs.
 BEFORE_PADDING_MASKS = RELEASE < (0, 16)
 MTP_SUMS = RELEASE < (0, 17)

@@ -9,6 +9,8 @@ import torch
 from ranks import on_ranks
 from scenario import ROWS, Bench, TokenLoss, cut, data, mask_of, split_step
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("options", [{}, {"pp": 2}, {"tp": 2}], ids=["dp2", "pp2", "tp2"])
 @on_ranks(2)

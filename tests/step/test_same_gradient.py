@@ -75,12 +75,9 @@ LAYOUTS: dict[str, tuple[int, Sizes, dict[str, Any]]] = {
 
 ALWAYS = (
     "dp2, gathers",
-    "dp2, fp16",
     "pp2, tied",
     "pp2 vpp2 dp2, aligned",
-    "tp2, sequence parallel",
     "ep2",
-    "expert bias",
 )
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from megatron_idempotent.proof.cpu import tiny
 
+pytestmark = pytest.mark.full
+
 
 def train(steps=2, num_microbatches=4, **layout):
     """(losses of all steps, final parameters [P]), without clipping.

@@ -74,7 +74,14 @@ def through_megatron(root: Any, layout: dict[str, Any], names: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
     [
-        *(pytest.param(ranks, LAYOUTS[ranks], id=f"{ranks}") for ranks in LAYOUTS),
+        *(
+            pytest.param(
+                *(ranks, LAYOUTS[ranks]),
+                id=f"{ranks}",
+                marks=[] if ranks == 2 else pytest.mark.full,
+            )
+            for ranks in LAYOUTS
+        ),
         *(
             pytest.param(ranks, MORE[ranks], id=f"{ranks}-more", marks=pytest.mark.exhaustive)
             for ranks in MORE
@@ -95,6 +102,7 @@ def test_logits_are_those_of_transformers_and_weights_come_back_as_they_were(
                 raise
 
 
+@pytest.mark.full
 @on_ranks(4)
 def test_ranks_that_have_tensors_send_them_side_by_side(checkpoints: Any) -> None:
     """Stages and expert-parallel ranks send what they have, with the bits of rank 0 alone."""

@@ -179,6 +179,7 @@ def test_a_rank_that_fails_changes_no_bit(plan, same_by_deltas, megatron_rank_po
     same_by_deltas(job, served)
 
 
+@pytest.mark.full
 def test_stages_that_send_side_by_side_bring_what_rank_0_would(
     megatron_rank_pool, tmp_path, faulty, monkeypatch
 ):
@@ -208,6 +209,7 @@ def test_stages_that_send_side_by_side_bring_what_rank_0_would(
     assert [entry for entry in served_by_both if entry not in served] == []
 
 
+@pytest.mark.full
 def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
     megatron_rank_pool, tmp_path, faulty
 ):
@@ -250,6 +252,7 @@ def test_a_step_in_one_call_is_that_of_three_and_undone_where_a_rank_fails(
     assert split[0][1].updated
 
 
+@pytest.mark.full
 def test_ranks_that_get_no_row_of_a_group_take_part(megatron_rank_pool, tmp_path):
     few = ("run.ranks=3", "rollout.prompts=3", "rollout.group_size=2", "run.rollouts=2")
     job = job_for(tmp_path / "run", *ASYNC, *few, "controller.groups_per_call=1")
