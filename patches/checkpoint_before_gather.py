@@ -23,7 +23,9 @@ Upstream:
     `save_checkpoint_and_time`.
 
 Remove when:
-    `sharded_state_dict` or `save` of upstream synchronises the parameters.
+    `sharded_state_dict` or `save` of upstream synchronises the parameters. By design: neither
+    `save()` nor `sharded_state_dict()` knows DDP, and a gather in them would be a collective, which
+    some callers run on one rank.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ Upstream:
     the buffers in place between the pieces of a step.
 
 Remove when:
-    the gradients survive, or upstream raises.
+    the gradients survive, or upstream raises. By design: upstream documents that
+    `restore_grad_buffers()` zeroes the gradients.
 """
 
 from __future__ import annotations

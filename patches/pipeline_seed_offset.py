@@ -21,7 +21,9 @@ Upstream:
     https://github.com/NovaSky-AI/SkyRL/pull/1212 adds the offset in SkyRL's worker.
 
 Remove when:
-    `model_parallel_cuda_manual_seed` takes the pipeline rank into account.
+    `model_parallel_cuda_manual_seed` takes the pipeline rank into account. By design: the function
+    cannot tell whether its caller has already added the pipeline rank's offset, and another default
+    would change the bits of programs that do.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ Upstream:
     `should_run_forward_backward`.
 
 Remove when:
-    a step that raised leaves the machine ready for the next step.
+    a step that raised leaves the machine ready for the next step. By design: the machine cannot
+    tell a new step from the end of an old one; a repair would be a new call for loops of one's own.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ Upstream:
     `state_dict`.
 
 Remove when:
-    `state_dict` has the state of this rank, or a step raises if state was not loaded.
+    `state_dict` has the state of this rank, or a step raises if state was not loaded. By design:
+    upstream saves the state apart, and to add it here would take collectives.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from megatron_idempotent.cli.findings import (
     recorded,
     seen,
 )
-from megatron_idempotent.cli.upstream import pull_request, repair_folder
+from megatron_idempotent.cli.upstream import BY_DESIGN, pull_request, repair_folder
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.record import LOUDNESS, SECTIONS, Hazard, Patch
@@ -60,7 +60,7 @@ _STATES = {
     "repair": ("Repairs", "pull request"),
     "pull request": ("Upstream's own pull requests", "state"),
     "none yet": ("Without a repair yet", "package"),
-    "by design": ("By design", "who repairs it"),
+    "by design": ("By design", "it stays until"),
     "not in main": ("Not on Megatron's main", "why"),
 }
 _TITLES = {"Affects": "Releases, and what the patch does"}
@@ -244,9 +244,9 @@ def _ready(root: Path, proven: Proven) -> str:
             rows["repair"].append(f"| {link} | [{title}](../{message}){own} |")
         elif theirs:
             rows["pull request"].append(f"| {link} | {theirs} |")
-        elif not isinstance(hazard, Patch):
+        elif not isinstance(hazard, Patch) or BY_DESIGN in hazard.case_file["Remove when"]:
             until = " ".join(hazard.case_file["Remove when"].split())
-            rows["by design"].append(f"| {link} | left to the caller, until {until} |")
+            rows["by design"].append(f"| {link} | {until} |")
         elif hazard.distribution == MEGATRON and not meaning(word).present:
             rows["not in main"].append(f"| {link} | {meaning(word).sentence} |")
         else:

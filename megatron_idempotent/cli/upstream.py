@@ -12,6 +12,8 @@ from megatron_idempotent.patching.record import Hazard, Patch
 
 #: The checkout's folder of repairs; an installed package has none beside it.
 FOLDER = Path(__file__).parents[2] / "upstream"
+#: Begins the reason, in a case file's `Remove when`, why there is no repair to send.
+BY_DESIGN = "By design: "
 _ADDRESS = "https://github.com/megatron-idempotent/megatron-idempotent/tree/main/upstream"
 
 
@@ -57,8 +59,8 @@ def repair_text(hazard: Hazard) -> str:
         where = f"Repairs are kept in the repository: {_ADDRESS}/{hazard.id}, if there is one."
     elif theirs:
         where = f"Upstream's repair: {theirs}."
-    elif isinstance(hazard, Patch):
+    elif isinstance(hazard, Patch) and BY_DESIGN not in until:
         where = "Nobody has written upstream's repair yet: upstream/README.md says how."
     else:
-        where = "It is by design: upstream leaves it to the caller, and there is no repair to send."
+        where = "It is by design: there is no repair to send."
     return f"{where}\nRemove when: {until}"

@@ -260,7 +260,8 @@ def test_explain_says_how_to_switch_on_what_is_off():
         ("no-sync-func-reentry", "# fix: accept the no_sync_func of an earlier train() call"),
         ("no_sync_func_reentry.py", "config.no_sync_func in ("),
         ("resiliency-save-shares-host-tensors", "merged in NVIDIA/nvidia-resiliency-ext#376"),
-        ("pipeline-abort", "It is by design: upstream leaves it to the caller"),
+        ("pipeline-abort", "It is by design: there is no repair to send."),
+        ("pipeline-seed-offset", "It is by design: there is no repair to send."),
         ("pipeline-abort", "Remove when: the schedules end a window on all ranks"),
     ],
 )
