@@ -18,7 +18,7 @@ REPAIR = Repair(
                 try:
                     yield
                 except BaseException:
-                    # Whoever handles this may go on training.
+                    # The caller may handle this and go on training.
                     for model_module in model:
                         model_module.train()
                     config.timers = timers

@@ -1,4 +1,4 @@
-"""Bridge's `train()` starts its timer anew, and restores sync function and garbage collector."""
+"""Bridge's `train()` starts its timer again, and restores sync function and garbage collector."""
 
 from upstream.edits import Repair, after, replace, wrap
 

@@ -1,4 +1,4 @@
-"""The first piece of overlapped shared experts starts anew after a forward that raised."""
+"""The first piece of overlapped shared experts starts again after a forward that raised."""
 
 from upstream.edits import Repair, before
 
@@ -8,7 +8,7 @@ REPAIR = Repair(
             "megatron.core.transformer.moe.shared_experts:overlap_state_check.decorator.wrapper",
             "self._overlap_state == required_state",
             """
-            # An exception between two pieces leaves the state, and a new forward starts anew.
+            # An exception between two pieces leaves the state, and a new forward starts again.
             if required_state == SharedExpertState.IDLE:
                 self._overlap_state = SharedExpertState.IDLE
             """,

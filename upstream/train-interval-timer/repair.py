@@ -1,4 +1,4 @@
-"""`train()` resets the timer that an earlier call of it left running, and starts it anew."""
+"""`train()` resets the timer that an earlier call of it left running, and starts it again."""
 
 from upstream.edits import Repair, after
 
