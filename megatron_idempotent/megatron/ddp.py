@@ -382,6 +382,24 @@ def versions(chunk: Any) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in gradients(chunk))
 
 
+def reducing_on_host(chunks: Iterable[Any]) -> int | None:
+    """Return how many gradients have registered in bucket groups whose reduction is in flight on
+    CPU tensors; None if no group has one.
+
+    gloo writes the reduced gradients in a thread, which raises their version counters at any time
+    until `finish_grad_sync`; NCCL's are raised when a reduction starts. `zero_grad_buffer` drops
+    what has registered.
+    """
+    groups = [
+        group
+        for chunk in chunks
+        for group in bucket_groups(chunk)
+        if group.grad_reduce_handle is not None
+        and any(bucket.grad_data.device.type == "cpu" for bucket in group.buckets)
+    ]
+    return sum(len(registered(group)) for group in groups) if groups else None
+
+
 def checked_chunks(
     caller: str,
     model_chunks: Any,

@@ -21,6 +21,7 @@ from megatron_idempotent.megatron.ddp import (
     bits,
     bucket_groups,
     checked_chunks,
+    reducing_on_host,
     start_held,
     trained,
 )
@@ -228,7 +229,8 @@ class MegatronBackend(MegatronModel):
 
     def writes(self) -> snapshot.Writes:
         of_ddp = (param for chunk in self.chunks for param in chunk.param_to_bucket_group)
-        return snapshot.Writes(self.gradient_writes(), tuple(param._version for param in of_ddp))
+        parameters = tuple(param._version for param in of_ddp)
+        return snapshot.Writes(self.gradient_writes(), parameters, reducing_on_host(self.chunks))
 
     def gradient_bits(self) -> Any:
         # Exact sums move gradients out of these buffers after each backward.

@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_idempotent.megatron import moe
-from megatron_idempotent.megatron.ddp import versions
+from megatron_idempotent.megatron.ddp import reducing_on_host, versions
 from megatron_idempotent.megatron.expert_replay import ExpertReplay
 from megatron_idempotent.megatron.optimizers import (
     LossScale,
@@ -367,7 +367,8 @@ class MegatronModel:
                     return no_gradient(output), one_token, {}
                 # Its metrics are copied now, because the schedule works on them in place.
                 total, result = evaluate(loss, output, microbatch)
-                if self.gradient_writes() != writes:
+                written = self.gradient_writes() != writes
+                if written and reducing_on_host(self.chunks) is None:
                     raise ValueError(OWN_BACKWARD)
                 results.append(result)
                 if total is None:

@@ -146,15 +146,26 @@ class Writes(NamedTuple):
 
     gradients: tuple[int, ...]
     parameters: tuple[int, ...]
+    reducing: int | None = None
+    """None, or, if gloo may be writing reduced gradients meanwhile, the number of gradients that
+    the reductions in flight are of."""
 
     def since(self, earlier: Writes) -> tuple[int, int]:
         """Return how many gradients and how many parameters were written since `earlier` was read.
         Tensors that were dropped count, too.
+
+        If reductions were in flight then, the end of each counts as a write, at any time. Only
+        gradients that were zeroed since count in that case.
         """
         gradients, parameters = (
             sum(new > old or new < 0 <= old for new, old in zip(*pair, strict=True))
-            for pair in zip(self, earlier, strict=True)
+            for pair in (
+                (self.gradients, earlier.gradients),
+                (self.parameters, earlier.parameters),
+            )
         )
+        if earlier.reducing is not None:
+            gradients = int(self.reducing != earlier.reducing)
         return gradients, parameters
 
 
