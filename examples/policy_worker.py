@@ -21,9 +21,7 @@ MODEL = AutoConfig.for_model("qwen3", architectures=["Qwen3ForCausalLM"], **SIZE
 
 
 class PolicyGradient:
-    """Sums -ratio x advantage over the sampled tokens; `TrainStep` divides the sum by the number of
-    sequences.
-    """
+    """Sums -ratio x advantage over sampled tokens; `TrainStep` divides by the sequences' number."""
 
     kind, normalizers = "sequence", {"ratio": "sequences"}
 

@@ -31,9 +31,7 @@ class SglangEngine:
     def __init__(
         self, url: str, *, checkpoint: Path, directory: Path, name: str = "sglang", version: int = 0
     ) -> None:
-        """Take the server's URL, and the `--model-path` (`checkpoint`) and `--weight-version`
-        (`version`) with which it was started.
-        """
+        """Take the server's URL, and the `--model-path` and `--weight-version` of its start."""
         self.name = name
         self._client = HttpClient(url, engine=name)
         self._checkpoint, self._directory = checkpoint, directory
@@ -124,9 +122,7 @@ class SglangEngine:
             self._staging = False
 
     async def commit(self, update_id: str) -> int:
-        """Make the server load the folder of the staged update. If that fails, the engine is DIRTY
-        until a commit succeeds.
-        """
+        """Load the staged update's folder. On failure the engine is DIRTY until a commit works."""
         if update_id == self._last and not self._torn:
             return self._version
         if not self._paused or self._staged is None or self._staged[0].id != update_id:

@@ -52,9 +52,7 @@ def train(url: str) -> list[str]:
 
 
 async def serve(url: str) -> None:
-    """Load new versions of the weights from the bucket into an engine, until the engine has the
-    last version.
-    """
+    """Load the bucket's new weight versions into an engine, until it has the last version."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_idempotent.rl.engines.transformers import TransformersEngine
