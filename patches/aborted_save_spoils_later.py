@@ -27,7 +27,7 @@ Remove when:
 from __future__ import annotations
 
 from . import _writers
-from ._case import Patch, target
+from ._case import Patch, address, target
 
 
 def reproduce() -> None:
@@ -52,7 +52,7 @@ PATCH = Patch(
     loudness="both",
     fixed_by=(
         (
-            "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.close",
+            address("core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.close"),
             "self.async_calls.clear()",
         ),
     ),

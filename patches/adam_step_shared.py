@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
@@ -65,10 +65,5 @@ def reproduce() -> None:
 PATCH = Patch(
     "a load leaves torch's Adam with one step counter that all parameters advance",
     target("distributed.load_state_dict", load_state_dict),
-    fixed_by=(
-        (
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-            "s['step'] = step.clone()",
-        ),
-    ),
+    fixed_by=((address("distributed.load_state_dict"), "s['step'] = step.clone()"),),
 )

@@ -35,7 +35,7 @@ import functools
 from typing import Any
 
 from . import _writers
-from ._case import Original, Patch, target
+from ._case import Original, Patch, address, target
 
 
 def schedule(original: Original, self: Any, async_req: Any) -> None:
@@ -81,7 +81,9 @@ PATCH = Patch(
     needs=("psutil",),
     fixed_by=(
         (
-            "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors",
+            address(
+                "core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.preload_tensors"
+            ),
             "copy = tensor.is_shared()",
         ),
     ),

@@ -76,7 +76,7 @@ PATCH = Patch(
     came_with=(address(_ATTENTION), "self.config.softmax_type"),
     fixed_by=(
         (
-            "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+            address("core.transformer.dot_product_attention:DotProductAttention.__init__"),
             "tensor_parallel.set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)",
         ),
     ),

@@ -36,7 +36,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import moe
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def count(
@@ -84,7 +84,7 @@ PATCH = Patch(
     since="0.16",
     fixed_by=(
         (
-            "megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+            address("moe.moe_utils:get_tokens_per_expert_and_token_count"),
             "total_num_tokens / reduce_group.size()",
         ),
     ),

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Original, Patch, bench, target
+from ._case import Original, Patch, address, bench, target
 
 
 def set_loss_scale(original: Original, scale: Any) -> None:
@@ -68,7 +68,7 @@ PATCH = Patch(
     groups=("aux-loss", "generation"),
     fixed_by=(
         (
-            "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
+            address("moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale"),
             "torch.inference_mode(False)",
         ),
     ),

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def read_metadata(original: Original, self: Any) -> Any:
@@ -89,7 +89,9 @@ PATCH = Patch(
     loudness="both",
     fixed_by=(
         (
-            "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader:CachedMetadataFileSystemReader.read_metadata",
+            address(
+                "core.dist_checkpointing.strategies.cached_metadata_filesystem_reader:CachedMetadataFileSystemReader.read_metadata"
+            ),
             "self._metadata_cache.pop(self._cache_key, None)",
         ),
     ),

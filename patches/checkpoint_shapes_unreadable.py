@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, shared_folder, target
+from ._case import Fault, Original, Patch, address, shared_folder, target
 
 
 def load_tensors_metadata(
@@ -84,7 +84,9 @@ PATCH = Patch(
     needs=("psutil",),
     fixed_by=(
         (
-            "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata",
+            address(
+                "core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
+            ),
             "torch.empty(tp.size, dtype=tp.properties.dtype, device='meta')",
         ),
     ),

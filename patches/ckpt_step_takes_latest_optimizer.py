@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, program, target
+from ._case import Fault, Original, Patch, address, program, target
 
 
 def read_metadata(original: Original, *args: Any, **kwargs: Any) -> tuple[int, bool]:
@@ -99,9 +99,6 @@ PATCH = Patch(
     ranks=1,
     given=("reshardable-load-wants-step",),
     fixed_by=(
-        (
-            "megatron.training.checkpointing:_load_base_checkpoint",
-            "non_persistent_iteration != iteration",
-        ),
+        (address("checkpointing._load_base_checkpoint"), "non_persistent_iteration != iteration"),
     ),
 )

@@ -31,7 +31,7 @@ from typing import Any
 from megatron_idempotent.megatron import schedules
 
 from . import _deferred_embedding
-from ._case import PIPELINED, Fault, Original, Patch, schedule_targets
+from ._case import PIPELINED, Fault, Original, Patch, address, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ PATCH = Patch(
     groups=("abort", "deferred-embedding"),
     fixed_by=(
         (
-            "megatron.core.pipeline_parallel.schedules:clear_embedding_activation_buffer",
+            address("schedules.clear_embedding_activation_buffer"),
             "embedding_module.grad_output_buffer.clear()",
         ),
     ),

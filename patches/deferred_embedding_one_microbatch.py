@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _deferred_embedding
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def drain(
@@ -69,7 +69,7 @@ PATCH = Patch(
     "a window of one microbatch raises instead of computing a deferred embedding gradient",
     target("utils.drain_embedding_wgrad_compute", drain),
     groups=("deferred-embedding",),
-    fixed_by=(("megatron.core.utils:drain_embedding_wgrad_compute", "drain_idx = 0"),),
+    fixed_by=((address("utils.drain_embedding_wgrad_compute"), "drain_idx = 0"),),
     provides=("deferred-embedding-drained",),
     stock_error=r"UnboundLocalError: .*'drain_idx'",
 )

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, bench, counted, target
+from ._case import Fault, Original, Patch, address, arguments, bench, counted, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ PATCH = Patch(
     before="0.17",
     fixed_by=(
         (
-            "megatron.core.extensions.transformer_engine:TELinear.__init__",
+            address("core.extensions.transformer_engine:TELinear.__init__"),
             "setattr(param, 'tensor_model_parallel', False)",
         ),
     ),

@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron_idempotent.megatron.training import undone
 
-from ._case import Broken, Fault, Original, Patch, arguments, program, target
+from ._case import Broken, Fault, Original, Patch, address, arguments, program, target
 
 
 def evaluate(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -75,10 +75,7 @@ PATCH = Patch(
     ),
     groups=("abort",),
     fixed_by=(
-        (
-            "megatron.training.training:evaluate",
-            "_undo_evaluation_on_error(model, config, rerun_mode)",
-        ),
+        (address("training.evaluate"), "_undo_evaluation_on_error(model, config, rerun_mode)"),
     ),
     loudness="both",
 )

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, a_body_has, program, shared_folder, target
+from ._case import Fault, Original, Patch, a_body_has, address, program, shared_folder, target
 
 _STREAM = "expert-parallel-rng"
 _OF_ALL = "expert_parallel_rng_of_ranks"
@@ -108,7 +108,7 @@ PATCH = Patch(
     fixed_when=a_body_has("ep_size = mpu.get_expert_model_parallel_world_size()"),
     fixed_by=(
         (
-            "megatron.training.checkpointing:get_rng_state",
+            address("checkpointing.get_rng_state"),
             "rng_state['expert_parallel_rng_states'] = ep_rng_states",
         ),
     ),

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Original, Patch, target
+from ._case import Original, Patch, address, target
 
 _OFFSET = 2**20
 
@@ -55,7 +55,7 @@ PATCH = Patch(
     since="0.13",
     fixed_by=(
         (
-            "megatron.core.tensor_parallel.random:model_parallel_cuda_manual_seed",
+            address("random.model_parallel_cuda_manual_seed"),
             "expert_parallel_seed == tensor_model_parallel_seed",
         ),
     ),

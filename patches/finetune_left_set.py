@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, program, target
+from ._case import Fault, Original, Patch, address, program, target
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -68,5 +68,5 @@ PATCH = Patch(
     "after a start from pretrained_checkpoint each load resets iteration, not optimizer",
     target("checkpointing.load_checkpoint", load_checkpoint, "args.finetune = True"),
     ranks=1,
-    fixed_by=(("megatron.training.checkpointing:load_checkpoint", "args.finetune = finetune"),),
+    fixed_by=((address("checkpointing.load_checkpoint"), "args.finetune = finetune"),),
 )

@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import ddp
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,7 +90,7 @@ PATCH = Patch(
     groups=("overlap",),
     fixed_by=(
         (
-            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.finish_grad_sync",
+            address("ddp.finish_grad_sync"),
             "bucket_group.grad_reduce_finished and not self.ddp_config.overlap_grad_reduce",
         ),
     ),

@@ -101,7 +101,7 @@ PATCH = Patch(
     groups=("overlap", "abort"),
     fixed_by=(
         (
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset",
+            address("group.reset"),
             "self.is_first_batch and self.grad_reduce_finished "
             "and len(self.per_param_grad_ready_counts) == len(self.params)",
         ),

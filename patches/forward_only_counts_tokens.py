@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import schedules
 
-from ._case import EXPERT_BIAS, Fault, Original, Patch, schedule_targets
+from ._case import EXPERT_BIAS, Fault, Original, Patch, address, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ PATCH = Patch(
     groups=("aux-loss",),
     fixed_by=(
         (
-            "megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+            address("moe.router:TopKRouter._apply_expert_bias"),
             "self.enable_expert_bias and self.training and torch.is_grad_enabled()",
         ),
     ),

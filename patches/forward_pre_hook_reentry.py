@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Original, Patch, bench, target
+from ._case import Original, Patch, address, bench, target
 
 
 class _NoHandle:
@@ -79,10 +79,7 @@ PATCH = Patch(
     target("ddp.enable_forward_pre_hook", enable),
     groups=("train-again", "overlap"),
     fixed_by=(
-        (
-            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.disable_forward_pre_hook",
-            "self.remove_forward_pre_hook_handles.clear()",
-        ),
+        (address("ddp.disable_forward_pre_hook"), "self.remove_forward_pre_hook_handles.clear()"),
     ),
     stock_error=r"KeyError: ",
 )

@@ -35,7 +35,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import ddp
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -111,11 +111,6 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     target("ddp._make_forward_pre_hook", make_hook),
     groups=("overlap",),
-    fixed_by=(
-        (
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",
-            "self.is_first_batch or waits_for_frozen",
-        ),
-    ),
+    fixed_by=((address("group.finish_grad_sync"), "self.is_first_batch or waits_for_frozen"),),
     stock_error=r"AssertionError",
 )

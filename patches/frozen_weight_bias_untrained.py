@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, bench, target
+from ._case import Fault, Original, Patch, address, arguments, bench, target
 
 
 def linear(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -61,11 +61,6 @@ def reproduce() -> None:
 PATCH = Patch(
     "a bias that is trained beside a frozen weight gets no gradient",
     target("layers.linear_with_frozen_weight", linear, "LinearWithFrozenWeight.apply(*args)"),
-    fixed_by=(
-        (
-            "megatron.core.tensor_parallel.layers:LinearWithFrozenWeight.backward",
-            "ctx.needs_input_grad[2]",
-        ),
-    ),
+    fixed_by=((address("layers.LinearWithFrozenWeight.backward"), "ctx.needs_input_grad[2]"),),
     loudness="both",
 )

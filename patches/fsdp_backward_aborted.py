@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import fsdp
 
-from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, target
+from ._case import Original, Patch, abort_in_backward, address, bench, expect_gradients, target
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
@@ -62,12 +62,7 @@ PATCH = Patch(
     target("fsdp.zero_grad_buffer", zero_grad_buffer),
     since="0.15",
     groups=("abort",),
-    fixed_by=(
-        (
-            "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP.zero_grad_buffer",
-            "self.grad_reduce_pipeline.reset()",
-        ),
-    ),
+    fixed_by=((address("fsdp.zero_grad_buffer"), "self.grad_reduce_pipeline.reset()"),),
     needs=("einops",),
     stock_error=r"Fault: |AssertionError: Found \d+ out of \d+ parameters that are ready",
     loudness="both",

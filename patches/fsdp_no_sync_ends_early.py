@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_idempotent.megatron.ddp import no_sync, zero_grad_buffer
 
-from ._case import Fault, Patch, bench, target
+from ._case import Fault, Patch, address, bench, target
 
 
 def reproduce() -> None:
@@ -74,11 +74,6 @@ PATCH = Patch(
     target("fsdp.zero_grad_buffer", zero_grad_buffer),
     since="0.16",
     groups=("overlap", "abort"),
-    fixed_by=(
-        (
-            "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP.no_sync",
-            "self.no_sync_contexts.discard(context)",
-        ),
-    ),
+    fixed_by=((address("fsdp.no_sync"), "self.no_sync_contexts.discard(context)"),),
     needs=("einops",),
 )

@@ -43,7 +43,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import schedules
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 _NEEDED = ("model", "data_iterator", "num_microbatches", "seq_length", "forward_only")
 _NUMBERS = ("num_microbatches", "seq_length", "micro_batch_size", "decoder_seq_length")
@@ -227,7 +227,7 @@ PATCH = Patch(
     since="0.14",
     fixed_by=(
         (
-            "megatron.core.full_cuda_graph:FullCudaGraphWrapper.__call__",
+            address("core.full_cuda_graph:FullCudaGraphWrapper.__call__"),
             "source != FullCudaGraphWrapper.captured_from[training_str]",
         ),
     ),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Original, Patch, abort_in_backward, bench, expect_gradients, target
+from ._case import Original, Patch, abort_in_backward, address, bench, expect_gradients, target
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
@@ -55,10 +55,5 @@ PATCH = Patch(
     "a gradient that an aborted backward left in param.grad adds to the next window's",
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("abort",),
-    fixed_by=(
-        (
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset",
-            "param.grad = None",
-        ),
-    ),
+    fixed_by=((address("group.reset"), "param.grad = None"),),
 )

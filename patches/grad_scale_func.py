@@ -37,7 +37,17 @@ from typing import Any
 
 from megatron_idempotent.megatron.optimizers import OURS, SCALED, LossScale, parts
 
-from ._case import Fault, Original, Patch, a_body_has, arguments, bench, step_targets, target
+from ._case import (
+    Fault,
+    Original,
+    Patch,
+    a_body_has,
+    address,
+    arguments,
+    bench,
+    step_targets,
+    target,
+)
 
 # Module → class and method of frameworks that multiply their losses by the scale themselves.
 _SCALE_THEMSELVES = {"areal.engine.megatron_engine": ("MegatronEngine", "train_batch")}
@@ -130,7 +140,7 @@ PATCH = Patch(
     fixed_when=a_body_has("model_config.grad_scale_func"),
     fixed_by=(
         (
-            "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+            address("optimizer._get_megatron_optimizer_based_on_param_groups"),
             "grad_scaler.scale_loss",
         ),
     ),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, gathered, target
+from ._case import Fault, Original, Patch, address, arguments, gathered, target
 
 
 def seed(original: Original, *args: Any, **kwargs: Any) -> None:
@@ -72,9 +72,6 @@ PATCH = Patch(
     ),
     groups=("generation",),
     fixed_by=(
-        (
-            "megatron.core.tensor_parallel.random:initialize_rng_tracker",
-            "force_reset or not inference_rng_tracker",
-        ),
+        (address("random.initialize_rng_tracker"), "force_reset or not inference_rng_tracker"),
     ),
 )

@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import schedules
 
-from ._case import Fault, Original, Patch, bench, schedule_targets
+from ._case import Fault, Original, Patch, address, bench, schedule_targets
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ PATCH = Patch(
     groups=("overlap", "abort"),
     fixed_by=(
         (
-            "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
+            address("schedules.forward_backward_pipelining_with_interleaving"),
             "config.param_sync_func is not None and not forward_only",
         ),
     ),

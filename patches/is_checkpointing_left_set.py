@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def clear_on_error(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -79,8 +79,6 @@ PATCH = Patch(
     target("random.CheckpointFunction.backward", clear_on_error),
     since="0.16",
     groups=("abort",),
-    fixed_by=(
-        ("megatron.core.tensor_parallel.random:CheckpointFunction.forward", "_checkpointing()"),
-    ),
+    fixed_by=((address("random.CheckpointFunction.forward"), "_checkpointing()"),),
     ranks=1,
 )

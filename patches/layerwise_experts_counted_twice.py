@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ._case import Fault, Original, Patch, a_body_has, bench, target
+from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: Any) -> None:
@@ -120,10 +120,7 @@ PATCH = Patch(
     # In miles' fork.
     fixed_when=a_body_has("dp_cp_size == 1 and expt_dp_size == 1"),
     fixed_by=(
-        (
-            "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer.shard_params",
-            "dp_cp_size == 1 and get_pg_size(self.expt_dp) == 1",
-        ),
+        (address("layer_wise.shard_params"), "dp_cp_size == 1 and get_pg_size(self.expt_dp) == 1"),
     ),
     given=("experts-reduced-over-dense-ranks",),
 )

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, a_body_has, target
+from ._case import Fault, Original, Patch, a_body_has, address, target
 
 
 def getitem(original: Original, self: Any, idx: int | None) -> Any:
@@ -85,7 +85,7 @@ PATCH = Patch(
     fixed_when=a_body_has("self.cached_loss_mask = loss_mask.clone()"),
     fixed_by=(
         (
-            "megatron.core.datasets.gpt_dataset:GPTDataset.__getitem__",
+            address("core.datasets.gpt_dataset:GPTDataset.__getitem__"),
             "self.cached_loss_mask = loss_mask.clone()",
         ),
     ),

@@ -31,7 +31,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, program, target
+from ._case import Fault, Original, Patch, address, arguments, program, target
 
 
 def load_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ PATCH = Patch(
     ranks=1,
     fixed_by=(
         (
-            "megatron.training.checkpointing:load_checkpoint",
+            address("checkpointing.load_checkpoint"),
             "args.dist_ckpt_strictness.startswith(('assume_ok', 'raise'))",
         ),
     ),

@@ -35,7 +35,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import schedules
 
-from ._case import Fault, Original, Patch, bench, schedule_targets, target
+from ._case import Fault, Original, Patch, address, bench, schedule_targets, target
 
 
 def build(
@@ -106,7 +106,7 @@ PATCH = Patch(
     *schedule_targets(schedule),
     fixed_by=(
         (
-            "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess",
+            address("moe.token_dispatcher:MoEAlltoAllTokenDispatcher.combine_postprocess"),
             "self.probs = None",
         ),
     ),

@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron_idempotent.megatron.moe import forget_tokens
 
-from ._case import EXPERT_BIAS, Fault, Original, Patch, bench, interrupt_window, target
+from ._case import EXPERT_BIAS, Fault, Original, Patch, address, bench, interrupt_window, target
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
@@ -65,9 +65,6 @@ PATCH = Patch(
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("abort", "aux-loss"),
     fixed_by=(
-        (
-            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer",
-            "reset_model_temporary_tensors(self.config, [self])",
-        ),
+        (address("ddp.zero_grad_buffer"), "reset_model_temporary_tensors(self.config, [self])"),
     ),
 )

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import moe
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def sync(original: Original, self: Any, metric_names: list[str], pg_collection: Any = None) -> None:
@@ -73,7 +73,7 @@ PATCH = Patch(
     since="0.18",
     fixed_by=(
         (
-            "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.report",
+            address("moe.moe_logging:MoEMetricsTracker.report"),
             "track_names is None or not force_initialize",
         ),
     ),

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, no_body_has, of_context_rank, target
+from ._case import Fault, Original, Patch, address, arguments, no_body_has, of_context_rank, target
 
 _COUNTED = "original_num_tokens = loss_mask.sum()"
 _SHIFTED = (
@@ -211,7 +211,7 @@ PATCH = Patch(
     fixed_when=no_body_has("loss_mask.sum()"),
     fixed_by=(
         (
-            "megatron.core.transformer.multi_token_prediction:process_mtp_loss",
+            address("mtp.process_mtp_loss"),
             "torch.distributed.all_reduce(num_tokens, group=cp_group)",
         ),
     ),

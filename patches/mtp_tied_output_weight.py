@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def setup(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +79,7 @@ PATCH = Patch(
     ),
     fixed_by=(
         (
-            "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+            address("core.models.gpt.gpt_model:GPTModel.__init__"),
             "(self.pre_process or self.mtp_process) and self.share_embeddings_and_output_weights",
         ),
     ),

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import OPEN, Original, Patch, bench, target
+from ._case import OPEN, Original, Patch, address, bench, target
 
 
 def is_inference_linear(original: Original, module: Any) -> bool:
@@ -56,7 +56,7 @@ PATCH = Patch(
     before=OPEN,
     fixed_by=(
         (
-            "megatron.core.tensor_parallel.inference_layers:is_inference_column_parallel_linear",
+            address("core.tensor_parallel.inference_layers:is_inference_column_parallel_linear"),
             "not HAVE_TE",
         ),
     ),

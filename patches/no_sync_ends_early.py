@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron_idempotent.megatron.ddp import bucket_groups, no_sync, zero_grad_buffer
 
-from ._case import Fault, Patch, bench, target
+from ._case import Fault, Patch, address, bench, target
 
 
 def reproduce() -> None:
@@ -91,11 +91,6 @@ PATCH = Patch(
     target("ddp.no_sync", no_sync),
     target("ddp.zero_grad_buffer", zero_grad_buffer),
     groups=("overlap", "abort"),
-    fixed_by=(
-        (
-            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.no_sync",
-            "bucket_group.no_sync_contexts.discard(context)",
-        ),
-    ),
+    fixed_by=((address("ddp.no_sync"), "bucket_group.no_sync_contexts.discard(context)"),),
     loudness="both",
 )

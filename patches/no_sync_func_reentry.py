@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron_idempotent.megatron.ddp import is_no_sync_of
 
-from ._case import Original, Patch, arguments, no_body_has, program, target
+from ._case import Original, Patch, address, arguments, no_body_has, program, target
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ PATCH = Patch(
     fixed_when=no_body_has("config.no_sync_func"),
     fixed_by=(
         (
-            "megatron.training.training:train",
+            address("training.train"),
             "config.no_sync_func in (None, model[0].no_sync, [chunk.no_sync for chunk in model])",
         ),
     ),

@@ -34,7 +34,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def update_fp32(original: Original, self: Any) -> None:
@@ -116,7 +116,7 @@ PATCH = Patch(
     loudness="both",
     fixed_by=(
         (
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable",
+            address("distributed.load_parameter_state_from_dp_reshardable"),
             "self.optimizer._sync_hdo_state_to_sub_optimizers()",
         ),
     ),

@@ -108,7 +108,7 @@ PATCH = Patch(
     # miles' fork numbers parameters when it builds the groups.
     fixed_by=(
         (
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
+            address("distributed.__init__"),
             "self.model_param_group_index_map[param] = (group_index, group_order)",
         ),
         (

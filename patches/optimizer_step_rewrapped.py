@@ -27,7 +27,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, interrupt, no_body_has, program, target
+from ._case import (
+    Fault,
+    Original,
+    Patch,
+    address,
+    arguments,
+    interrupt,
+    no_body_has,
+    program,
+    target,
+)
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +72,7 @@ PATCH = Patch(
     since="0.17",
     # As on main for three days of March 2026, when the option was reverted.
     fixed_when=no_body_has("OptimizerCudaGraphWrapper"),
-    fixed_by=(("megatron.training.training:train_step", "optimizer_step or optimizer.step"),),
+    fixed_by=((address("training.train_step"), "optimizer_step or optimizer.step"),),
     groups=("train-again",),
     ranks=1,
 )

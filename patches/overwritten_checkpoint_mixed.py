@@ -30,7 +30,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, shared_folder, target
+from ._case import Fault, Original, Patch, address, arguments, shared_folder, target
 
 
 def save(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ PATCH = Patch(
     needs=("psutil",),
     fixed_by=(
         (
-            "megatron.core.dist_checkpointing.serialization:save",
+            address("core.dist_checkpointing.serialization:save"),
             "stale_files = [path for path in marks if path.exists()]",
         ),
     ),

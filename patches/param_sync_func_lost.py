@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, arguments, no_body_has, program, target
+from ._case import Fault, Original, Patch, address, arguments, no_body_has, program, target
 
 
 def train(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ PATCH = Patch(
     fixed_when=no_body_has("config.param_sync_func = None"),
     fixed_by=(
         (
-            "megatron.training.training:train",
+            address("training.train"),
             "should_disable_forward_pre_hook(args) and not pre_hook_enabled",
         ),
     ),

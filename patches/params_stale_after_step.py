@@ -32,7 +32,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import gather
 
-from ._case import Original, Patch, bench, expect_agreement, target
+from ._case import Original, Patch, address, bench, expect_agreement, target
 
 
 def step(original: Original, self: Any) -> Any:
@@ -68,7 +68,7 @@ PATCH = Patch(
     groups=("overlap",),
     fixed_by=(
         (
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+            address("distributed.step_with_ready_grads"),
             "model_chunk.reset_param_sync_dispatch_state()",
         ),
     ),

@@ -38,7 +38,7 @@ from typing import Any
 from megatron_idempotent.megatron import gather
 from megatron_idempotent.megatron.ddp import bucket_groups
 
-from ._case import Original, Patch, bench, expect_agreement, target
+from ._case import Original, Patch, address, bench, expect_agreement, target
 
 
 def disable(
@@ -101,7 +101,7 @@ PATCH = Patch(
     groups=("overlap",),
     fixed_by=(
         (
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params",
+            address("distributed._copy_main_params_to_model_params"),
             "model_chunk.param_sync_pending = self.ddp_config.overlap_param_gather",
         ),
     ),

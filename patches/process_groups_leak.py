@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from megatron_idempotent.megatron.process_groups import alive, held, live_groups
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def destroy(original: Original) -> None:
@@ -92,7 +92,7 @@ PATCH = Patch(
     target("core.parallel_state:destroy_model_parallel", destroy),
     fixed_by=(
         (
-            "megatron.core.parallel_state:destroy_model_parallel",
+            address("core.parallel_state:destroy_model_parallel"),
             "torch.distributed.destroy_process_group(group)",
         ),
     ),

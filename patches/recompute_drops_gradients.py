@@ -41,7 +41,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def checkpoint(
@@ -146,9 +146,6 @@ PATCH = Patch(
     "with recomputation and a frozen embedding, adapters get no gradient, silently",
     target("random.checkpoint", checkpoint),
     fixed_by=(
-        (
-            "megatron.core.tensor_parallel.random:checkpoint",
-            "isinstance(arg, torch.Tensor) and arg.requires_grad",
-        ),
+        (address("random.checkpoint"), "isinstance(arg, torch.Tensor) and arg.requires_grad"),
     ),
 )

@@ -34,7 +34,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def copy_to_main(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -85,7 +85,9 @@ PATCH = Patch(
     target("fp32.reload_model_params", reload_fp32),
     fixed_by=(
         (
-            "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.update_fp32_param_by_new_param",
+            address(
+                "core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.update_fp32_param_by_new_param"
+            ),
             "inner_param.data.copy_(param)",
         ),
     ),

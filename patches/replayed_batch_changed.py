@@ -30,7 +30,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def following(original: Original, self: Any) -> Any:
@@ -89,7 +89,7 @@ PATCH = Patch(
     target("core.rerun_state_machine:RerunDataIterator.__next__", following),
     fixed_by=(
         (
-            "megatron.core.rerun_state_machine:RerunDataIterator.__next__",
+            address("core.rerun_state_machine:RerunDataIterator.__next__"),
             "copy.copy(self.saved_microbatches[self.replay_pos])",
         ),
     ),

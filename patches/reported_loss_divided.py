@@ -28,7 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def forward(
@@ -92,7 +92,7 @@ PATCH = Patch(
     target("schedules.forward_step", forward),
     fixed_by=(
         (
-            "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+            address("schedules.forward_step_calc_loss"),
             "output_tensor = output_tensor * cp_group_size",
         ),
     ),

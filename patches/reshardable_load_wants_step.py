@@ -74,7 +74,7 @@ PATCH = Patch(
     stock_error=r"KeyError: 'step'",
     fixed_by=(
         (
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+            address("distributed._set_main_param_and_optimizer_states"),
             "dst_tensors.keys() & tensors.keys()",
         ),
     ),

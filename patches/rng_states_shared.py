@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def set_states(original: Original, self: Any, states: Mapping[str, Any]) -> None:
@@ -59,11 +59,6 @@ def reproduce() -> None:
 PATCH = Patch(
     "a snapshot of the random states changes once it was rolled back to",
     target("random.CudaRNGStatesTracker.set_states", set_states, "self.states_ = states"),
-    fixed_by=(
-        (
-            "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states",
-            "self.states_ = dict(states)",
-        ),
-    ),
+    fixed_by=((address("random.CudaRNGStatesTracker.set_states"), "self.states_ = dict(states)"),),
     ranks=1,
 )

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Original, Patch, target
+from ._case import Original, Patch, address, target
 
 
 def table(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ PATCH = Patch(
     groups=("generation",),
     fixed_by=(
         (
-            "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
+            address("core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward"),
             "torch.inference_mode(False)",
         ),
     ),

@@ -103,12 +103,7 @@ PATCH = Patch(
     target("moe.router_replay:RouterReplay.get_recorded_data", get_data),
     since="0.16",
     came_with=(address("moe.router:TopKRouter.__init__"), "self.router_replay = RouterReplay()"),
-    fixed_by=(
-        (
-            "megatron.core.transformer.moe.router_replay:RouterReplay.set_replay_data",
-            "gc.collect()",
-        ),
-    ),
+    fixed_by=((address("moe.router_replay:RouterReplay.set_replay_data"), "gc.collect()"),),
     ranks=1,
     stock_error=r"ValueError: The number of replay tensors \(\d+\) does not match instances",
 )

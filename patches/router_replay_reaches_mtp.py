@@ -82,7 +82,7 @@ PATCH = Patch(
     came_with=(address("moe.router:TopKRouter.__init__"), "self.router_replay = RouterReplay()"),
     fixed_by=(
         (
-            "megatron.core.transformer.moe.router:TopKRouter.__init__",
+            address("moe.router:TopKRouter.__init__"),
             "self.config.moe_enable_routing_replay and not is_mtp_layer",
         ),
     ),

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def register(original: Original, self: Any, model: Any) -> None:
@@ -65,7 +65,7 @@ PATCH = Patch(
     groups=("train-again",),
     fixed_by=(
         (
-            "megatron.core.transformer.moe.router_trace:RouterTracer.register_hooks",
+            address("moe.router_trace:RouterTracer.register_hooks"),
             "handle.id in module._forward_hooks",
         ),
     ),

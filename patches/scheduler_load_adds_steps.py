@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ PATCH = Patch(
     ranks=1,
     fixed_by=(
         (
-            "megatron.core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict",
+            address("core.optimizer_param_scheduler:OptimizerParamScheduler.load_state_dict"),
             "self.num_steps = num_steps",
         ),
     ),

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron_idempotent.megatron.moe import reset_shared_experts
 
-from ._case import Original, Patch, bench, expect_gradients, target
+from ._case import Original, Patch, address, bench, expect_gradients, target
 
 
 def pre_forward_comm(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +73,7 @@ PATCH = Patch(
     groups=("abort",),
     fixed_by=(
         (
-            "megatron.core.transformer.moe.shared_experts:overlap_state_check",
+            address("moe.shared_experts:overlap_state_check"),
             "required_state == SharedExpertState.IDLE",
         ),
     ),

@@ -31,7 +31,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import gather
 
-from ._case import Original, Patch, bench, target
+from ._case import Original, Patch, address, bench, target
 
 
 def start(original: Original, self: Any, force_sync: bool = False) -> Any:
@@ -59,11 +59,6 @@ PATCH = Patch(
     "start_param_sync() asserts where a gather is in flight, as after an aborted forward",
     target("group.start_param_sync", start),
     groups=("overlap", "abort"),
-    fixed_by=(
-        (
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
-            "if self.param_gather_dispatched:\n    return",
-        ),
-    ),
+    fixed_by=((address("group.start_param_sync"), "if self.param_gather_dispatched:\n    return"),),
     stock_error=r"^AssertionError:$",
 )

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, shared_folder, target
+from ._case import Fault, Original, Patch, address, bench, shared_folder, target
 
 
 def state_dict(original: Original, self: Any) -> Any:
@@ -156,10 +156,5 @@ PATCH = Patch(
     target("chained.sharded_state_dict", sharded_state_dict, "self.chained_optimizers"),
     target("chained.load_state_dict", load_state_dict, "self.chained_optimizers"),
     stock_error=r"AttributeError: 'NoneType' object has no attribute 'state",
-    fixed_by=(
-        (
-            "megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict",
-            "state_dict = {**state_dict, idx: {}}",
-        ),
-    ),
+    fixed_by=((address("chained.load_state_dict"), "state_dict = {**state_dict, idx: {}}"),),
 )

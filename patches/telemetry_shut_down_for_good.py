@@ -28,7 +28,7 @@ from typing import Any
 
 from megatron_idempotent.patching.base import PerProcessDict
 
-from ._case import OPEN, Fault, Original, Patch, target
+from ._case import OPEN, Fault, Original, Patch, address, target
 
 #: "handle" → the handle that was shut down last.
 _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")
@@ -77,8 +77,6 @@ PATCH = Patch(
     since="0.20",
     before=OPEN,
     groups=("train-again",),
-    fixed_by=(
-        ("megatron.training.training:_end_otel_job_spans", "_otel_shutdown_done = _otel_handle"),
-    ),
+    fixed_by=((address("training._end_otel_job_spans"), "_otel_shutdown_done = _otel_handle"),),
     ranks=1,
 )

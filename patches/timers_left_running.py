@@ -32,7 +32,16 @@ from typing import Any
 from megatron_idempotent.megatron import schedules
 from megatron_idempotent.megatron.training import stopping
 
-from ._case import Original, Patch, bench, interrupt_window, schedule_targets, step_targets, target
+from ._case import (
+    Original,
+    Patch,
+    address,
+    bench,
+    interrupt_window,
+    schedule_targets,
+    step_targets,
+    target,
+)
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -73,7 +82,7 @@ PATCH = Patch(
     groups=("abort",),
     fixed_by=(
         (
-            "megatron.core.timers:Timer.start",
+            address("core.timers:Timer.start"),
             "logger.warning(f'timer {self.name} was still running, and is started again')",
         ),
     ),

@@ -29,7 +29,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ._case import Fault, Original, Patch, target
+from ._case import Fault, Original, Patch, address, target
 
 
 def cleanup(
@@ -78,7 +78,7 @@ PATCH = Patch(
     loudness="both",
     fixed_by=(
         (
-            "megatron.training.checkpointing:cleanup_old_non_persistent_checkpoint",
+            address("checkpointing.cleanup_old_non_persistent_checkpoint"),
             "leave_ckpt_num = max(leave_ckpt_num, needed)",
         ),
     ),

@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_idempotent.megatron.training import stopping
 
-from ._case import Original, Patch, a_body_has, program, target
+from ._case import Original, Patch, a_body_has, address, program, target
 
 _TIMER = "interval-time"
 
@@ -67,8 +67,6 @@ PATCH = Patch(
     groups=("train-again",),
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
     fixed_when=a_body_has(f"timers('{_TIMER}').stop()", outside_loops=True),
-    fixed_by=(
-        ("megatron.training.training:train", "timers('interval-time', log_level=0).reset()"),
-    ),
+    fixed_by=((address("training.train"), "timers('interval-time', log_level=0).reset()"),),
     stock_error=r"AssertionError: timer has already been started",
 )

@@ -37,7 +37,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import training
 
-from ._case import TRAINING, Fault, Original, Patch, a_body_has, program, target
+from ._case import TRAINING, Fault, Original, Patch, a_body_has, address, program, target
 
 # The iteration of this train() whose train_step has returned; empty before the first one has.
 _stepped: list[int | None] = []
@@ -137,5 +137,5 @@ PATCH = Patch(
     target("training.train_step", train_step, "skipped_iter = 0"),
     groups=("train-again",),
     fixed_when=a_body_has("args.iteration = iteration"),
-    fixed_by=(("megatron.training.training:train", "args.iteration = iteration"),),
+    fixed_by=((address("training.train"), "args.iteration = iteration"),),
 )

@@ -30,7 +30,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def state_dict(original: Original, self: Any) -> Any:
@@ -80,10 +80,5 @@ PATCH = Patch(
     "loading a checkpoint asserts unless the distributed optimizer has stepped before",
     target("distributed.state_dict", state_dict),
     stock_error=r"AssertionError",
-    fixed_by=(
-        (
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-            "len(self.optimizer.state) == 0",
-        ),
-    ),
+    fixed_by=((address("distributed.state_dict"), "len(self.optimizer.state) == 0"),),
 )

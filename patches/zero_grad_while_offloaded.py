@@ -63,11 +63,6 @@ PATCH = Patch(
     since="0.16",
     came_with=(address("ddp.offload_grad_buffers"), ""),
     groups=("offload",),
-    fixed_by=(
-        (
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.reset",
-            "self.grad_data.untyped_storage().size() > 0",
-        ),
-    ),
+    fixed_by=((address("buffer.reset"), "self.grad_data.untyped_storage().size() > 0"),),
     stock_error=r"died with signal SIGSEGV|CUDA error: an illegal memory access",
 )

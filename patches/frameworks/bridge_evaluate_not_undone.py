@@ -28,7 +28,15 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from megatron_idempotent.patches._case import Broken, Fault, Original, Patch, arguments, target
+from megatron_idempotent.patches._case import (
+    Broken,
+    Fault,
+    Original,
+    Patch,
+    address,
+    arguments,
+    target,
+)
 
 from megatron_idempotent.megatron.training import undone
 
@@ -77,7 +85,7 @@ PATCH = Patch(
     since="0.3",
     fixed_by=(
         (
-            "megatron.bridge.training.eval:evaluate",
+            address("bridge.training.eval:evaluate"),
             "_undo_evaluation_on_error(model, config, rerun_mode)",
         ),
     ),

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.patches._case import Fault, Original, Patch, target
+from megatron_idempotent.patches._case import Fault, Original, Patch, address, target
 
 
 def load(original: Original, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ PATCH = Patch(
     since="0.3",
     fixed_by=(
         (
-            "megatron.bridge.training.checkpointing:load_checkpoint",
+            address("bridge.training.checkpointing:load_checkpoint"),
             "cfg.checkpoint.finetune = finetune",
         ),
     ),

@@ -30,7 +30,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron_idempotent.patches._case import Fault, Original, Patch, target
+from megatron_idempotent.patches._case import Fault, Original, Patch, address, target
 
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ PATCH = Patch(
     since="0.3",
     fixed_by=(
         (
-            "megatron.bridge.training.checkpointing:_load_checkpoint_from_path",
+            address("bridge.training.checkpointing:_load_checkpoint_from_path"),
             "read_train_state.cache_clear()",
         ),
     ),

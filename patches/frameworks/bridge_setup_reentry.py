@@ -32,7 +32,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.patches._case import Original, Patch, arguments, no_body_has, target
+from megatron_idempotent.patches._case import (
+    Original,
+    Patch,
+    address,
+    arguments,
+    no_body_has,
+    target,
+)
 
 from . import _copies
 
@@ -67,7 +74,7 @@ PATCH = Patch(
     fixed_when=no_body_has("model_config.no_sync_func is None"),
     fixed_by=(
         (
-            "megatron.bridge.training.setup:_update_model_config_funcs",
+            address("bridge.training.setup:_update_model_config_funcs"),
             "getattr(no_sync, '__func__', None) is type(model[0]).no_sync",
         ),
     ),

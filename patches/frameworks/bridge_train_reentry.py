@@ -31,7 +31,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megatron_idempotent.patches._case import Original, Patch, a_body_has, arguments, target
+from megatron_idempotent.patches._case import (
+    Original,
+    Patch,
+    a_body_has,
+    address,
+    arguments,
+    target,
+)
 
 from megatron_idempotent.megatron.training import stopping
 
@@ -83,7 +90,7 @@ PATCH = Patch(
     # The loop stops and restarts the timer around evaluation; only a stop after it is a repair.
     fixed_when=a_body_has(f"timers('{_TIMER}').stop()", outside_loops=True),
     fixed_by=(
-        ("megatron.bridge.training.train:train", "timers('interval-time', log_level=0).reset()"),
+        (address("bridge.training.train:train"), "timers('interval-time', log_level=0).reset()"),
     ),
     stock_error=r"AssertionError: timer has already been started",
 )
