@@ -428,7 +428,9 @@ def repairs(session: nox.Session, where: str) -> None:
     wants = COMMITS["main"] | {"packages": ["megatron", "tests"]}
     if where == "newest":
         wants["commit"] = _newest_commit(session, "main")
-    python, _, tree = _commit(session, wants, WORK / "commits")
+    folder = WORK / "commits"
+    python = _with_newest(session, folder / "python")
+    tree = _unpacked(session, wants, folder)
     for how in ((), ("--together",)):
         command = [str(python), "tools/repairs.py", "prove", str(tree), *session.posargs]
         session.run(*command, "--all", *how, env=ENVIRON, external=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import pickle
 import sys
 from dataclasses import asdict
@@ -18,11 +17,12 @@ from typing import Any
 
 from _checkout import ROOT
 from repairs import Result
+from unit_tests import outcomes
 
 from megatron_idempotent.patching.api import apply
 from megatron_idempotent.patching.catalog import hazards
-from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankError, RankPool, RankTimeout, program
-from megatron_idempotent.proof.prove import DEADLINE_S, outcome
+from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankPool, program
+from megatron_idempotent.proof.prove import control_result, outcome, run_or_error
 
 _OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
 _STAGES = ("--pipeline-model-parallel-size", "2", "--num-layers", "2")
@@ -37,15 +37,6 @@ TRAININGS: dict[str, tuple[int, tuple[str, ...], bool]] = {
 }
 
 
-def bits_of_control(hazard_id: str) -> object:
-    """Run a hazard's `control`, a correct program that resembles the hazard's reproduction, on
-    this rank without patches. Return the values to compare.
-    """
-    run = hazards()[hazard_id].control
-    assert run is not None
-    return run()
-
-
 def trained(
     options: tuple[str, ...], distributed_optimizer: bool, calls: int
 ) -> tuple[list[float], bytes]:
@@ -58,42 +49,33 @@ def trained(
     return running.losses, running.parameters().numpy().tobytes()
 
 
-def on_ranks(pool: RankPool, ranks: int, function: Any, *arguments: Any) -> Any:
-    """Run a function on ranks of the pool, and return all ranks' results.
-    If a rank raises an error, or does not end in time, return the error's text.
-    """
-    try:
-        return pool.run(ranks, function, *arguments, timeout_s=DEADLINE_S, patience=3)
-    except RankError as error:
-        return f"{error.exception_type.rpartition('.')[2]}: {error.message}"
-    except RankTimeout as error:
-        return f"RankTimeout: no end within {error.timeout_s:g} s"
-
-
 def run_trainings(pool: RankPool) -> dict[str, str]:
     """Compare three calls of `train(2)` with one of `train(6)` in each layout of `TRAININGS`.
     Return `ok`, `other bits` or an error's text, by layout.
     """
-    outcomes = {}
+    by_layout = {}
     for name, (ranks, *options) in TRAININGS.items():
-        once = on_ranks(pool, ranks, trained, *options, 1)
-        in_parts = on_ranks(pool, ranks, trained, *options, 3)
-        errors = [result for result in (once, in_parts) if isinstance(result, str)]
-        outcomes[name] = errors[0] if errors else "ok" if once == in_parts else "other bits"
-    return outcomes
+        error, at_once = run_or_error(pool.run, ranks, trained, *options, 1)
+        later_error, in_parts = run_or_error(pool.run, ranks, trained, *options, 3)
+        differ = "ok" if at_once == in_parts else "other bits"
+        by_layout[name] = error or later_error or differ
+    return by_layout
 
 
 def run_programs(pool: RankPool) -> dict[str, Any]:
-    """Run the programs of tests/parity/test_no_hazard.py without patches; return their results."""
+    """Run the programs of tests/parity/test_no_hazard.py without patches.
+    Return what each rank returns, or the error's text, by program.
+    """
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
     tests = importlib.import_module("test_no_hazard")
 
-    results = {
-        str(layout): on_ranks(pool, layout.ranks, tests.windows, layout, False)
-        for layout in tests.LAYOUTS
-    }
+    results = {}
+    for layout in tests.LAYOUTS:
+        error, bits = run_or_error(pool.run, layout.ranks, tests.windows, layout, False)
+        results[str(layout)] = error or bits
     for options in ((), ("--overlap-grad-reduce", "--overlap-param-gather")):
-        results["train " + " ".join(options)] = on_ranks(pool, 2, tests.train, options, False)
+        error, bits = run_or_error(pool.run, 2, tests.train, options, False)
+        results["train " + " ".join(options)] = error or bits
     return results
 
 
@@ -112,16 +94,13 @@ def main() -> None:
     result = Result()
     for row in apply(dry_run=True):
         result.statuses[row.id], result.reasons[row.id] = row.status, row.reason
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(arguments.tree), str(ROOT)])
     with RankPool(4, preload=(*PROGRAM_PRELOAD, "pytest"), stdout=2) as pool:
         for hazard_id in arguments.ids:
             hazard = hazards()[hazard_id]
             result.reproductions[hazard_id] = outcome(pool.run, hazard_id, applied=())
             if hazard.control is not None:
-                bits = on_ranks(pool, hazard.ranks, bits_of_control, hazard_id)
-                result.controls[hazard_id] = bits
-        from unit_tests import outcomes
-
+                error, bits = control_result(pool.run, hazard_id, applied=())
+                result.controls[hazard_id] = error or bits
         for test in arguments.unit_tests:
             ranks, _, file = test.partition(":")
             result.unit_tests[file] = outcomes(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import importlib.util
 import itertools
 import os
@@ -29,9 +30,8 @@ from typing import Any
 
 from _checkout import ROOT
 
+from megatron_idempotent.cli.upstream import FOLDER, repair_folder
 from upstream.edits import AnchorError, Repair, file_of
-
-FOLDER = ROOT / "upstream"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,17 +54,19 @@ class Result:
     """`ok`, or how three calls `train(2)` differ from one `train(6)`, by layout."""
 
 
+@functools.cache
 def repair_of(hazard_id: str) -> Repair:
     """Return the `Repair` that upstream/ID/repair.py declares for a hazard.
 
     Raises:
         SystemExit: upstream/ has none.
     """
-    path = FOLDER / hazard_id / "repair.py"
-    if not path.is_file():
+    folder = repair_folder(hazard_id)
+    if folder is None:
         known = ", ".join(repaired())
         raise SystemExit(f"no repair of {hazard_id} in upstream/; there are: {known}")
-    spec = importlib.util.spec_from_file_location(f"repair_{hazard_id}", path)
+    name = f"repair_{hazard_id}"
+    spec = importlib.util.spec_from_file_location(name, folder / "repair.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -104,14 +106,15 @@ def chosen(clone: Path, ids: list[str]) -> list[str]:
     """
     if ids:
         return ids
+
+    def is_in_clone(module: str) -> bool:
+        base = clone.joinpath(*module.split(".")[:2])
+        return base.is_dir() or base.with_suffix(".py").is_file()
+
     return [
         hazard_id
         for hazard_id in repaired()
-        if all(
-            clone.joinpath(*edit.module.split(".")[:2]).with_suffix(suffix).exists()
-            for edit in repair_of(hazard_id).edits
-            for suffix in [".py" if edit.module.count(".") == 1 else ""]
-        )
+        if all(is_in_clone(edit.module) for edit in repair_of(hazard_id).edits)
     ]
 
 
@@ -181,17 +184,15 @@ def diff(root: Path, hazard_id: str) -> str:
     Raises:
         AnchorError: an edit does not fit.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        tree = copied(root, Path(folder) / "tree")
-        for earlier, outcome in make(tree, in_order([hazard_id])[:-1]):
-            if not outcome.endswith("applied"):
-                raise AnchorError(f"{earlier}: {outcome}")
-        lines: list[str] = []
-        for path, text in repair_of(hazard_id).files(tree).items():
-            name = path.relative_to(tree)
-            sides = (path.read_text("utf-8"), text)
-            before, after = (side.splitlines(keepends=True) for side in sides)
-            lines += difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
+    texts: dict[Path, str] = {}
+    for earlier in in_order([hazard_id])[:-1]:
+        texts |= repair_of(earlier).files(root, texts)
+    lines: list[str] = []
+    for path, text in repair_of(hazard_id).files(root, texts).items():
+        name = path.relative_to(root)
+        sides = (texts[path] if path in texts else path.read_text("utf-8"), text)
+        before, after = (side.splitlines(keepends=True) for side in sides)
+        lines += difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(lines)
 
 
@@ -268,7 +269,7 @@ def run(tree: Path, arguments: list[str]) -> Result:
 
 
 def faults(
-    hazard_id: str, stock: Result, mended: Result, made: Iterable[str] = ()
+    hazard_id: str, stock: Result, mended: Result, made: Iterable[str] | None = None
 ) -> Iterator[str]:
     """Yield a sentence for each fault of a repair.
     Faults are found by comparing the results on the stock tree with those on the repaired tree.
@@ -277,22 +278,27 @@ def faults(
         hazard_id: the hazard.
         stock: the results on the stock tree.
         mended: the results on the repaired tree.
-        made: the hazards of all repairs in the repaired tree; empty for this one, with those that
+        made: the hazards of all repairs in the repaired tree; None for this one, with those that
             it builds on.
     """
     repair = repair_of(hazard_id)
-    for one in (hazard_id, *repair.also):
-        if stock.reproductions[one] == "ok":
-            yield f"{one} is not there before the repair"
-        if mended.reproductions[one] != "ok":
-            yield f"{one} is still there: {mended.reproductions[one]}"
-        if one in stock.statuses and not _is_right(mended.statuses[one], repair):
-            yield f"apply() says {mended.statuses[one]} of {one}: {mended.reasons[one]}"
-        if stock.controls.get(one) != mended.controls.get(one):
-            yield f"the correct program beside {one} has other bits"
-    repairs = [repair_of(name) for name in (*made, *in_order([hazard_id]))]
-    ended = {*made, *in_order([hazard_id]), *(other for each in repairs for other in each.also)}
-    changed = {other for each in repairs for other in each.rereads}
+    for repaired_id in (hazard_id, *repair.also):
+        status = mended.statuses.get(repaired_id, "")
+        if stock.reproductions[repaired_id] == "ok":
+            yield f"{repaired_id} is not there before the repair"
+        if mended.reproductions[repaired_id] != "ok":
+            yield f"{repaired_id} is still there: {mended.reproductions[repaired_id]}"
+        if repaired_id in stock.statuses and not _is_right(status, repair):
+            yield f"apply() says {status} of {repaired_id}: {mended.reasons[repaired_id]}"
+        before_bits = stock.controls.get(repaired_id)
+        if isinstance(before_bits, str):
+            yield f"the correct program beside {repaired_id} fails on stock: {before_bits}"
+        if before_bits != mended.controls.get(repaired_id):
+            yield f"the correct program beside {repaired_id} has other bits"
+    in_tree = list(in_order([hazard_id]) if made is None else made)
+    repairs = list(map(repair_of, in_tree))
+    ended = {*in_tree, *itertools.chain(*(other.also for other in repairs))}
+    changed = {*itertools.chain(*(other.rereads for other in repairs))}
     for patch_id in sorted({*repair.rereads} - ended):
         if mended.statuses[patch_id] != "drifted":
             yield f"{patch_id} is in rereads=, but `apply()` says {mended.statuses[patch_id]} of it"
@@ -314,6 +320,8 @@ def faults(
             if after_outcomes != {"passed"}:
                 yield f"its unit test does not pass after the repair: {after}"
     for name, before_bits in stock.programs.items():
+        if isinstance(before_bits, str):
+            yield f"program {name} fails on stock: {before_bits}"
         if before_bits != mended.programs[name]:
             yield f"program {name} has other bits or collectives"
 

@@ -89,7 +89,7 @@ def pages(root: Path) -> dict[str, str]:
     }
     texts[_HAZARDS] = _list()
     texts[_MATRIX] = _matrix(proven, project)
-    texts[_READY] = _ready(root, proven)
+    texts[_READY] = _ready(proven)
     for name, page in ROOT_PAGES.items():
         texts[page] = (root / name).read_text(encoding="utf-8")
     return texts
@@ -228,22 +228,22 @@ def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
     return "\n".join([head, *legend, "", _filters(proven, project), "", table, ""])
 
 
-def _ready(root: Path, proven: Proven) -> str:
+def _ready(proven: Proven) -> str:
     """Return the page about repairs of upstream's own code: a table row for each hazard.
     A row has the state of the hazard's repair.
     """
     rows: dict[str, list[str]] = {name: [] for name in _STATES}
     for hazard in hazards().values():
         link = f"[`{hazard.id}`](hazards/{hazard.id}.md)"
-        theirs = pull_request(hazard.id)
+        folder, request = repair_folder(hazard.id), pull_request(hazard.id)
         word = proven["main"].get(hazard.id, NOT_RUN)
-        if repair_folder(hazard.id) is not None:
-            message = f"upstream/{hazard.id}/message.md"
-            title = (root / message).read_text("utf-8").splitlines()[0].removeprefix("# ")
-            own = f" Theirs: {theirs}." if theirs else ""
-            rows["repair"].append(f"| {link} | [{title}](../{message}){own} |")
-        elif theirs:
-            rows["pull request"].append(f"| {link} | {theirs} |")
+        if folder is not None:
+            title = (folder / "message.md").read_text("utf-8").partition("\n")[0].removeprefix("# ")
+            own = f" Theirs: {request}." if request else ""
+            message = f"../upstream/{hazard.id}/message.md"
+            rows["repair"].append(f"| {link} | [{title}]({message}){own} |")
+        elif request:
+            rows["pull request"].append(f"| {link} | {request} |")
         elif not isinstance(hazard, Patch) or BY_DESIGN in hazard.case_file["Remove when"]:
             until = " ".join(hazard.case_file["Remove when"].split())
             rows["by design"].append(f"| {link} | {until} |")

@@ -40,7 +40,7 @@ class Edit:
     address: str
     """`module:qualname` of a function or class, or `module` for the top level of a module."""
     action: Action
-    """What to do."""
+    """The kind of change: the function of that name below says what it does."""
     anchor: str = ""
     """A fragment of the statement to edit at; empty for `first`, `last` and `decorate`."""
     lines: str = ""
@@ -160,21 +160,22 @@ class Repair:
     """Patches of other hazards that `apply()` refuses as `drifted` beside this repair, because it
     changes lines that they rely on: somebody has to read them again once it is merged."""
 
-    def files(self, root: Path) -> dict[Path, str]:
+    def files(self, root: Path, texts: Mapping[Path, str] | None = None) -> dict[Path, str]:
         """Return path → edited text, for each file that the repair changes.
 
         Args:
             root: the folder that has the packages.
+            texts: path → text, for files that earlier repairs have changed; others are read.
 
         Raises:
             AnchorError: a module is not there, or an edit does not fit.
         """
-        texts: dict[Path, str] = {}
+        changed: dict[Path, str] = {}
         for edit in self.edits:
             path = file_of(edit.module, root)
-            text = texts[path] if path in texts else path.read_text("utf-8")
-            texts[path] = edited(text, edit)
-        return texts
+            text = changed.get(path, (texts or {}).get(path))
+            changed[path] = edited(path.read_text("utf-8") if text is None else text, edit)
+        return changed
 
 
 def file_of(module: str, root: Path) -> Path:
@@ -411,9 +412,7 @@ def _first(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
     if ast.get_docstring(owner) is not None:  # type: ignore[arg-type]
         index, indent = body[0].end_lineno, body[0].col_offset
     else:
-        index, indent = _start(body[0]), body[0].col_offset
-        while index and lines[index - 1].startswith(" " * indent + "#"):
-            index -= 1
+        index, indent = _with_comment(lines, body[0]), body[0].col_offset
     return lines[:index] + _indented(edit.lines, indent) + lines[index:]
 
 

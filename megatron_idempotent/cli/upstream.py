@@ -5,6 +5,7 @@ An installed package does not have them; then the text says where they are.
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -28,8 +29,7 @@ def pull_request(hazard_id: str) -> str:
 
     Returns "" if none is known, and in an installed package, which has no list of them.
     """
-    file = FOLDER / "pull_requests.json"
-    row = json.loads(file.read_text("utf-8")).get(hazard_id) if file.is_file() else None
+    row = _pull_requests(FOLDER / "pull_requests.json").get(hazard_id)
     if row is None:
         return ""
     state = "open pull request" if row["state"] == "open" else "merged in"
@@ -38,12 +38,21 @@ def pull_request(hazard_id: str) -> str:
     return f"{state} {row['pull_request']}{opened}{covers}"
 
 
+@functools.cache
+def _pull_requests(file: Path) -> dict[str, dict[str, str]]:
+    """Return the fields of upstream's pull requests by hazard; none if there is no such file."""
+    rows: dict[str, dict[str, str]] = {}
+    if file.is_file():
+        rows = json.loads(file.read_text("utf-8"))
+    return rows
+
+
 def repair_text(hazard: Hazard) -> str:
     """Return a pull request's message and its edits of upstream's code, formatted for a terminal.
 
     Without a repair, the text says when the patch can go, and where repairs are kept.
     """
-    folder, theirs = repair_folder(hazard.id), pull_request(hazard.id)
+    folder, request = repair_folder(hazard.id), pull_request(hazard.id)
     if folder is not None:
         message = (folder / "message.md").read_text("utf-8").rstrip()
         edits = (folder / "repair.py").read_text("utf-8").rstrip()
@@ -51,16 +60,16 @@ def repair_text(hazard: Hazard) -> str:
             f"python tools/repairs.py diff path/to/checkout {hazard.id}",
             f"python tools/repairs.py prove path/to/checkout {hazard.id}",
         )
-        lines = [message, *(["", f"Upstream's own: {theirs}."] if theirs else [])]
+        lines = [message, *(["", f"Upstream's own: {request}."] if request else [])]
         lines += ["", "What changes (repair.py):", "", edits, "", "See it:"]
         return "\n".join([*lines, *(f"    {command}" for command in commands)])
     until = " ".join(hazard.case_file["Remove when"].split())
     if not FOLDER.is_dir():
-        where = f"Repairs are kept in the repository: {_ADDRESS}/{hazard.id}, if there is one."
-    elif theirs:
-        where = f"Upstream's repair: {theirs}."
+        sentence = f"Repairs are kept in the repository: {_ADDRESS}/{hazard.id}, if there is one."
+    elif request:
+        sentence = f"Upstream's repair: {request}."
     elif isinstance(hazard, Patch) and BY_DESIGN not in until:
-        where = "Nobody has written upstream's repair yet: upstream/README.md says how."
+        sentence = "Nobody has written upstream's repair yet: upstream/README.md says how."
     else:
-        where = "It is by design: there is no repair to send."
-    return f"{where}\nRemove when: {until}"
+        sentence = "It is by design: there is no repair to send."
+    return f"{sentence}\nRemove when: {until}"

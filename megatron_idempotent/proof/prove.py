@@ -213,14 +213,27 @@ def control_outcome(run: Callable[..., list[Any]], hazard_id: str) -> str:
     """
     if hazards()[hazard_id].control is None:
         return "-"
-    error, bits = _run_on_ranks(run, _control, hazard_id, (), False)
+    error, bits = control_result(run, hazard_id, applied=())
     if error is not None:
         return f"stock: {error}"
-    error, patched = _run_on_ranks(run, _control, hazard_id, patches(), True)
+    error, patched = control_result(run, hazard_id, applied=patches(), helped=True)
     if error is not None:
         return f"patched: {error}"
     differing = [rank for rank, (a, b) in enumerate(zip(bits, patched, strict=True)) if a != b]
     return f"patched: other bits than stock's on ranks {differing}" if differing else "ok"
+
+
+def control_result(
+    run: Callable[..., list[Any]],
+    hazard_id: str,
+    *,
+    applied: Iterable[str],
+    helped: bool = False,
+) -> tuple[str | None, list[Any]]:
+    """Run a hazard's control on ranks with the patches `applied`; return its error or None, and
+    what each rank returns. The arguments are those of `outcome`.
+    """
+    return _run_on_ranks(run, _control, hazard_id, applied, helped)
 
 
 def _run_on_ranks(
@@ -228,21 +241,30 @@ def _run_on_ranks(
     function: Callable[..., Any],
     hazard_id: str,
     applied: Iterable[str],
-    *arguments: Any,
+    helped: bool,
 ) -> tuple[str | None, list[Any]]:
-    """Run a function on the hazard's ranks; return its error or None, and the ranks' results.
+    """Run a function on the hazard's ranks; return its error or None, and the ranks' results."""
+    return run_or_error(
+        *(run, hazards()[hazard_id].ranks, function, hazard_id, tuple(applied), helped),
+        already_applied=set(applied) == set(patches()),
+    )
 
-    An error is `Type: message`.
+
+def run_or_error(
+    run: Callable[..., list[Any]],
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    **how: Any,
+) -> tuple[str | None, list[Any]]:
+    """Run a function on ranks within `DEADLINE_S`; return its error or None, and what each rank
+    returns.
+
+    An error is `Type: message`. `how` has further arguments of `run`, which is as for `outcome`.
     """
-    ranks = hazards()[hazard_id].ranks
-    all_of_them = set(applied) == set(patches())
+    how |= {"timeout_s": DEADLINE_S, "patience": PATIENCE}
     try:
-        return None, run(
-            *(ranks, function, hazard_id, tuple(applied), *arguments),
-            timeout_s=DEADLINE_S,
-            patience=PATIENCE,
-            already_applied=all_of_them,
-        )
+        return None, run(ranks, function, *arguments, **how)
     except RankError as error:
         if error.exit_code is not None:
             return error.failures[0].folded, []

@@ -47,10 +47,9 @@ def test_the_others_leave_right_programs_as_they_are_without_it(without, megatro
     rest = tuple(set(patches()) - {without})
     mates = {name for group in patches()[without].groups for name in members(group)} - {without}
     for hazard in sorted(mates & set(BESIDE)):
-        stock = prove._run_on_ranks(megatron_ranks, prove._control, hazard, (), False)
-        assert prove._run_on_ranks(megatron_ranks, prove._control, hazard, rest, True) == stock, (
-            hazard
-        )
+        stock = prove.control_result(megatron_ranks, hazard, applied=())
+        others = prove.control_result(megatron_ranks, hazard, applied=rest, helped=True)
+        assert others == stock, hazard
 
 
 def report_with(**statuses: tuple[str, str]) -> Report:

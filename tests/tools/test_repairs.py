@@ -331,6 +331,16 @@ def test_in_one_tree_each_repair_may_end_other_hazards_and_change_what_patches_r
             "test_theirs: ['passed'] before, ['failed'] after",
         ),
         (
+            {"controls": {"fits": "ValueError: no"}},
+            {"controls": {"fits": "ValueError: no"}},
+            "the correct program beside fits fails on stock: ValueError: no",
+        ),
+        (
+            {"programs": {"plain": "ValueError: no"}},
+            {"programs": {"plain": "ValueError: no"}},
+            "program plain fails on stock: ValueError: no",
+        ),
+        (
             {},
             {"programs": {"plain": (["all_reduce", "barrier"], [b"bits"])}},
             "program plain has other bits or collectives",

@@ -8,8 +8,8 @@ REPAIR = Repair(
             "megatron.core.tensor_parallel.random:checkpoint",
             "return CheckpointFunction.apply",
             """
-            # Autograd drops the function if none of its inputs requires a gradient, even if
-            # parameters inside of it do, such as adapters behind a frozen embedding.
+            # Autograd drops the function if none of its inputs requires a gradient, although its
+            # parameters may require one: adapters behind a frozen embedding, for example.
             if torch.is_grad_enabled() and not any(
                 isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args
             ):
