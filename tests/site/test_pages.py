@@ -102,6 +102,8 @@ def test_every_hazard_has_a_state_of_upstreams_repair(pages):
     assert sum(map(int, titles.values())) == len(hazards())
     listed = json.loads((ROOT / "upstream" / "pull_requests.json").read_text("utf-8"))
     assert listed.keys() <= hazards().keys()
+    without = [name for name in listed if not (ROOT / "upstream" / name / "repair.py").exists()]
+    assert int(titles["Upstream's own pull requests"]) == len(without) > 0
     assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", row["pull_request"]) for row in listed.values())
 
 

@@ -90,6 +90,11 @@ def train(loop):
             "",
         ),
         (
+            replace("m:Loop.step", "batch = next(data)", ""),
+            "        # Reads a batch.\n        batch = next(data)\n",
+            "",
+        ),
+        (
             substitute("m:Loop.step", "again=False", "again=True"),
             "again=False",
             "again=True",
@@ -220,7 +225,7 @@ def test_apply_makes_each_repair_whole_or_not_at_all_and_once(clone, monkeypatch
 def test_a_repair_of_common_lines_is_not_taken_for_made(clone, monkeypatch, capsys):
     text = SOURCE + "\n\ntry:\n    import torch\nfinally:\n    gc.enable()\n"
     (clone / "package" / "loop.py").write_text(text)
-    edit = wrap("package.loop:train", "inner(loop)", "try:", "finally:\n    gc.collect()")
+    edit = wrap("package.loop:train", "inner(loop)", "try:", "finally:\n    gc.disable()")
     monkeypatch.setattr(repairs, "repair_of", lambda _: Repair(edits=(edit,)))
     for outcome in ("applied", "already applied"):
         assert run(monkeypatch, "apply", clone, "fits") == 0
