@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ else:
     import tomli as tomllib
 
 # With Field, so that its importers get the error above, which names the extra for pydantic.
-__all__ = ["MAY_CHANGE", "Field", "SettingsReader", "allowed", "schema", "settings"]
+__all__ = ["MAY_CHANGE", "Field", "SettingsReader", "allowed", "refused", "schema", "settings"]
 
 MAY_CHANGE: dict[str, Any] = {"may_change": True}
 """`Field(json_schema_extra=MAY_CHANGE)` declares that a resumed run may change the field, because
@@ -84,6 +85,25 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
         return cast("type[Record]", record)
 
     return decorate
+
+
+def refused(record: Any, *keys: str, allowed: str) -> ValueError:
+    """Return the error of a check of several fields, for a `__post_init__` to raise: the fields,
+    their values, and what is allowed.
+
+    Args:
+        record: the record of settings.
+        keys: the fields, such as "pp" or "parallel.pp"; an error names the first one's section.
+        allowed: what is allowed in the place of these values.
+
+    Example: `raise refused(self, "vpp", "pp", allowed="2 or more stages, or vpp = 1")`.
+    """
+    values = [operator.attrgetter(key)(record) for key in keys]
+    facts = [
+        f"{key} is {str(value).lower() if isinstance(value, bool) else repr(value)}"
+        for key, value in zip(keys, values, strict=True)
+    ]
+    return ValueError(f"{' and '.join(facts)}; allowed: {allowed}")
 
 
 class SettingsReader(Generic[Record]):

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from megatron_idempotent.rl.metrics.loggers import SettingsError
 from megatron_idempotent.rl.metrics.names import InflightClock
 from megatron_idempotent.rl.metrics.timeline import Timeline
-from megatron_idempotent.settings import MAY_CHANGE, Field, settings
+from megatron_idempotent.settings import MAY_CHANGE, Field, refused, settings
 
 from .buffer import GroupBuffer
 from .protocol import (
@@ -78,11 +78,8 @@ class ControllerLimits:
     def __post_init__(self) -> None:
         longest = self.group_attempts * self.group_timeout_s
         if self.stall_s <= longest:
-            raise ValueError(
-                f"stall_s is {self.stall_s:g} and a group may take {longest:g} s "
-                f"({self.group_attempts} attempts of group_timeout_s {self.group_timeout_s:g}); "
-                "allowed: more than that, or a hung rollout would end the run"
-            )
+            more = f"more than the {longest:g} s of a group, or a hung rollout would end the run"
+            raise refused(self, "stall_s", "group_attempts", "group_timeout_s", allowed=more)
 
 
 @settings(SettingsError)
@@ -126,27 +123,19 @@ class ControllerSettings(ControllerLimits):
         if not self.groups_per_call:
             object.__setattr__(self, "groups_per_call", max(self.groups_per_step // 2, 1))
         if self.train_global_batch_size % self.group_size:
-            raise ValueError(
-                f"train_global_batch_size is {self.train_global_batch_size} and group_size is "
-                f"{self.group_size}; allowed: whole groups in an optimizer step"
-            )
+            whole_groups = "whole groups in an optimizer step"
+            raise refused(self, "train_global_batch_size", "group_size", allowed=whole_groups)
         if self.groups_per_call > self.groups_per_step:
-            raise ValueError(
-                f"groups_per_call is {self.groups_per_call}; allowed: up to the "
-                f"{self.groups_per_step} groups of an optimizer step"
-            )
+            step = f"up to the {self.groups_per_step} groups of an optimizer step"
+            raise refused(self, "groups_per_call", allowed=step)
         if self.min_groups_per_call > self.groups_per_call:
-            raise ValueError(
-                f"min_groups_per_call is {self.min_groups_per_call}; allowed: up to "
-                f"groups_per_call, which is {self.groups_per_call}"
+            raise refused(
+                self, "min_groups_per_call", "groups_per_call", allowed="at most groups_per_call"
             )
         if self.target_groups % self.groups_per_step:
-            raise ValueError(
-                f"target_groups is {self.target_groups} and an optimizer step has "
-                f"{self.groups_per_step} groups (train_global_batch_size "
-                f"{self.train_global_batch_size} / group_size {self.group_size}); allowed: whole "
-                "optimizer steps in an outer step"
-            )
+            sizes = "target_groups", "train_global_batch_size", "group_size"
+            whole_steps = f"whole optimizer steps, of {self.groups_per_step} groups each"
+            raise refused(self, *sizes, allowed=whole_steps)
 
     @property
     def groups_per_step(self) -> int:

@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 from megatron_idempotent.rl.controller.state import ControllerLimits
 from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
-from megatron_idempotent.settings import MAY_CHANGE, Field, SettingsReader, schema, settings
+from megatron_idempotent.settings import (
+    MAY_CHANGE,
+    Field,
+    SettingsReader,
+    refused,
+    schema,
+    settings,
+)
 
 from . import ConfigError
 from .layout import RankLayout
@@ -101,15 +108,11 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(
-                f"parallel.vpp is {self.vpp} and parallel.pp is 1; allowed: 2 or more stages, "
-                "between which chunks alternate, or vpp = 1"
-            )
+            stages = "2 or more stages, between which chunks alternate, or vpp = 1"
+            raise refused(self, "vpp", "pp", allowed=stages)
         if self.sequence_parallel and self.tp == 1:
-            raise ValueError(
-                "parallel.sequence_parallel is true and parallel.tp is 1; allowed: 2 or more "
-                "ranks, which split the positions, or false"
-            )
+            ranks = "2 or more ranks, which split the positions, or false"
+            raise refused(self, "sequence_parallel", "tp", allowed=ranks)
 
     @property
     def is_whole(self) -> bool:
@@ -204,16 +207,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads or self.hidden // self.heads % 2:
-            raise ValueError(
-                f"model.heads is {self.heads} and model.hidden is {self.hidden}; allowed: heads "
-                "that divide hidden into an even width, which rotary positions need"
-            )
+            width = "heads that divide hidden into an even width, which rotary positions need"
+            raise refused(self, "heads", "hidden", allowed=width)
         _need_divisor("model.query_groups", self.query_groups, "model.heads", self.heads)
         if self.num_experts and self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"model.experts_per_token is {self.experts_per_token} and model.num_experts is "
-                f"{self.num_experts}; allowed: at most as many"
-            )
+            raise refused(self, "experts_per_token", "num_experts", allowed="at most as many")
 
 
 @settings(ConfigError, "rollout.")
@@ -258,10 +256,8 @@ class RolloutConfig:
             "this machine can add what one in front of the servers asks for",
         )
         if self.engine_url and self.engine == "transformers":
-            raise ValueError(
-                f"rollout.engine is {self.engine!r} and rollout.engine_url is {self.engine_url!r}; "
-                "allowed: a URL for each server of vllm, none for transformers"
-            )
+            urls = "a URL for each server of vllm, none for transformers"
+            raise refused(self, "engine", "engine_url", allowed=urls)
 
 
 @settings(ConfigError, "sync.")
@@ -343,11 +339,11 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         if self.correction != "none" and self.old_logprobs != "recomputed":
-            raise ValueError(
-                f"loss.correction is {self.correction!r} and loss.old_logprobs is "
-                f"{self.old_logprobs!r}; allowed: old_logprobs recomputed, or correction none, "
-                "since the ratio is that of recomputed log-probs to the engine's"
+            log_probs = (
+                "old_logprobs recomputed, or correction none, since the ratio is that of "
+                "recomputed log-probs to the engine's"
             )
+            raise refused(self, "correction", "old_logprobs", allowed=log_probs)
 
 
 @settings(ConfigError, "optimizer.")
@@ -442,13 +438,10 @@ class ControllerConfig(ControllerLimits):
     def __post_init__(self) -> None:
         ControllerLimits.__post_init__(self)
         for role in ("rank", "engine"):
-            reserved = getattr(self, f"cpus_per_{role}"), getattr(self, f"gpus_per_{role}")
-            if self.cluster != "ray" and reserved != (1, 0):
-                raise ValueError(
-                    f"controller.cpus_per_{role} is {reserved[0]}, gpus_per_{role} is "
-                    f"{reserved[1]} and controller.cluster is {self.cluster!r}; allowed: "
-                    f"controller.cluster = 'ray', which reserves them for each {role}, or 1 and 0"
-                )
+            keys = f"cpus_per_{role}", f"gpus_per_{role}"
+            if self.cluster != "ray" and [getattr(self, key) for key in keys] != [1, 0]:
+                on_ray = f"cluster = 'ray', which reserves them for each {role}, or 1 and 0"
+                raise refused(self, *keys, "cluster", allowed=on_ray)
 
 
 @settings(ConfigError, "evaluation.")
@@ -487,27 +480,21 @@ class Config:
         run, parallel, model, rollout = self.run, self.parallel, self.model, self.rollout
         optimizer, cluster = self.optimizer, self.controller.cluster
         if run.mode == "sync" and cluster != "embedded":
-            raise ValueError(
-                f"controller.cluster is {cluster!r} and run.mode is 'sync'; allowed: run.mode = "
-                "'async', which --async is short for"
-            )
+            mode = "run.mode = 'async', which --async is short for"
+            raise refused(self, "controller.cluster", "run.mode", allowed=mode)
         gpus = self.controller.gpus_per_rank
         if cluster == "ray" and bool(gpus) != (run.device == "cuda"):
-            raise ValueError(
-                f"controller.gpus_per_rank is {gpus} and run.device is {run.device!r}; allowed: "
+            requested = (
                 "one or more with run.device = 'cuda', none with another, because Ray shows ranks "
                 "the GPUs that they request"
             )
+            raise refused(self, "controller.gpus_per_rank", "run.device", allowed=requested)
         if rollout.engine == "vllm" and not rollout.engine_url and cluster != "ray":
-            raise ValueError(
-                "rollout.engine is 'vllm' and rollout.engine_url is ''; allowed: a URL for each "
-                "server, or controller.cluster = 'ray', whose actors start servers"
-            )
+            urls = "a URL for each server, or controller.cluster = 'ray', whose actors start them"
+            raise refused(self, "rollout.engine", "rollout.engine_url", allowed=urls)
         if rollout.router_replay != "off" and not (model.path or model.num_experts):
-            raise ValueError(
-                f"rollout.router_replay is {rollout.router_replay!r} and model.num_experts is 0; "
-                "allowed: off for a model without experts"
-            )
+            off = "off for a model without experts"
+            raise refused(self, "rollout.router_replay", "model.num_experts", allowed=off)
         _need_divisor("parallel.tp x cp x pp", parallel.members, "run.ranks", run.ranks)
         apart = self.replicas * parallel.cp
         why = ": replicas and context-parallel ranks split the experts"
@@ -637,19 +624,3 @@ def as_toml(config: Config) -> str:
     import tomli_w
 
     return tomli_w.dumps(dataclasses.asdict(config))
-
-
-def default(field: Mapping[str, Any]) -> str:
-    """Return a setting's default as Markdown text, with the default of asynchronous runs if that is
-    another one; `field` is the setting's JSON schema.
-    """
-    text = _as_markdown(field["default"])
-    if "with_async" in field:
-        text += f"; with `--async` {_as_markdown(field['with_async'])}"
-    return text
-
-
-def _as_markdown(value: object) -> str:
-    if value == "":
-        return "empty"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"

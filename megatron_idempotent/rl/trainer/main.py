@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -74,18 +73,15 @@ def _run(options: argparse.Namespace) -> int:
     from megatron_idempotent.rl.trainer.task.prompts import read_prompts
     from megatron_idempotent.rl.workers.protocol import RankFailed, RanksLost
 
-    from .config import declared, load_config
+    from .config import load_config
     from .output import CONFIG_FILE, data_path, is_unused, prepare, run_to_resume, say
 
     began_s, rank = time.time(), torchrun.rank()
     # One thread per rank: the ranks use all cores, and sums have a fixed order.
     os.environ["OMP_NUM_THREADS"] = "1"
     overrides = list(options.set)
-    flags = [f"{section}.{key}" for section, keys in declared("flag").items() for key in keys]
-    values = {path: getattr(options, path) for path in flags}
-    overrides += [f"{path}={value}" for path, value in values.items() if value is not None]
-    if options.run_async:
-        overrides.append("run.mode=async")
+    values = {name: value for name, value in vars(options).items() if "." in name}
+    overrides += [f"{name}={value}" for name, value in values.items() if value is not None]
     config_file: Path | None = options.config
     resume: bool = options.resume
     if resume:
@@ -278,21 +274,20 @@ def run_rank(job: Job) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the argument parser of `megatron-idempotent train`."""
-    from megatron_idempotent.settings import schema
+    """Return the parser of `megatron-idempotent train`, with an option for each setting."""
+    from megatron_idempotent.settings import allowed, schema
 
-    from .config import SECTIONS, declared, default
+    from .config import SECTIONS
 
     parser = _Parser(
         prog="megatron-idempotent train",
+        usage="%(prog)s [options] [--SECTION.KEY VALUE ...]",
         description="Trains a decoder by GRPO on a verifiable task: real Megatron on CPU ranks, "
         "each optimizer step taken in chunks, and engines that are given the new weights. Exit "
         "code 0 at the end; 1 where ranks or the controller failed; 2 for a mistake in settings, "
-        "data, output or checkpoint; 130 after Ctrl-C; 143 after SIGTERM, with a checkpoint.",
-        epilog=_settings_text(),
-        formatter_class=_HelpFormatter,
+        "data, output or checkpoint; 130 after Ctrl-C; 143 after SIGTERM, with a checkpoint. "
+        "Options win over FILE. A synchronous run reads loggers of [controller] alone.",
     )
-
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="settings in TOML; others keep their defaults"
     )
@@ -301,22 +296,16 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override one of the settings below; may be repeated",
+        help="the same as --SECTION.KEY VALUE; may be repeated",
     )
     parser.add_argument(
         "--async",
-        action="store_true",
-        dest="run_async",
+        action="store_const",
+        const="async",
+        dest="run.mode",
         help="sample and train at the same time, whatever FILE says; other defaults where it is "
         "silent",
     )
-    for section, flags in declared("flag").items():
-        for key, flag in flags.items():
-            option, _, metavar = flag.partition(" ")
-            field = schema(SECTIONS[section])["properties"][key]
-            text = f"{field['description']} (default: {default(field)})"
-            text = text.replace("`", "").replace("%", "%%")
-            parser.add_argument(option, dest=f"{section}.{key}", metavar=metavar, help=text)
     switches = {
         "--schema": "print the JSON schema of FILE, for editors, and end",
         "--resume": "continue the run in --out",
@@ -324,7 +313,27 @@ def parser() -> argparse.ArgumentParser:
     }
     for option, text in switches.items():
         parser.add_argument(option, action="store_true", help=text)
+    for section, kind in SECTIONS.items():
+        group = parser.add_argument_group(f"[{section}]")
+        for key, field in schema(kind)["properties"].items():
+            short, _, metavar = field.get("flag", "").partition(" ")
+            names = [short] * bool(short) + [f"--{section}.{key}"]
+            default = _shown(field["default"])
+            if "with_async" in field:
+                default += f", with --async {_shown(field['with_async'])}"
+            text = f"{field['description']} Default: {default}; allowed: {allowed(field)}."
+            group.add_argument(
+                *names,
+                dest=f"{section}.{key}",
+                metavar=metavar or "VALUE",
+                help=text.replace("`", "").replace("%", "%%"),
+            )
     return parser
+
+
+def _shown(default: object) -> str:
+    """Return a default as it is written on the command line."""
+    return str(default).lower() if isinstance(default, bool) else str(default) or "empty"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -334,36 +343,3 @@ class _Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         (file or sys.stderr).write(message)
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """Wraps each line of the help's description and list of settings by itself, instead of joining
-    the lines.
-    """
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n".join(
-            textwrap.fill(line, width, subsequent_indent="      " if line[:1] == " " else "")
-            for line in text.splitlines()
-        )
-
-
-def _settings_text() -> str:
-    """Return the text for `--help` with a line for each setting: its key, default, allowed values
-    and meaning.
-    """
-    from megatron_idempotent.settings import allowed, schema
-
-    from .config import SECTIONS, default
-
-    lines = [
-        "Settings, for --set and as tables of FILE, each with its default and what is allowed. The "
-        "command line wins over FILE. A synchronous run reads loggers of [controller] alone."
-    ]
-    for name, section in SECTIONS.items():
-        lines += ["", f"[{name}]"]
-        for key, field in schema(section)["properties"].items():
-            value = default(field)
-            meaning = " ".join(field["description"].split())
-            lines.append(f"  {key}: {value} ({allowed(field)}). {meaning}")
-    return "\n".join(lines).replace("`", "")
