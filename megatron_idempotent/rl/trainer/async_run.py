@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from megatron_idempotent.proof.cpu import RankPool
 from megatron_idempotent.rl import controller as async_controller
-from megatron_idempotent.rl.controller.samplers import SamplerError, configured_sampler
+from megatron_idempotent.rl.controller.samplers import configured_sampler
 from megatron_idempotent.rl.controller.state import ControllerLimits
 from megatron_idempotent.rl.controller.status_file import STATUS_FILE, StatusError, StatusFile
 from megatron_idempotent.rl.metrics.console import StatusTable, keep_showing
 from megatron_idempotent.rl.metrics.timeline import Timeline
-from megatron_idempotent.rl.sync import RemoteWeights
+from megatron_idempotent.rl.sync import RemoteWeights, SyncSettings
 from megatron_idempotent.rl.trainer.task.prompts import PromptSet, PromptStream
 from megatron_idempotent.rl.trainer.task.reward import load_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import make_tokenizer
@@ -34,7 +33,7 @@ from . import ConfigError
 from .async_ranks import RankPolicy, make_ranks
 from .checkpoint import CheckpointStore
 from .config import Config
-from .engines import local_sender, make_async_engines, sync_settings
+from .engines import local_sender, make_async_engines
 from .output import INITIAL, SYNC, TRAINED, Job
 from .policy import training_positions
 from .report import make_loggers
@@ -45,49 +44,34 @@ def make_sampler(config: Config) -> async_controller.Sampler:
     """Make the configured sampler, which decides which groups of samples start and train.
 
     Raises:
-        ConfigError: the sampler or an option is invalid.
+        SettingsError: the sampler or an option is invalid.
     """
     controller = config.controller
-    try:
-        return configured_sampler(
-            controller.sampler,
-            window=controller.max_staleness,
-            order=controller.order,
-            gated=controller.gated,
-            abort_stale=controller.abort_stale,
-        )
-    except async_controller.SettingsError as error:
-        raise ConfigError(f"controller.sampler: {error}") from error
+    return configured_sampler(
+        controller.sampler,
+        window=controller.max_staleness,
+        order=controller.order,
+        gated=controller.gated,
+        abort_stale=controller.abort_stale,
+    )
 
 
 def make_settings(config: Config) -> async_controller.ControllerSettings:
-    """Make the asynchronous controller's settings from the configuration; raise `ConfigError` if
-    one is invalid.
+    """Make the asynchronous controller's settings from the configuration.
 
     Raises:
-        ConfigError: a setting is invalid, or the sampler cannot work with the sizes.
+        SettingsError: a setting is invalid.
     """
-    controller, loss = config.controller, config.loss
-    reference = bool(loss.kl_coefficient) and loss.kl_reference == "initial"
-    proximal = loss.old_logprobs == "recomputed"
-    if reference and proximal:
-        logprobs: Literal["both", "reference", "policy", "none"] = "both"
-    else:
-        logprobs = "reference" if reference else "policy" if proximal else "none"
+    controller, models = config.controller, config.loss.logprob_models
     limits = {field.name: getattr(controller, field.name) for field in fields(ControllerLimits)}
-    try:
-        settings = async_controller.ControllerSettings(
-            **limits,
-            target_groups=config.rollout.prompts,
-            group_size=config.rollout.group_size,
-            train_global_batch_size=config.global_batch_size,
-            logprobs=logprobs,
-            checkpoint_every=config.run.checkpoint_every,
-        )
-        settings.checked_capacity(make_sampler(config))
-    except (async_controller.SettingsError, SamplerError) as error:
-        raise ConfigError(f"[controller]: {error}") from error
-    return settings
+    return async_controller.ControllerSettings(
+        **limits,
+        target_groups=config.rollout.prompts,
+        group_size=config.rollout.group_size,
+        train_global_batch_size=config.global_batch_size,
+        logprobs="both" if len(models) == 2 else models[0] if models else "none",
+        checkpoint_every=config.run.checkpoint_every,
+    )
 
 
 def connect(config: Config) -> None:
@@ -150,14 +134,9 @@ async def _run(job: Job, prompts: PromptSet, pool: RankPool | None) -> bool:
         stack.push_async_callback(ranks.close)
         await ranks.start()
         job.say("building the model, and starting engines")
-        timeline = None
-        if job.config.controller.timeline:
-            timeline = Timeline(tracks=("train", "weights", "rollouts"))
         last = job.config.last_version
         table = None if job.quiet else StatusTable(sys.stderr, until=last)
-        controller = await _controller(job, prompts, ranks, timeline, table, stack)
-        if timeline is not None:
-            stack.push_async_callback(asyncio.to_thread, _save_timeline, timeline, job.out)
+        controller = await _controller(job, prompts, ranks, table, stack)
         try:
             await stack.enter_async_context(StatusFile(controller.ping, job.out / STATUS_FILE))
         except StatusError as error:
@@ -180,7 +159,6 @@ async def _controller(
     job: Job,
     prompts: PromptSet,
     ranks: RankGroup,
-    timeline: Timeline | None,
     table: StatusTable | None,
     stack: AsyncExitStack,
 ) -> async_controller.Controller:
@@ -202,7 +180,7 @@ async def _controller(
             config, tokenizer, prompt, stream=group_id, samples=config.rollout.group_size
         ),
         score=scorer,
-        settings=sync_settings(config),
+        settings=SyncSettings(bucket_bytes=config.sync.bucket_bytes),
         deltas=config.sync.deltas,
     )
     stack.push_async_callback(fleet.close)
@@ -212,8 +190,12 @@ async def _controller(
 
         plane = TransferQueuePlane()
     stack.push_async_callback(plane.close)
-    loggers = make_loggers(job, *([table] if table is not None else []), threaded=True)
+    loggers = make_loggers(job, table, threaded=True)
     stack.push_async_callback(asyncio.to_thread, loggers.close)
+    timeline = None
+    if config.controller.timeline:
+        timeline = Timeline(tracks=("train", "weights", "rollouts"))
+        stack.push_async_callback(asyncio.to_thread, _save_timeline, timeline, job.out)
     return async_controller.Controller(
         settings=make_settings(config),
         sampler=make_sampler(config),

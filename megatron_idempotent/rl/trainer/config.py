@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_idempotent.rl.controller.protocol import LogprobsOf
 from megatron_idempotent.rl.controller.state import ControllerLimits
 from megatron_idempotent.rl.weights.urls import place_of, refuse_secrets
 from megatron_idempotent.settings import (
@@ -301,6 +302,11 @@ class SyncConfig:
             except ValueError as error:
                 raise ValueError(f"sync.directory: {error}") from None
 
+    @property
+    def bucket_bytes(self) -> int:
+        """The maximum size of a bucket of weights in bytes."""
+        return self.bucket_mb << 20
+
 
 @settings(ConfigError, "loss.")
 class LossConfig:
@@ -344,6 +350,16 @@ class LossConfig:
                 "recomputed log-probs to the engine's"
             )
             raise refused(self, "correction", "old_logprobs", allowed=log_probs)
+
+    @property
+    def logprob_models(self) -> tuple[LogprobsOf, ...]:
+        """The models whose log-probs a batch needs before it is trained: `policy` to recompute the
+        old ones, `reference` for the KL penalty to the initial weights.
+        """
+        models: list[LogprobsOf] = ["policy"] if self.old_logprobs == "recomputed" else []
+        if self.kl_coefficient and self.kl_reference == "initial":
+            models.append("reference")
+        return tuple(models)
 
 
 @settings(ConfigError, "optimizer.")

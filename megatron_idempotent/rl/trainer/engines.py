@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class Engines:
         self._runner = asyncio.Runner()
         self._engines, self._source, self._shared = tuple(engines), source, shared
         self._request_timeout_s = config.rollout.request_timeout_s
-        self._settings = sync_settings(config)
+        self._settings = SyncSettings(bucket_bytes=config.sync.bucket_bytes)
         self._fleet: Fleet | None = None
         if engines:
             # Used for single samples only: each rank makes groups itself.
@@ -195,11 +195,6 @@ class SpreadBuckets(Iterator[Bucket]):
             pass
 
 
-def sync_settings(config: Config) -> SyncSettings:
-    """Return the settings of a weight sync: the configured size of a bucket, in bytes."""
-    return SyncSettings(bucket_bytes=config.sync.bucket_mb << 20)
-
-
 def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: Path) -> Engines:
     """Return this rank's `Engines`: an engine on every rank or, with vLLM, clients of servers on
     rank 0, which samples for all ranks. A collective.
@@ -268,17 +263,18 @@ def make_sender(config: Config, directory: Path) -> Sender:
     weights.
     """
     sync = config.sync
-    make: dict[str, Callable[[], Sender]] = {
-        "bucket": functools.partial(transports.BucketSender, sync.directory or str(directory)),
-        "disk": functools.partial(transports.DiskSender, directory),
-        "shared_memory": transports.SharedMemorySender,
-        "cuda_ipc": transports.CudaIpcSender,
-    }
-    if sync.transport in make:
-        return make[sync.transport]()
-    address = sync.address or "127.0.0.1"
-    backend: Literal["gloo", "nccl"] = "nccl" if sync.transport == "nccl" else "gloo"
-    return transports.ProcessGroupSender(address, ranks=sync.workers, backend=backend)
+    match sync.transport:
+        case "bucket":
+            return transports.BucketSender(sync.directory or str(directory))
+        case "disk":
+            return transports.DiskSender(directory)
+        case "shared_memory":
+            return transports.SharedMemorySender()
+        case "cuda_ipc":
+            return transports.CudaIpcSender()
+        case backend:
+            address = sync.address or "127.0.0.1"
+            return transports.ProcessGroupSender(address, ranks=sync.workers, backend=backend)
 
 
 def files_sender(out: Path) -> Callable[[], Sender]:
@@ -342,16 +338,14 @@ def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> Rollout
 
 def local_sender(config: Config, out: Path) -> Callable[[], Sender]:
     """Return a factory of weight senders to receivers on this machine: through shared memory if it
-    has room for two buckets, else through files.
-
-    It sends through shared memory if that has room for the two buckets of an update, else files.
+    has room for the two buckets of an update, else through files.
     """
     files = files_sender(out)
     if not DIRECTORY.is_dir():  # as on macOS
         return files
     free = os.statvfs(DIRECTORY)
     # By default a container has 64 MB, too little for two buckets of most models.
-    has_room = free.f_bavail * free.f_frsize >= 2 * (config.sync.bucket_mb << 20)
+    has_room = free.f_bavail * free.f_frsize >= 2 * config.sync.bucket_bytes
     return transports.SharedMemorySender if has_room else files
 
 

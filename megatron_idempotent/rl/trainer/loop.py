@@ -54,13 +54,12 @@ def work(job: Job) -> None:
             first = load_weights(policy.stock, job.resume_from / "megatron") // steps
         loggers = Loggers([])  # rank 0 alone logs
         if rank == 0:
-            displays = []
-            if not job.quiet:
-                job.say("evaluating, and then the first rollout", terminal)
-                displays = [RolloutProgress(terminal, rollouts=job.config.run.rollouts)]
+            job.say("evaluating, and then the first rollout", terminal)
+            rollouts = job.config.run.rollouts
+            display = None if job.quiet else RolloutProgress(terminal, rollouts=rollouts)
             # Without a thread, because there is no event loop to block, and a thread would take a
             # core from the ranks.
-            loggers = make_loggers(job, *displays, threaded=False)
+            loggers = make_loggers(job, display, threaded=False)
         stack.callback(loggers.close)
         engines = make_engines(job.config, policy, policy.checkpoint, job.out)
         stack.enter_context(contextlib.closing(engines))

@@ -17,6 +17,7 @@ import torch
 
 import megatron_idempotent
 from megatron_idempotent import token_logprobs
+from megatron_idempotent.rl.controller import LogprobsOf
 
 from .batch import Batch
 from .config import LossConfig
@@ -169,16 +170,28 @@ def importance_correction(
     )
 
 
-def corrected(
-    batch: Batch, proximal_BT: torch.Tensor, config: LossConfig
+def with_logprobs(
+    batch: Batch, logprobs: Mapping[LogprobsOf, torch.Tensor], config: LossConfig
 ) -> tuple[Batch, Mapping[str, float]]:
-    """Return a copy of the batch with `proximal_BT` as old log-probs, importance weights, and a
-    loss mask without rejected tokens; also return the correction's metrics.
+    """Return a copy of a batch that `pack_rows` made, with all that the loss needs; also return the
+    correction's metrics, {} without a correction.
 
-    `batch.old_logprobs_BT` must be the engine's log-probs, as `pack_rows` sets them; `proximal_BT`
-    replaces them. If the KL penalty's reference is the policy that sampled, set the batch's
-    reference log-probs first.
+    The copy has reference log-probs if there is a KL penalty. If old log-probs are recomputed, it
+    has the policy's as old log-probs, importance weights, and a loss mask without rejected tokens.
+
+    Args:
+        batch: the batch, whose old log-probs are the engine's.
+        logprobs: the log-probs [B, T] of the batch's targets, for each model of
+            `config.logprob_models`.
+        config: the settings of the loss.
     """
+    reference_BT = logprobs.get("reference")
+    if config.kl_coefficient and config.kl_reference == "old":
+        reference_BT = batch.old_logprobs_BT
+    batch = dataclasses.replace(batch, reference_logprobs_BT=reference_BT)
+    if config.old_logprobs != "recomputed":
+        return batch, {}
+    proximal_BT = logprobs["policy"]
     correction = importance_correction(
         proximal_BT, batch.old_logprobs_BT, batch.loss_mask_BT, config
     )
@@ -283,7 +296,7 @@ class PolicyLoss:
             raise ValueError(
                 f"loss.old_logprobs is 'recomputed', loss.correction is "
                 f"{self.config.correction!r}, and the batch has no weights_BT; recompute the "
-                "log-probs and pass the batch through trainer.loss.corrected()"
+                "log-probs and pass the batch through trainer.loss.with_logprobs()"
             )
         logprobs_BT = self.of.logprobs(
             logits_BTV,

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_idempotent.rl.metrics.loggers import SettingsError
+
 from . import CheckpointError, ConfigError, TrainerError, torchrun
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         return _run(options)
-    except TrainerError as error:
+    except (TrainerError, SettingsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -143,19 +145,26 @@ def check(config: Config, prompts: PromptSet) -> None:
             verifier needs.
         CheckpointError: the checkpoint has no tokenizer, or a file is damaged.
         ConfigError: answers do not fit into a response, sequences do not fit into a pack, ranks
-            cannot split the model as in `[parallel]`, the verifier, the sampler or a logger is
-            unknown, the verifier cannot score the first prompt, or a package is missing.
+            cannot split the model as in `[parallel]`, the sampler or a logger is unknown, the
+            sampler cannot work with the sizes, the verifier cannot score the first prompt, or a
+            package is missing.
+        SettingsError: there is no such verifier.
     """
     _check_packages(config)  # before seconds of imports
+
+    from megatron_idempotent.rl.controller.samplers import SamplerError
 
     from . import async_run, policy, report
     from .task import prompts as data
     from .task import reward, tokenizer
 
-    async_run.make_sampler(config)
-    report.named_loggers(config, Path(config.run.out))
-    if config.run.mode == "async":
-        async_run.make_settings(config)
+    try:
+        sampler = async_run.make_sampler(config)
+        report.named_loggers(config, Path(config.run.out))
+        if config.run.mode == "async":
+            async_run.make_settings(config).checked_capacity(sampler)
+    except (SettingsError, SamplerError) as error:
+        raise ConfigError(f"[controller]: {error}") from error
     text_tokenizer = tokenizer.make_tokenizer(config, prompts)
     if config.model.path:
         _check_checkpoint(config)
@@ -163,7 +172,7 @@ def check(config: Config, prompts: PromptSet) -> None:
     data.check_answers_fit(prompts, text_tokenizer.encode_answer, max_response_tokens=longest)
     policy.check_budget(config, prompts, text_tokenizer)
     # The ranks load it again; this reports mistakes early.
-    reward.check_reward(reward.load_reward(config.task.reward), prompts)
+    reward.Verifier(reward.load_reward(config.task.reward)).check(prompts)
 
 
 def _check_packages(config: Config) -> None:
@@ -240,7 +249,7 @@ def launch(job: Job, prompts: PromptSet) -> bool:
 
 
 def start_ranks(job: Job) -> None:
-    """Start all ranks, which call `run_rank`, and wait until they end; under torchrun, train as
+    """Start all ranks, which call `loop.work`, and wait until they end; under torchrun, train as
     this process's rank.
 
     Raises:
@@ -252,6 +261,8 @@ def start_ranks(job: Job) -> None:
         return
     from megatron_idempotent.proof import cpu
 
+    from .loop import work
+
     # The launcher imports these once for all ranks; of models only Llama.
     preload = (
         *cpu.PROGRAM_PRELOAD,
@@ -261,16 +272,7 @@ def start_ranks(job: Job) -> None:
     )
     run = job.config.run
     with cpu.RankPool(run.ranks, preload=preload, device=run.device) as pool:
-        pool.run(run.ranks, run_rank, job, timeout_s=run.timeout_s)
-
-
-def run_rank(job: Job) -> None:
-    """Train as one rank. The training loop is imported in this call, because only ranks may import
-    torch.
-    """
-    from .loop import work
-
-    work(job)
+        pool.run(run.ranks, work, job, timeout_s=run.timeout_s)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -83,45 +82,58 @@ def prepare(config: Config, *, resume: bool, quiet: bool, began_s: float | None 
 
     A run that died before its first checkpoint is resumed from its start.
 
+    Args:
+        config: the configuration, which is written into the directory.
+        resume: True to continue the run in the directory.
+        quiet: True to print errors only.
+        began_s: when the command started, in seconds since 1970; None for now.
+
     Raises:
         OutputError: the directory cannot be written, or has another run.
         CheckpointError: there is no run to resume, or its checkpoint is damaged or has other
             settings.
     """
     out = run_to_resume(config.run.out) if resume else _fresh(config)
+    checkpoint = _to_resume(out, config) if resume else None
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
+        # Atomically: a run that is killed here is resumed with this file.
+        write_whole(out / CONFIG_FILE, as_toml(config))
+        if checkpoint is not None:
+            # A run that died while completing its last checkpoint left old ones.
+            remove_old(out / "checkpoints", config.run.keep_checkpoints)
     except OSError as error:
         raise OutputError(
             f"{error.filename or out}: {error.strerror}; choose a directory that can be written "
             "with --out"
         ) from error
-    checkpoint = None
-    if resume:
-        checkpoints = complete_checkpoints(out / "checkpoints")
-        if checkpoints:
-            checkpoint = checkpoints[-1]
-            written = verify_checkpoint(checkpoint)["config"]
-            _same_settings(written, resume_state(config), checkpoint)
-            # A run that died while completing its last checkpoint left old ones.
-            remove_old(out / "checkpoints", config.run.keep_checkpoints)
-        elif not (out / CONFIG_FILE).is_file():
-            raise CheckpointError(
-                f"{out}: neither a complete checkpoint nor the {CONFIG_FILE} of a run that had "
-                "none yet; start without --resume, in an empty directory"
-            )
-        initial = out / INITIAL
-        check_sums(initial, f"remove {initial}, and an equal one is made")
-        try:
-            read_metrics(out / METRICS_FILE)
-        except ValueError as error:
-            raise OutputError(f"{error}; remove that line to go on without it") from error
-    # Atomically: a run that is killed here is resumed with this file.
-    write_whole(out / CONFIG_FILE, as_toml(config))
     began_s = time.time() if began_s is None else began_s
     return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet, began_s=began_s)
+
+
+def _to_resume(out: Path, config: Config) -> Path | None:
+    """Check the run in a directory, and return its newest checkpoint, or None if it has none yet.
+
+    Raises:
+        OutputError: the metrics file is damaged.
+        CheckpointError: there is no run, or its checkpoint is damaged or has other settings.
+    """
+    checkpoints = complete_checkpoints(out / "checkpoints")
+    checkpoint = checkpoints[-1] if checkpoints else None
+    if checkpoint is not None:
+        _same_settings(verify_checkpoint(checkpoint)["config"], resume_state(config), checkpoint)
+    elif not (out / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{out}: neither a complete checkpoint nor the {CONFIG_FILE} of a run that had "
+            "none yet; start without --resume, in an empty directory"
+        )
+    initial = out / INITIAL
+    check_sums(initial, f"remove {initial}, and an equal one is made")
+    try:
+        read_metrics(out / METRICS_FILE)
+    except ValueError as error:
+        raise OutputError(f"{error}; remove that line to go on without it") from error
+    return checkpoint
 
 
 def resume_state(config: Config) -> dict[str, Any]:

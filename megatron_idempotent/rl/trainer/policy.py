@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from . import ConfigError, megatron_setup
 from .batch import Batch, chunks
 from .config import Config
 from .layout import Replica
-from .loss import LogitsOf, PolicyLoss, corrected
+from .loss import LogitsOf, PolicyLoss, with_logprobs
 from .output import INITIAL, Job, data_path, write_sums
 
 _Weights = Mapping[str, torch.Tensor]
@@ -142,13 +141,8 @@ class MegatronPolicy:
         after its step is undone.
         """
         optimizer, loss = self.config.optimizer, self.config.loss
-        if loss.kl_coefficient:
-            old = loss.kl_reference == "old"
-            reference_BT = batch.old_logprobs_BT if old else self.logprobs(batch, "reference")
-            batch = dataclasses.replace(batch, reference_logprobs_BT=reference_BT)
-        if loss.old_logprobs == "recomputed":
-            proximal_BT = self.logprobs(batch, "policy")
-            batch, _ = corrected(batch, proximal_BT, loss)
+        logprobs = {model: self.logprobs(batch, model) for model in loss.logprob_models}
+        batch, _ = with_logprobs(batch, logprobs, loss)
         stream = chunks(batch, size=self.config.chunk_size, seed=self.config.run.seed, index=index)
         results = [
             self._optimizer_step(itertools.islice(stream, self.config.chunks))

@@ -14,7 +14,6 @@ from megatron_idempotent.rl.metrics import loggers as metric_loggers
 from megatron_idempotent.rl.metrics import names
 from megatron_idempotent.rl.metrics.loggers import Logger, Loggers
 
-from . import ConfigError
 from .config import Config
 from .output import Job, rollouts_of
 
@@ -87,9 +86,9 @@ def draw_curves(rows: Sequence[dict[str, Any]], path: Path, *, step: str) -> Any
     return figure
 
 
-def make_loggers(job: Job, *displays: Logger, threaded: bool) -> Loggers:
+def make_loggers(job: Job, display: Logger | None, *, threaded: bool) -> Loggers:
     """Make the loggers of a run: its metrics file, TensorBoard, the configured loggers, and
-    `displays`.
+    `display`, which shows the run to the user.
 
     If TensorBoard is not installed, its logger is dropped with a warning.
     """
@@ -99,8 +98,9 @@ def make_loggers(job: Job, *displays: Logger, threaded: bool) -> Loggers:
         *metric_loggers.logger_factories(["jsonl"], job.out, first_step=first),
         functools.partial(metric_loggers.TensorBoardLogger, events, first_step=first),
         *named_loggers(job.config, job.out, first_step=first),
-        *displays,
     ]
+    if display is not None:
+        loggers.append(display)
     return Loggers(loggers, threaded=threaded)
 
 
@@ -108,10 +108,7 @@ def named_loggers(config: Config, out: Path, *, first_step: int = 0) -> list[Cal
     """Return a factory for each logger that `controller.loggers` names.
 
     Raises:
-        ConfigError: a logger is unknown, or its package is not installed.
+        SettingsError: a logger is unknown, or its package is not installed.
     """
     loggers = [name.strip() for name in config.controller.loggers.split(",") if name.strip()]
-    try:
-        return metric_loggers.logger_factories(loggers, out, first_step=first_step)
-    except metric_loggers.SettingsError as error:
-        raise ConfigError(f"controller.loggers: {error}") from error
+    return metric_loggers.logger_factories(loggers, out, first_step=first_step)

@@ -15,12 +15,12 @@ from megatron_idempotent.rl.controller import Fleet, LogprobsOf, RolloutGroup
 from megatron_idempotent.rl.engines import Request, Sample
 from megatron_idempotent.rl.metrics.names import HELD_OUT
 from megatron_idempotent.rl.trainer.task.prompts import Prompt
-from megatron_idempotent.rl.trainer.task.reward import FieldsOf, Reward, score
+from megatron_idempotent.rl.trainer.task.reward import Reward, Verifier
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
 from .batch import Batch, pack_rows
 from .config import Config
-from .loss import corrected
+from .loss import with_logprobs
 
 # Keeps rounding differences of rewards from being scaled up to unit variance.
 _SMALLEST_STD = 1e-4
@@ -75,7 +75,7 @@ class Scorer:
     """
 
     def __init__(self, reward: Reward, tokenizer: TextTokenizer) -> None:
-        self._reward, self._fields, self._tokenizer = reward, FieldsOf(reward), tokenizer
+        self._verifier, self._tokenizer = Verifier(reward), tokenizer
 
     async def __call__(
         self, group_id: int, prompt: Prompt, samples: Sequence[Sample]
@@ -91,14 +91,11 @@ class Scorer:
             ConfigError: a reward is not a number from 0 to 1, such as NaN.
             Exception: the verifier's error.
         """
-        fields = self._fields(prompt.fields)
         return tuple(
-            score(
-                self._reward,
+            self._verifier.score(
                 self._tokenizer.decode(sample.tokens),
                 prompt,
                 finished=sample.finish_reason == "stop",
-                fields=fields,
             )
             for sample in samples
         )
@@ -247,15 +244,7 @@ class GrpoRecipe:
         """Return the batch `inputs` with reference log-probs and importance weights added, if the
         loss needs them.
         """
-        loss = self.config.loss
-        batch: Batch = inputs
-        reference_BT = logprobs.get("reference")
-        if loss.kl_coefficient and loss.kl_reference == "old":
-            reference_BT = batch.old_logprobs_BT
-        batch = dataclasses.replace(batch, reference_logprobs_BT=reference_BT)
-        if loss.old_logprobs != "recomputed":
-            return batch
-        batch, correction = corrected(batch, logprobs["policy"], loss)
+        batch, correction = with_logprobs(inputs, logprobs, self.config.loss)
         # One entry per call, under its first group; a repeated step overwrites it.
         self._corrections[groups[0].id] = correction
         return batch

@@ -20,7 +20,7 @@ LAUNCHER = pools._Launcher
 def train(argv, out):
     """Run the command as if it was started by itself; return its exit code, and what it said."""
     _as_if_started()
-    from megatron_idempotent.rl.trainer import async_run
+    from megatron_idempotent.rl.trainer import async_run, loop
     from megatron_idempotent.rl.trainer import main as command
 
     pools._Launcher = ForkedLauncher
@@ -29,7 +29,7 @@ def train(argv, out):
     run_controller = async_run.run_controller
     async_run.run_controller = lambda job, prompts: run_controller(job, prompts, pool=pool)
     command.start_ranks = lambda job: pool.run(
-        job.config.run.ranks, command.run_rank, job, timeout_s=job.config.run.timeout_s
+        job.config.run.ranks, loop.work, job, timeout_s=job.config.run.timeout_s
     )
     with open(out, "a") as said, contextlib.redirect_stderr(said):
         try:

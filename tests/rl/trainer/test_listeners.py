@@ -20,8 +20,7 @@ from test_torchrun import OPTIONS, Started
 from trainer_cases import ASYNC, SYNC, TIMEOUT_S, job_for, needs_megatron_training
 
 from megatron_idempotent.rl.engines.vllm_server import VllmServer
-from megatron_idempotent.rl.trainer import async_ranks
-from megatron_idempotent.rl.trainer import main as command
+from megatron_idempotent.rl.trainer import async_ranks, loop
 from megatron_idempotent.rl.trainer.async_run import run_controller
 from megatron_idempotent.rl.trainer.output import data_path
 from megatron_idempotent.rl.trainer.task.prompts import read_prompts
@@ -38,7 +37,7 @@ STORE = "torch's `TCPStore`"
 
 def run_and_report(job):
     """Runs on a rank: a whole run."""
-    command.run_rank(job)
+    loop.work(job)
     return report()
 
 

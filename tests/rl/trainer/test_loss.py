@@ -9,15 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_idempotent import token_logprobs  # noqa: E402 - after the skip
-from megatron_idempotent.rl.trainer import ConfigError  # noqa: E402
 from megatron_idempotent.rl.trainer.batch import Batch  # noqa: E402
-from megatron_idempotent.rl.trainer.config import Config, LossConfig  # noqa: E402
+from megatron_idempotent.rl.trainer.config import LossConfig  # noqa: E402
 from megatron_idempotent.rl.trainer.loss import (  # noqa: E402
     LogitsOf,
     PolicyLoss,
-    corrected,
     grpo_loss,
     importance_correction,
+    with_logprobs,
 )
 from megatron_idempotent.step.microbatches import valid_counts  # noqa: E402
 
@@ -269,8 +268,7 @@ def config_of(correction):
 def test_a_steps_loss_is_the_objective_of_the_batch(correction):
     batch, proximal = make_batch()
     config = LossConfig(kl_coefficient=0.05) if correction is None else config_of(correction)
-    if correction:
-        batch, _ = corrected(batch, proximal, config)
+    batch, _ = with_logprobs(batch, {"policy": proximal, "reference": proximal}, config)
     logits = torch.randn(B, T, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     own = token_logprobs(logits=logits, targets=batch.targets_BT, temperature=0.7).logprob
     loss, metrics = PolicyLoss(config, of=LogitsOf(temperature=0.7))(logits, batch.tensors())
@@ -291,7 +289,7 @@ def test_a_steps_loss_is_the_objective_of_the_batch(correction):
 
 def test_rejected_tokens_leave_the_denominator_and_weights_travel_with_their_sequences():
     batch, proximal = make_batch()
-    new, metrics = corrected(batch, proximal, config_of("mask"))
+    new, metrics = with_logprobs(batch, {"policy": proximal}, config_of("mask"))
     tokens = valid_counts(batch.tensors())[1] - valid_counts(new.tensors())[1]
     assert tokens == metrics["rejected"] > 0
     assert torch.equal(new.old_logprobs_BT, proximal)
@@ -317,9 +315,3 @@ def test_a_batch_without_lengths_is_not_packed():
     assert {tuple(each.shape) for each in whole.values()} == {(B, T + 1), (B,)}
     assert whole["token_mask"][:, 1:].equal(batch.loss_mask_BT)
     assert whole["response_mask"][:, :-1].equal(batch.loss_mask_BT)
-
-
-def test_a_correction_of_the_engines_own_logprobs_is_no_setting():
-    message = "loss.correction is 'mask' and loss.old_logprobs is 'behaviour'; allowed"
-    with pytest.raises(ConfigError, match=message):
-        Config(loss=LossConfig(correction="mask"))

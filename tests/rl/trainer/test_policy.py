@@ -26,7 +26,7 @@ NO_SUCH_TOKEN = (
 def run_and_note_chunks(job):
     """Runs on a rank: a whole run; the rows of each chunk, in order."""
     from megatron_idempotent import TrainStep
-    from megatron_idempotent.rl.trainer.main import run_rank
+    from megatron_idempotent.rl.trainer.loop import work
 
     rows, microbatch = [], TrainStep.microbatch
 
@@ -36,7 +36,7 @@ def run_and_note_chunks(job):
         return receipt
 
     TrainStep.microbatch = noting
-    run_rank(job)
+    work(job)
     return rows
 
 

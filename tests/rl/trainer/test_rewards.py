@@ -27,7 +27,7 @@ from megatron_idempotent.rl.trainer.rewards import (
     make_requests,
 )
 from megatron_idempotent.rl.trainer.task.prompts import Prompt, PromptSet
-from megatron_idempotent.rl.trainer.task.reward import check_reward, position_reward
+from megatron_idempotent.rl.trainer.task.reward import Verifier, position_reward
 from megatron_idempotent.rl.trainer.task.tokenizer import TextTokenizer
 
 PROMPTS = [Prompt(row=row, text=f"say {a}", answer=a, split="train") for row, a in enumerate("abc")]
@@ -185,10 +185,10 @@ def test_a_verifier_sees_the_words_of_each_response_whether_it_ended_and_fields_
     assert seen == [("a", "a", True, 2), ("a", "a", False, 2), fields]
     held_out = Prompt(row=7, text="c", answer="b", split="held_out", fields={"tests": []})
     prompts = PromptSet(train=(prompt,), held_out=(held_out,))
-    check_reward(every, prompts)
-    check_reward(position_reward, prompts)
+    Verifier(every).check(prompts)
+    Verifier(position_reward).check(prompts)
     with pytest.raises(DataError, match="line 8 of the prompts: no field 'level'"):
-        check_reward(one, prompts)
+        Verifier(one).check(prompts)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.5, 3.0, None, "much"])
@@ -196,7 +196,7 @@ def test_a_reward_that_is_no_number_from_0_to_1_is_refused_before_a_run_and_in_i
     prompts = PromptSet(train=tuple(PROMPTS), held_out=tuple(PROMPTS[:1]))
     said = rf"task.reward returned {value!r} for line 1 of the prompts and the response 'a'; allow"
     with pytest.raises(ConfigError, match=said):
-        check_reward(lambda response, answer, *, finished: value, prompts)
+        Verifier(lambda response, answer, *, finished: value).check(prompts)
 
     def later(response, answer, *, finished):
         return 1 + 1e-15 if finished else value
@@ -212,13 +212,13 @@ def test_a_verifier_that_cannot_be_called_or_raises_is_told_with_what_it_got():
     with pytest.raises(
         ConfigError, match=r"called as reward\(response, answer, finished=…\): .*'f"
     ):
-        check_reward(lambda response, answer: 1.0, prompts)
+        Verifier(lambda response, answer: 1.0).check(prompts)
 
     def fragile(response, answer, *, finished):
         return 1 / len(response)
 
     with pytest.raises(ConfigError, match=r"raises ZeroDivisionError for line 1 .* response '': "):
-        check_reward(fragile, prompts)
+        Verifier(fragile).check(prompts)
 
 
 def test_settings_of_the_controller_are_those_of_the_configuration():

@@ -14,6 +14,7 @@ from sampling_case import SETTINGS, check, compare_sampling_with_training, write
 from trainer_cases import SYNC, TIMEOUT_S, digest, job_for, needs_megatron_training, rows
 
 from megatron_idempotent.rl.metrics.loggers import METRICS_FILE, read_metrics
+from megatron_idempotent.rl.trainer import loop
 from megatron_idempotent.rl.trainer import main as command
 from megatron_idempotent.rl.trainer.main import main
 
@@ -53,7 +54,7 @@ def test_engines_give_the_log_probabilities_of_the_training_forward(
     check(ranks, batched_alike=make is None)
 
 
-def start_ranks_of(run, patch, function=command.run_rank, *arguments):
+def start_ranks_of(run, patch, function=loop.work, *arguments):
     """Have the command start its ranks with those of this session."""
 
     def start_ranks(job):
@@ -65,7 +66,7 @@ def start_ranks_of(run, patch, function=command.run_rank, *arguments):
 def run_with_terminal(job, terminal):
     """Runs on a rank, whose standard error goes to a file."""
     os.dup2(os.open(terminal, os.O_CREAT | os.O_APPEND | os.O_WRONLY), 2)
-    command.run_rank(job)
+    loop.work(job)
 
 
 def fail_in_the_data(job):
@@ -207,7 +208,7 @@ def noting(job, file):
         return generate(self, requests)
 
     Engines.generate = noting_generate
-    command.run_rank(job)
+    loop.work(job)
 
 
 def damaged(file):
@@ -233,7 +234,7 @@ def run_and_note_versions(job):
         return samples
 
     Engines.publish, Engines.generate = noting_publish, noting_generate
-    command.run_rank(job)
+    loop.work(job)
     return noted
 
 

@@ -19,8 +19,7 @@ import kill_points
 import torch
 from trainer_cases import SYNC, TIMEOUT_S, digest, job_for, needs_megatron_training, rows
 
-from megatron_idempotent.rl.trainer import main as command
-from megatron_idempotent.rl.trainer import output
+from megatron_idempotent.rl.trainer import loop, output
 from megatron_idempotent.rl.trainer.main import main
 
 pytestmark = [pytest.mark.full, needs_megatron_training]
@@ -96,7 +95,7 @@ def torchrun(tmp_path):
 def embedded(megatron_rank_pool, tmp_path_factory):
     """The job of a run that nothing disturbs, on ranks of this session's pool."""
     job = job_for(tmp_path_factory.mktemp("embedded") / "run", *SMALL)
-    megatron_rank_pool.run(2, command.run_rank, job, timeout_s=TIMEOUT_S)
+    megatron_rank_pool.run(2, loop.work, job, timeout_s=TIMEOUT_S)
     return job
 
 

@@ -127,7 +127,7 @@ def run_and_note(job, *, with_row_norms=False):
     from megatron_idempotent.rl.engines.transformers import _load
     from megatron_idempotent.rl.engines.transformers_weights import ServedWeights
     from megatron_idempotent.rl.trainer.engines import Engines
-    from megatron_idempotent.rl.trainer.main import run_rank
+    from megatron_idempotent.rl.trainer.loop import work
     from megatron_idempotent.rl.trainer.policy import MegatronPolicy
 
     noted = Noted()
@@ -154,7 +154,7 @@ def run_and_note(job, *, with_row_norms=False):
         return train(self, batch, index=index)
 
     Engines.publish, MegatronPolicy.train = noting_publish, noting_train
-    run_rank(job)
+    work(job)
     noted.saved = hashes(ServedWeights(_load(job.out / "model", None))._tensors)
     return noted
 
@@ -162,10 +162,10 @@ def run_and_note(job, *, with_row_norms=False):
 def row_norms(policy, batch, proximal_BT):
     import torch
 
-    from megatron_idempotent.rl.trainer.loss import corrected
+    from megatron_idempotent.rl.trainer.loss import with_logprobs
 
-    batch = dataclasses.replace(batch, reference_logprobs_BT=proximal_BT)
-    batch, _ = corrected(batch, proximal_BT, policy.config.loss)
+    logprobs = {"policy": proximal_BT, "reference": proximal_BT}
+    batch, _ = with_logprobs(batch, logprobs, policy.config.loss)
     norms = []
     for row in range(len(batch)):
         step_id = policy.begin()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megatron_idempotent.rl.metrics.loggers import SettingsError, import_named
+from megatron_idempotent.rl.metrics.loggers import import_named
 from megatron_idempotent.rl.trainer import ConfigError, DataError
 
 from .prompts import Prompt, PromptSet
@@ -25,35 +24,54 @@ class Reward(Protocol):
         """
 
 
-class FieldsOf:
-    """Selects those fields of a data row for which a reward function has parameters; with `**name`,
-    all fields.
+class Verifier:
+    """Calls a reward function with those fields of a data row for which it has parameters; with
+    `**name`, with all fields.
 
-    Example: `FieldsOf(reward)(prompt.fields)`.
+    Example: `Verifier(reward).score("c b a", prompt, finished=True)`.
     """
 
     def __init__(self, reward: Reward) -> None:
         parameters = inspect.signature(reward).parameters.values()
-        self._all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         keywords = [
             parameter
             for parameter in list(parameters)[2:]  # after the response and the answer
             if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
-        self._names = frozenset(parameter.name for parameter in keywords)
+        self._reward = reward
+        self._takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = {parameter.name for parameter in keywords}
         self._needed = {
             parameter.name for parameter in keywords if parameter.default is parameter.empty
         } - {"finished"}
 
-    def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of a data row for which the reward function has parameters."""
-        return {name: value for name, value in fields.items() if self._all or name in self._names}
-
-    def check(self, prompts: PromptSet) -> None:
-        """Raise `DataError` if a prompt's row lacks a field that the reward function requires.
+    def score(self, response: str, prompt: Prompt, *, finished: bool) -> float:
+        """Return the reward of one response, from 0 to 1.
 
         Raises:
-            DataError: a row lacks a field; the message has its line.
+            ConfigError: the reward is not a number from 0 to 1.
+            Exception: the reward function's error.
+        """
+        value = self._reward(response, prompt.answer, finished=finished, **self._fields(prompt))
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if 0 <= round(number, 9) <= 1:  # rounding may make a sum of fractions exceed 1
+            return number
+        raise ConfigError(
+            f"task.reward returned {value!r} for line {prompt.row + 1} of the prompts and the "
+            f"response {response!r}; allowed: a number from 0 to 1"
+        )
+
+    def check(self, prompts: PromptSet) -> None:
+        """Raise an error unless the reward function accepts the fields of all prompts, and works on
+        the first prompt: with the correct answer, and with an empty response.
+
+        Raises:
+            DataError: a row lacks a field that the function requires; the message has its line.
+            ConfigError: the function does not have the signature of `Reward`, raises for the first
+                prompt, or does not return a number from 0 to 1.
         """
         for prompt in prompts.all:
             missing = sorted(self._needed - prompt.fields.keys())
@@ -62,57 +80,31 @@ class FieldsOf:
                     f"line {prompt.row + 1} of the prompts: no field {missing[0]!r}, which "
                     "task.reward takes without a default; add it, or give the parameter a default"
                 )
-
-
-def check_reward(reward: Reward, prompts: PromptSet) -> None:
-    """Raise an error unless a reward function accepts the fields of all prompts, and works on the
-    first prompt: with the correct answer, and with an empty response.
-
-    Raises:
-        DataError: a row lacks a field that the verifier requires.
-        ConfigError: the verifier does not have the signature of `Reward`, raises for the first
-            prompt, or does not return a number from 0 to 1.
-    """
-    fields, prompt = FieldsOf(reward), prompts.all[0]
-    fields.check(prompts)
-    try:
-        inspect.signature(reward).bind("", "", finished=True, **fields(prompt.fields))
-    except TypeError as error:
-        raise ConfigError(
-            f"task.reward cannot be called as reward(response, answer, finished=…): {error}; give "
-            "it these parameters"
-        ) from error
-    for response, finished in ((prompt.answer, True), ("", False)):
+        prompt = prompts.all[0]
         try:
-            score(reward, response, prompt, finished=finished, fields=fields(prompt.fields))
-        except ConfigError:
-            raise
-        except Exception as error:
+            inspect.signature(self._reward).bind("", "", finished=True, **self._fields(prompt))
+        except TypeError as error:
             raise ConfigError(
-                f"task.reward raises {type(error).__name__} for line {prompt.row + 1} of the "
-                f"prompts and the response {response!r}: {error}"
+                f"task.reward cannot be called as reward(response, answer, finished=…): {error}; "
+                "give it these parameters"
             ) from error
+        for response, finished in ((prompt.answer, True), ("", False)):
+            try:
+                self.score(response, prompt, finished=finished)
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"task.reward raises {type(error).__name__} for line {prompt.row + 1} of the "
+                    f"prompts and the response {response!r}: {error}"
+                ) from error
 
-
-def score(
-    reward: Reward, response: str, prompt: Prompt, *, finished: bool, fields: Mapping[str, Any]
-) -> float:
-    """Call the reward function on one response, and return the reward, from 0 to 1.
-
-    Raises:
-        ConfigError: the reward is not a number from 0 to 1.
-    """
-    value = reward(response, prompt.answer, finished=finished, **fields)
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if 0 <= round(number, 9) <= 1:  # rounding may make a sum of fractions exceed 1
-        return number
-    raise ConfigError(
-        f"task.reward returned {value!r} for line {prompt.row + 1} of the prompts and the response "
-        f"{response!r}; allowed: a number from 0 to 1"
-    )
+    def _fields(self, prompt: Prompt) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in prompt.fields.items()
+            if self._takes_all or name in self._names
+        }
 
 
 def position_reward(response: str, answer: str, *, finished: bool) -> float:
@@ -136,9 +128,6 @@ def load_reward(path: str) -> Reward:
     directory.
 
     Raises:
-        ConfigError: there is no such module or function.
+        SettingsError: there is no such module or function.
     """
-    try:
-        return import_named(path, "task.reward")
-    except SettingsError as error:
-        raise ConfigError(str(error)) from error
+    return import_named(path, "task.reward")
