@@ -43,15 +43,7 @@ def megatron_ranks(megatron: None, megatron_ranks: Any) -> Any:
 @pytest.fixture(scope="session")
 def cold(megatron: None) -> Iterator[Forks]:
     """Children that have imported nothing."""
-    forks = Forks(warm=False)
-    yield forks
-    forks.close()
-
-
-@pytest.fixture(scope="session")
-def warm(megatron: None) -> Iterator[Forks]:
-    """Children that have imported torch, and can import Megatron quickly."""
-    forks = Forks(warm=True)
+    forks = Forks()
     yield forks
     forks.close()
 

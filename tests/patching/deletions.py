@@ -1,7 +1,7 @@
 """Deletes case files, one child process each, and tells what the others do without it.
 
-Runs in a child of `forks` that has imported Megatron. It reads upstream's bodies once and no case
-file, so that each of its own children has nothing left to do but what depends on case files.
+Runs in a child of `forks`. It imports Megatron, and reads upstream's bodies once and no case file,
+so that each of its own children has nothing left to do but what depends on case files.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _open_a_window() -> str:
 
 
 def _warm(folder: str) -> None:
-    """Read what case files stand on: the functions that they patch, and their bodies."""
+    """Import and read what case files stand on: the functions that they patch, and their bodies."""
     sys.path.insert(0, folder)
     from megatron_idempotent.patching import catalog, patch_points, source
     from megatron_idempotent.patching.base import PACKAGE

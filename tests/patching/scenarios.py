@@ -107,3 +107,50 @@ def _extent(node: Any) -> tuple[Any, ...]:
         node.end_col_offset,
         len(node.body),
     )
+
+
+def compiled_around_and_below() -> None:
+    """Compile upstream's function before and after the patch; look who calls whom."""
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    import megatron_idempotent
+
+    upstream, patch_id = layers.linear_with_frozen_weight, "frozen-weight-bias-untrained"
+
+    def trains_its_bias(function: Any) -> bool:
+        """The patch is what gives the bias a gradient."""
+        weight, bias = torch.ones(5, 4), torch.zeros(5, requires_grad=True)
+        data = torch.ones(3, 4, requires_grad=True)
+        out = function(data, weight, bias, False, False, False, None)
+        out.sum().backward()
+        assert torch.equal(out, torch.full((3, 5), 4.0))
+        return bias.grad is not None
+
+    def compiled() -> Any:
+        return torch.compile(layers.linear_with_frozen_weight, backend="eager")
+
+    def reason() -> str:
+        return megatron_idempotent.report()[patch_id].reason
+
+    before = sys.modules["scenarios"].compiled_early = compiled()
+    assert not trains_its_bias(before)
+    megatron_idempotent.apply(only=[patch_id])
+    after = compiled()
+    assert trains_its_bias(layers.linear_with_frozen_weight)
+    assert trains_its_bias(after)
+    assert not trains_its_bias(before)
+    assert "scenarios.compiled_early holds upstream's" in reason()
+    layers.linear_with_frozen_weight = after
+    assert "wrapped by torch.compile: runs outside of ours" in reason()
+    assert megatron_idempotent.apply(only=[patch_id])[patch_id].status == "already_applied"
+    assert "torch.compile wrapped " in megatron_idempotent.revert()[patch_id].reason
+    assert layers.linear_with_frozen_weight is after
+    assert not trains_its_bias(after)
+    layers.linear_with_frozen_weight = upstream
+    layers.linear_with_frozen_weight = before
+    megatron_idempotent.apply(only=[patch_id])
+    assert "wrapped by torch.compile before us: runs inside of ours" in reason()
+    assert trains_its_bias(layers.linear_with_frozen_weight)
+    megatron_idempotent.revert()
+    assert layers.linear_with_frozen_weight is before

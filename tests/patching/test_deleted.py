@@ -28,7 +28,7 @@ STOOD_ON = {name: each.provides for name, each in outlines().items() if each.pro
 
 @pytest.mark.parametrize("at_once", [46, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_deleting_any_case_files_changes_nothing_else_and_what_stands_on_one_names_it(
-    warm, package, at_once
+    cold, package, at_once
 ):
     """Delete a third of them at a time; each by itself with -m exhaustive."""
     for name in ("patching", "patches"):
@@ -37,8 +37,8 @@ def test_deleting_any_case_files_changes_nothing_else_and_what_stands_on_one_nam
     number = -(-len(each) // at_once)
     groups = [each[first::number] for first in range(number)]
     names = [[case_file_of(hazard_id) for hazard_id in group] for group in groups]
-    whole, *found, last = warm.run(
-        "deletions.in_turn", imported=True, folder=package, groups=names, timeout_s=DEADLINE_S
+    whole, *found, last = cold.run(
+        "deletions.in_turn", folder=package, groups=names, timeout_s=DEADLINE_S
     )
     assert last["imports"] == [], "the library imports without any case file"
     assert "accumulation_window() stands on patches that are not applied: " in last["window"]

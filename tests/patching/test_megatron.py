@@ -1,4 +1,4 @@
-"""Apply, revert and verify on the real Megatron, each in a process of its own.
+"""Apply, revert and verify on the real Megatron, each in a rank of its own.
 
 In every order with the import; beside somebody else's function at the target; in threads and forks.
 """
@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import scenarios
-from forks import in_child
+from forks import FEW
+from ranks import on_ranks
 from scenarios import import_megatron, live, stock
 
 import megatron_idempotent
@@ -27,25 +28,32 @@ from megatron_idempotent.patching import import_hooks, install
 SEED = "pipeline-seed-offset"
 #: i imports Megatron, a applies, r reverts.
 ORDERS = ["iaa", "iar", "iara", "ai", "ari", "arai"]
-#: Each imports Megatron again, and is two of the others, or the first import below.
+#: Each imports Megatron again, and is two of the others.
 LONGER = ["aai", "air", "ria", "aira", "aria"]
 
 
-def test_a_fresh_interpreter_gets_the_patches_with_the_import_and_loses_them_with_revert(warm):
-    first = warm.first
-    elsewhere = {"unsupported_version", "not_installed", "disabled", "missing_target"}
-    assert set(first["before"].values()) <= {"pending_import"} | elsewhere
-    named = (SEED, "grad-scale-func", "forward-pre-hook-reentry")
-    assert [first["after"][name] for name in named] == ["applied"] * 3
-    assert first["patched"] == first["reverted"] == [True] * 4
+def begin(*, imported: bool = True, among: str = FEW) -> None:
+    """Begin a test on a rank with Megatron imported, or with all of it still to be imported.
+
+    Args:
+        imported: whether Megatron is there.
+        among: ids of patches with commas between them; no others are applied. All if it is empty.
+    """
+    os.environ["MEGATRON_IDEMPOTENT_ONLY"] = among
+    if imported:
+        import_megatron()
+        return
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize(
     "steps", [*ORDERS, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in LONGER)]
 )
-# All patches, because they wait for more modules than these tests import.
-@in_child(imported=lambda steps: steps.startswith("i"), among=None)
+@on_ranks(1, distributed=False)
 def test_the_last_of_apply_and_revert_decides_whenever_megatron_is_imported(steps):
+    # All patches, because they wait for more modules than these tests import.
+    begin(imported=steps.startswith("i"), among="")
     actions = {
         "i": import_megatron,
         "a": megatron_idempotent.apply,
@@ -69,7 +77,7 @@ def test_the_last_of_apply_and_revert_decides_whenever_megatron_is_imported(step
 
 
 @pytest.mark.parametrize("rebind", ["", "user_program", "other, user_program"])
-@in_child()
+@on_ranks(1, distributed=False)
 def test_names_bound_early_are_rebound_in_megatron_and_elsewhere_where_that_was_asked_for(rebind):
     def bound(name: str, statement: str) -> dict[str, Any]:
         module = sys.modules[name] = types.ModuleType(name)
@@ -78,7 +86,7 @@ def test_names_bound_early_are_rebound_in_megatron_and_elsewhere_where_that_was_
         )
         return vars(module)
 
-    import_megatron()
+    begin()
     user, inside = bound("user_program", "as build"), bound("megatron.plugin", "as early")
     upstream = live()["optimizer"]
     os.environ["MEGATRON_IDEMPOTENT_REBIND"] = rebind
@@ -95,9 +103,9 @@ def test_names_bound_early_are_rebound_in_megatron_and_elsewhere_where_that_was_
     assert inside["late"] is live()["optimizer"] is ours
 
 
-@in_child()
+@on_ranks(1, distributed=False)
 def test_a_reloaded_module_is_said_to_be_unpatched_and_patched_again_by_apply():
-    import_megatron()
+    begin()
     megatron_idempotent.apply()
     module = sys.modules[scenarios.SEED]
     first = module.model_parallel_cuda_manual_seed
@@ -113,9 +121,9 @@ def test_a_reloaded_module_is_said_to_be_unpatched_and_patched_again_by_apply():
     assert package.model_parallel_cuda_manual_seed is first.__wrapped__
 
 
-@in_child()
+@on_ranks(1, distributed=False)
 def test_patched_functions_can_be_copied_pickled_and_inspected_like_upstreams():
-    import_megatron()
+    begin()
     import torch
     from megatron.core.transformer import TransformerConfig
 
@@ -153,9 +161,9 @@ def put_another() -> Any:
     return replacement
 
 
-@in_child()
+@on_ranks(1, distributed=False)
 def test_somebody_elses_function_is_a_conflict_and_stays_untouched():
-    import_megatron()
+    begin()
     theirs = put_another()
     row = megatron_idempotent.apply()[SEED]
     assert row.status == "conflict"
@@ -168,11 +176,11 @@ def test_somebody_elses_function_is_a_conflict_and_stays_untouched():
 
 
 @pytest.mark.parametrize("arguments", [{"only": [SEED]}, {"strict": True}])
-@in_child()
+@on_ranks(1, distributed=False)
 def test_a_conflict_raises_where_it_was_asked_for_and_nothing_is_installed(arguments):
-    import_megatron()
+    begin()
     theirs = put_another()
-    with pytest.raises(megatron_idempotent.PatchError, match=f"{SEED}: conflict: "):
+    with pytest.raises(megatron_idempotent.PatchError, match=SEED):
         megatron_idempotent.apply(**arguments)
     assert live()["seed"] is theirs
     assert [stock(name) for name in live() if name != "seed"] == [True] * 3
@@ -181,8 +189,9 @@ def test_a_conflict_raises_where_it_was_asked_for_and_nothing_is_installed(argum
 
 
 @pytest.mark.parametrize("named", [False, True])
-@in_child(imported=False)
+@on_ranks(1, distributed=False)
 def test_a_drifted_copy_that_is_imported_is_left_alone_unless_named(drifted, named):
+    begin(imported=False)
     sys.path.insert(0, drifted)
     import_megatron()
     assert str(sys.modules[scenarios.SEED].__file__).startswith(drifted)
@@ -195,9 +204,9 @@ def test_a_drifted_copy_that_is_imported_is_left_alone_unless_named(drifted, nam
         assert rows["grad-scale-func"].status == "applied"
 
 
-@in_child()
+@on_ranks(1, distributed=False)
 def test_upstreams_own_refusals_stay_and_leave_nothing_behind():
-    import_megatron()
+    begin()
     import torch
 
     megatron_idempotent.apply()
@@ -216,10 +225,9 @@ def test_upstreams_own_refusals_stay_and_leave_nothing_behind():
 
 
 @pytest.mark.parametrize("while_importing", [pytest.param(False, marks=pytest.mark.full), True])
-@in_child(imported=lambda while_importing: not while_importing, among=None, timeout_s=60)
+@on_ranks(1, distributed=False)
 def test_apply_from_many_threads_installs_once(while_importing):
-    if not while_importing:
-        import_megatron()
+    begin(imported=not while_importing, among="")
     barrier = threading.Barrier(12)
     failures: list[BaseException] = []
 
@@ -251,10 +259,10 @@ def test_apply_from_many_threads_installs_once(while_importing):
 
 
 @pytest.mark.parametrize("hold_the_lock", [False, True])
-@in_child(timeout_s=60)
+@on_ranks(1, distributed=False)
 def test_a_forked_child_inherits_the_patches_and_can_change_its_own(hold_the_lock):
     """Fork while a thread of the parent may hold the locks."""
-    import_megatron()
+    begin()
     megatron_idempotent.apply(only=["grad-scale-func"])
     held, done = threading.Event(), threading.Event()
 
@@ -295,11 +303,11 @@ def in_spawned_child() -> tuple[set[str], list[bool], list[bool]]:
 
 # It imports torch and Megatron in two processes.
 @pytest.mark.exhaustive
-@in_child(timeout_s=300)
+@on_ranks(1, distributed=False, timeout_s=300)
 def test_a_spawned_child_has_no_patches_until_it_applies_them():
     import multiprocessing
 
-    import_megatron()
+    begin()
     megatron_idempotent.apply()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         came, without, patched = pool.apply(in_spawned_child)
@@ -307,46 +315,6 @@ def test_a_spawned_child_has_no_patches_until_it_applies_them():
     assert (without, patched) == ([True] * 4, [False] * 4)
 
 
-@in_child(among="frozen-weight-bias-untrained", timeout_s=240)
-def test_a_compiled_function_runs_inside_and_outside_of_ours_and_follows_revert():
-    import torch
-    from megatron.core.tensor_parallel import layers
-
-    upstream, patch_id = layers.linear_with_frozen_weight, "frozen-weight-bias-untrained"
-
-    def trains_its_bias(function: Any) -> bool:
-        """The patch is what gives the bias a gradient."""
-        weight, bias = torch.ones(5, 4), torch.zeros(5, requires_grad=True)
-        data = torch.ones(3, 4, requires_grad=True)
-        out = function(data, weight, bias, False, False, False, None)
-        out.sum().backward()
-        assert torch.equal(out, torch.full((3, 5), 4.0))
-        return bias.grad is not None
-
-    def compiled() -> Any:
-        return torch.compile(layers.linear_with_frozen_weight, backend="eager")
-
-    def reason() -> str:
-        return megatron_idempotent.report()[patch_id].reason
-
-    before = sys.modules["test_megatron"].compiled_early = compiled()
-    assert not trains_its_bias(before)
-    megatron_idempotent.apply(only=[patch_id])
-    after = compiled()
-    assert trains_its_bias(layers.linear_with_frozen_weight)
-    assert trains_its_bias(after)
-    assert not trains_its_bias(before)
-    assert "test_megatron.compiled_early holds upstream's" in reason()
-    layers.linear_with_frozen_weight = after
-    assert "wrapped by torch.compile: runs outside of ours" in reason()
-    assert megatron_idempotent.apply(only=[patch_id])[patch_id].status == "already_applied"
-    assert "torch.compile wrapped " in megatron_idempotent.revert()[patch_id].reason
-    assert layers.linear_with_frozen_weight is after
-    assert not trains_its_bias(after)
-    layers.linear_with_frozen_weight = upstream
-    layers.linear_with_frozen_weight = before
-    megatron_idempotent.apply(only=[patch_id])
-    assert "wrapped by torch.compile before us: runs inside of ours" in reason()
-    assert trains_its_bias(layers.linear_with_frozen_weight)
-    megatron_idempotent.revert()
-    assert layers.linear_with_frozen_weight is before
+@pytest.mark.full  # it imports torch and Megatron: on a rank another torch.compile stands in
+def test_a_compiled_function_runs_inside_and_outside_of_ours_and_follows_revert(cold):
+    cold.run("scenarios.compiled_around_and_below", timeout_s=240)

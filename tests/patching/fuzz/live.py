@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import random
 import sys
 import types
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from events import Pipe
+from forks import forked
 from past import CLASSES, HOLDERS, RIGHT, run
 
 import megatron_idempotent
@@ -61,7 +60,7 @@ def seen(change: Change) -> str:
         after = install.detours()
         expected = [change.expected] if change.expected else []
         if after.pop(site.target.address, []) != [*before.get(site.target.address, []), *expected]:
-            return f"{change} is told as {install.detours().get(site.target.address)}"
+            return f"it is told as {install.detours().get(site.target.address)}"
         same_function = {
             other.target.address
             for other in install.state.sites.values()
@@ -74,27 +73,8 @@ def seen(change: Change) -> str:
         }
         others = after.keys() - before.keys() - same_function - heirs
         if others:
-            return f"{change} is told of {sorted(others)}, too"
+            return f"it is told of {sorted(others)}, too"
     return ""
-
-
-def in_child(change: Change) -> str:
-    """Return what `seen` says in a forked child."""
-    pipe = Pipe()
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            os.close(pipe.receive)
-            pipe.say(seen(change))
-            code = 0
-        except BaseException as error:  # noqa: BLE001 - the parent says so
-            pipe.say(f"{change}: {type(error).__name__}: {error}")
-        finally:
-            os._exit(code)
-    said: Any = pipe.last(f"{change}: the child died")
-    os.waitpid(pid, 0)
-    return str(said)
 
 
 def main(count: int, seed: int) -> None:
@@ -112,8 +92,9 @@ def main(count: int, seed: int) -> None:
         generator = random.Random(seed)
         drawn = [generator.choice(group) for group in by_label.values()][:count]
     for change in drawn:
-        if said := in_child(change):
-            print(said, flush=True)
+        answer = forked(lambda change=change: seen(change))
+        if said := answer.get("error") or answer["value"]:
+            print(f"{change}: {said}", flush=True)
     print(len(drawn))
 
 
