@@ -35,55 +35,49 @@ def test_an_unknown_id_is_refused_with_the_nearest_one(source, monkeypatch):
     with pytest.raises(UnknownPatchError) as caught:
         apply(**arguments)
     name = f"{SWITCH}{source}" if source.startswith("_") else f"{source}="
-    assert str(caught.value).startswith(
-        f"{name} names 'pipelin-seed-ofset', which is none of the {len(patches())} ids. "
-        f"Did you mean '{SEED}'? `megatron-idempotent explain`"
-    )
+    said = str(caught.value)
+    assert said.startswith(f"{name} names 'pipelin-seed-ofset'")
+    assert f"Did you mean '{SEED}'?" in said
     assert list(report()) == before
 
 
-#: Arguments, what the environment sets beside them, the error, and what it says.
-NO_IDS: list[Any] = [[3], [None], [SEED.encode()], SEED.encode(), [[SEED]]]
+NO_IDS: list[Any] = [[3], [None], [SEED.encode()], SEED.encode(), [[SEED]], SEED, 3]
+#: Arguments, what the environment sets beside them, and the error, which has the names of both.
 REFUSED = [
-    ({"only": ["x"]}, {}, UnknownPatchError, r"ids\. `megatron-idempotent explain` lists them"),
-    ({"only": ["pipeline-abort"]}, {}, UnknownPatchError, "repairs; its answer: `guarded_window`"),
-    ({"only": SEED}, {}, TypeError, rf"only= takes several ids, got .*: write \['{SEED}'\]"),
-    ({"exclude": SEED}, {}, TypeError, "exclude= takes several ids"),
-    *(({"only": ids}, {}, TypeError, r"only= takes patch ids \(str\), got ") for ids in NO_IDS),
-    ({"only": 3}, {}, TypeError, r"only= takes a list of patch ids, got 3: write \[\] for none"),
-    ({"exclude": None}, {}, TypeError, "exclude= takes a list of patch ids, got None"),
-    ({"strict": "yes"}, {}, TypeError, r"strict= is one of \(True, False, None\), got 'yes'"),
-    ({"dry_run": 1}, {}, TypeError, r"dry_run= is one of \(True, False\), got 1"),
-    ({"only": [SEED], "exclude": [SEED]}, {}, ValueError, f"both name {SEED}: drop one"),
+    ({"only": ["x"]}, {}, UnknownPatchError),
+    ({"only": ["pipeline-abort"]}, {}, UnknownPatchError),
+    *(({"only": ids}, {}, TypeError) for ids in NO_IDS),
+    *(({"exclude": ids}, {}, TypeError) for ids in (SEED, None)),
+    ({"strict": "yes"}, {}, TypeError),
+    ({"dry_run": 1}, {}, TypeError),
+    ({"only": [SEED], "exclude": [SEED]}, {}, ValueError),
     *(
-        ({}, {f"{SWITCH}{name}": value}, ValueError, f"{name}='{value}' is neither on nor off: set")
+        ({}, {f"{SWITCH}{name}": value}, ValueError)
         for name in ("", "_STRICT")
         for value in ("2", "enabled", "-")
     ),
+    *(({}, {f"{SWITCH}_ONLY": value}, ValueError) for value in (",", " , ,")),
     *(
-        ({}, {f"{SWITCH}_ONLY": value}, ValueError, f"ONLY='{value}' names no patch: .*{SWITCH}=0")
-        for value in (",", " , ,")
-    ),
-    *(
-        ({}, {f"{SWITCH}_REBIND": value}, ValueError, f"REBIND='{value}' names .* is no package")
+        ({}, {f"{SWITCH}_REBIND": value}, ValueError)
         for value in ("slime;miles", "slime miles", "a..b", "./slime", "slime,3")
     ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "environ", "error", "said"), REFUSED)
-def test_what_makes_no_sense_is_refused(arguments, environ, error, said, monkeypatch):
+@pytest.mark.parametrize(("arguments", "environ", "error"), REFUSED)
+def test_what_makes_no_sense_is_refused_by_its_name(arguments, environ, error, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error) as caught:
         apply(**arguments)
+    names = [f"{name}=" for name in arguments] + [f"{k}='{value}'" for k, value in environ.items()]
+    assert [name for name in names if name not in str(caught.value)] == []
 
 
 def test_a_report_names_the_id_that_it_has_no_row_for():
-    said = f"names 'pipelin-seed-ofset', which is none of .* Did you mean '{SEED}'?"
-    with pytest.raises(KeyError, match=said):
+    with pytest.raises(KeyError, match=f"'pipelin-seed-ofset'.*'{SEED}'"):
         report()["pipelin-seed-ofset"]
-    with pytest.raises(TypeError, match=r"by patch id \(str\), got 0: loop over it"):
+    with pytest.raises(TypeError, match="got 0"):
         report()[0]
 
 
@@ -103,9 +97,10 @@ def test_a_misspelt_variable_is_warned_of_once_and_raises_in_strict_mode(monkeyp
     monkeypatch.setenv(f"{SWITCH}_DISBLE", SEED)
     for _ in range(2):
         apply(dry_run=True)
-    said = f"{SWITCH}_DISBLE is set and means nothing: did you mean {SWITCH}_DISABLE?"
-    assert caplog.messages == [said]
-    with pytest.raises(ValueError, match=f"{SWITCH}_DISBLE is set and means nothing"):
+    (said,) = caplog.messages
+    assert said.startswith(f"{SWITCH}_DISBLE ")
+    assert f"{SWITCH}_DISABLE" in said
+    with pytest.raises(ValueError, match=f"{SWITCH}_DISBLE"):
         apply(dry_run=True, strict=True)
     assert settings.read((), {f"{SWITCH}_QQ": "1"}).unknown[0].endswith(f"{SWITCH}_VERIFY")
 
@@ -201,27 +196,24 @@ def declare(**fields: object) -> Patch:
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "named"),
     [
-        ({"id": "Some-Symptom"}, "not kebab-case"),
-        ({"id": "some_symptom"}, "not kebab-case"),
-        ({"id": "some--symptom"}, "not kebab-case"),
-        ({"id": "-"}, "not kebab-case"),
-        ({"targets": ()}, "has no target"),
-        ({"since": "0.12rc1"}, "'0.12rc1' is no release; give one"),
+        *(({"id": name}, name) for name in ("Some-Symptom", "some_symptom", "some--symptom", "-")),
+        ({"targets": ()}, "target"),
+        ({"since": "0.12rc1"}, "'0.12rc1'"),
         ({"distribution": "verl"}, "'' is no release"),
-        ({"before": "0..2"}, "is no release"),
-        ({"loudness": "noisy"}, "has loudness='noisy'; allowed: silent, loud, both"),
+        ({"before": "0..2"}, "'0..2'"),
+        ({"loudness": "noisy"}, "loudness='noisy'"),
     ],
 )
-def test_a_patch_that_makes_no_sense_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_patch_that_makes_no_sense_is_refused(fields, named):
+    with pytest.raises(ValueError, match=named):
         declare(**fields)
 
 
 @pytest.mark.parametrize("address", ["a.b.c", "a:", ":b", "a..b:c", "a:b:c", "a b:c", "1a:b"])
 def test_an_address_that_is_none_is_refused(address):
-    with pytest.raises(ValueError, match="is not 'module:qualname'"):
+    with pytest.raises(ValueError, match=f"'{address}'"):
         Target(address, print, "x")
 
 
@@ -246,8 +238,7 @@ def test_a_helper_is_shown_in_use_and_in_a_program_that_it_leaves_alone(
     vars(case).update(dict.fromkeys(("reproduce", "control"), lambda *, helped: None))
     vars(case)[missing] = wrong
     monkeypatch.setitem(sys.modules, case.__name__, case)
-    said = f"is not shown in use: define {missing}(*, helped: bool)"
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=missing):
         Helper(module=case.__name__, summary="it hurts", call="guarded_window")
 
 
@@ -260,7 +251,7 @@ def test_a_hazard_takes_from_its_module_what_it_does_not_say(monkeypatch):
     assert (limit.module, limit.id, limit.ranks) == (case.__name__, "some-symptom", 2)
     assert (limit.distribution, limit.versions) == ("megatron-core", f">=0.12,<{untried()}")
     assert (limit.reproduce, limit.control) == (print, None)
-    with pytest.raises(ValueError, match="patch some-symptom links nothing upstream: give the sec"):
+    with pytest.raises(ValueError, match="some-symptom"):
         _ = limit.upstream
     case.__doc__ += ", and https://example.com/x, `y`."
     assert limit.upstream == "https://example.com/x"
@@ -271,13 +262,13 @@ def test_records_are_frozen_and_know_their_fields():
     assert patch == declare()
     assert hash(declare().targets[0].wrapper) == hash(print)
     assert repr(patch).startswith("Patch(summary='it hurts', stock_error='Fault: ', loudness='si")
-    with pytest.raises(AttributeError, match="Patch is frozen: cannot set id"):
+    with pytest.raises(AttributeError, match="set id"):
         patch.id = "other"  # type: ignore[misc]
-    with pytest.raises(AttributeError, match="Patch is frozen: cannot delete id"):
+    with pytest.raises(AttributeError, match="delete id"):
         del patch.id
-    with pytest.raises(TypeError, match="Patch needs summary="):
+    with pytest.raises(TypeError, match="summary="):
         Patch()  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="Patch has no field 'ident': it has summary, stock_error"):
+    with pytest.raises(TypeError, match="'ident'"):
         declare(ident="x")
 
 

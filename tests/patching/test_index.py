@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+
+from starts import started
 
 from megatron_idempotent.patching.base import INDEX, generated, read_index
 from megatron_idempotent.patching.catalog import hazards, index_of, patches
@@ -25,13 +26,10 @@ def reproduce():
 
 def run(path: Path, program: str, *options: str) -> str:
     """Return what the program prints where the package is at `path`."""
-    command = [
-        sys.executable,
-        *options,
-        "-c",
-        f"import sys; sys.path[:0] = [{str(path)!r}]\n{program}",
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    program = f"import sys; sys.path[:0] = [{str(path)!r}]\n{program}"
+    done = started(sys.executable, *options, "-c", program)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 STATUSES = (

@@ -185,7 +185,7 @@ def test_a_named_patch_that_fails_when_it_lands_undoes_the_whole_call(toys, gree
             raise TypeError("immutable")
 
     module.Door = Meta("Door", (), {"knock": knock})
-    with pytest.raises(PatchError, match="toy-b: failed: TypeError: immutable"):
+    with pytest.raises(PatchError, match="toy-b: failed"):
         apply(only=["toy-a", "toy-b"])
     assert module.greet("x") == "hello x?"
     assert {row.id: row for row in report()} == before
@@ -199,7 +199,7 @@ def test_strict_mode_raises_before_anything_is_installed(toys, greet):
     toys.patch("toy-b", "toy_up.greet:Door.knock", relies_on="name.upper()")
     module = greet()
     upstream = module.greet
-    with pytest.raises(PatchError, match=r"toy-b: drifted: .*exclude= it"):
+    with pytest.raises(PatchError, match="toy-b: drifted"):
         toys.apply(strict=True)
     assert module.greet is upstream
     assert toys.status("toy-a") == "disabled"

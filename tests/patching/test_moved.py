@@ -109,11 +109,7 @@ HELPER = f"def _greet(name):\n    {WRONG}\n    return hello + name\n"
     [
         (f"def greet(name):\n    {WRONG}\n    return hello + name\n", "", "pending_import"),
         (f"{HELPER}def greet(name):\n    return _greet(name)\n", "", "drifted"),
-        (
-            f"{FROM}def greet(name):\n    return _greet(name)\n",
-            HELPER,
-            "drifted",
-        ),
+        (f"{FROM}def greet(name):\n    return _greet(name)\n", HELPER, "drifted"),
         (
             "from toy_up import inner\ndef greet(name):\n    return inner._greet(name)\n",
             HELPER,
@@ -136,11 +132,7 @@ HELPER = f"def _greet(name):\n    {WRONG}\n    return hello + name\n"
             "fixed_upstream",
         ),
         ("def greet(name):\n    return 'hello' + name\n", HELPER, "fixed_upstream"),
-        (
-            f"{FROM}def greet(name):\n    return name\n",
-            HELPER,
-            "fixed_upstream",
-        ),
+        (f"{FROM}def greet(name):\n    return name\n", HELPER, "fixed_upstream"),
     ],
 )
 def test_a_text_that_a_called_function_has_is_no_repair(toys, source, beside, status):

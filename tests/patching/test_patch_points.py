@@ -62,6 +62,19 @@ def module(toys):
     return toy_sites
 
 
+@pytest.fixture
+def beside(module, monkeypatch):
+    """A function that runs a source in a module of this name, which is imported then."""
+
+    def imported(name: str, source: str) -> types.ModuleType:
+        made = types.ModuleType(name)
+        exec(source, vars(made))
+        monkeypatch.setitem(sys.modules, name, made)
+        return made
+
+    return imported
+
+
 def site_of(qualname: str, says: str | None = None) -> PatchPoint:
     """The site; `says`: what the source that was read defines there, if not what the file does."""
     target = Target(f"toy_sites:{qualname}", shout, "name")
@@ -167,7 +180,7 @@ def test_what_is_put_in_place_of_a_static_method_is_a_conflict(module):
     wrapper = types.FunctionType(shout.__code__, globals())
     wrapper.__wrapped__ = module.Thing.static
     module.Thing.static = staticmethod(wrapper)
-    with pytest.raises(Conflict, match=r"toy_sites:Thing\.static is shout from .*toys\.py"):
+    with pytest.raises(Conflict, match=r"Thing\.static is shout"):
         site_of("Thing.static")
 
 
@@ -179,7 +192,7 @@ def test_upstreams_own_decorator_is_no_conflict(module):
 
 @pytest.mark.parametrize("qualname", ["nothing", "Nothing.method", "Thing.nothing", "greet.x.y"])
 def test_a_name_that_is_not_there_is_an_attribute_error(module, qualname):
-    with pytest.raises(AttributeError, match="toy_sites has no"):
+    with pytest.raises(AttributeError, match="toy_sites"):
         site_of(qualname)
 
 
@@ -227,17 +240,13 @@ def test_looking_for_early_bound_names_wakes_no_lazy_module(module, monkeypatch)
     assert woken == []
 
 
-def test_many_sites_are_looked_for_at_once_and_foreign_names_are_left(module, monkeypatch):
+def test_many_sites_are_looked_for_at_once_and_foreign_names_are_left(module, beside):
     source = "from toy_sites import greet, alias as other"
-    for name in ("toy_sites_own", "toy_foreign"):
-        patch_points = types.ModuleType(name)
-        exec(source, vars(patch_points))
-        monkeypatch.setitem(sys.modules, name, patch_points)
+    own, foreign = (beside(name, source) for name in ("toy_sites_own", "toy_foreign"))
     upstream = module.greet
     sites, names = [site_of("greet"), site_of("Thing.method")], StaleReferences()
     for site in sites:
         site.install(("toy_sites_own",), names)
-    own, foreign = sys.modules["toy_sites_own"], sys.modules["toy_foreign"]
     assert own.greet is foreign.greet is upstream
     names.rebind()
     assert own.greet is own.other is module.greet is module.alias is sites[0].installed
@@ -247,12 +256,10 @@ def test_many_sites_are_looked_for_at_once_and_foreign_names_are_left(module, mo
     assert own.greet is own.other is module.greet is module.alias is upstream
 
 
-def test_a_name_in_a_module_that_is_not_ours_is_found_however_often_it_is_held(module, monkeypatch):
+def test_a_name_in_a_module_that_is_not_ours_is_found_however_often_it_is_held(module, beside):
     holders = [module.greet, {"f": module.greet}]  # no names, but references
     for name in ("toy_one", "toy_two"):
-        patch_points = types.ModuleType(name)
-        patch_points.renamed = module.greet
-        monkeypatch.setitem(sys.modules, name, patch_points)
+        beside(name, "from toy_sites import greet as renamed")
     site = site_of("greet")
     for _ in range(2):  # counted the first time only, looked for both times
         install(site)
@@ -261,13 +268,11 @@ def test_a_name_in_a_module_that_is_not_ours_is_found_however_often_it_is_held(m
     assert holders[0] is module.greet is sys.modules["toy_one"].renamed
 
 
-def test_a_name_that_is_bound_after_the_references_were_counted_is_found(module, monkeypatch):
+def test_a_name_that_is_bound_after_the_references_were_counted_is_found(module, beside):
     site = site_of("greet")
     install(site)
     uninstall(site)
-    late = types.ModuleType("toy_late")
-    late.greet = module.greet
-    monkeypatch.setitem(sys.modules, "toy_late", late)
+    beside("toy_late", "from toy_sites import greet")
     install(site)
     assert site.left == ["toy_late.greet"]
 

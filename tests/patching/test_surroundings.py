@@ -57,36 +57,20 @@ def make(box, asked: int = 4):
     ("owner", "names"),
     [
         ("Box", "size kind held rest left right .far"),
-        ("", "os first LIMIT CHOSEN Box make size held .near .far"),
+        ("", "os first second third LIMIT CHOSEN Box make size held .near .far"),
     ],
 )
 def test_a_name_is_bound_where_it_is_defined_assigned_or_imported(owner, names):
     assert [name for name in names.split() if not binds(CLASS, owner, name)] == []
-    others = [
-        "given",
-        "total",
-        "local",
-        "far",
-        "near",
-        "read",
-        "kept",
-        "asked",
-        "third",
-        "absent",
-        ".asked",
-    ]
+    others = ["given", "total", "local", "far", "near", "read", "kept", "asked", "absent", ".asked"]
     others += ["LIMIT", "make", ".near"] if owner else []
-    others.remove("third")  # imports count by both names
     assert [name for name in others if binds(CLASS, owner, name)] == []
 
 
 def test_a_need_holds_for_the_releases_that_it_names():
     need = Need(modules=("m",), owner="", name="n", since="0.16.0rc", before="0.18.0")
-    covered = {
-        key: need.covers(key)
-        for key in (((0, 15, 3), True), ((0, 16, 0), False), ((0, 17, 1), True), ((0, 18, 0), True))
-    }
-    assert list(covered.values()) == [False, True, True, False]
+    releases = (((0, 15, 3), True), ((0, 16, 0), False), ((0, 17, 1), True), ((0, 18, 0), True))
+    assert [need.covers(release) for release in releases] == [False, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +152,7 @@ def test_report_and_verify_name_live_code_that_goes_past(toys: Toys, caplog):
         assert verify()["toy-a"].status == "applied"
     assert "Rude overrides it" in caplog.text
     toys.apply(strict=True)
-    with pytest.raises(VerificationError, match=r"goes past them: toy-a .*Rude overrides it"):
+    with pytest.raises(VerificationError, match=r"toy-a .*Rude"):
         verify()
 
 

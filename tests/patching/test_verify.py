@@ -18,7 +18,7 @@ def test_alone_it_returns_the_report_and_finds_what_was_replaced(toys):
     toys.apply()
     assert verify()["toy-a"].status == "applied"
     toy_up.greet.greet = print
-    with pytest.raises(VerificationError, match=r"no longer in place: toy-a \(its function was"):
+    with pytest.raises(VerificationError, match="toy-a"):
         verify()
 
 
@@ -153,5 +153,5 @@ def test_a_rank_without_patches_is_named(megatron_ranks, silent):
 
 def test_seconds_that_are_none_are_refused(monkeypatch):
     monkeypatch.setenv("MEGATRON_IDEMPOTENT_VERIFY", "soon")
-    with pytest.raises(ValueError, match="'soon' is no number of seconds: set it to 0 or more"):
+    with pytest.raises(ValueError, match="'soon'"):
         megatron_idempotent.init()

@@ -807,15 +807,8 @@ def renames(
             names |= dict.fromkeys(_defined(node))
     for name in names:
         if name not in wrapped | without and not name.startswith("__"):
-            pattern = re.compile(rf"\b{name}\b")
-
-            def change(module: str, text: str, pattern: re.Pattern[str] = pattern) -> str:
-                return pattern.sub(lambda found: f"{found[0]}_now", text)
-
-            def concerns(patch: Patch, used: frozenset[str], name: str = name) -> bool | None:
-                return True if name in used else None
-
-            yield Around("rename", name, change, concerns)
+            rename = functools.partial(re.compile(rf"\b{name}\b").sub, f"{name}_now")
+            yield Around("rename", name, lambda _, text, rename=rename: rename(text), _using(name))
 
 
 #: Modules with settings that wrappers read.
@@ -888,16 +881,12 @@ def keywords(
     """
     texts = [text for home in modules if (text := text_of(home))]
     for name, keyword in sorted(passed):
-
-        def change(module: str, text: str, name: str = name, word: str = keyword) -> str:
-            return _with_parameter_renamed(text, name, word)
-
+        change = functools.partial(_with_parameter_renamed, name, keyword)
         if any(change("", text) != text for text in texts if f"def {name}(" in text):
-            pair = name, keyword
-            yield Around("keyword", f"{name}({keyword})", change, _using(pair))
+            yield Around("keyword", f"{name}({keyword})", change, _using((name, keyword)))
 
 
-def _with_parameter_renamed(text: str, name: str, word: str) -> str:
+def _with_parameter_renamed(name: str, word: str, module: str, text: str) -> str:
     """Rename a parameter in all functions of a name, and the keyword in calls of these."""
     if not re.search(rf"\b{name}\(", text) or word not in text:
         return text
