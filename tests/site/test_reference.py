@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ast
 import collections
-import functools
 import re
 import runpy
-from pathlib import Path
 
 import pytest
+from package import PACKAGE, ROOT, trees
 
 from megatron_idempotent.lazy import homes
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "megatron_idempotent"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 #: Stand-ins for torch.cuda's own names, and Megatron's layer norm as a layer spec names it.
 NOT_OURS = {"megatron_idempotent.proof.cpu.device", "megatron_idempotent.megatron.layer_specs"}
@@ -22,27 +19,24 @@ NOT_OURS = {"megatron_idempotent.proof.cpu.device", "megatron_idempotent.megatro
 WORDS = {"train", "arguments", "layout", "enable", "disable"}
 
 
-@functools.cache
 def entries() -> set[str]:
     """The paths that have an entry."""
     text = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     return set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
 
 
-@functools.cache
 def definitions() -> dict[str, set[str]]:
     """The modules that have a public class or function, by its name."""
     found = collections.defaultdict(set)
-    for path in PACKAGE.rglob("*.py"):
+    for path, tree in trees().items():
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for node in ast.parse(path.read_text("utf-8")).body:
+        for node in tree.body:
             public = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             if public and not node.name.startswith("_") and module not in NOT_OURS:
                 found[node.name].add(module)
     return found
 
 
-@functools.cache
 def exports() -> dict[str, str]:
     """The path of each class and function that a room exports, by its name."""
     rooms = [path.parent.relative_to(ROOT) for path in PACKAGE.rglob("__init__.pyi")]
@@ -71,16 +65,17 @@ def used(text: str) -> set[tuple[str, str]]:
     return found | {(name, prefix.strip(".")) for prefix, name in spans}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_each_name_of_the_package_that_a_page_uses_is_in_the_reference(page):
+def test_each_name_of_the_package_that_a_page_uses_is_in_the_reference():
     listed = {entry.rpartition(".")[2] for entry in entries()}
     ours, exported = definitions(), exports()
     missing = set()
-    for name, prefix in used(page.read_text("utf-8")) - {(word, "") for word in WORDS}:
-        modules = ours.get(name, ())
-        by_path = prefix and any(f".{module}".endswith(f".{prefix}") for module in modules)
-        if modules and (name[0].isupper() or name in exported or by_path):
-            missing |= {name} - listed
+    for page in PAGES:
+        for name, prefix in used(page.read_text("utf-8")) - {(word, "") for word in WORDS}:
+            modules = ours.get(name, ())
+            by_path = prefix and any(f".{module}".endswith(f".{prefix}") for module in modules)
+            named = modules and (name[0].isupper() or name in exported or by_path)
+            if named and name not in listed:
+                missing.add((page.name, name))
     assert not missing
 
 
