@@ -2,6 +2,7 @@
 
 import pytest
 from ranks import built, needs_release, on_ranks, same
+from test_optimizer_on_host import offload
 
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 # 0.12's writer calls a private function of torch that takes one more argument today; 0.15
@@ -13,6 +14,28 @@ pytestmark = pytest.mark.full
 #: The formats that releases save from 0.16 on.
 DP, FULL = "dp_reshardable", "fully_reshardable"
 ONE_BUCKET = {"ddp_overrides": {"bucket_size": None}}
+#: A norm over shards depends on how they are cut.
+UNCLIPPED = {"optimizer_overrides": {"clip_grad": 0.0}}
+
+
+def on_host(fraction, **more):
+    """Options of a model whose optimizer is on the host in part or whole."""
+    return {"dtype": "bf16", "optimizer_overrides": offload(fraction, **more)}
+
+
+def save(bench, sharding, folder):
+    import queue
+
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if getattr(filesystem_async, "_results_queue", ()) is None:
+        # Or upstream starts a process for it, which imports Megatron: some ten seconds.
+        filesystem_async._results_queue = queue.Queue()
+    # The class of an inner optimizer on the host is in its groups, and so in the checkpoint.
+    torch.serialization.add_safe_globals([torch.optim.AdamW])
+    dist_checkpointing.save(sharded(bench, sharding, False), str(folder))
 
 
 def sharded(bench, sharding, is_loading):
@@ -33,37 +56,42 @@ def load(bench, sharding, folder):
 
 
 @pytest.mark.parametrize(
-    ("sharding", "layout"),
-    [(DP, {}), (FULL, {}), (FULL, ONE_BUCKET), (FULL, {"tp": 2})],
-    ids=["dp", "full", "full into one bucket", "full into tensor parallel ranks"],
+    ("sharding", "layout", "options"),
+    [
+        pytest.param(DP, {}, UNCLIPPED, id="dp"),
+        pytest.param(FULL, {}, UNCLIPPED, id="full"),
+        pytest.param(FULL, ONE_BUCKET, UNCLIPPED, id="full into one bucket"),
+        pytest.param(FULL, {"tp": 2}, UNCLIPPED, id="full into tensor parallel ranks"),
+        pytest.param(DP, {}, on_host(0.5), id="half on the host"),
+        pytest.param(DP, {}, on_host(1.0), id="all on the host"),
+        pytest.param(DP, {}, on_host(0.5, precise=True), id="precise, half on the host"),
+    ],
 )
 @on_ranks(2)
-def test_a_loaded_run_goes_on_to_the_bit(tmp_path, sharding, layout):
+def test_a_loaded_run_goes_on_to_the_bit(tmp_path, sharding, layout, options):
     """Three steps, saved after two; loaded into a model that never stepped, or did.
 
     Tensor-parallel ranks add up in another order, so that there the state that was loaded is saved
     again, and loaded into the layout that it came from.
     """
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
 
-    # A norm over shards depends on how they are cut.
-    unclipped = {"optimizer_overrides": {"clip_grad": 0.0}}
-    saved = built(seed=1, **unclipped)
+    saved = built(seed=1, **options)
     saved.train_step(2, data_seed=0)
     saved.train_step(2, data_seed=1)
-    dist_checkpointing.save(sharded(saved, sharding, False), str(tmp_path))
+    save(saved, sharding, tmp_path)
     saved.train_step(2, data_seed=2)
     if "tp" in layout:
         parallel_state.destroy_model_parallel()
-        other = built(seed=2, **layout, **unclipped)
+        other = built(seed=2, **layout, **options)
         load(other, sharding, tmp_path)
         tmp_path = tmp_path / "again"
         tmp_path.mkdir(exist_ok=True)
-        dist_checkpointing.save(sharded(other, sharding, False), str(tmp_path))
+        save(other, sharding, tmp_path)
         parallel_state.destroy_model_parallel()
         layout = {}
     for steps_before in (0, 1):
-        loaded = built(seed=2, **layout, **unclipped)
+        loaded = built(seed=2, **layout, **options)
         for data_seed in range(steps_before):
             loaded.train_step(2, data_seed=data_seed)
         load(loaded, sharding, tmp_path)
