@@ -201,6 +201,10 @@ def test_a_custom_no_sync_func_still_meets_upstreams_assertion(megatron_ranks):
         megatron_ranks(2, train_with_a_custom_no_sync)
 
 
+class Interrupted(Exception):
+    """An optimizer raises this."""
+
+
 def train_interrupted(completed: int) -> tuple[bool, int]:
     """Runs on a rank: one call whose optimizer raises after `completed` iterations."""
     megatron_idempotent.apply(strict=True)
@@ -210,12 +214,12 @@ def train_interrupted(completed: int) -> tuple[bool, int]:
 
     def step_or_fail():
         if next(steps, None) is None:
-            raise ValueError("out of memory")
+            raise Interrupted
         return step()
 
     # At a point that all ranks reach: a stage that fails alone leaves the others waiting for it.
     running.optimizer.step = step_or_fail
-    with pytest.raises(ValueError, match="out of memory"):
+    with pytest.raises(Interrupted):
         running.train(4)
     return running.config.param_sync_func is not None, running.args.iteration
 

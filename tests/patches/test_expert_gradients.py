@@ -70,23 +70,11 @@ def test_norm_and_zeros_have_each_element_of_an_expert_once(tp: int, ep: int, et
                 assert counts(model) == (elements, elements), (biases, model.optimizer, group)
 
 
-@pytest.mark.skipif(RELEASE < (0, 16), reason="no layer-wise optimizer")
-@on_ranks(2)
-def test_so_they_have_with_the_layer_wise_optimizer() -> None:
-    for by_layout in {False, tiny.has_layout()}:
-        model = built(
-            **split(2, 2, 1, layer_wise=True, distributed_optimizer=by_layout),
-            config_overrides={"add_bias_linear": True},
-        )
-        assert counts(model) == (WEIGHTS + BIASES, WEIGHTS + BIASES)
-
-
 @refuses_biases
 @on_ranks(2)
 def test_a_clipped_gradient_has_the_norm_that_was_asked_for() -> None:
     model = built(
-        **split(2, 2, 1, distributed_optimizer=False),
-        config_overrides={"add_bias_linear": True},
+        **split(2, 2, 1, distributed_optimizer=False), config_overrides={"add_bias_linear": True}
     )
     model.forward_backward(2, data_seed=0)
     own = {id(each) for each in experts_of(model)}

@@ -55,27 +55,35 @@ def test_the_processor_is_called_as_by_upstream():
     assert same(loss, model(*given_in, labels=labels))
 
 
+class InProcessor(Exception):
+    """A processor raises this."""
+
+
+class InDecoder(Exception):
+    """The model raises this before its processor is called."""
+
+
 @on_ranks(1)
 def test_the_model_is_as_it_was_behind_a_processor_and_inside_of_one():
     """Forwards that raise, and a processor that runs the model again."""
     model, given = _model()
     logits, before = model(*given), dict(vars(model))
 
-    def raising(where: str) -> Any:
+    def raising(error: type[Exception]) -> Any:
         def fail(*_: Any, **__: Any) -> None:
-            raise ArithmeticError(where)
+            raise error
 
         return fail
 
     def again(**_: Any) -> Any:
         return model(*given), model(*given, output_processor=lambda **_: "inner")
 
-    with pytest.raises(ArithmeticError, match="in the processor"):
-        model(*given, output_processor=raising("in the processor"))
+    with pytest.raises(InProcessor):
+        model(*given, output_processor=raising(InProcessor))
     assert vars(model) == before
-    handle = model.decoder.register_forward_hook(raising("in the decoder"))
-    with pytest.raises(ArithmeticError, match="in the decoder"):
-        model(*given, output_processor=raising("in the processor"))
+    handle = model.decoder.register_forward_hook(raising(InDecoder))
+    with pytest.raises(InDecoder):
+        model(*given, output_processor=raising(InProcessor))
     handle.remove()
     assert vars(model) == before
     made, inner = model(*given, output_processor=again)
@@ -105,7 +113,7 @@ def test_a_forward_whose_end_is_another_one_is_told_of():
 
     model, given = _model()
     context = StaticInferenceContext(*given[0].shape)
-    with pytest.raises(ValueError, match="may have dropped hidden states by then"):
+    with pytest.raises(ValueError, match="hidden states"):
         model(*given, output_processor=lambda **_: "mine", inference_context=context)
     if hasattr(GPTModel, "_postprocess"):  # else it makes its logits in one function
 
@@ -114,5 +122,5 @@ def test_a_forward_whose_end_is_another_one_is_told_of():
                 return hidden_states
 
         model.__class__ = Own
-        with pytest.raises(RuntimeError, match="so that output_processor was not called"):
+        with pytest.raises(RuntimeError, match="output_processor"):
             model(*given, output_processor=lambda **_: "mine")

@@ -64,23 +64,6 @@ def test_a_load_of_its_own_state_changes_nothing_and_needs_no_no_grad() -> None:
     assert model.bits() == before
 
 
-@on_ranks(2)
-def test_each_parameter_finds_its_place_in_the_groups() -> None:
-    """A parameter's part of the main weights shares its memory, or rounds to it."""
-    model = mixed()
-    (optimizer,) = model.optimizer.chained_optimizers
-    places = list(optimizer.model_param_group_index_map.values())
-    assert len(set(places)) == len(places)
-    groups = optimizer.optimizer.param_groups
-    for parameter, (group, order) in optimizer.model_param_group_index_map.items():
-        part = optimizer._get_model_param_range_map(parameter)["param"]
-        own = parameter.detach().view(-1)[part.start : part.end]
-        main = groups[group]["params"][order]
-        if parameter.dtype == torch.float32:
-            assert main.data_ptr() == own.data_ptr()
-        assert torch.equal(main.detach().to(own.dtype), own)
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @on_ranks(2)
 def test_a_model_of_one_kind_keeps_its_order(dtype: str) -> None:

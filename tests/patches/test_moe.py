@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 
 import pytest
+from abort_sites import Interrupted
 from megatron_idempotent.patches._case import gathered
 from megatron_idempotent.patches._routers import ROWS, SEQUENCES, gradient, router
 from ranks import RELEASE, built, fails, on_microbatch, on_ranks, same
@@ -73,10 +74,7 @@ def test_a_window_that_raises_puts_the_weight_back():
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     model = built(experts=4)
-    with (
-        on_microbatch(model, fails(OSError("no data"), 1)),
-        pytest.raises(OSError, match="no data"),
-    ):
+    with on_microbatch(model, fails(Interrupted(), 1)), pytest.raises(Interrupted):
         model.forward_backward(4, data_seed=0)
     assert float(MoEAuxLossAutoScaler.main_loss_backward_scale) == 1.0
 

@@ -20,17 +20,6 @@ def build(**options):
     return model, model.chunks[0]
 
 
-@on_ranks(1)
-def test_the_outermost_exit_turns_synchronisation_on():
-    _, chunk = build()
-    seen = [armed(chunk)]
-    with chunk.no_sync():
-        with chunk.no_sync():
-            seen.append(armed(chunk))
-        seen.append(armed(chunk))
-    assert [*seen, armed(chunk)] == [{True}, {False}, {False}, {True}]
-
-
 @on_ranks(2)
 def test_a_schedule_inside_of_no_sync_starts_no_reduction():
     model, chunk = build()
@@ -136,7 +125,7 @@ def test_a_dropped_context_is_left_and_no_sync_stays_a_bound_method():
 def test_entering_one_context_twice_raises():
     _, chunk = build()
     context = chunk.no_sync()
-    with context, pytest.raises(RuntimeError, match="entered twice"), context:
+    with context, pytest.raises(RuntimeError, match="twice"), context:
         pass
     assert armed(chunk) == {True}
 

@@ -1,9 +1,9 @@
-"""Gradient buffers and optimizer state put aside in the middle of a loop, on real ranks."""
+"""Gradient buffers put aside in the middle of a loop, on real ranks."""
 
 from __future__ import annotations
 
 import pytest
-from ranks import built, digest, fails, needs_release, on_microbatch, on_ranks
+from ranks import built, needs_release, on_ranks
 
 needs_release((0, 16), "gradient buffers can be offloaded from 0.16 on")
 
@@ -58,46 +58,6 @@ def test_an_offload_behind_each_step_changes_no_loss_and_one_before_it_is_refuse
             model.step()
     model.forward_backward(2, data_seed=2)
     assert model.step()[0]
-
-
-def gradients_that_nobody_steps_on(applied: bool) -> str:
-    """Runs on a rank: offloads of gradients that are zeroed, skipped, used otherwise, or not
-    wanted."""
-    scale = {"initial_loss_scale": 2.0**8}
-    model = built(
-        applied=applied, dtype="fp16", overlap_grad_reduce=False, optimizer_overrides=scale
-    )
-    offload(model)
-    infinite = lambda _, loss: None if loss is None else loss * float("inf")  # noqa: E731
-    with on_microbatch(model, infinite):
-        model.forward_backward(2, data_seed=0)
-    assert not model.step()[0]
-    offload(model)
-    model.forward_backward(2, data_seed=1)
-    model.chunks[0].zero_grad_buffer()
-    offload(model)
-    model.forward_backward(2, data_seed=2)
-    model.optimizer.step_with_ready_grads()
-    offload(model)
-    model.forward_backward(2, data_seed=3)  # a warm-up, or a probe of the gradients
-    offload(model)
-    with (
-        on_microbatch(model, fails(ValueError("bad sample"), 1)),
-        pytest.raises(ValueError, match="bad sample"),
-    ):
-        model.forward_backward(2, data_seed=4)
-    offload(model)
-    for seed in (5, 6):
-        model.forward_backward(2, data_seed=seed)
-        assert model.step()[0]
-    return digest(model.parameters())
-
-
-def test_gradients_that_nobody_steps_on_may_go(megatron_ranks):
-    stock, patched = (
-        megatron_ranks(2, gradients_that_nobody_steps_on, applied) for applied in (False, True)
-    )
-    assert stock == patched
 
 
 @on_ranks(2)

@@ -17,17 +17,6 @@ def _live():
 
 
 @on_ranks(2)
-def test_ten_cycles_of_initialising_and_destroying_leave_the_default_group():
-    from megatron.core import parallel_state
-
-    megatron_idempotent.apply(only=["process-groups-leak"])
-    for _ in range(10):
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
-        parallel_state.destroy_model_parallel()
-        assert _live() == 1
-
-
-@on_ranks(2)
 def test_groups_that_a_model_holds_stay_usable_until_it_is_gone():
     from megatron.core import parallel_state
 

@@ -142,21 +142,6 @@ def test_a_step_has_the_bits_of_one_before_which_nobody_called_anything(tmp_path
     assert not changed
 
 
-@needs_training
-@on_ranks(1)
-def test_a_run_that_began_with_pretrained_weights_goes_back_to_its_own(tmp_path):
-    run = Run(tmp_path / "pretrained")
-    run.args.pretrained_checkpoint = run.args.save
-    run.args.save = run.args.load = str(tmp_path / "run")
-    assert run.load() == 0
-    assert not run.args.finetune
-    run.step()
-    run.save()
-    expected = run.step()
-    assert run.load() == 1
-    assert run.step() == expected
-
-
 @on_ranks(1)
 def test_a_second_backward_through_a_recomputed_layer_drops_the_same_elements():
     from megatron.core import parallel_state

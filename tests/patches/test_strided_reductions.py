@@ -31,18 +31,6 @@ def test_each_layout_of_a_tensor_has_the_same_sum_to_the_bit() -> None:
             assert torch.equal(tensor, before), layout  # the caller's stays
 
 
-@on_ranks(2)
-def test_the_gradient_of_an_expanded_tensor_is_that_of_all_ranks() -> None:
-    import torch
-    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-
-    built(tp=2, with_optimizer=False, wire=False)
-    inputs = torch.ones(3, 4, device="cuda", requires_grad=True)
-    outputs = copy_to_tensor_model_parallel_region(inputs)
-    (outputs.sum() * 2.0 ** torch.distributed.get_rank()).backward()
-    assert torch.equal(inputs.grad, torch.full((3, 4), 3.0, device="cuda"))
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @on_ranks(1)
 def test_a_tensor_of_a_single_rank_is_returned_itself(transposed: bool) -> None:

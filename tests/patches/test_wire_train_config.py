@@ -1,6 +1,7 @@
-"""`wire_train_config` is what an ordinary framework sets, and may be called again."""
+"""`wire_train_config` is what an ordinary framework sets; helpers refuse what are no chunks."""
 
 import pytest
+import torch
 from ranks import VIRTUAL, built, on_ranks, same
 
 import megatron_idempotent
@@ -41,17 +42,19 @@ def test_chunks_of_one_rank_share_lists_and_a_reference_model_has_no_scale():
     assert config.grad_sync_func == [chunk.start_grad_sync for chunk in model.chunks]
 
 
+@pytest.mark.parametrize("caller", ["abort_window", "ensure_params_synced", "wire_train_config"])
 @on_ranks(1)
-def test_what_is_not_wrapped_in_ddp_is_refused():
-    import torch
-
-    for chunks, message in (
-        ([], "got no model chunk"),
-        (None, r"wire_train_config\(\) got a NoneType: pass the list of this rank's chunks"),
-        ([torch.nn.Linear(2, 2)], "got a Linear, which has no bucket groups"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            megatron_idempotent.wire_train_config(chunks)
+def test_what_is_no_list_of_chunks_in_ddp_is_refused_before_anything_is_changed(caller):
+    (chunk,) = built(applied=False).chunks
+    (group, *_) = chunk.bucket_groups
+    group.is_last_microbatch = False  # which `abort_window` puts back
+    for chunks in (None, chunk, [], [chunk, chunk.module]):
+        with pytest.raises(ValueError, match=caller):
+            getattr(megatron_idempotent, caller)(chunks)
+    if caller == "abort_window":
+        with pytest.raises(ValueError, match="SGD as optimizer"):
+            megatron_idempotent.abort_window([chunk], torch.optim.SGD(chunk.parameters()))
+    assert not group.is_last_microbatch
 
 
 @on_ranks(1)
