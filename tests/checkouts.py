@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from pathlib import Path
 
 from megatron_idempotent.patching.catalog import patches
@@ -25,3 +26,11 @@ def checkout_of_installed(root: Path) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, copy)
     return root
+
+
+def zipped(root: Path, wheel: Path) -> Path:
+    """Write the files of a checkout into a wheel; return its path."""
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in filter(Path.is_file, root.rglob("*")):
+            archive.write(file, file.relative_to(root))
+    return wheel

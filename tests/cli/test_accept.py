@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkouts import zipped
 from test_drift import edit, rows
 
 from megatron_idempotent.cli import accept as module
@@ -44,11 +44,7 @@ def wheel(root: Path, version: str) -> Path:
     info = root / f"{INFO.replace('.', '/')}.py"
     major, minor, patch = version.split(".")
     info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n")
-    path = root.parent / f"megatron_core-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file in root.rglob("*.py"):
-            archive.write(file, file.relative_to(root))
-    return path
+    return zipped(root, root.parent / f"megatron_core-{version}-py3-none-any.whl")
 
 
 def drifted(root: Path, capsys: pytest.CaptureFixture[str]) -> set[str]:
@@ -216,12 +212,7 @@ def test_a_new_case_file_gets_reviews_of_its_own(
     """Others wrap one of the two functions, so that its body was read, but for them."""
     address = f"megatron.core.tensor_parallel.random:{name}"
     target = Target(address, seed, *(fragment,) if relying else ())
-    patch = Patch(
-        id="some-symptom",
-        summary="it hurts",
-        since="0.12",
-        targets=(target,),
-    )
+    patch = Patch(id="some-symptom", summary="it hurts", since="0.12", targets=(target,))
     monkeypatch.setattr(module, "patches", lambda: {patch.id: patch})
     monkeypatch.setattr("megatron_idempotent.cli.drift.patches", lambda: {patch.id: patch})
     (row,) = rows(capsys, tree)[1]

@@ -6,10 +6,10 @@ import json
 import re
 import shutil
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
+from checkouts import zipped
 from starts import started
 
 from megatron_idempotent.cli.drift import Drift
@@ -95,9 +95,7 @@ def test_a_wheel_is_read_without_unpacking_it_and_is_the_release_that_it_says(
     (info,) = tree.glob("megatron/core/package_info.py")
     info.write_text(re.sub(r"PRE_RELEASE = .*", "PRE_RELEASE = 'rc1'", info.read_text()))
     edit(tree / f"{RANDOM.replace('.', '/')}.py", "offset = seed + 2718", "offset = seed + 2718; 1")
-    with zipfile.ZipFile(wheels / "megatron_core-0-py3-none-any.whl", "w") as wheel:
-        for file in tree.rglob("*.py"):
-            wheel.write(file, file.relative_to(tree))
+    zipped(tree, wheels / "megatron_core-0-py3-none-any.whl")
     _, from_folder = rows(capsys, tree)
     _, from_wheel = rows(capsys, wheels)
     assert [r["standing"] for r in from_wheel] == [r["standing"] for r in from_folder]
@@ -206,10 +204,7 @@ def test_a_frameworks_metadata_says_its_version_and_its_range_counts(tmp_path, c
 def test_a_frameworks_wheel_says_its_version_too(tmp_path, capsys):
     said = "Metadata-Version: 2.1\nName: slime\nVersion: 0.3.1\n"
     unpacked = framework(tmp_path / "unpacked", SLIME, LOOP, said)
-    with zipfile.ZipFile(tmp_path / "slime-0.3.1-py3-none-any.whl", "w") as wheel:
-        for file in filter(Path.is_file, unpacked.rglob("*")):
-            wheel.write(file, file.relative_to(unpacked))
-    _, found = rows(capsys, tmp_path / "slime-0.3.1-py3-none-any.whl")
+    _, found = rows(capsys, zipped(unpacked, tmp_path / "slime-0.3.1-py3-none-any.whl"))
     assert {(row["version"], row["standing"]) for row in found} == {
         ("0.3.1", "holds"),
         ("0.3.1", "missing"),
@@ -253,12 +248,7 @@ def test_a_body_of_before_the_hazard_is_not_called_new(tree, capsys, monkeypatch
     (target,) = patches()[PATCH].targets
     body = read_body(tree / f"{target.module.replace('.', '/')}.py", target.qualname)
     old = Target(target.address, target.wrapper, reviewed={body.hash: "0.12.0 to 0.15.3"})
-    patch = Patch(
-        id="some-symptom",
-        summary="it hurts",
-        since="0.16",
-        targets=(old,),
-    )
+    patch = Patch(id="some-symptom", summary="it hurts", since="0.16", targets=(old,))
     monkeypatch.setattr("megatron_idempotent.cli.drift.patches", lambda: {patch.id: patch})
     code, (row,) = rows(capsys, tree)
     assert (code, row["standing"]) == (0, "not_affected")

@@ -32,10 +32,10 @@ FAULTS = {
         ("CONTRIBUTING.md", "    patches/", "  no/\n    patches/", "differ in no"),
     ],
     "readme_says_how_large_each_part_is": [
-        ("README.md", "| `rl/` |", "| `no/` |", "README.md says [0, 0] files and lines of `rl/`"),
+        ("README.md", "| `rl/` |", "| `no/` |", "README.md says [0, 0] files and lines of `rl/`")
     ],
     "blocks_import_what_they_name": [
-        ("docs/concepts.md", "# ", "```python\nTrainStep\n```\n# ", "a block uses TrainStep"),
+        ("docs/concepts.md", "# ", "```python\nTrainStep\n```\n# ", "a block uses TrainStep")
     ],
     "releases_are_those_of_the_table": [
         ("Makefile", "TORCH ?= ", "TORCH ?= 0", "Makefile: TORCH is not"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -53,17 +52,13 @@ def entry_points() -> list[importlib.metadata.EntryPoint]:
     return [point for point in found if point.group != "console_scripts"]
 
 
-def run(*command: str, cwd: Path) -> str:
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=True).stdout
-
-
 def test_an_entry_point_brings_in_its_own_modules_and_no_other(tmp_path):
     assert {point.module for point in entry_points()} == BROUGHT.keys()
     for module, rooms in BROUGHT.items():
         # vLLM's processes have imported torch, which brings in more than this needs.
         before = "import pytest" if module.startswith("megatron_idempotent.proof") else ""
         program = FOUND.format(before=before, module=module)
-        found = json.loads(run(sys.executable, "-c", program, cwd=tmp_path))
+        found = json.loads(started(sys.executable, "-c", program, cwd=tmp_path).stdout)
         own = {f"megatron_idempotent.{room}" for room in rooms | {"lazy"}}
         # A checkout looks for its case files.
         assert {*found} - {"megatron_idempotent.checkout"} == {"megatron_idempotent", module} | own
@@ -76,7 +71,7 @@ def test_a_suite_that_uses_nothing_of_the_plugins_loads_nothing_else(tmp_path):
         "    print(*(m for m in sys.modules if m.startswith('megatron_idempotent.')))\n"
     )
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path))
-    *_, last = run(*command, cwd=tmp_path).splitlines()
+    *_, last = started(*command, cwd=tmp_path).stdout.splitlines()
     plugins = [module for module in BROUGHT if module.startswith("megatron_idempotent.proof")]
     rooms = {f"megatron_idempotent.{room}" for module in plugins for room in BROUGHT[module]}
     assert {*last.split()} - {"megatron_idempotent.checkout"} == {
@@ -95,10 +90,7 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize(
-    "absent",
-    tiered(WITHOUT, [*WITHOUT][:3]),
-)
+@pytest.mark.parametrize("absent", tiered(WITHOUT, [*WITHOUT][:3]))
 def test_what_needs_a_package_at_most_later_does_not_import_it(absent):
     does = WITHOUT[absent].format("megatron_idempotent")
     program = f"import sys; {does}; print(*set({absent.split()}) & sys.modules.keys())"

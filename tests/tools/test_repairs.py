@@ -84,21 +84,13 @@ def train(loop):
             "    for _ in range(3):\n        loop.step(loop.data)\n",
             "    while loop.data:\n        loop.step(loop.data)\n",
         ),
-        (
-            replace("m:train", "inner(loop)", ""),
-            "    inner(loop)\n",
-            "",
-        ),
+        (replace("m:train", "inner(loop)", ""), "    inner(loop)\n", ""),
         (
             replace("m:Loop.step", "batch = next(data)", ""),
             "        # Reads a batch.\n        batch = next(data)\n",
             "",
         ),
-        (
-            substitute("m:Loop.step", "again=False", "again=True"),
-            "again=False",
-            "again=True",
-        ),
+        (substitute("m:Loop.step", "again=False", "again=True"), "again=False", "again=True"),
         (
             substitute("m:Loop.step", "batch is None", "batch is None or again"),
             "batch is None",
