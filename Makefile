@@ -101,7 +101,7 @@ test-all: $(VENV)/.compiled
 # test_hf_layouts compares; Triton's kernels run on its interpreter; costs and refusals are no sums. Of
 # a training run the engines' log-probs alone are held against sums of another order.
 NUMERICS := tests/logprobs tests/rl/hf/test_hf_layouts.py tests/proof/cpu/test_layouts.py \
-  tests/proof/cpu/test_against_one_rank.py tests/step/test_same_gradient.py tests/step/test_division.py \
+  tests/proof/cpu/test_against_one_rank.py tests/step/test_programs.py tests/step/test_division.py \
   tests/rl/trainer/test_run.py::test_engines_give_the_log_probabilities_of_the_training_forward
 NO_SUMS := --ignore-glob=*/test_kernels* --ignore-glob=*/test_*costs.py --ignore-glob=*/test_*refused.py
 test-numerics: $(VENV)/.compiled

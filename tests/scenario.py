@@ -1,9 +1,9 @@
 """Runs a list of actions on a small model, with faults at some of them: `scenario`.
 
-It returns the bits that each step left and what each action raised, so that two ways to one step
-are compared by `differing`. An action is a tuple: the name of a function in `ACTIONS`, then its
-arguments. A fault is a place where some ranks raise during one action. Data, losses, models and the
-one-shot step, which knows nothing of pieces, are those of all tests of steps.
+It returns the bits that each step left and what each action raised. An action is a tuple: the name
+of a function in `ACTIONS`, then its arguments. A fault is a place where some ranks raise during one
+action. Data, losses, models and the one-shot step, which knows nothing of pieces, are those of all
+tests of steps.
 
 Legend: B rows, T positions. Runs on a rank.
 """
@@ -265,7 +265,8 @@ class Bench:
     ) -> None:
         """`step` goes to the step, `options` to the model, where it is Megatron's.
 
-        `kind` is a class other than the engine's.
+        `kind` is a class other than the engine's. "built" among the options is what `build` has
+        returned, for a model that is built already.
         """
         given = {"deadline_s": DEADLINE_S, **(step or {})}
         kind, self.engine, self.loss = (
@@ -287,7 +288,7 @@ class Bench:
             self.replica = fsdp_bench.replica_of(layout)
             self.step = kind(*self.parts, **given)
             return
-        model, self.scheduler, self.replica = build(**options)
+        model, self.scheduler, self.replica = options.pop("built", None) or build(**options)
         self.model, self.optimizer = model, model.optimizer
         self.module = model.chunks[0].module
         self.parts = model.chunks, model.optimizer, self.scheduler
@@ -370,18 +371,6 @@ def _steps(bench: Bench, sizes: list[int], *, seed: int = 1, full: bool = False,
     return split_step(bench.step, bench.loss, batch, sizes, **how)
 
 
-def at_once(bench: Bench, batch: dict[str, Any]) -> Any:
-    """The one-shot step of these rows; its gradient norm."""
-    if bench.engine == "fsdp":
-        return bench._fsdp.one_shot(*bench.parts, bench.loss, batch)[0]
-    return one_shot(bench.model, bench.scheduler, bench.loss, batch)
-
-
-def _once(bench: Bench, microbatches: int, *, seed: int = 1, full: bool = False) -> Any:
-    """The same at once, by a program with nothing but the engine."""
-    return at_once(bench, bench.batch(microbatches, seed=seed, full=full))
-
-
 def _batch(bench: Bench, sizes: list[int], *, seed: int = 1, last: bool = False) -> Any:
     """The batches of a step that is open, one call each; the last one of all, if it says so."""
     pieces = list(cut(bench.batch(sum(sizes), seed=seed), sizes))
@@ -400,7 +389,6 @@ def _abort(bench: Bench) -> None:
 
 ACTIONS: dict[str, Any] = {
     "step": _steps,
-    "once": _once,
     "begin": lambda bench, **more: bench.begin(**more),
     "batch": _batch,
     "finish": lambda bench, **more: bench.step.finish(bench.step_id, **more),
@@ -446,7 +434,7 @@ def scenario(
                 raised = error
         outcome.told.append(raised)
         outcome.results.append(result)
-        if raised is None and name in ("step", "once", "finish"):
+        if raised is None and name in ("step", "finish"):
             outcome.bits.append(bench.bits(result))
     return outcome
 
@@ -493,36 +481,3 @@ class FailingLoss:
 
     def _fail(self, _: Any) -> None:
         raise Broken("interrupted")
-
-
-Way = tuple[Sequence[tuple[Any, ...]], Sequence[Fault]]
-
-
-def differing(layout: dict[str, Any], want: Sequence[Any], ways: dict[str, Way]) -> dict[str, Any]:
-    """Run `want`, then each way with its faults; tell of ways whose steps have other bits.
-
-    Returns nothing where all are the same. A way leaves as many whole steps as `want`, and each of
-    its faults raises.
-    """
-    wanted = scenario(layout, want)
-    _raise_first(wanted.told)
-    assert wanted.bits[0][0] > 0, "gradients of nothing are always the same"
-    found: dict[str, Any] = {}
-    for name, (actions, faults) in ways.items():
-        got = scenario(layout, actions, faults)
-        broken = {fault.at for fault in faults}
-        _raise_first([each for at, each in enumerate(got.told) if at not in broken])
-        assert all(got.told[at] is not None for at in broken), f"{name}: nothing was raised"
-        same = [
-            [torch.equal(a, b) for a, b in zip(mine, those, strict=True)]
-            for mine, those in zip(got.bits, wanted.bits, strict=True)
-        ]
-        if not all(map(all, same)):
-            found[name] = same
-    return found
-
-
-def _raise_first(told: Sequence[Exception | None]) -> None:
-    for each in told:
-        if each is not None:
-            raise each

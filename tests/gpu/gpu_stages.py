@@ -137,7 +137,7 @@ SUITES = (
     "tests/gpu",
     "tests/logprobs/test_on_gpu.py",
     "tests/parity/test_train_again.py",
-    "tests/step/test_same_gradient.py",
+    "tests/step/test_programs.py",
     "tests/patches/test_full_cuda_graph.py",
     "tests/patches/test_guarded_window.py",
     "tests/patches/test_offload.py",

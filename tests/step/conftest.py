@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite(
+    *("step_backend", "contract_calls", "contract_results", "contract_refusals"),
+    *("contract_disturbances", "contract_failures", "programs"),
+)
+
 
 @pytest.fixture
 def megatron_ranks(request: pytest.FixtureRequest, megatron_ranks: Any) -> Any:

@@ -78,7 +78,8 @@ class PackLoss:
         )
         from megatron.core import parallel_state
 
-        group = parallel_state.get_tensor_model_parallel_group()
+        # None on FSDP2.
+        group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         borders = None if pack is None else pack.cu_seqlens
         stats = token_logprobs(
             logits=output, targets=own_positions(targets_BT, cu_seqlens=borders), tp_group=group

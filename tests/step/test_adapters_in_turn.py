@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 from lora import Lora, use
-from ranks import on_ranks, tiered
+from programs import Pair, fitted
+from ranks import VIRTUAL, on_ranks, tiered
 from scenario import (
-    DEADLINE_S,
     ROWS,
+    Bench,
     TokenLoss,
     build,
-    cut,
     data,
     documented,
     forward,
-    one_shot,
     raised_by,
     scheduler_of,
 )
@@ -42,42 +41,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
     "pp2": (2, {"pp": 2}),
     "pp2 dp2, gathers": (4, {"pp": 2} | GATHERS),
-    "pp2 vpp2 dp2, aligned": (
-        4,
-        {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True} | GATHERS,
-    ),
+    "pp2 vpp2 dp2, aligned": (4, {**VIRTUAL, "align": True} | GATHERS),
 }
 ALWAYS = ("dp2, gathers", "pp2")
 NAMES = ("alice", "bob")
-
-
-@dataclasses.dataclass
-class Trained:
-    """An adapter with its model, scheduler and step."""
-
-    name: str
-    model: Any
-    scheduler: Any
-    step: megatron_idempotent.TrainStep
-    replica: int
-
-    def begin(self) -> str:
-        train_only(self.model.chunks, self.name)
-        return self.step.begin(TokenLoss(), global_batch_size=8, micro_batch_size=ROWS)
-
-    def batches(self, number: int, sizes: list[int]) -> list[Any]:
-        return list(cut(rows_of(self.name, number, sum(sizes), self.replica), sizes))
-
-    def run(self, number: int, sizes: list[int], *, last: bool) -> Any:
-        step_id = self.begin()
-        for index, batch in enumerate(self.batches(number, sizes), start=1):
-            self.step.microbatch(step_id, batch, last=last and index == len(sizes))
-        return self.step.finish(step_id)
-
-
-def rows_of(name: str, number: int, microbatches: int, replica: int) -> Any:
-    """Return an adapter's rows in its step of that number."""
-    return data(100 * ord(name[0]) + number, microbatches * ROWS, replica)
 
 
 def parameters_of(chunks: Any, name: str) -> list[Any]:
@@ -104,7 +71,7 @@ def train_only(chunks: Any, *names: str) -> None:
             parameter.requires_grad_(True)
 
 
-def trained(**options: Any) -> list[Trained]:
+def benches(**options: Any) -> list[Bench]:
     """Build one base model, and for each name an adapter, a DDP and a step.
 
     The config is wired for the first one. The second has twice its loss scale.
@@ -130,81 +97,65 @@ def trained(**options: Any) -> list[Trained]:
         second = dataclasses.replace(model, chunks=chunks, optimizer=optimizer)
         models.append((second, scheduler_of(optimizer)))
     return [
-        Trained(name, model, scheduler, step_of(model, scheduler, name), replica)
+        Bench(step={"forward": using(name)}, built=(model, scheduler, replica))
         for name, (model, scheduler) in zip(NAMES, models, strict=True)
     ]
 
 
-def step_of(model: Any, scheduler: Any, name: str) -> megatron_idempotent.TrainStep:
-    """Return the step of an adapter, whose forward uses it."""
+def using(name: str) -> Any:
+    """Return a forward that uses an adapter."""
 
     def adapted(chunk: Any, microbatch: Any) -> Any:
-        use(model.chunks, name)
+        use([chunk], name)
         return forward(chunk, microbatch)
 
-    return megatron_idempotent.TrainStep(
-        model.chunks, model.optimizer, scheduler, forward=adapted, deadline_s=DEADLINE_S
-    )
+    return adapted
 
 
-def alone(name: str, sizes: list[list[int]], **options: Any) -> list[tuple[float, torch.Tensor]]:
-    """Return norm and adapter after each step of a model with this adapter alone."""
-    model, scheduler, replica = build(before_ddp=Lora(adapters=(name,), alike=True), **options)
-    steps = []
-    for number, parts in enumerate(sizes, start=1):
-        norm = one_shot(model, scheduler, TokenLoss(), rows_of(name, number, sum(parts), replica))
-        steps.append((float(norm), values_of(model.chunks, name)))
-    return steps
+#: A step that is dropped, whose gradients are in nobody's next step, and one that is finished, in
+#: another number of microbatches each time, because DDP learns when to reduce from the first one.
+STEPS: list[list[Any]] = [
+    [
+        *[("begin",), ("microbatch", sizes), ("abort",), ("begin",)],
+        *[("microbatch", sizes), ("microbatch", (2, 2), {"last": last}), ("finish",)],
+    ]
+    for sizes, last in (((1, 1), False), ((2, 2), False), ((1, 1), True))
+]
 
 
-def in_turn(options: dict[str, Any]) -> dict[str, list[tuple[bool, bool]]]:
-    """Runs on a rank: for each step of each adapter, whether norm and values are its own run's."""
-    # Another number in each step, because DDP learns when to reduce from the first one.
-    sizes = [[2, 2], [4, 2], [2, 2]] if options.get("vpp") else [[1, 2], [2, 2], [1, 1]]
-    adapters = trained(**options)
-    steps: dict[str, list[tuple[float, torch.Tensor]]] = {name: [] for name in NAMES}
-    for number, parts in enumerate(sizes, start=1):
-        for adapter in adapters[:: 1 if number % 2 else -1]:
-            # Gradients of a step that is dropped are in nobody's next step.
-            step_id = adapter.begin()
-            adapter.step.microbatch(step_id, adapter.batches(9, parts)[0])
-            adapter.step.abort()
-            norm = adapter.run(number, parts, last=number == 3).grad_norm
-            steps[adapter.name].append((norm, values_of(adapter.model.chunks, adapter.name)))
-    same = {}
-    for index, name in enumerate(NAMES):
-        scaled = {**options}
-        if scaled.get("loss_scale"):
-            scaled["loss_scale"] *= 2**index
-        expected = alone(name, sizes, **scaled)
-        assert expected[0][0] > 0
-        same[name] = [
-            (norm == expected_norm, torch.equal(values, expected_values))
-            for (norm, values), (expected_norm, expected_values) in zip(
-                steps[name], expected, strict=True
-            )
-        ]
-    return same
+def in_turn(options: dict[str, Any]) -> None:
+    """Runs on a rank: the adapters' steps, against each adapter's own model, stepped at once."""
+    pairs = []
+    for index, (name, bench) in enumerate(zip(NAMES, benches(**options), strict=True)):
+        scaled = {"loss_scale": options["loss_scale"] * 2**index} if "loss_scale" in options else {}
+        alone = {"adapted": {"adapters": (name,), "alike": True}, **options, **scaled}
+        pairs.append((name, Pair("megatron", alone, split=bench)))
+    for number, program in enumerate(STEPS):
+        for name, pair in pairs[:: -1 if number % 2 else 1]:
+            train_only(pair.split.model.chunks, name)
+            pair.run(fitted(program, options))
+            both = [values_of(each.model.chunks, name) for each in (pair.split, pair.whole)]
+            assert torch.equal(*both), (name, number)
 
 
 @pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_each_adapters_steps_are_those_of_its_own_run(megatron_ranks, layout):
     ranks, options = LAYOUTS[layout]
-    for same in megatron_ranks(ranks, in_turn, options, timeout_s=300):
-        assert all(all(map(all, steps)) for steps in same.values()), same
+    megatron_ranks(ranks, in_turn, options, timeout_s=300)
 
 
 @on_ranks(1)
 def test_a_step_beside_an_open_one_over_the_same_modules_is_refused() -> None:
-    alice, bob = trained()
+    alice, bob = benches()
+    train_only(alice.model.chunks, "alice")
     step_id = alice.begin()
     error = raised_by(bob.begin)
     assert isinstance(error, RuntimeError)
     assert "a TrainStep is open for another DDP over the same modules" in str(error)
-    train_only(alice.model.chunks, "alice")
-    alice.step.microbatch(step_id, alice.batches(1, [1])[0])
+    alice.step.microbatch(step_id, alice.batch(1))
     assert alice.step.finish(step_id).updated
-    assert bob.run(1, [1], last=False).updated
+    train_only(bob.model.chunks, "bob")
+    assert bob.run([bob.batch(1)]).updated
 
 
 @on_ranks(1)
@@ -222,16 +173,11 @@ def test_the_documented_adapters_train() -> None:
     names: dict[str, Any] = {}
     exec(*documented("adapters"), names)
     for name in NAMES:
-
-        def adapted(chunk: Any, microbatch: Any, name: str = name) -> Any:
-            use([chunk], name)
-            return forward(chunk, microbatch)
-
         settings = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=True)
-        parts = [bare.module], base.config, bare.ddp_config, settings, adapted
+        parts = [bare.module], base.config, bare.ddp_config, settings, using(name)
         step = names["step_of"](name, *parts)
         step_id = step.begin(TokenLoss(), micro_batch_size=ROWS)
-        step.microbatch(step_id, rows_of(name, 1, 2, 0))
+        step.microbatch(step_id, data(1, 2 * ROWS, 0))
         result = step.finish(step_id)
         assert result.updated
         assert result.grad_norm > 0

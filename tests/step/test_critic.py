@@ -1,4 +1,7 @@
-"""A critic and a reward model, as docs/train-step/critic.md has them: in pieces and in one call."""
+"""The critic and the reward model of docs/train-step/critic.md, in what they report.
+
+Their steps in pieces are rows of test_programs.py.
+"""
 
 from __future__ import annotations
 
@@ -8,109 +11,44 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, tiered
-from scenario import (
-    DEADLINE_S,
-    ROWS,
-    T,
-    build,
-    cut,
-    data,
-    documented,
-    mask_of,
-    one_shot,
-    parameters,
-    split_step,
-)
+from critic import Task
+from ranks import on_ranks
+from scenario import ROWS, Bench, cut, documented
 
 pytestmark = pytest.mark.full
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {"overlap_param_gather": True}),
-    "tp2": (2, {"tp": 2}),
-    "tp2, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pp": 2}),
-    "pp2, bf16": (2, {"pp": 2, "dtype": "bf16"}),
-    "tp2 pp2, sequence parallel": (4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
-}
-ALWAYS = ("tp2, sequence parallel", "pp2")
 
-
-def _data(seed: int, microbatches: int, replica: int) -> dict[str, Any]:
-    rows = microbatches * ROWS
-    generator = torch.Generator().manual_seed(seed)
-    hidden_TT = torch.ones(T, T).tril() < 0.5
-    return {
-        **data(seed, rows, replica),
-        "attention_mask": hidden_TT.expand(rows, 1, T, T).cuda(),
-        "old_values": torch.randn(rows, T, generator=generator).cuda() * 0.1,
-        "returns": torch.randn(rows, T, generator=generator).cuda(),
-        "lengths": torch.randint(1, T, (rows,), generator=generator).cuda(),
-        "group_ids": torch.arange(rows).cuda() // 2 + 1000 * replica,
-    }
-
-
-def _made(options: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, int]:
-    """The documented names, and a model with the documented head."""
-    names: dict[str, Any] = {}
-    shown = documented("critic")
-    for program in (shown[0], shown[2]):
-        exec(program, names)
-
-    def before_ddp(module: Any) -> None:
-        names["add_value_head"](getattr(module, "module", module))
-
-    return names, *build(before_ddp=before_ddp, **options)
-
-
-def _seen(model: Any, norm: Any) -> list[Any]:
-    return [torch.tensor(float(norm)), model.gradients(), parameters(model)]
-
-
-def critic(options: dict[str, Any]) -> None:
-    """Runs on a rank: the documented step, against one schedule call, and what it tells."""
+@pytest.mark.parametrize("options", [{"pp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
+@on_ranks(2, timeout_s=120)
+def test_the_documented_critic_trains_and_tells_its_values(options: dict[str, Any]) -> None:
+    """The page's step, in two calls; and values of the parameters as they are, in the middle."""
     from megatron.core import parallel_state as ps
 
-    names, model, scheduler, replica = _made(options)
-    sizes = [1, 3]
+    task = Task.critic()
+    bench = Bench(before_ddp=task.before_ddp, loss=task.loss, **options)
+    has_loss = ps.is_pipeline_last_stage()
+    batch = task.rows(1, 4 * ROWS, bench.replica)
     # The documented step, with the sizes of this one.
-    given = {**names, "chunks": model.chunks, "optimizer": model.optimizer, "scheduler": scheduler}
     program = documented("critic")[1].replace("micro_batch_size=4", f"micro_batch_size={ROWS}")
     program = program.replace("global_batch_size=256", "global_batch_size=8")
-    found = []
-    has_loss = ps.is_pipeline_last_stage()
     program = re.sub(
         r'(    )values = (.*)\.outputs\["values"\].*', r"\1receipts.append(\2)", program
     )
-    for seed in (1, 2):
-        batch = _data(seed, sum(sizes), replica)
-        receipts: list[Any] = []
-        exec(program, given | {"stream": cut(batch, sizes), "receipts": receipts}, given)
-        found += _seen(model, given["result"].grad_norm)
-        values = [row for receipt in receipts for row in receipt.outputs.get("values", ())]
-        assert len(values) == (len(batch["input_ids"]) if has_loss else 0)
-        if seed == 1 and has_loss:
-            _check_metrics(torch.stack(values), batch, given["result"])
+    names = {**task.names, "chunks": bench.model.chunks, "optimizer": bench.optimizer}
+    names |= {"scheduler": bench.scheduler, "stream": cut(batch, [1, 3]), "receipts": []}
+    exec(program, names)
+    values = [row for each in names["receipts"] for row in each.outputs.get("values", ())]
+    assert len(values) == (len(batch["input_ids"]) if has_loss else 0)
+    if has_loss:
+        _check_metrics(torch.stack(values), batch, names["result"])
 
-    loss = names["ValueLoss"](clip=0.2)
-    _, whole, schedule, _ = _made(options)
-    wanted = []
-    for seed in (1, 2):
-        batch = _data(seed, sum(sizes), replica)
-        norm = one_shot(whole, schedule, loss, batch, forward=names["forward"])
-        wanted += _seen(whole, norm)
-    assert float(wanted[0]) > 0
-    assert all(map(torch.equal, found, wanted))
-    assert mask_of(batch).any()
-
-    # Values of the parameters as they are, in the middle of a step.
-    step = given["critic"]
-    step_id = step.begin(loss, global_batch_size=8, micro_batch_size=ROWS)
+    step = names["critic"]
+    step_id = step.begin(task.loss, global_batch_size=8, micro_batch_size=ROWS)
     (piece,) = cut(batch, [1])
     receipt = step.microbatch(step_id, piece)
     with step.reading() as chunks:
-        read = _values(chunks, names["forward"], [piece])
-    assert model.chunks[0].training
+        read = _values(chunks, task.forward, [piece])
+    assert bench.model.chunks[0].training
     step.finish(step_id)
     if has_loss:
         assert torch.equal(torch.stack(receipt.outputs["values"]), read[0])
@@ -138,11 +76,7 @@ def _values(chunks: Any, forward: Any, microbatches: list[Any]) -> list[Any]:
 
 
 def _check_metrics(values_BT: Any, batch: dict[str, Any], result: Any) -> None:
-    """Hold the step's metrics against float64, where this replica is the only one."""
-    from megatron.core import parallel_state as ps
-
-    if ps.get_data_parallel_world_size() > 1:
-        return
+    """Hold the step's metrics against float64; this replica is the only one."""
     valid_BT = (batch["token_mask"] * batch["sample_mask"][:, None]).double()
     valid_BT[:, 0] = 0
     values, old, returns = (
@@ -164,54 +98,19 @@ def _check_metrics(values_BT: Any, batch: dict[str, Any], result: Any) -> None:
     assert result.metrics["value_clip_fraction"] == pytest.approx(fraction, rel=2.0**-50)
 
 
-@pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
-def test_a_critic_in_pieces_is_the_critic_at_once(megatron_ranks, layout):
-    ranks, options = LAYOUTS[layout]
-    megatron_ranks(ranks, critic, options, timeout_s=200)
-
-
 @pytest.mark.parametrize("options", [{}, {"pp": 2}], ids=str)
-@on_ranks(2, timeout_s=200)
-def test_a_reward_model_in_pieces_is_the_one_at_once(options: dict[str, Any]) -> None:
-    """A reward model in pieces and at once; its metrics, against the scores."""
+@on_ranks(2, timeout_s=120)
+def test_a_reward_model_tells_scores_and_counts_pairs(options: dict[str, Any]) -> None:
+    """Scores are of the last token, one for each sequence; accuracy counts pairs of all ranks."""
     from megatron.core import parallel_state as ps
 
-    from megatron_idempotent import TrainStep
-
-    names, model, scheduler, replica = _made(options)
-
-    def forward(chunk: Any, microbatch: Any) -> Any:
-        # The documented one shifts what it returns, as a critic's values are.
-        tokens = microbatch["input_ids"]
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        output = chunk(tokens, positions, microbatch["attention_mask"])
-        return output[..., 0] if output.shape[-1] == 1 else output
-
-    loss = names["PairLoss"]()
-    step = TrainStep(
-        model.chunks, model.optimizer, scheduler, forward=forward, deadline_s=DEADLINE_S
+    task = Task.reward()
+    bench = Bench(
+        before_ddp=task.before_ddp, loss=task.loss, step={"forward": task.forward}, **options
     )
-    batches = []
-    for seed in (1, 2):
-        batch = _data(seed, 4, replica)
-        # Pairs of all ranks are a power of two, whose inverse is exact.
-        batch["sample_mask"] = torch.ones(4 * ROWS).cuda()
-        batches.append(batch)
-    results = [split_step(step, loss, each, [1, 3]) for each in batches]
-    assert all(result.updated for result in results)
-    found = _seen(model, results[-1].grad_norm)
-
-    _, whole, schedule, _ = _made(options)
-    for batch in batches:
-        norm = one_shot(whole, schedule, loss, batch, forward=forward)
-    wanted = _seen(whole, norm)
-    assert float(wanted[0]) > 0
-    assert all(map(torch.equal, found, wanted))
-
-    # Scores are of the last token, one for each sequence, and accuracy counts pairs of all ranks.
-    step_id = step.begin(loss, global_batch_size=8, micro_batch_size=ROWS)
-    receipt = step.microbatch(step_id, batches[0])
-    result = step.finish(step_id)
+    step_id = bench.begin()
+    receipt = bench.step.microbatch(step_id, task.rows(1, 4 * ROWS, bench.replica))
+    result = bench.step.finish(step_id)
     right = torch.zeros(1)
     if ps.is_pipeline_last_stage():
         scores = torch.stack(receipt.outputs["scores"])

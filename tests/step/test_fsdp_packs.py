@@ -10,14 +10,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_idempotent import FSDPTrainStep, token_logprobs
+from megatron_idempotent import FSDPTrainStep
 from megatron_idempotent.fp8 import TokenAlignment
-from megatron_idempotent.logprobs import shift_targets
+from megatron_idempotent.step import pack_batches
 
 
 def fsdp_steps() -> dict[str, Any]:
     """Runs on two ranks with other numbers of rows: the same step of rows, and of packs."""
-    from packs import rows
+    from packs import PackSequenceLoss, PlainSequenceLoss, rows
     from roundings import roundings
 
     class Model(nn.Module):
@@ -39,34 +39,6 @@ def fsdp_steps() -> dict[str, Any]:
                 mean = pack.expand(pack.sums(hidden) / lengths_n[:, None])[None]
             return self.head(hidden + mean)
 
-    class Loss:
-        kind = "sequence"
-        normalizers: dict[str, Any] = {}  # noqa: RUF012
-
-        def __call__(self, output: Any, microbatch: Any) -> Any:
-            pack = microbatch.get("pack")
-            tokens = microbatch["input_ids"]
-            targets = shift_targets(tokens, cu_seqlens=None if pack is None else pack.cu_seqlens)
-            logprob = self.logprob(output, targets)
-            valid = nn.functional.pad(microbatch["token_mask"][:, 1:], (0, 1)) * (targets >= 0)
-            if pack is None:
-                means_n = (logprob * valid).sum(1) / valid.sum(1).clamp(min=1)
-            else:
-                means_n = pack.sums(logprob * valid) / pack.sums(valid).clamp(min=1)
-            return -(means_n * microbatch["sample_mask"]).sum(), {}
-
-        @staticmethod
-        def logprob(output: Any, targets: Any) -> Any:
-            return token_logprobs(logits=output, targets=targets).logprob
-
-    class PlainLoss(Loss):
-        """Computes log-probs by functions that can be differentiated twice."""
-
-        @staticmethod
-        def logprob(output: Any, targets: Any) -> Any:
-            found = torch.log_softmax(output, -1)
-            return found.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-
     def forward(model: Any, microbatch: Any) -> Any:
         tokens_BT = microbatch["input_ids"]
         real_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -84,7 +56,9 @@ def fsdp_steps() -> dict[str, Any]:
     whole = Model().double().cuda()
 
     def total() -> Any:
-        return sum(PlainLoss()(forward(whole, each), each)[0] for each in map(batch_of, (0, 1)))
+        packs = [pack for replica in (0, 1) for pack in pack_batches(batch_of(replica), 256)]
+        loss = PlainSequenceLoss()
+        return sum(loss(torch.log_softmax(forward(whole, pack), -1), pack)[0] for pack in packs)
 
     # Between two layers lies a mean over at most 32 tokens too; words as in `packs.allowed`.
     limit = roundings(whole, total, terms=128 + 64, parts=16 + 2, between=16 + 32) * 2.0**-53
@@ -108,13 +82,13 @@ def fsdp_steps() -> dict[str, Any]:
             alignment=TokenAlignment(sequence=4, pack=16) if way == "padded" else None,
             deadline_s=DEADLINE_S,
         )
-        step_id = step.begin(Loss(), global_batch_size=15, **arguments)
+        step_id = step.begin(PackSequenceLoss(), global_batch_size=15, **arguments)
         receipt = step.microbatch(step_id, batch, last=True)
         result = step.finish(step_id)
         gradients = [p.grad.full_tensor().flatten() for p in model.parameters()]
         found[way] = torch.cat(gradients), result.global_valid_tokens, receipt.microbatches
     plain = FSDPTrainStep(model, optimizer, deadline_s=DEADLINE_S)
-    step_id = plain.begin(Loss(), global_batch_size=15, max_tokens_per_microbatch=48)
+    step_id = plain.begin(PackSequenceLoss(), global_batch_size=15, max_tokens_per_microbatch=48)
     told = str(raised_by(plain.microbatch, step_id, batch))
     plain.abort(step_id)
     want = found["rows"][0]

@@ -4,153 +4,48 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import re
 import time
 from types import SimpleNamespace
 
 import pytest
-import scenario
 import torch
 from fsdp_bench import CLIP, Counting, Model, Trip, Tripped, bench, build, one_shot, same
 from ranks import on_ranks
-from scenario import ROWS, TokenLoss, cut, raised_by, split_step
+from scenario import TokenLoss, cut, raised_by, split_step
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from megatron_idempotent import FSDPTrainStep, WindowAborted
 
-SIZES = {1: [6], 3: [1, 2, 3], 6: [1] * 6}
-#: Layout → ranks.
-RANKS = {
-    "shard": 2,
-    "sum": 2,
-    "half precision": 2,
-    "whole after forward": 2,
-    "replicate and shard": 4,
-    "tensor parallel": 4,
-}
 
-
-def compared(layout, kind, sizes):
-    """Runs on a rank: by number of pieces and `last`, two steps in pieces against two one-shot
-    ones of plain torch.
-
-    Equal bits, of gradients and of all that the next step depends on; norms, metrics, and counts
-    of collectives, of both.
-    """
-    loss = getattr(scenario, kind)()
-    clip = layout != "tensor parallel"
-    replicas = torch.distributed.get_world_size() // (1 if clip else 2)
-
-    def run(pieces, last=None):
-        # Where FSDP2 is told to add up, the loop to compare with lets it average.
-        plain = last is None and layout == "sum"
-        made = bench("shard" if plain else layout, loss, clip_grad=CLIP if clip else None)
-        counting, bits, told = Counting(made.module), [], []
-        for seed in (1, 2):
-            batch = made.batch(sum(pieces), seed=seed)
-            if last is None:
-                norm, metrics = one_shot(*made.parts, loss, batch, clip=clip, replicas=replicas)
-            else:
-                result = made.run(list(scenario.cut(batch, pieces)), last=last)
-                norm, metrics = result.grad_norm, result.metrics
-            bits += [made.gradients(), *made.state()]
-            told += [norm, dict(metrics)]
-        return bits, [*told, counting.counts]
-
-    want, told = run([6])
-    assert told[0] > CLIP
-    found = {}
-    for number in sizes:
-        for last in (False, True):
-            got, also = run(SIZES[number], last)
-            equal = [torch.equal(a, b) for a, b in zip(got, want, strict=True)]
-            found[f"{number} {last}"] = equal, also, told
-    return found
-
-
-#: These alone gather, reduce or scale otherwise than the others.
-ALWAYS = ("shard", "tensor parallel", "half precision")
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind", "sizes"),
-    [
-        pytest.param("shard", "SequenceLoss", [3], id="by sequence"),
-        *(
-            pytest.param(
-                *(each, "TokenLoss", list(SIZES) if each == "shard" else [3]),
-                marks=() if each in ALWAYS else pytest.mark.exhaustive,
-                id=each,
-            )
-            for each in RANKS
-        ),
-    ],
-)
-def test_pieces_are_torchs_own_step_at_once(megatron_ranks, layout, kind, sizes):
-    for found in megatron_ranks(RANKS[layout], compared, layout, kind, sizes, timeout_s=120):
-        for equal, got, want in found.values():
-            assert all(equal), found
-            for index in (0, 2):
-                # 6,000 squares are added up in float32, in whatever order: at most a relative
-                # error of 6,000 u in the sum, half of that in the root; u = 2**-24.
-                bound = 3000 * 2.0**-24 if layout == "tensor parallel" else 0.0
-                assert math.isclose(got[index], want[index], rel_tol=bound)
-            assert [got[1], *got[3:]] == [want[1], *want[3:]]
-
-
-@pytest.mark.parametrize("last", [False, True])
 @on_ranks(2)
-def test_ranks_with_less_data_send_zeros(last):
-    """Rank 1 gets less than rank 0, or nothing; as if it had masked rows
-    instead."""
-    sizes = [2, 1, 3]
-
-    def run(short):
+def test_a_step_makes_the_collectives_of_torchs_own_step_at_once():
+    """Gathers and reductions of two steps in pieces, and random states after them, with dropout."""
+    whole = bench()
+    counting, batches = Counting(whole.module), [whole.batch(6, seed=seed) for seed in (1, 2)]
+    for batch in batches:
+        one_shot(*whole.parts, whole.loss, batch)
+    expected = whole.state()
+    for last in (False, True):
         made = bench()
-        mine = [2, 1, 3] if made.rank == 0 else [0, 1, 1]
-        for block in made.module.blocks:
-            block.dropout.p = 0.0  # masked rows draw, and rows that are not there do not
-        step_id, receipts = made.begin(), []
-        for index, (piece, number) in enumerate(zip(cut(made.batch(6), sizes), mine, strict=True)):
-            rows = number * ROWS
-            if short:
-                piece = {name: value[:rows] for name, value in piece.items()} if rows else None
-            else:
-                piece = {**piece, "sample_mask": piece["sample_mask"].clone()}
-                piece["sample_mask"][rows:] = 0
-            is_last = last and index == 2
-            receipts.append(made.step.microbatch(step_id, piece, last=is_last).microbatches)
-        return made, made.step.finish(step_id), receipts, mine
-
-    padded, want, *_ = run(short=False)
-    made, result, receipts, mine = run(short=True)
-    assert receipts == mine
-    assert result.microbatches == 8
-    assert (result.metrics["nll"], result.grad_norm) == (want.metrics["nll"], want.grad_norm)
-    forwards = [float(block.forwards) for block in made.module.blocks]
-    assert forwards == [float(sum(mine))] * 2
-    # All but the buffers, which count the masked microbatches too, and the random state.
-    assert same(made.state()[:-3], padded.state()[:-3])
+        also = Counting(made.module)
+        for batch in batches:
+            made.run(list(cut(batch, [1, 2, 3])), last=last)
+        assert also.counts == counting.counts
+        assert same(made.state(), expected)
 
 
-def early_finish():
-    """Runs on a rank: rank 1 is done two batches before rank 0."""
+@on_ranks(2)
+def test_a_rank_that_finishes_early_sends_zeros_and_draws_nothing():
+    """Rank 1 is done two batches before rank 0."""
     made = bench()
-    step_id = made.begin()
-    for piece in list(cut(made.batch(3), [1, 1, 1]))[: 3 - 2 * made.rank]:
+    step_id, mine = made.begin(), (3, 1)[made.rank]
+    for piece in list(cut(made.batch(3), [1, 1, 1]))[:mine]:
         made.step.microbatch(step_id, piece)
     random = torch.get_rng_state()
-    result = made.step.finish(step_id)
-    assert torch.equal(torch.get_rng_state(), random)  # zeros have been sent, and nothing drawn
-    return result.microbatches, result.metrics, made.parameters().tolist()
-
-
-def test_a_rank_that_finishes_early_goes_on_with_the_others(megatron_ranks):
-    first, second = megatron_ranks(2, early_finish)
-    assert first == second
-    assert first[0] == 4
+    assert made.step.finish(step_id).microbatches == 4
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [float(block.forwards) for block in made.module.blocks] == [float(mine)] * 2
 
 
 @on_ranks(2)
@@ -322,66 +217,6 @@ def test_a_rank_that_never_sums_norms_is_not_waited_for():
     told = raised_by(made.run, [made.batch(4)])
     assert type(told).__name__ == "SessionPoisoned"
     assert time.monotonic() - start < 20
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("last", [False, True])
-@on_ranks(2)
-def test_reading_and_evaluating_disturb_nothing(last):
-    """Log-probs, export and a failed evaluation after every piece; and a program
-    that evaluates without reading() before the update."""
-    logprobs = []
-
-    def run(between=None):
-        made = bench()
-        trip, model, step = Trip(*made.parts), made.module, made.step
-        look = between and (lambda _: between(made, model, step, trip))
-        for _ in range(2):
-            batch = made.batch(4)
-            split_step(step, made.loss, batch, [1, 2, 1], last=last, between=look)
-        if between is not None:
-            between(made, model, step, trip)
-        return made.state(), [parameter.grad.to_local() for parameter in model.parameters()]
-
-    def look(made, model, step, trip):
-        tokens = made.batch(4)["input_ids"]
-        with torch.no_grad():
-            model.eval()(tokens)  # leaves the root whole
-        model.train()
-        model.blocks[1].eval()
-        modes = [module.training for module in model.modules()]
-        with step.reading() as [model]:
-            assert not any(module.training for module in model.modules())
-            named = dict(model.named_parameters())
-            assert all(isinstance(parameter, DTensor) for parameter in named.values())
-            whole = made.parameters()
-            logprobs.append((model(tokens).sum().item(), whole))
-            assert not torch.is_grad_enabled()
-            torch.rand(1)
-            model.blocks[0].forwards += 1
-        assert modes == [module.training for module in model.modules()]
-        model.train()
-        trip.set(2)
-        with pytest.raises(Tripped), step.reading() as [model]:
-            model(tokens)
-        trip.set(0)
-
-    def evaluate(made, model, step, trip):
-        random = torch.get_rng_state()
-        model.eval()
-        with torch.no_grad():
-            model(made.batch(4)["input_ids"])
-        torch.set_rng_state(random)
-
-    want, got, plain = run(), run(look), run(evaluate)
-    assert same(want[1], got[1])
-    # Between two updates all of them see the same parameters, and after one others.
-    values = [value for value, _ in logprobs]
-    assert len(set(values[:3])) == len(set(values[3:6])) == 1
-    assert len({values[0], values[3], values[6]}) == 3
-    assert torch.equal(logprobs[6][1], want[0][0])
-    assert same(want[0], got[0])
-    assert same(want[0], plain[0])
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_bench import bench
-from ranks import on_ranks, tiered
+from ranks import VIRTUAL, on_ranks, tiered
 from scenario import Bench, SequenceLoss, TokenLoss, cut, data, forward, raised_by
 
 from megatron_idempotent import WindowAborted
@@ -91,20 +91,13 @@ def test_microbatches_of_any_shapes_in_one_call_are_those_of_a_call_each(megatro
 
 
 @on_ranks(2)
-def test_an_interleaved_pipeline_takes_lists() -> None:
-    """A list for an interleaved pipeline, against the same rows as one batch."""
-
-    def run(ready: bool) -> list[Any]:
-        bench = Bench(pp=2, vpp=2, layers_per_stage=1)
-        if not ready:
-            return bench.bits(bench.run([bench.batch(4)]))
-        batches, step_id = list(cut(bench.batch(4), [1] * 4)), bench.begin()
-        with pytest.raises(WindowAborted, match=r"3 microbatches .* multiples of 2"):
-            bench.step.microbatch(step_id, microbatches=batches[:3])
-        bench.step.microbatch(step_id, microbatches=batches)
-        return bench.bits(bench.step.finish(step_id))
-
-    assert all(map(torch.equal, run(True), run(False)))
+def test_an_interleaved_pipeline_takes_lists_of_a_multiple_of_its_stages() -> None:
+    bench = Bench(**VIRTUAL)
+    batches, step_id = list(cut(bench.batch(4), [1] * 4)), bench.begin()
+    with pytest.raises(WindowAborted, match=r"3 microbatches .* multiples of 2"):
+        bench.step.microbatch(step_id, microbatches=batches[:3])
+    bench.step.microbatch(step_id, microbatches=batches)
+    assert bench.step.finish(step_id).updated
 
 
 @pytest.mark.parametrize("where", [0, 1])

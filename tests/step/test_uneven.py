@@ -1,38 +1,13 @@
-"""Ranks that get different amounts of data, at different turns, make one step together."""
+"""Replicas that share experts and get different amounts of data make one step together."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks, tiered
-from scenario import ROWS, Bench, T, cut, data
-
-# Microbatches by replica, of each `microbatch` call; None is a rank that does not call at all.
-SHARES: dict[str, list[list[int] | None]] = {
-    "more on one": [[1, 2], [1]],
-    "all on one": [[2, 1], None],
-    "nothing on the first": [None, [3]],
-    "empty batches": [[0, 2, 0], [0]],
-}
-
-
-def shared(options: dict[str, Any], share: list[list[int] | None], last: bool) -> bool:
-    """Runs on a rank: two steps with this share against the sum of its microbatches' gradients."""
-    rows = [ROWS * sum(each or [0]) for each in share]
-
-    def run(split: bool) -> list[Any]:
-        bench = Bench(**options)
-        batch = data(1, rows[bench.replica], bench.replica)
-        if split:
-            pieces = list(cut(batch, share[bench.replica] or []))
-        else:  # the same microbatches, and masked ones where there are none
-            pieces = [_padded(batch, max(rows))]
-        return [each for _ in range(2) for each in bench.bits(bench.run(pieces, last=last))]
-
-    return all(map(torch.equal, run(True), run(False)))
+from ranks import on_ranks
+from scenario import ROWS, Bench, T, cut
 
 
 def _padded(batch: dict[str, Any], rows: int) -> dict[str, Any]:
@@ -41,42 +16,6 @@ def _padded(batch: dict[str, Any], rows: int) -> dict[str, Any]:
         return value.new_zeros(rows - len(value), *value.shape[1:])
 
     return {name: torch.cat((value, zeros(value))) for name, value in batch.items()}
-
-
-#: Gathers, and whether the last batch is given as such, of each share; the rest is exhaustive.
-ALWAYS = [
-    ("more on one", False, False),
-    ("all on one", True, True),
-    ("nothing on the first", True, True),
-    ("empty batches", True, True),
-]
-
-
-@pytest.mark.parametrize(
-    ("share", "gathers", "last"),
-    tiered(itertools.product(SHARES, (False, True), (False, True)), ALWAYS),
-)
-def test_replicas_with_different_amounts_of_data(megatron_ranks, share, last, gathers):
-    options = {"overlap_param_gather": gathers}
-    assert all(megatron_ranks(2, shared, options, SHARES[share], last))
-
-
-PIPELINES = {
-    "pp2": ({"pp": 2}, [[2, 1], None], True),
-    # The schedule gathers there.
-    "aligned": (
-        {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True},
-        [[2, 2], [2]],
-        False,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_with_different_amounts_of_data(megatron_ranks, name):
-    options, share, last = PIPELINES[name]
-    options = {**options, "overlap_param_gather": True}
-    assert all(megatron_ranks(4, shared, options, share, last, timeout_s=120))
 
 
 @pytest.mark.parametrize(
