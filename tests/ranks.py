@@ -33,6 +33,8 @@ def on_ranks(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a test's body run on ranks, with the test's parameters; it passes if each rank does.
 
+    The body of a method gets a copy of its instance there.
+
     Args:
         count: number of ranks, or the name of the parameter that has it.
         timeout_s: deadline of the ranks.
@@ -41,13 +43,13 @@ def on_ranks(
 
     def decorated(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
-        def test(megatron_ranks: Any, **parameters: Any) -> None:
+        def test(*bound: Any, megatron_ranks: Any, **parameters: Any) -> None:
             ranks = parameters.pop(count) if isinstance(count, str) else count
             how = {"timeout_s": timeout_s, "distributed": distributed}
-            megatron_ranks(ranks, _call, test, parameters, **how)
+            megatron_ranks(ranks, _call, test, bound, parameters, **how)
 
         mine = inspect.signature(test, follow_wrapped=False).parameters["megatron_ranks"]
-        given = [mine, *inspect.signature(body).parameters.values()]
+        given = [*inspect.signature(body).parameters.values(), mine]
         if isinstance(count, str):
             given.append(mine.replace(name=count))
         # What pytest asks for the names of fixtures and parameters.
@@ -57,8 +59,8 @@ def on_ranks(
     return decorated
 
 
-def _call(test: Any, parameters: dict[str, Any]) -> None:
-    assert test.__wrapped__(**parameters) is None, "a body asserts, and returns nothing"
+def _call(test: Any, bound: tuple[Any, ...], parameters: dict[str, Any]) -> None:
+    assert test.__wrapped__(*bound, **parameters) is None, "a body asserts, and returns nothing"
 
 
 def tiered(cases: Iterable[Any], always: Iterable[Any], later: str = "exhaustive") -> list[Any]:

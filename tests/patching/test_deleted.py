@@ -67,8 +67,9 @@ def test_deleting_any_case_files_changes_nothing_else_and_what_stands_on_one_nam
 #: Suites of library code that reaches Megatron through patches; minutes for each deletion.
 SUITES = (
     *("patching", "window", "step/test_division.py", "step/test_failures.py"),
-    *("step/test_lifecycle.py", "step/test_ready.py", "step/test_programs.py"),
-    *("step/test_results.py", "step/test_uneven.py", "patches/test_accumulation.py"),
+    *("step/test_contract.py", "step/test_ready.py", "step/test_programs.py"),
+    *("step/test_lifecycle.py", "step/test_results.py", "step/test_uneven.py"),
+    "patches/test_accumulation.py",
     *("patches/test_abort_window.py", "patches/test_guarded_window.py"),
     *("patches/test_ensure_params_synced.py", "logprobs/test_model.py"),
 )

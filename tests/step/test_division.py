@@ -199,23 +199,6 @@ def test_gradients_and_metrics_are_divided_as_the_loss_or_the_caller_says(
     megatron_ranks(2, divided, engine, {}, overrides)
 
 
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-@on_ranks(2)
-def test_ids_that_are_no_groups_are_refused(engine: str) -> None:
-    """Ids that are no groups, and the step that goes on."""
-    grouped = TokenLoss()
-    grouped.kind = "group"
-    bench = Bench(engine, loss=grouped)
-    batch, step_id = bench.batch(1), bench.begin()
-    for more, text in (
-        ({}, "without 'group_ids'"),
-        ({"group_ids": torch.ones(2)}, "whose 'group_ids' are torch.float32"),
-    ):
-        assert text in str(raised_by(bench.step.microbatch, step_id, {**batch, **more}))
-    bench.step.microbatch(step_id, {**batch, "group_ids": torch.tensor([1, 2])})
-    assert bench.step.finish(step_id).updated
-
-
 @on_ranks(1)
 def test_a_loss_that_is_divided_already_says_what_auxiliary_losses_count_as() -> None:
     """Auxiliary losses of a loss that does not say what they count as."""

@@ -125,21 +125,6 @@ def test_a_batch_that_one_stage_cannot_take_is_taken_by_none() -> None:
     assert bench.step.finish(step_id).updated
 
 
-@pytest.mark.parametrize("undo", [True, False])
-@on_ranks(2)
-def test_an_update_that_broke_off_on_all_ranks_can_be_undone(undo: bool) -> None:
-    """The inner optimizer raises after its update, on all ranks."""
-    layout = {"step": {"undo": undo}}
-    calls = [("step", [2]), ("step", [2], {"seed": 2}), ("abort",), ("begin",)]
-    found = scenario(layout, calls, [Fault("optimizer", 1)])
-    told, again = (f"{type(each).__name__}: {each}" for each in (found.told[1], found.told[3]))
-    assert told.startswith(ABORTED)
-    assert ("All ranks can go back" if undo else "undo=True") in told
-    assert again.startswith(NOTHING if undo else "RuntimeError")
-    assert undo or "load a checkpoint" in again
-    assert torch.equal(found.bench.parameters(), found.bits[0][2]) == undo
-
-
 def absent() -> float:
     """Runs on a rank: the other one never comes to the end of the step; seconds until that is
     told."""

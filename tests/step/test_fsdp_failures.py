@@ -180,28 +180,3 @@ def test_one_rank_fails_inside_of_the_model(interrupt):
     with pytest.raises(SessionPoisoned, match="half-way"):
         made.run([made.batch(1)])
     assert all(parameter.grad is None for parameter in made.module.parameters())
-
-
-def in_the_update(undo, ranks):
-    """Runs on a rank: some ranks fail after the optimizer's update; what becomes of it."""
-    made = bench(undo=undo)
-    trip, before = Trip(*made.parts), made.state()
-    trip.raise_at("after the update" if made.rank in ranks else None)
-    error = WindowAborted if len(ranks) == 2 else SessionPoisoned
-    with pytest.raises(error, match="can go back" if undo else "load a checkpoint"):
-        made.run([made.batch(1)])
-    trip.raise_at(None)
-    made.step.abort()
-    refused = SessionPoisoned if len(ranks) < 2 else None if undo else RuntimeError
-    if refused is None:
-        made.run([made.batch(1)])
-        return True
-    with pytest.raises(refused):
-        made.run([made.batch(1)])
-    return same(made.state(), before) == undo
-
-
-@pytest.mark.parametrize("ranks", [[0], [0, 1]])
-@pytest.mark.parametrize("undo", [False, True])
-def test_ranks_fail_in_the_update(megatron_ranks, undo, ranks):
-    assert megatron_ranks(2, in_the_update, undo, ranks) == [True, True]

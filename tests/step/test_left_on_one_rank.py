@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from contract_failures import raise_behind
 from ranks import on_ranks
 from scenario import Bench, cut, raised_by
 
-from megatron_idempotent.step import open_step, status
+from megatron_idempotent.step import status
 from megatron_idempotent.window.agreement import is_poisoned
 
 
@@ -132,45 +133,6 @@ def test_the_session_goes_on_where_nothing_was_started(megatron_ranks):
     assert right == also == [True] * 4
 
 
-def _raise_behind(owner: Any, name: str, said: str) -> None:
-    """Have a function of ours raise once, after what it does, where ranks said that."""
-    stock = getattr(owner, name)
-
-    def raising(*args: Any, **kwargs: Any) -> Any:
-        value = stock(*args, **kwargs)
-        if said in repr(args):
-            setattr(owner, name, stock)
-            raise Broken
-        return value
-
-    setattr(owner, name, raising)
-
-
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-@on_ranks(2)
-def test_what_all_ranks_have_done_is_not_dropped_by_one(engine: str) -> None:
-    """All ranks have said that they have updated, and one is interrupted then."""
-
-    def run(interrupted: bool) -> tuple[Any, Any]:
-        bench = Bench(engine, step={"undo": True})
-        step, batch = bench.step, bench.batch(4)
-        bench.run([batch])
-        name = bench.begin()
-        step.microbatch(name, batch)
-        if interrupted and bench.rank == 1:
-            _raise_behind(open_step, "failures_of", "phase='updated'")
-            assert isinstance(raised_by(step.finish, name), Broken)
-            for call, *args in ((step.abort, name), (step.abort,), (step.microbatch, name, batch)):
-                assert "finish() it again" in str(raised_by(call, *args))
-        result = step.finish(name)
-        bench.run([batch])
-        return result, bench.parameters()
-
-    (result, got), (expected, parameters) = run(True), run(False)
-    assert result == expected
-    assert torch.equal(got, parameters)
-
-
 @on_ranks(2)
 def test_ranks_of_which_one_went_back_do_not_train_on() -> None:
     """One is interrupted as it hears that all have updated, and goes back alone."""
@@ -178,7 +140,7 @@ def test_ranks_of_which_one_went_back_do_not_train_on() -> None:
     batch = bench.batch(2)
     bench.run([batch])
     if bench.rank == 1:
-        _raise_behind(status, "_all_gather_bytes", r"\x07updated")  # as pickle writes the word
+        raise_behind(status, "_all_gather_bytes", r"\x07updated")  # as pickle writes the word
     told = []
     for _ in range(2):
         told.append(str(raised_by(bench.run, [batch])))

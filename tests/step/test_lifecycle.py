@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_ranks
-from scenario import Bench, SequenceLoss, TokenLoss, build, cut, raised_by
+from scenario import Bench, TokenLoss, build, raised_by
 
 import megatron_idempotent
-from megatron_idempotent import WindowAborted
 
 pytestmark = pytest.mark.full
 
@@ -21,166 +20,6 @@ def _raised(error, call, *args, **kwargs):
     raised = raised_by(call, *args, **kwargs)
     assert isinstance(raised, error), raised
     return str(raised)
-
-
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-@on_ranks(2)
-def test_calls_out_of_order_are_errors_that_name_the_open_step(engine: str) -> None:
-    """Every call that has no open step, or has one already."""
-    bench = Bench(engine)
-    step, batch = bench.step, bench.batch(2)
-
-    step.abort()
-    assert "no step is" in _raised(RuntimeError, step.microbatch, "step-0", batch)
-    assert "no step is" in _raised(RuntimeError, step.finish, "step-0")
-    first = bench.begin()
-    assert step.open_step_id == first
-    assert repr(first) in _raised(RuntimeError, bench.begin)
-    assert repr(first) in _raised(RuntimeError, step.microbatch, "other", batch)
-    assert repr(first) in _raised(RuntimeError, step.abort, "other")
-    step.abort(first)
-    assert step.open_step_id is None
-    assert "aborted" in _raised(RuntimeError, step.finish, first)
-    assert "aborted" in _raised(RuntimeError, bench.begin, step_id=first)
-    second = bench.begin()
-    assert second != first
-    step.microbatch(second, batch, last=True)
-    assert "last batch" in _raised(RuntimeError, step.microbatch, second, batch)
-    step.finish(second)
-    assert "was finished" in _raised(RuntimeError, step.microbatch, second, batch)
-    assert "all ranks have updated" in _raised(RuntimeError, step.abort, second)
-    step.abort()
-
-
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-@on_ranks(2)
-def test_what_is_sent_again_changes_nothing(engine: str) -> None:
-    """The same ids again, and the numbers of a run in which nothing was
-    repeated."""
-
-    def run(times: int):
-        bench = Bench(engine, overlap_param_gather=True)
-        step, results = bench.step, []
-        for number in range(2):
-            name = f"outer {number}"
-            pieces = list(cut(bench.batch(4, seed=number), [1, 3]))
-            for _ in range(times):
-                assert bench.begin(step_id=name) == name
-            for index, piece in enumerate(pieces):
-                first = step.microbatch(name, piece, microbatch_id=f"piece {index}")
-                for _ in range(times - 1):
-                    assert bench.begin(step_id=name) == name
-                    again = step.microbatch(name, piece, microbatch_id=f"piece {index}")
-                    assert again is first
-            result = step.finish(name)
-            for _ in range(times - 1):
-                assert step.finish(name) is result
-                assert bench.begin(step_id=name) == name
-            results.append(result)
-        assert step.open_step_id is None
-        bench.begin(step_id="third")
-        assert "(2, 1)" in _raised(RuntimeError, bench.begin, micro_batch_size=1, step_id="third")
-        step.abort()
-        return results, bench.parameters()
-
-    once, twice = run(1), run(3)
-    assert once[0] == twice[0]
-    assert torch.equal(once[1], twice[1])
-
-
-def differently(engine: str, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """Runs on a rank: rank 1 begins or ends a step otherwise; what all ranks are told of it, and
-    what it says."""
-
-    class OtherMetrics(TokenLoss):
-        normalizers: ClassVar = {"rows": "tokens"}
-
-    bench = Bench(engine, **options)
-    batch, before, odd = bench.batch(2), bench.digest(), bench.rank == 1
-    ready: dict[str, Any] = {"micro_batch_size": None, "max_tokens_per_microbatch": 96 + odd}
-
-    def divisor(counts: Any) -> float:
-        return -1.0 if odd else 1.0
-
-    rows: list[tuple[dict[str, Any], str]] = [
-        ({"loss": (SequenceLoss if odd else TokenLoss)()}, "kind='sequence' where rank 0 has 'tok"),
-        ({"global_batch_size": 8 + odd}, "global_batch_size=9 where rank 0 has 8"),
-        (
-            {"loss": (OtherMetrics if odd else TokenLoss)()},
-            "normalizers={'rows': 'tokens'} where rank 0 has {",
-        ),
-        (ready, "max_tokens_per_microbatch=97 where rank 0 has 96"),
-    ]
-    rows += [({**more, "last": True}, text) for more, text in rows[:3]]
-    rows += [
-        ({"finish": {"lr": 1.0 + odd}}, "finish(lr)=2.0 where rank 0 has 1.0"),
-        ({"finish": {"divisor": lambda _: 1.0 + odd}}, "divisor=2.0 where rank 0 has 1.0"),
-        ({"finish": {"divisor": divisor}}, "returned -1.0: return a finite number from 0 on"),
-    ]
-    found = []
-    for more, text in rows:
-        error = raised_by(bench.run, [[batch]] if more is ready else [batch], **more)
-        assert isinstance(error, WindowAborted), (text, error)
-        assert "abort() the step" in str(error)
-        found.append((error.failures[1], text))
-        bench.step.abort()
-        assert bench.digest() == before
-    # Sizes of microbatches, and how many there are, are each replica's own.
-    sizes = {"micro_batch_size": 1 if odd and bench.replica else 2, "rank_batch_size": 4}
-    assert bench.run([batch], **sizes).updated
-    ways: dict[str, Any] = {"non_finite": "skip" if odd else "update"}
-    texts = ["non_finite='skip' where rank 0 has 'update'"]
-    if engine == "megatron":
-        ways["order_stable"] = odd
-        texts.append("order_stable=True where rank 0 has False")
-    other = Bench(engine, step=ways, **options)
-    error = raised_by(other.run, [batch])
-    return [*found, *((error.failures[1], text) for text in texts)]
-
-
-LAYOUTS = {"dp2": ("megatron", {}), "tp2": ("megatron", {"tp": 2}), "fsdp": ("fsdp", {})}
-
-
-@pytest.mark.parametrize(("engine", "options"), LAYOUTS.values(), ids=LAYOUTS)
-def test_arguments_that_differ_are_named_with_their_ranks(megatron_ranks, engine, options):
-    first, *more = megatron_ranks(2, differently, engine, options)
-    assert all(other == first for other in more)
-    for told, text in first:
-        assert text in told
-
-
-@pytest.mark.parametrize("engine", ["megatron", "fsdp"])
-@on_ranks(2)
-def test_a_step_is_told_its_learning_rate_and_batch_size_when_it_ends(engine: str) -> None:
-    """Batch size, divisor and learning rate are given to finish(), as Tinker's
-    client does.
-
-    Against a step whose schedule has that rate. What is given twice is the same.
-    """
-    found = []
-    for lr in (1e-3, 2e-3):
-        bench = Bench(engine)
-        before = bench.parameters()
-        step_id = bench.begin(global_batch_size=None)
-        bench.step.microbatch(step_id, bench.batch(1))
-        for wrong in (-1.0, float("nan"), "1e-3", True):
-            assert "as lr" in str(raised_by(bench.step.finish, step_id, lr=wrong))
-        if engine == "megatron":
-            assert "no global_batch_size" in str(raised_by(bench.step.finish, step_id, lr=lr))
-        result = bench.step.finish(step_id, lr=lr, global_batch_size=8)
-        assert result.lr == result.rows[0]["lr"] == lr
-        found.append((bench.parameters() - before).double())
-    # Adam's first update is the learning rate times a number near 1 that does not depend on it,
-    # plus decay by the rate: two roundings of a parameter, each of half a unit in its last place.
-    bound = 3 * 2**-24 * bench.parameters().double().abs().max() * 2
-    assert (found[0] * 2 - found[1]).abs().max() <= bound
-    assert found[0].abs().max() > 5e-4
-    step_id = bench.begin(divisor=2.0)
-    bench.step.microbatch(step_id, bench.batch(1))
-    for name, value in (("divisor", 3.0), ("global_batch_size", 4)):
-        told = raised_by(bench.step.finish, step_id, **{name: value})
-        assert f"finish() got {name}={value!r}, and begin()" in str(told)
-    assert bench.step.finish(step_id, divisor=2.0).updated
 
 
 def messages(lengths: list[int]) -> list[tuple[str, int]]:
