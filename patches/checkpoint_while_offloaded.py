@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     `dist_checkpointing.save` refuses parameters whose memory is released.
+    `upstream/checkpoint-while-offloaded` has the repair.
 """
 
 from __future__ import annotations
@@ -93,5 +94,11 @@ PATCH = Patch(
     since="0.16",
     came_with=(address("buffer.offload_to_cpu"), ""),
     groups=("offload",),
+    fixed_by=(
+        (
+            address("core.dist_checkpointing.serialization:save"),
+            "tensor.untyped_storage().size() == 0",
+        ),
+    ),
     stock_error=r"died with signal SIGSEGV|CUDA error: an illegal memory access",
 )

@@ -24,6 +24,7 @@ Upstream:
 
 Remove when:
     Upstream pairs them and takes the right weight, or refuses the two options together.
+    `upstream/deferred-embedding-mispaired` has the repair.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 from megatron_idempotent.megatron import schedules
 
 from . import _deferred_embedding
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 _ASKED = "embedding_module.shared_embedding_or_output_weight()"
 
@@ -125,6 +126,12 @@ PATCH = Patch(
     target("utils.drain_embedding_wgrad_compute", drain),
     target("schedules.finish_embedding_wgrad_compute", finish, _ASKED),
     groups=("deferred-embedding",),
+    fixed_by=(
+        (
+            address("schedules.finish_embedding_wgrad_compute"),
+            "calls = 1 + (config.mtp_num_layers or 0)",
+        ),
+    ),
     provides=("deferred-embedding-paired",),
     given=("mtp-without-transformer-engine",),
 )

@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     the schedules compute the deferred gradient before they dispatch the reductions.
+    `upstream/deferred-embedding-reduced-early` has the repair.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_idempotent.megatron import ddp, schedules
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
 from . import _deferred_embedding
-from ._case import PIPELINED, Fault, Original, Patch, bench, schedule_targets, target
+from ._case import PIPELINED, Fault, Original, Patch, address, bench, schedule_targets, target
 
 #: Bucket group with a deferred gradient that is not computed yet → whether its reduction waits.
 _deferring: PerProcessWeakKeys[Any, bool] = PerProcessWeakKeys(__name__, "_deferring")
@@ -158,6 +159,7 @@ PATCH = Patch(
     target("group.reset", reset),
     target("utils.drain_embedding_wgrad_compute", drain),
     groups=("deferred-embedding",),
+    fixed_by=((address("group.start_grad_sync"), "param.start_deferred_grad_sync"),),
     provides=("deferred-embedding-ordered",),
     ranks=4,
 )

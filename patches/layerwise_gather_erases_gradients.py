@@ -32,6 +32,7 @@ Upstream:
 
 Remove when:
     the gather has its own receive buffer, or no gather is dispatched while gradients wait.
+    `upstream/layerwise-gather-erases-gradients` has the repair.
 """
 
 from __future__ import annotations
@@ -116,6 +117,12 @@ PATCH = Patch(
     target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
     since="0.18",
     came_with=(address("group.start_param_sync"), "bucket.grad_data.view(param_dtype)"),
+    fixed_by=(
+        (
+            address("group.start_param_sync"),
+            "torch.empty(total_gather_size, dtype=param_dtype, device=bucket.grad_data.device)",
+        ),
+    ),
     groups=("layer-wise",),
     provides=("list-gathers-watched",),
 )

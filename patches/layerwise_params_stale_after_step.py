@@ -32,6 +32,7 @@ Upstream:
 
 Remove when:
     `LayerWiseDistributedOptimizer`'s step resets the state of the gathers.
+    `upstream/layerwise-params-stale-after-step` has the repair.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import gather
 
-from ._case import Original, Patch, expect_agreement, target
+from ._case import Original, Patch, address, expect_agreement, target
 
 
 def step(original: Original, self: Any) -> Any:
@@ -92,6 +93,12 @@ PATCH = Patch(
     target("layer_wise.set_bucket_layerwise_params_list", gather.remember_chunks),
     target("group.start_param_sync", start),
     since="0.17",
+    fixed_by=(
+        (
+            address("layer_wise.step_with_ready_grads"),
+            "model_chunk.reset_param_sync_dispatch_state()",
+        ),
+    ),
     groups=("layer-wise",),
     provides=("layer-wise-gathers-watched", "list-gathers-watched"),
 )

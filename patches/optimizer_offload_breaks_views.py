@@ -25,13 +25,14 @@ Upstream:
 
 Remove when:
     the methods move only tensors that the optimizer owns, or restore the views.
+    `upstream/optimizer-offload-breaks-views` has the repair.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def offload(original: Original, self: Any) -> None:
@@ -70,5 +71,6 @@ PATCH = Patch(
     "after optimizer.offload_to_cpu() and back its parameters are copies of the model's",
     target("any.offload_to_cpu", offload),
     since="0.16",
+    fixed_by=((address("any.offload_to_cpu"), "buffer_ptrs"),),
     default=False,
 )

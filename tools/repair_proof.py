@@ -19,8 +19,9 @@ from _checkout import ROOT
 from repairs import Result
 from unit_tests import outcomes
 
+from megatron_idempotent.patching import decide
 from megatron_idempotent.patching.api import apply
-from megatron_idempotent.patching.catalog import hazards
+from megatron_idempotent.patching.catalog import hazards, outlines
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankPool, program
 from megatron_idempotent.proof.prove import control_result, outcome, run_or_error
 
@@ -94,6 +95,13 @@ def main() -> None:
     result = Result()
     for row in apply(dry_run=True):
         result.statuses[row.id], result.reasons[row.id] = row.status, row.reason
+    for hazard_id in arguments.ids:
+        outline = outlines().get(hazard_id)  # None for a hazard that a helper covers
+        if outline is not None and not outline.default:  # `apply()` says only that it is off
+            verdict = decide.check_bodies(outline, named=False)
+            if verdict.status is not None:
+                result.statuses[hazard_id] = verdict.status
+                result.reasons[hazard_id] = verdict.reason
     with RankPool(4, preload=(*PROGRAM_PRELOAD, "pytest"), stdout=2) as pool:
         for hazard_id in arguments.ids:
             hazard = hazards()[hazard_id]

@@ -283,7 +283,7 @@ def judge(
             reason = f"{bodies_text}, and the hazard came with {patch.since}"
             return Verdict(status="unsupported_version", reason=reason)
         came = _lacks_origin(patch, sources)
-        if came is not None:
+        if came is not None and not _mended_by(patch, bodies, sources):
             return Verdict(status="unsupported_version", reason=came)
     mended = patch.fixed_when is not None and patch.fixed_when(bodies)
     if mended or _mended_by(patch, bodies, sources):

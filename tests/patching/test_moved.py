@@ -164,3 +164,13 @@ def test_a_hazard_is_there_only_with_the_code_that_brought_it(toys, inner, statu
     row = toys.apply(dry_run=True)["toy-a"]
     assert row.status == status
     assert ("the hazard came with" in row.reason) is (status == "unsupported_version")
+
+
+def test_a_repair_that_takes_the_hazards_origin_away_counts_as_a_repair(toys):
+    place = "toy_up.inner:origin"
+    options = {"came_with": (place, "name.upper()"), "fixed_by": ((place, "name.lower()"),)}
+    toys.patch("toy-a", "toy_up.greet:greet", since="1.3", **options)
+    toys.write("toy_up.greet", GREET)
+    toys.write("toy_up.inner", "def origin(name):\n    return name.lower()\n")
+    (toys.folder / "toy_upstream-1.2.dist-info" / "direct_url.json").write_text("{}")
+    assert toys.apply(dry_run=True)["toy-a"].status == "fixed_upstream"
