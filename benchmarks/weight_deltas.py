@@ -182,7 +182,7 @@ def updates(transport: str, rounds: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from megatron_idempotent.rl.engines.vllm_in_place import Patched
+    from megatron_idempotent.rl.engines.vllm_inbox import Patched
     from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, WeightUpdate, checksum
     from megatron_idempotent.rl.weights.last_sent import LastSent
     from megatron_idempotent.rl.weights.records import DELTA

@@ -292,6 +292,21 @@ class EngineUnsupported(EngineError):
     """
 
 
+def refuse_too_long(engine: str, request: Request, positions: int) -> None:
+    """Raise `ValueError` if the prompt and the response of a request need more than `positions`
+    positions. Engines call this function before they accept a request.
+
+    Example: `refuse_too_long("engine-0", request, 4096)`.
+    """
+    needed = len(request.prompt) + request.max_tokens
+    if needed > positions:
+        raise ValueError(
+            f"request {request.id!r} has a prompt of {len(request.prompt)} tokens and "
+            f"max_tokens={request.max_tokens}, {needed} together; {engine} has {positions} "
+            "positions: ask for fewer tokens"
+        )
+
+
 def refuse_kv_scales(engine: str, update: WeightUpdate, reason: str) -> None:
     """Raise `EngineUnsupported` if an update has `kv_scales`. Engines that do not support these
     scales call this function before they stage an update.

@@ -23,6 +23,7 @@ from .protocol import (
     PauseMode,
     Request,
     Sample,
+    refuse_too_long,
     split_mix,
 )
 from .transformers_batch import DecodeBatch, RouteRecorder, Turn
@@ -123,13 +124,7 @@ class TransformersEngine:
                 f"request {request.id!r} has token {lowest if lowest < 0 else highest}; "
                 f"{self.name} has tokens 0 to {self._vocabulary - 1}"
             )
-        positions = len(request.prompt) + request.max_tokens
-        if positions > self._max_positions:
-            raise ValueError(
-                f"request {request.id!r} has a prompt of {len(request.prompt)} tokens and "
-                f"max_tokens={request.max_tokens}, {positions} together; {self.name} has "
-                f"{self._max_positions} positions: ask for fewer tokens"
-            )
+        refuse_too_long(self.name, request, self._max_positions)
         return await self._serving.answer(request)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -401,7 +396,7 @@ class Scheduler:
         self._joining: list[RequestSlot] = []
         self._rows: list[RequestSlot] = []
         self._task: asyncio.Task[None] | None = None
-        self._quiet: list[asyncio.Future[None]] = []
+        self._changed = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{self.name}")
 
     @property
@@ -452,9 +447,7 @@ class Scheduler:
             self._gate, self._admitted = "draining", self._taken
             self._go()
         while self._task is not None and not self._opened():
-            waiter = asyncio.get_running_loop().create_future()
-            self._quiet.append(waiter)
-            await waiter
+            await self._changed.wait()
         if self._opened():
             raise EngineError(f"{self.name} was resumed while it was about to pause; pause again")
         if returned:
@@ -497,10 +490,9 @@ class Scheduler:
             self._task = asyncio.get_running_loop().create_task(self._serve())
 
     def _tell(self) -> None:
-        for waiter in self._quiet:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._quiet.clear()
+        """Wake the pauses that wait for sampling to stop, or for the gate to open."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _serve(self) -> None:
         try:

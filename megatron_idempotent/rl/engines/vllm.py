@@ -25,6 +25,7 @@ from .protocol import (
     Request,
     RoutedExperts,
     Sample,
+    refuse_too_long,
     split_mix,
 )
 from .vllm_server import CPU_ENVIRONMENT, BadRequest, Control, Timeouts, VllmServer
@@ -62,7 +63,6 @@ class VllmEngine(VllmUpdates):
         name: str | None = None,
         transport: Callable[[], Sender] | None = None,
         timeouts: Timeouts | None = None,
-        initial_version: int = 0,
         keep_copy: bool = True,
         api_key: str | None = None,
         routing_layers: Sequence[int] = (),
@@ -76,7 +76,6 @@ class VllmEngine(VllmUpdates):
             transport: makes the sender of each update, for all of the server's workers; None for an
                 engine whose weights never change.
             timeouts: the limits of calls; None for the defaults.
-            initial_version: the version of the weights that the server was started with.
             keep_copy: True to have workers keep a copy of the served weights in host memory;
                 rolling back a torn commit and updates with a base version need it.
             api_key: the server's API key, if it requires one.
@@ -92,7 +91,6 @@ class VllmEngine(VllmUpdates):
         super().__init__(
             Control(url, timeouts or Timeouts(), engine=name or url, api_key=api_key),
             transport=transport,
-            initial_version=initial_version,
             keep_copy=keep_copy,
             adapter=adapter,
         )
@@ -327,12 +325,7 @@ class VllmEngine(VllmUpdates):
                 f"request {request.id!r} has temperature={request.temperature}; allowed: "
                 f"{LOWEST_TEMPERATURE} or more, because vLLM silently raises lower ones to that"
             )
-        if len(request.prompt) + request.max_tokens > self._longest:
-            raise ValueError(
-                f"request {request.id!r} has {len(request.prompt)} tokens and may get "
-                f"{request.max_tokens} more; the model has {self._longest} positions: ask for "
-                "fewer tokens"
-            )
+        refuse_too_long(f"engine {self.name}", request, self._longest)
         if request.temperature == 1.0:
             return
         async with self._asking:

@@ -203,30 +203,6 @@ class Control(HttpClient):
         await self.need(*PATHS)
         return bool((await self.get("/is_paused"))["is_paused"])
 
-    async def load(self, info: Mapping[str, Any], stamp: str) -> None:
-        """Make all workers load the weights that `info` selects (a `CommitInfo`), and vLLM stamp
-        tokens with `stamp`. Running requests then recompute their caches.
-
-        Raises:
-            EngineError: a worker failed to load them; the stamp is then unchanged.
-        """
-        # First, while no step runs: a later failure then leaves no stale cache.
-        answer = await self.post(
-            "/reset_prefix_cache", reset_running_requests="true", reset_external="true"
-        )
-        if answer is not None and not answer["success"]:
-            raise EngineError(
-                f"engine {self.engine} could not clear its key-value cache, which the old "
-                "weights computed; try again"
-            )
-        await self.post("/reset_encoder_cache")
-        await self.post("/start_weight_update")
-        await self.post("/update_weights", {"update_info": dict(info)}, limit="commit_s")
-        for answer in await self.rpc({"do": "state"}):
-            if not answer["updating"]:
-                raise EngineError(f"engine {self.engine}: {answer['dirty']}")
-        await self.post("/finish_weight_update", {"weight_version": stamp}, limit="commit_s")
-
     async def stamp(self) -> str:
         """Ask the server for the weight version with which vLLM currently stamps tokens, and return
         it.

@@ -125,14 +125,12 @@ class VllmUpdates:
         control: Control,
         *,
         transport: Callable[[], Sender] | None,
-        initial_version: int,
         keep_copy: bool,
         adapter: str | None,
     ) -> None:
         self._control, self.name = control, control.engine
         self._adapter = adapter
         self._transport = transport
-        self._initial_version = initial_version
         self._keep_copy = keep_copy
         # Commits and rollbacks take several calls each, which must not interleave.
         self._switching = asyncio.Lock()
@@ -149,13 +147,13 @@ class VllmUpdates:
 
     def _version_of(self, stamp: str) -> int:
         """Convert the text with which vLLM stamps tokens to a weight version; vLLM's default text
-        means the initial version.
+        means version 0, that of the weights that the server was started with.
 
         Raises:
             EngineError: another client set the stamp.
         """
         if stamp == UNSTAMPED:
-            return self._initial_version
+            return 0
         if not stamp.isdecimal():
             raise EngineError(
                 f"engine {self.name} has weights of version {stamp!r}, which is no number: "
@@ -193,7 +191,7 @@ class VllmUpdates:
                     "do": "open",
                     "update": dataclasses.asdict(update),
                     "opened": dict(opened),
-                    "serving": self._initial_version if state.version is None else state.version,
+                    "serving": state.version or 0,
                     "keep": self._keep_copy,
                     "silence_s": self._control.timeouts.silence_s,
                     "adapter": self._adapter and await self._card(),
@@ -306,11 +304,32 @@ class VllmUpdates:
             pause_s = min(1.5 * pause_s, _POLL_S[1])
 
     async def _load(self, info: Mapping[str, Any], stamp: str) -> None:
-        """Make the workers end a weight update that an earlier failure left unfinished. Then make
-        all workers load the weights that `info` selects; see `Control.load`.
+        """Make all workers load the weights that `info` selects (a `CommitInfo`), and vLLM stamp
+        tokens with `stamp`. Running requests then recompute their caches.
+
+        Workers first end a weight update that an earlier failure left unfinished.
+
+        Raises:
+            EngineError: a worker failed to load them; the stamp is then unchanged.
         """
+        post = self._control.post
         await self._tell({"do": "settle"})
-        await self._control.load(info, stamp)
+        # First, while no step runs: a later failure then leaves no stale cache.
+        answer = await post(
+            "/reset_prefix_cache", reset_running_requests="true", reset_external="true"
+        )
+        if answer is not None and not answer["success"]:
+            raise EngineError(
+                f"engine {self.name} could not clear its key-value cache, which the old "
+                "weights computed; try again"
+            )
+        await post("/reset_encoder_cache")
+        await post("/start_weight_update")
+        await post("/update_weights", {"update_info": dict(info)}, limit="commit_s")
+        for state in await self._control.rpc({"do": "state"}):
+            if not state["updating"]:
+                raise EngineError(f"engine {self.name}: {state['dirty']}")
+        await post("/finish_weight_update", {"weight_version": stamp}, limit="commit_s")
 
     async def _stamp(self, version: int) -> None:
         if self._version_of(await self._control.stamp()) != version:

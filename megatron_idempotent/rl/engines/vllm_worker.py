@@ -32,8 +32,16 @@ from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_t
 from megatron_idempotent.rl.weights.transports.bucket import VARIABLE as BUCKET_URL
 
 from .protocol import EngineError, EngineUnsupported
-from .vllm_in_place import NotInPlace, Patched, Places
-from .vllm_inbox import CacheScales, Inbox, LayerScales, Weights, described
+from .vllm_inbox import (
+    CacheScales,
+    Inbox,
+    LayerScales,
+    NotInPlace,
+    Patched,
+    Places,
+    Weights,
+    described,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_idempotent.rl.engines.vllm_in_place import NotInPlace, Patched, Places
+from megatron_idempotent.rl.engines.vllm_inbox import NotInPlace, Patched, Places
 from megatron_idempotent.rl.weights.deltas import encode, verify
 
 

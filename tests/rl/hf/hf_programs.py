@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_idempotent
-from megatron_idempotent.rl.engines.vllm_in_place import Patched
+from megatron_idempotent.rl.engines.vllm_inbox import Patched
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, build_gpt, load_hf
 from megatron_idempotent.rl.weights import Staging, WeightUpdate
 
