@@ -55,24 +55,15 @@ def begin_with(path: pathlib.Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (
-            lambda path: path.write_bytes(path.read_bytes()[:-1]),
-            r"it has (\d+) bytes, \d+ were announced; send the",
-        ),
-        (pathlib.Path.unlink, "is absent; does the trainer share that directory"),
-        (
-            lambda path: begin_with(path, b"\xff" * 8),
-            "its header claims 18446744073709551615 bytes",
-        ),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"it has \d+ bytes, \d+"),
+        (pathlib.Path.unlink, "is absent"),
+        (lambda path: begin_with(path, b"\xff" * 8), "claims 18446744073709551615 bytes"),
         (lambda path: begin_with(path, b"\x10" + b"\0" * 7 + b"*"), "cannot be read: Expecting"),
-        (
-            lambda path: replace(path, (b"[100]", b"[10] ")),
-            r"\[10\].*announced as float32 \[100\]",
-        ),
-        (lambda path: replace(path, (b'"w"', b'"W"')), "cannot be read: 'w'"),
+        (lambda path: replace(path, (b"[100]", b"[10] ")), r"\[10\].*float32 \[100\]"),
+        (lambda path: replace(path, (b'"w"', b'"W"')), "'w'"),
         (
             lambda path: replace(path, (b"[0,400]", b"[9,409]"), (b"[12,412]", b"[99,499]")),
-            "it ends at byte .*, within w",
+            "within w",
         ),
     ],
 )
@@ -92,8 +83,9 @@ async def test_files_outside_of_the_updates_folder_are_not_read(tmp_path: pathli
     for name in ("../outside", str(tmp_path / "outside")):
         with pytest.raises(UpdateDamaged, match=f"{folder.name}/outside is absent"):
             receiver.receive({**announced, "file": name})
-    with pytest.raises(UpdateDamaged, match="has None as 'file'; pass on what announce"):
-        receiver.receive({**announced, "file": None})
+    for key in ("file", "file_bytes"):
+        with pytest.raises(UpdateDamaged, match=f"None as '{key}'"):
+            receiver.receive({**announced, key: None})
     await sender.close()
 
 
@@ -120,7 +112,7 @@ async def test_a_bucket_that_cannot_be_written_leaves_no_part_of_it(tmp_path: pa
     await sender.open(UPDATE)
     (folder,) = tmp_path.iterdir()
     (folder / "model-00000.safetensors").mkdir()  # where the file is to go
-    with pytest.raises(t.TransportError, match=r"bucket 0 \(0\.0 MB\) cannot be written to"):
+    with pytest.raises(t.TransportError, match=f"bucket 0 .*{folder}"):
         await sender.announce(BUCKET)
     assert {path.name for path in folder.iterdir()} == {LOCK, "model-00000.safetensors"}
     await sender.announce(Bucket.of(1, {"w": torch.ones(3)}))
@@ -173,7 +165,7 @@ async def test_senders_to_two_engines_share_a_directory(tmp_path: pathlib.Path) 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     sender = t.DiskSender(tmp_path / "file")
-    with pytest.raises(t.TransportError, match=r"cannot make .* for update 'run/1'"):
+    with pytest.raises(t.TransportError, match=f"{tmp_path}/file"):
         asyncio.run(sender.open(UPDATE))
 
 

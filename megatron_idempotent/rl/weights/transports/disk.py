@@ -16,14 +16,13 @@ from megatron_idempotent.json_text import parse_json
 from megatron_idempotent.rl.weights.records import (
     Bucket,
     TensorInfo,
-    UpdateDamaged,
     WeightUpdate,
     field,
 )
 from megatron_idempotent.rl.weights.safetensors_io import write_tensors
 
 from .base import Announcement, Receiver, Sender, Session, TransportError, opened_field
-from .layout import REMEDY, BucketLayout, read_tensor
+from .layout import REMEDY, BucketLayout, read_bucket
 
 KIND = "disk"
 #: The lock file in the folder of an update.
@@ -143,30 +142,16 @@ class DiskReceiver(Receiver):
 
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
         subject = f"update {self._update_id}: bucket {layout.index}"
-        path = self._folder / pathlib.Path(field(announced, "file", str, subject, REMEDY)).name
-        try:
-            with open(path, "rb") as file:
-                size, announced_size = os.fstat(file.fileno()).st_size, announced.get("file_bytes")
-                if size != announced_size:
-                    raise EOFError(f"it has {size} bytes, {announced_size} were announced")
-                offsets = _offsets(file.fileno(), layout.tensors)
-                tensors = {
-                    info.name: read_tensor(file.fileno(), info, offsets[info.name])
-                    for info in layout.tensors
-                }
-        except FileNotFoundError as error:
-            raise UpdateDamaged(
-                f"update {self._update_id}: {path} is absent; does the trainer share that "
-                "directory with this worker, and is the update still open?"
-            ) from error
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            raise UpdateDamaged(
-                f"update {self._update_id}: {path} cannot be read: {error}; send the update again"
-            ) from error
-        return layout.bucket(tensors)
+        name: str = field(announced, "file", str, subject, REMEDY)
+        return read_bucket(
+            self._folder / pathlib.Path(name).name,
+            layout,
+            file_bytes=field(announced, "file_bytes", int, subject, REMEDY),
+            offsets_in=lambda descriptor: _offsets(descriptor, layout.tensors),
+        )
 
 
-def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]:
+def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> list[int]:
     """Check the header of a safetensors file against the announced tensors, and return each
     tensor's offset in the file.
 
@@ -176,12 +161,12 @@ def _offsets(descriptor: int, tensors: tuple[TensorInfo, ...]) -> dict[str, int]
     """
     length = int.from_bytes(_exactly(descriptor, 8, 0), "little")
     header = parse_json(_exactly(descriptor, length, 8))
-    offsets = {}
+    offsets = []
     for info in tensors:
         begin, end = header[info.name]["data_offsets"]
         if header[info.name]["shape"] != list(info.shape) or end - begin != info.nbytes:
             raise ValueError(f"{info.name} is {header[info.name]}, announced as {info.describe()}")
-        offsets[info.name] = 8 + length + begin
+        offsets.append(8 + length + begin)
     return offsets
 
 

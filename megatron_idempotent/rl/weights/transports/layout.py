@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -184,3 +185,41 @@ def read_tensor(descriptor: int, info: TensorInfo, offset: int) -> torch.Tensor:
             raise EOFError(f"it ends at byte {offset + filled}, within {info.name}")
         filled += count
     return tensor
+
+
+def read_bucket(
+    path: pathlib.Path,
+    layout: BucketLayout,
+    *,
+    file_bytes: int,
+    offsets_in: Callable[[int], Sequence[int]],
+) -> Bucket:
+    """Read the tensors of a bucket from a file, and return them as a bucket.
+
+    Args:
+        path: the file, in a directory that the sender shares.
+        layout: the bucket's layout.
+        file_bytes: the announced size of the file.
+        offsets_in: returns each tensor's offset in the file, given the open file's descriptor.
+
+    Raises:
+        UpdateDamaged: the file is absent, cannot be read, or has another size.
+    """
+    subject = f"update {layout.update_id}: {path}"
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != file_bytes:
+                raise EOFError(f"it has {size} bytes, {file_bytes} were announced")
+            tensors = {
+                info.name: read_tensor(file.fileno(), info, offset)
+                for info, offset in zip(layout.tensors, offsets_in(file.fileno()), strict=True)
+            }
+    except FileNotFoundError as error:
+        raise UpdateDamaged(
+            f"{subject} is absent; does this worker share {path.parent} with the trainer, and is "
+            "the update still open?"
+        ) from error
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UpdateDamaged(f"{subject} cannot be read: {error}; send the update again") from error
+    return layout.bucket(tensors)

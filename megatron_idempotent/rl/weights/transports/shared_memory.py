@@ -15,7 +15,7 @@ import torch
 from megatron_idempotent.rl.weights.records import Bucket, UpdateDamaged, WeightUpdate, field
 
 from .base import Announcement, Receiver, Sender, TransportError, TwoSegments
-from .layout import REMEDY, BucketLayout, read_tensor
+from .layout import REMEDY, BucketLayout, read_bucket
 
 #: Where Linux exposes POSIX shared memory as files.
 DIRECTORY = pathlib.Path("/dev/shm")
@@ -160,28 +160,11 @@ class SharedMemoryReceiver(Receiver):
     def _receive(self, layout: BucketLayout, announced: Announcement) -> Bucket:
         subject = f"update {self._update_id}: bucket {layout.index}"
         name: str = field(announced, "segment", str, subject, REMEDY)
-        expected: int = field(announced, "segment_bytes", int, subject, REMEDY)
         if not name.startswith(f"{PREFIX}.") or {"/", "\0"} & set(name):
             raise UpdateDamaged(f"update {self._update_id}: {name!r} is not a trainer's segment")
-        try:
-            with open(DIRECTORY / name, "rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != expected or size < layout.nbytes:
-                    raise EOFError(
-                        f"it has {size} bytes, {expected} were announced for {layout.nbytes}"
-                    )
-                tensors = {
-                    info.name: read_tensor(file.fileno(), info, offset)
-                    for info, offset in zip(layout.tensors, layout.offsets, strict=True)
-                }
-        except FileNotFoundError as error:
-            raise UpdateDamaged(
-                f"update {self._update_id}: there is no segment {name}; does this worker share "
-                f"{DIRECTORY} with the trainer, and is the update still open?"
-            ) from error
-        except (OSError, EOFError) as error:
-            raise UpdateDamaged(
-                f"update {self._update_id}: segment {name} cannot be read: {error}; send the "
-                "update again"
-            ) from error
-        return layout.bucket(tensors)
+        return read_bucket(
+            DIRECTORY / name,
+            layout,
+            file_bytes=field(announced, "segment_bytes", int, subject, REMEDY),
+            offsets_in=lambda _: layout.offsets,
+        )
