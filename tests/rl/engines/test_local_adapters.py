@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -58,33 +57,27 @@ class Factors(Training):
                 self.weights[place] = drawn.to(tensor.dtype)
 
 
-def test_adapters_come_alone_whole_and_as_deltas_and_the_base_stays(make_model: Any) -> None:
+async def test_adapters_come_alone_whole_and_as_deltas_and_the_base_stays(make_model: Any) -> None:
     folder = make_model(seed=1, family="qwen2", dtype=torch.bfloat16)
     model = adapted(folder)
     base = {n: t.clone() for n, t in model.state_dict().items() if "lora_" not in n}
     engine, training = TransformersEngine(model, adapters=True), Factors(model)
-
-    async def main() -> None:
-        sync = WeightSync([engine], settings=SETTINGS)
-        report = await sync.update(training, 1, deltas=True)
-        size = sum(each.nbytes for each in training.weights.values())
-        assert report.bytes_sent == report.bytes_whole == size
-        for version in range(2, 6):
-            training.step()
-            report = await sync.update(training, version, deltas=True)
-            assert report.bytes_sent < size / 3
-            served = model.state_dict()
-            for name, tensor in training.weights.items():
-                place = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
-                assert torch.equal(served[place], tensor), name
-        training.weights["base_model.model.lm_head.lora_A.weight"] = torch.zeros(RANK, 64)
-        with pytest.raises(
-            SyncFailed, match=r"not fit the model: base_model.*lm_head.*such tensor"
-        ):
-            await WeightSync([engine], settings=SETTINGS).update(training, 9)
-        assert (await engine.health()).version == 5
-
-    asyncio.run(main())
+    sync = WeightSync([engine], settings=SETTINGS)
+    report = await sync.update(training, 1, deltas=True)
+    size = sum(each.nbytes for each in training.weights.values())
+    assert report.bytes_sent == report.bytes_whole == size
+    for version in range(2, 6):
+        training.step()
+        report = await sync.update(training, version, deltas=True)
+        assert report.bytes_sent < size / 3
+        served = model.state_dict()
+        for name, tensor in training.weights.items():
+            place = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+            assert torch.equal(served[place], tensor), name
+    training.weights["base_model.model.lm_head.lora_A.weight"] = torch.zeros(RANK, 64)
+    with pytest.raises(SyncFailed, match=r"not fit the model: base_model.*lm_head.*such tensor"):
+        await WeightSync([engine], settings=SETTINGS).update(training, 9)
+    assert (await engine.health()).version == 5
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in base.items())
 
 

@@ -129,7 +129,7 @@ def test_whatever_is_lost_a_committed_engine_has_the_trainers_bits(
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_logits_after_ten_deltas_are_those_after_one_whole_update(
+async def test_logits_after_ten_deltas_are_those_after_one_whole_update(
     family: str, make_model: Any
 ) -> None:
     folder = make_model(seed=1, family=family, dtype=torch.bfloat16, tied=family == "qwen2")
@@ -138,19 +138,15 @@ def test_logits_after_ten_deltas_are_those_after_one_whole_update(
     engines = [
         TransformersEngine(model, name=name) for model, name in zip(models, "ab", strict=True)
     ]
-
-    async def main() -> None:
-        by_deltas, whole = (WeightSync([engine], settings=SETTINGS) for engine in engines)
-        await by_deltas.update(training, 1, deltas=True)
-        for version in range(2, 12):
-            report = await one_update(by_deltas, training, version)
-            assert report.bytes_sent < report.bytes_whole / 5
-            # One in fifty changes; a tensor that comes whole counts with all of its elements.
-            assert 0.005 < report.elements_changed / report.elements < 0.03
-            assert report.decode_s > 0
-        await whole.update(training, 11)
-
-    asyncio.run(main())
+    by_deltas, whole = (WeightSync([engine], settings=SETTINGS) for engine in engines)
+    await by_deltas.update(training, 1, deltas=True)
+    for version in range(2, 12):
+        report = await one_update(by_deltas, training, version)
+        assert report.bytes_sent < report.bytes_whole / 5
+        # One in fifty changes; a tensor that comes whole counts with all of its elements.
+        assert 0.005 < report.elements_changed / report.elements < 0.03
+        assert report.decode_s > 0
+    await whole.update(training, 11)
     tokens_BT = torch.arange(3, 35).view(2, 16)
     with torch.no_grad():
         logits = [model(tokens_BT).logits for model in models]

@@ -72,6 +72,7 @@ class Server:
         self.answers["/openapi.json"] = {"paths": paths, "components": {"schemas": fields}}
         self.choice = copy.deepcopy(CHOICE)
         self.likeliest = {1.0: -0.5, 2.0: -0.5}
+        self.routing_layers: tuple[int, ...] = ()
         self.hung = asyncio.Event()
         self.hangs = ""
         self.ids: list[str] = []
@@ -124,9 +125,7 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def connected(
-    server: Server, timeouts: Timeouts | None = None, routing_layers: tuple[int, ...] = ()
-) -> AsyncIterator[VllmEngine]:
+async def connected(server: Server, timeouts: Timeouts | None = None) -> AsyncIterator[VllmEngine]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
     runner = web.AppRunner(app)
@@ -134,9 +133,8 @@ async def connected(
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    engine = VllmEngine(
-        f"http://127.0.0.1:{port}/", name="e", timeouts=timeouts, routing_layers=routing_layers
-    )
+    url, layers = f"http://127.0.0.1:{port}/", server.routing_layers
+    engine = VllmEngine(url, name="e", timeouts=timeouts, routing_layers=layers)
     try:
         yield engine
     finally:
@@ -149,8 +147,8 @@ def lacks(path: str) -> Any:
     return lambda: Server().lacks(path)
 
 
-def refuses(status: int, message: str) -> Any:
-    return lambda: Server().refuses(GENERATE, status, message)
+def refuses(status: int, message: str, health: int = 200) -> Any:
+    return lambda: Server().refuses(GENERATE, status, message).refuses("/health", health, "")
 
 
 def choice(**changed: Any) -> Any:
@@ -159,6 +157,26 @@ def choice(**changed: Any) -> Any:
         made.choice |= changed
         return made
 
+    return server
+
+
+def routes(array: Any) -> Any:
+    """A server of which layers 1 and 3 have routers, as in this array of what they selected."""
+
+    def server() -> Server:
+        file = io.BytesIO()
+        numpy.save(file, array)
+        made = Server()
+        made.choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        made.routing_layers = (1, 3)
+        return made
+
+    return server
+
+
+def without_routes() -> Server:
+    server = Server()
+    server.routing_layers = (1, 3)
     return server
 
 
@@ -175,10 +193,10 @@ def stage(engine: Any) -> Any:
 
 
 REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
-    (lacks(GENERATE), generate(), EngineUnsupported, "lacks /inference.*--enable-scale-out"),
-    (lacks("/pause"), pause(), EngineUnsupported, "lacks /pause;.*VLLM_SERVER_DEV_MODE=1"),
+    (lacks(GENERATE), generate(), EngineUnsupported, "/inference.*--enable-scale-out"),
+    (lacks("/pause"), pause(), EngineUnsupported, "/pause.*VLLM_SERVER_DEV_MODE=1"),
     (lambda: Server(stamps=False), generate(), EngineUnsupported, "weight_versions"),
-    (Server, lambda engine: engine.commit("u"), EngineUnsupported, "--worker-extension-cls megat"),
+    (Server, lambda engine: engine.commit("u"), EngineUnsupported, "--worker-extension-cls"),
     (refuses(403, "Disabled."), generate(), EngineUnsupported, "Disabled.*--enable-scale-out"),
     (Server, generate(temperature=0.7), EngineUnsupported, "processed_logprobs"),
     (Server, generate(prompt=(5,) * 63), ValueError, "64 positions"),
@@ -187,13 +205,17 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     (Server, pause("later"), ValueError, "'later'.*'keep', 'abort'"),
     (refuses(400, "Token 700 is unknown"), generate(), ValueError, "request 'q'.*700 is unknown"),
     (refuses(500, "out of luck"), generate(), EngineError, "500: out of luck"),
+    (refuses(500, "out of luck", health=503), generate(), EngineDead, "500: out of luck; .*503"),
     (refuses(503, "gone"), generate(), EngineDead, "503: gone"),
-    (choice(logprobs={"content": HALF}), generate(), EngineError, "2 tokens, and not all of them"),
+    (choice(logprobs={"content": HALF}), generate(), EngineError, "2 tokens"),
     (choice(logprobs={"content": [*HALF, NONE]}), generate(), EngineError, "finite"),
     (choice(weight_versions=SPANS[:1]), generate(), EngineError, "versions of 1"),
     (choice(weight_versions=None), generate(), EngineError, "versions of 0"),
     (choice(weight_versions=FOREIGN), generate(), EngineError, "'x', which is no number"),
-    (choice(finish_reason="error"), generate(), EngineError, "ended with 'error'"),
+    (choice(finish_reason="error"), generate(), EngineError, "'error'"),
+    (without_routes, generate(), EngineUnsupported, "--enable-return-routed-experts"),
+    (routes(numpy.zeros((2, 4, 2), "uint8")), generate(), EngineError, "2 tokens.*needed: 3"),
+    (routes(numpy.zeros((3, 3, 2), "uint8")), generate(), EngineError, "3 layers.*up to 3"),
 ]
 
 
@@ -222,15 +244,11 @@ async def test_an_update_that_one_worker_could_not_load_is_not_stamped() -> None
     assert server.paths[-2:] == ["/update_weights", "/collective_rpc"]
 
 
-async def test_a_server_that_lacks_something_or_has_no_engine_is_dead() -> None:
+async def test_a_server_that_lacks_something_is_dead() -> None:
     async with connected(Server().lacks("/pause")) as engine:
         health = await engine.health()
         assert health.status == "DEAD"
         assert "VLLM_SERVER_DEV_MODE=1" in health.detail
-    server = Server().refuses(GENERATE, 500, "out of luck").refuses("/health", 503, "no engine")
-    async with connected(server) as engine:
-        with pytest.raises(EngineDead, match=r"500: out of luck; .*503: no engine"):
-            await engine.generate(ASKED)
 
 
 async def test_a_response_is_stamped_by_the_server_and_tempered_if_it_is_told_so() -> None:
@@ -246,32 +264,11 @@ async def test_routed_experts_come_as_an_array_of_all_layers() -> None:
     numbers = numpy.arange(3 * 4 * 2, dtype="uint8").reshape(3, 4, 2)
     # The first layer is dense: vLLM has a row for it.
     for array, kind in ((numbers, "uint8"), (numbers.astype("uint16") * 100, "int16")):
-        async with connected(choice(routed_experts=npy(array))(), routing_layers=(1, 3)) as engine:
-            routes = (await engine.generate(ASKED)).routed_experts
-        assert routes is not None
-        assert (routes.tokens, routes.layers, routes.topk, routes.dtype) == (3, 2, 2, kind)
-        assert numpy.array_equal(routes.numbers(), array[:, [1, 3]])
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        (None, EngineUnsupported, "'q' came without .*--enable-return-routed-experts"),
-        (numpy.zeros((2, 4, 2), "uint8"), EngineError, "2 tokens in 4 layers; needed: 3 tokens"),
-        (numpy.zeros((3, 3, 2), "uint8"), EngineError, "in 3 layers; needed: .* up to 3"),
-    ],
-)
-async def test_missing_or_short_routes_are_named(given: Any, error: Any, message: str) -> None:
-    server = choice(routed_experts=None if given is None else npy(given))()
-    async with connected(server, routing_layers=(1, 3)) as engine:
-        with pytest.raises(error, match=message):
-            await engine.generate(ASKED)
-
-
-def npy(array: Any) -> str:
-    file = io.BytesIO()
-    numpy.save(file, array)
-    return base64.b64encode(file.getvalue()).decode()
+        async with connected(routes(array)()) as engine:
+            found = (await engine.generate(ASKED)).routed_experts
+        assert found is not None
+        assert (found.tokens, found.layers, found.topk, found.dtype) == (3, 2, 2, kind)
+        assert numpy.array_equal(found.numbers(), array[:, [1, 3]])
 
 
 async def test_a_server_that_hangs_is_dead_in_its_health_and_late_elsewhere() -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,9 @@ from megatron_idempotent.rl.weights import (
     TensorInfo,
     UpdateDamaged,
     UpdateMismatch,
-    WeightsError,
     WeightUpdate,
 )
-from megatron_idempotent.rl.weights.safetensors_io import Checkpoint, expected_tensors
+from megatron_idempotent.rl.weights.safetensors_io import expected_tensors
 from megatron_idempotent.rl.weights.transports import BucketSender, DiskSender, Sender
 
 pytestmark = pytest.mark.full
@@ -67,13 +65,17 @@ class Worker:
         for index, (name, tensor) in enumerate(tensors.items()):
             bucket = Bucket.of(index, {name: tensor})
             announced = asyncio.run(self.sender.announce(bucket))
-            state = self.tell("bucket", id=update.id, announced=dict(announced))
-            deadline = time.monotonic() + 30
-            while state["received"] <= index and not state["failed"]:
-                assert time.monotonic() < deadline
-                state = self.tell("state")
+            self.tell("bucket", id=update.id, announced=dict(announced))
+            self.state_once(lambda state, sent=index: state["received"] > sent or state["failed"])
         asyncio.run(self.sender.close())
         return self.tell("complete", id=update.id, buckets=len(tensors))
+
+    def state_once(self, reached: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """Ask for the state again and again until it is the one that is waited for."""
+        deadline = time.monotonic() + 30
+        while not reached(state := self.tell("state")):
+            assert time.monotonic() < deadline
+        return state
 
     def commit(self, update_id: str = "u", *, fails: bool = False) -> dict[str, float]:
         """Do what vLLM does at a commit, which fails or not; return what it loads."""
@@ -123,18 +125,13 @@ def test_a_worker_reads_objects_where_its_operator_has_named_a_url(tmp_path: Pat
     worker.open(FIRST)
     entry = {"name": "a", "shape": [1 << 40], "dtype": "float32", "offset": 0}
     announced = {"update": "u", "index": 0, "nbytes": 1 << 42, "tensors": [entry]}
-    state = worker.tell("bucket", id="u", announced=announced)
-    deadline = time.monotonic() + 30
-    while not state["failed"]:
-        assert time.monotonic() < deadline
-        state = worker.tell("state")
-    assert state["failed"]["kind"] == "UpdateMismatch"
-    assert "a: float32 [1099511627776], the model has float32 [8]" in state["failed"]["message"]
+    worker.tell("bucket", id="u", announced=announced)
+    failed = worker.state_once(lambda state: state["failed"])["failed"]
+    assert failed["kind"] == "UpdateMismatch"
+    assert "a: float32 [1099511627776]" in failed["message"]
     asyncio.run(worker.sender.close())
-    for wrong in ("reference://::data:,{}", "s3://key:secret@weights"):
-        with pytest.raises(
-            ValueError, match=r"is not the location of a store|BUCKET has a password"
-        ):
+    for wrong, named in (("reference://::data:,{}", "reference"), ("s3://key:secret@b", "BUCKET")):
+        with pytest.raises(ValueError, match=named):
             Worker(tmp_path, bucket=wrong)
 
 
@@ -233,28 +230,26 @@ def refused(answer: dict[str, Any], message: str) -> dict[str, Any]:
 def test_an_update_is_above_what_is_served_and_alone_and_complete(worker: Worker) -> None:
     third = WeightUpdate(id="u", version=3)
     answer = worker.stage(third, NEW, serving=3)
-    refused(answer, "worker 0: update u of version 3 came after version 3; send 4 or later")
+    refused(answer, "worker 0: update u of version 3")
     worker.open(third, serving=2)
     asyncio.run(worker.sender.close())
     other = worker.open(WeightUpdate(id="v", version=5), serving=2)
-    assert refused(other, "came while u is being staged")["staging"] == "u"
-    answer = refused(worker.tell("complete", id="u", buckets=2), "u: 0 of 2 buckets arrived")
+    assert refused(other, "while u is")["staging"] == "u"
+    answer = refused(worker.tell("complete", id="u", buckets=2), "0 of 2 buckets")
     assert answer["holds"] == {}
     worker.tell("drop", id="another")
     assert worker.tell("state")["staging"] == "u"
     assert worker.tell("drop", id="u")["staging"] == ""
-    answer = refused(worker.tell("bucket", id="u", announced={}), "stage it again")
+    answer = refused(worker.tell("bucket", id="u", announced={}), "update u")
     assert answer["error"]["kind"] == "UpdateRefused"
-    refused(worker.tell("sing"), "command 'sing'; allowed")
+    refused(worker.tell("sing"), "'sing'")
 
 
 def test_an_update_that_goes_silent_fails_and_makes_room(worker: Worker) -> None:
     worker.open(FIRST, silence_s=0.01)
     asyncio.run(worker.sender.close())
-    deadline = time.monotonic() + 30
-    while not (state := worker.tell("state"))["failed"]:
-        assert time.monotonic() < deadline
-    assert "is the trainer still there" in state["failed"]["message"]
+    state = worker.state_once(lambda state: state["failed"])
+    assert state["failed"]["kind"] == "UpdateDamaged"
     assert state["staging"] == ""
     assert worker.tell("complete", id="u", buckets=0)["error"] == state["failed"]
     assert worker.stage(WeightUpdate(id="v", version=1), NEW)["holds"] == {"v": 1}
@@ -286,7 +281,6 @@ def test_an_update_brings_the_tensors_of_the_checkpoint_in_the_type_computed_in(
     }
     save_file(first, tmp_path / "model-1.safetensors")
     save_file({"count": torch.ones(1, dtype=torch.int64)}, tmp_path / "model-2.safetensors")
-    save_file({"other": torch.ones(1)}, tmp_path / "consolidated.safetensors")
     infos = {info.name: info for info in expected_tensors(tmp_path, dtype=torch.float16)}
     assert {name: info.dtype for name, info in infos.items()} == {
         "w": torch.float16,
@@ -297,15 +291,6 @@ def test_an_update_brings_the_tensors_of_the_checkpoint_in_the_type_computed_in(
     assert infos["w"].shape == (4, 2)
     tied = expected_tensors(tmp_path, dtype=torch.float16, tied=True)
     assert {info.name for info in tied} == {"w", "router.bias", "count"}
-    index = {"weight_map": dict.fromkeys(first, "model-1.safetensors")}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert set(Checkpoint(tmp_path)) == set(first)
-    assert torch.equal(Checkpoint(tmp_path)["w"], first["w"])
-
-
-def test_a_checkpoint_without_safetensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"has no \*\.safetensors"):
-        expected_tensors(tmp_path, dtype=torch.float32)
 
 
 def test_scales_are_checked_when_an_update_opens_and_given_out_until_it_is_served(
@@ -402,7 +387,7 @@ def test_a_reload_that_resets_them_leaves_those_of_before() -> None:
 
 @pytest.mark.parametrize("dtypes", [(), ("auto",), ("fp8_per_token_head",), ("bfloat16", "auto")])
 def test_a_model_without_such_a_cache_refuses_scales(dtypes: tuple[str, ...]) -> None:
-    with pytest.raises(EngineUnsupported, match=r"--kv-cache-dtype fp8, or leave kv_scales out"):
+    with pytest.raises(EngineUnsupported, match="kv_scales"):
         CacheScales(model(*dtypes)).check(given(0, k=0.5, v=0.5))
 
 
@@ -410,10 +395,12 @@ def test_scales_have_to_be_those_of_all_layers_and_of_no_other() -> None:
     whole = model("fp8", "fp8", "auto")
     both = {**given(0, k=1.5, v=1.5), **given(1, k=1.5, v=1.5)}
     CacheScales(whole).check(both)
-    with pytest.raises(UpdateMismatch, match=r"lack model.layers.1.self_attn.attn.k_scale, .*v_sc"):
-        CacheScales(whole).check(given(0, k=1.5, v=1.5))
-    for other in (given(2, k=1.5), given(7, k=1.5)):
-        with pytest.raises(UpdateMismatch, match=r"no layer of the model: model.layers.[27]"):
-            CacheScales(whole).check({**both, **other})
+    for scales, named in (
+        (given(0, k=1.5, v=1.5), "layers.1.self_attn.attn.k_scale, .*v_scale"),
+        ({**both, **given(2, k=1.5)}, "layers.2"),
+        ({**both, **given(7, k=1.5)}, "layers.7"),
+    ):
+        with pytest.raises(UpdateMismatch, match=named):
+            CacheScales(whole).check(scales)
     # A stage of a pipeline has some of the layers only.
     CacheScales(whole, whole=False).check({**both, **given(7, k=1.5, v=1.5)})

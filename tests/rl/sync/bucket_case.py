@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -25,14 +23,6 @@ SHAPES = {
     "fp8": ((16, 16), torch.float8_e5m2),
     "router": ((5, 5), torch.bfloat16),
 }
-
-
-def run(scenario: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(scenario, 60))
-
-
-def url() -> str:
-    return f"memory://{uuid.uuid4().hex}/weights"
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:

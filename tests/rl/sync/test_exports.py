@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,7 @@ from megatron_idempotent.rl.weights.transports import (
     TransportError,
     receiver,
 )
-from megatron_idempotent.rl.workers import (
-    EmbeddedRanks,
-    RankFailed,
-    RanksLost,
-    WorkerSpec,
-)
+from megatron_idempotent.rl.workers import EmbeddedRanks, RankFailed, RanksLost, WorkerSpec
 from megatron_idempotent.rl.workers.pipes import PipeLink
 
 ONE = 64 * 32 * 4
@@ -47,23 +41,18 @@ async def exporting(
     pool, *, timeout_s: float = 30.0, transport: Any = SharedMemorySender, **argument: Any
 ):
     """Two ranks that export, and their weights as the controller sees them."""
-    ranks = EmbeddedRanks(
-        WorkerSpec(factory=FACTORY, argument={"seed": 3, **argument}), 2, pool=pool
-    )
+    spec = WorkerSpec(factory=FACTORY, argument={"seed": 3, **argument})
+    ranks, loop = EmbeddedRanks(spec, 2, pool=pool), asyncio.get_running_loop()
     await ranks.start()
     try:
-        yield (
-            ranks,
-            RemoteWeights(
-                ranks, asyncio.get_running_loop(), timeout_s=timeout_s, transport=transport
-            ),
-        )
+        yield ranks, RemoteWeights(ranks, loop, timeout_s=timeout_s, transport=transport)
     finally:
         await ranks.close()
 
 
-def collect(buckets: Iterator[Bucket]) -> list[Bucket]:
-    return list(buckets)
+async def collected(source: RemoteWeights, bucket_bytes: int, **whole: bool) -> list[Bucket]:
+    """All buckets of an export, which a thread takes."""
+    return await asyncio.to_thread(list, source.buckets(bucket_bytes=bucket_bytes, **whole))
 
 
 def infos() -> list[Any]:
@@ -74,7 +63,7 @@ async def test_tensors_and_buckets_come_as_rank_0_has_them(megatron_rank_pool) -
     async with exporting(megatron_rank_pool) as (_, source):
         assert await asyncio.to_thread(source.tensors) == tuple(infos())
         for bucket_bytes, sizes in ((ONE, [1, 1, 1, 1]), (2 * ONE, [2, 2]), (1 << 20, [4])):
-            found = await asyncio.to_thread(collect, source.buckets(bucket_bytes=bucket_bytes))
+            found = await collected(source, bucket_bytes)
             assert [len(bucket.tensors) for bucket in found] == sizes
             assert [bucket.index for bucket in found] == list(range(len(sizes)))
             got = {name: each for bucket in found for name, each in bucket.tensors.items()}
@@ -83,8 +72,7 @@ async def test_tensors_and_buckets_come_as_rank_0_has_them(megatron_rank_pool) -
                 assert torch.equal(got[name], tensor)
             sums = {name: each for bucket in found for name, each in bucket.checksums.items()}
             assert sums == {name: checksum(tensor) for name, tensor in weights(3).items()}
-        changed = source.buckets(bucket_bytes=1 << 20, whole=False)
-        (bucket,) = await asyncio.to_thread(collect, changed)
+        (bucket,) = await collected(source, 1 << 20, whole=False)
         assert list(bucket.tensors) == ["a"]
 
 
@@ -124,7 +112,7 @@ async def test_weights_come_by_a_transport_and_not_through_the_ranks_pipes(
     make = senders(tmp_path / "weights")[kind]
     async with exporting(megatron_rank_pool, transport=make, keepers=keepers) as (_, source):
         with counting_bytes() as sizes:
-            buckets = await asyncio.to_thread(collect, source.buckets(bucket_bytes=2 * ONE))
+            buckets = await collected(source, 2 * ONE)
         received = {name: each for bucket in buckets for name, each in bucket.tensors.items()}
         for name, tensor in weights(3).items():
             assert torch.equal(received[name], tensor)
@@ -145,9 +133,8 @@ async def test_an_engines_sender_works_on_ranks_and_the_controller_has_no_bytes(
         with counting_bytes() as sizes:
             # In an engine's worker, whose operator has named the folder.
             end = receiver(await sender.open(update), bucket=str(tmp_path / "weights"))
-            buckets = source.buckets(bucket_bytes=3 * ONE)
             # The export ends while its last buckets are still on their way.
-            for bucket in await asyncio.to_thread(collect, buckets):
+            for bucket in await collected(source, 3 * ONE):
                 assert {tensor.device.type for tensor in bucket.tensors.values()} == {"meta"}
                 assert bucket.elements_changed == sum(t.numel() for t in bucket.tensors.values())
                 announced = await sender.announce(bucket)
@@ -173,23 +160,23 @@ async def test_parts_that_make_up_no_bucket_are_refused(megatron_rank_pool, tmp_
     async with exporting(megatron_rank_pool, transport=None, keepers=(0, 1, 0, 1)) as (_, source):
         sender = source.sender(make)
         opened = json.loads(json.dumps(await sender.open(WeightUpdate(id="run/1", version=1))))
-        buckets = await asyncio.to_thread(collect, source.buckets(bucket_bytes=2 * ONE))
+        buckets = await collected(source, 2 * ONE)
         first, second = [
             json.loads(json.dumps(await sender.announce(bucket)))["parts"] for bucket in buckets
         ]
         for senders_, fact in (
-            ([], "0 senders are announced"),
-            ([opened], "of kinds ['several']"),
-            ([3], "announces in format 3"),
+            ([], "0 senders"),
+            ([opened], "['several']"),
+            ([3], "format 3"),
         ):
             with pytest.raises((UpdateDamaged, TransportError), match=re.escape(fact)):
                 receiver({**opened, "senders": senders_})
         end = receiver(opened)
         for parts, fact in (
-            (None, "an announced bucket lacks 'parts'"),
-            (first[:1], "has 1 parts, and 2 senders were opened"),
+            (None, "lacks 'parts'"),
+            (first[:1], "1 parts, and 2 senders"),
             ([first[0], None], "is not an object"),
-            ([first[0], second[1]], "has parts of buckets 0, 1"),
+            ([first[0], second[1]], "buckets 0, 1"),
             (first[::-1], "cannot be read"),
         ):
             with pytest.raises(UpdateDamaged, match=fact):
@@ -210,7 +197,7 @@ async def test_a_sender_that_fails_beside_others_is_told_and_all_are_closed(
     make = functools.partial(send_from_rank_0_alone, tmp_path)
     async with exporting(megatron_rank_pool, transport=None, keepers=(0, 1, 0, 1)) as (_, source):
         sender = source.sender(make)
-        with pytest.raises(TransportError, match=r"cannot make .* for update 'run/1'"):
+        with pytest.raises(TransportError, match="run/1"):
             await sender.open(WeightUpdate(id="run/1", version=1))
         await sender.close()
         assert not [*tmp_path.glob("version-*")]
@@ -225,12 +212,11 @@ async def test_what_changed_is_found_on_rank_0_where_the_source_does_not(
     megatron_rank_pool,
 ) -> None:
     async with exporting(megatron_rank_pool, finds_changes=False) as (ranks, source):
-        whole = source.buckets(bucket_bytes=1 << 20, whole=True)
-        assert len((await asyncio.to_thread(collect, whole))[0].tensors) == 4
+        (bucket,) = await collected(source, 1 << 20, whole=True)
+        assert len(bucket.tensors) == 4
         await ranks.call("change")
         with counting_bytes() as sizes:
-            changes = source.buckets(bucket_bytes=1 << 20, whole=False)
-            (bucket,) = await asyncio.to_thread(collect, changes)
+            (bucket,) = await collected(source, 1 << 20, whole=False)
         assert list(bucket.tensors) == ["c" + DELTA]
         assert bucket.elements_changed == 1
         assert max(sizes) < ONE / 4
@@ -252,7 +238,7 @@ async def test_an_export_that_is_closed_half_way_ends_on_all_ranks_and_another_c
         assert await ranks.call("fetched") == [4, 4]
         again = source.buckets(bucket_bytes=ONE)
         await asyncio.to_thread(next, again)  # dropped: the next one ends it
-        assert len(await asyncio.to_thread(collect, source.buckets(bucket_bytes=ONE))) == 4
+        assert len(await collected(source, ONE)) == 4
         assert await ranks.call("fetched") == [12, 12]
 
 
@@ -272,7 +258,7 @@ async def test_a_rank_that_is_lost_in_mid_export_is_the_callers_to_know(
     async with exporting(megatron_rank_pool, fault="killed", rank=rank) as (_, source):
         buckets = source.buckets(bucket_bytes=ONE)
         with pytest.raises(RanksLost, match=rf"rank {rank} .*export_next\(\).*SIGKILL"):
-            await asyncio.to_thread(collect, buckets)
+            await asyncio.to_thread(list, buckets)
         await asyncio.to_thread(buckets.close)  # nothing is left to be ended
 
 
@@ -282,13 +268,13 @@ async def test_an_export_that_raises_on_rank_0_ends_on_all_ranks_and_can_be_made
     async with exporting(megatron_rank_pool, fault="raises", timeout_s=10.0) as (ranks, source):
         buckets = source.buckets(bucket_bytes=ONE)
         with pytest.raises(RankFailed, match=r"export_next\(\) raised .*c is not finite"):
-            await asyncio.to_thread(collect, buckets)
+            await asyncio.to_thread(list, buckets)
         await asyncio.to_thread(buckets.close)
         assert await ranks.call("fetched") == [4, 4]
-        assert len(await asyncio.to_thread(collect, source.buckets(bucket_bytes=ONE))) == 4
+        assert len(await collected(source, ONE)) == 4
 
 
 async def test_a_trainer_that_falls_silent_in_mid_export_is_given_up(megatron_rank_pool) -> None:
     async with exporting(megatron_rank_pool, fault="silent", rank=1, timeout_s=1.0) as (_, source):
         with pytest.raises(RanksLost, match=r"export_next\(\) was not answered in 1.0 s"):
-            await asyncio.to_thread(collect, source.buckets(bucket_bytes=ONE))
+            await collected(source, ONE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import pathlib
@@ -16,7 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("zstandard")
 
 import torch
-from bucket_case import SHAPES, Trainer, WeightsEngine, follower, index_of, run, url
+from bucket_case import SHAPES, Trainer, WeightsEngine, follower, index_of
 
 from megatron_idempotent.rl.sync import SyncError
 from megatron_idempotent.rl.weights import (
@@ -78,37 +77,35 @@ def named(error: BaseException, *, seed: int) -> None:
         assert not any(each in str(error) for each in UNNAMED), (seed, error)
 
 
-def test_a_manifest_with_something_else_in_it_is_the_right_bits_or_an_error_by_name() -> None:
-    place, told = url(), {"right": 0, "refused": 0}
-
-    async def scenario() -> None:
-        trainer, objects = Trainer(place), Objects(place)
-        await trainer.steps(3)
-        listed = objects.read("latest.json")
-        assert listed is not None
-        for seed in range(400):
-            chance = random.Random(seed)
-            entry = chance.choice(index_of(objects).updates)
-            manifest = json.loads(objects.get(entry.manifest))
-            content = json.dumps(mutant(manifest, chance)).encode()
-            if seed % 50 == 0:
-                content = b"[" * 100_000
-            key = objects.put("manifests/", content)
-            objects.write("latest.json", listed.replace(entry.manifest.encode(), key.encode()))
-            engine = WeightsEngine()
-            before = engine.bits
-            try:
-                await follower(place, engine).catch_up()
-            except Exception as error:  # noqa: BLE001 (its class is what is tested)
-                named(error, seed=seed)
-                assert engine.bits == before
-                told["refused"] += 1
-            else:
-                assert engine.bits == trainer.bits_of[3], seed
-                told["right"] += 1
-            objects.write("latest.json", listed)
-
-    run(scenario())
+async def test_a_manifest_with_something_else_in_it_is_the_right_bits_or_an_error_by_name(
+    place: str,
+) -> None:
+    told = {"right": 0, "refused": 0}
+    trainer, objects = Trainer(place), Objects(place)
+    await trainer.steps(3)
+    listed = objects.read("latest.json")
+    assert listed is not None
+    for seed in range(400):
+        chance = random.Random(seed)
+        entry = chance.choice(index_of(objects).updates)
+        manifest = json.loads(objects.get(entry.manifest))
+        content = json.dumps(mutant(manifest, chance)).encode()
+        if seed % 50 == 0:
+            content = b"[" * 100_000
+        key = objects.put("manifests/", content)
+        objects.write("latest.json", listed.replace(entry.manifest.encode(), key.encode()))
+        engine = WeightsEngine()
+        before = engine.bits
+        try:
+            await follower(place, engine).catch_up()
+        except Exception as error:  # noqa: BLE001 (its class is what is tested)
+            named(error, seed=seed)
+            assert engine.bits == before
+            told["refused"] += 1
+        else:
+            assert engine.bits == trainer.bits_of[3], seed
+            told["right"] += 1
+        objects.write("latest.json", listed)
     assert told["refused"] > 200, told
     assert told["right"], told
 
@@ -123,29 +120,26 @@ def test_a_manifest_with_something_else_in_it_is_the_right_bits_or_an_error_by_n
     ids=["bucket", "order", "scales"],
 )
 @pytest.mark.parametrize("entry", [0, -1], ids=["anchor", "delta"])
-def test_a_manifest_says_what_is_wrong_with_it(entry: int, change: Any, said: str) -> None:
-    place = url()
-
-    async def scenario() -> None:
-        trainer, objects = Trainer(place), Objects(place)
-        await trainer.steps(2)
-        listed, key = objects.read("latest.json"), index_of(objects).updates[entry].manifest
-        manifest = json.loads(objects.get(key))
-        second = [repr(each["name"]) for each in manifest["buckets"][1]["tensors"]]
-        change(manifest)
-        mutated = objects.put("manifests/", json.dumps(manifest).encode())
-        objects.write("latest.json", listed.replace(key.encode(), mutated.encode()))
-        with pytest.raises(UpdateDamaged, match=said.format(", ".join(second))):
-            await follower(place, WeightsEngine()).catch_up()
-
-    run(scenario())
+async def test_a_manifest_says_what_is_wrong_with_it(
+    place: str, entry: int, change: Any, said: str
+) -> None:
+    trainer, objects = Trainer(place), Objects(place)
+    await trainer.steps(2)
+    listed, key = objects.read("latest.json"), index_of(objects).updates[entry].manifest
+    manifest = json.loads(objects.get(key))
+    second = [repr(each["name"]) for each in manifest["buckets"][1]["tensors"]]
+    change(manifest)
+    mutated = objects.put("manifests/", json.dumps(manifest).encode())
+    objects.write("latest.json", listed.replace(key.encode(), mutated.encode()))
+    with pytest.raises(UpdateDamaged, match=said.format(", ".join(second))):
+        await follower(place, WeightsEngine()).catch_up()
 
 
 SENT = {name: torch.ones(shape).to(dtype) for name, (shape, dtype) in SHAPES.items()}
 
 
 @pytest.mark.parametrize("kind", ["disk", "shared_memory", "bucket", "process_group"])
-def test_an_announcement_with_something_else_in_it_is_the_right_bits_or_an_error_by_name(
+async def test_an_announcement_with_something_else_in_it_is_the_right_bits_or_an_error_by_name(
     kind: str, tmp_path: pathlib.Path
 ) -> None:
     told = {"right": 0, "refused": 0}
@@ -157,28 +151,24 @@ def test_an_announcement_with_something_else_in_it_is_the_right_bits_or_an_error
         "bucket": lambda: t.BucketSender(str(tmp_path)),
         "process_group": lambda: t.ProcessGroupSender("127.0.0.1"),
     }
-
-    async def scenario() -> None:
-        sender = made[kind]()
-        opened, bucket = dict(await sender.open(update)), Bucket.of(0, SENT)
-        announced = {} if kind == "process_group" else dict(await sender.announce(bucket))
-        for seed in range(300):
-            chance = random.Random(seed)
-            two = mutant({"opened": opened, "announced": announced}, chance)
-            staging = Staging(update, expected=infos)
-            try:
-                inbound = t.receiver(two.get("opened"), expected=infos, bucket=str(tmp_path))
-                if kind == "process_group":  # it connects with the first bucket
-                    continue
-                staging.add(inbound.receive(two.get("announced")))
-                arrived = staging.complete()
-            except Exception as error:  # noqa: BLE001 (its class is what is tested)
-                named(error, seed=seed)
-                told["refused"] += 1
-            else:
-                assert all(torch.equal(arrived[name], SENT[name]) for name in SENT), seed
-                told["right"] += 1
-        await sender.close()
-
-    asyncio.run(scenario())
+    sender = made[kind]()
+    opened, bucket = dict(await sender.open(update)), Bucket.of(0, SENT)
+    announced = {} if kind == "process_group" else dict(await sender.announce(bucket))
+    for seed in range(300):
+        chance = random.Random(seed)
+        two = mutant({"opened": opened, "announced": announced}, chance)
+        staging = Staging(update, expected=infos)
+        try:
+            inbound = t.receiver(two.get("opened"), expected=infos, bucket=str(tmp_path))
+            if kind == "process_group":  # it connects with the first bucket
+                continue
+            staging.add(inbound.receive(two.get("announced")))
+            arrived = staging.complete()
+        except Exception as error:  # noqa: BLE001 (its class is what is tested)
+            named(error, seed=seed)
+            told["refused"] += 1
+        else:
+            assert all(torch.equal(arrived[name], SENT[name]) for name in SENT), seed
+            told["right"] += 1
+    await sender.close()
     assert told["refused"] > 100, told

@@ -144,7 +144,7 @@ async def test_two_updates_at_once_are_refused() -> None:
     one = sync([MemoryEngine("a")])
     first = asyncio.ensure_future(one.update(Source(1), 1))
     await asyncio.sleep(0)
-    with pytest.raises(SyncError, match="update to version 2 while that to version 1"):
+    with pytest.raises(SyncError, match=r"version 2.*version 1"):
         await one.update(Source(2), 2)
     assert (await first).named("committed") == ("a",)
 
@@ -294,9 +294,9 @@ def test_recover_resumes_engines_that_a_dead_trainer_left_paused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: SyncSettings(pause_mode="stop"), r"pause_mode='stop': 'keep', 'abort' or 'wait'"),  # type: ignore[arg-type]
-        (lambda: SyncSettings(attempts=0), "attempts=0: above 0"),
-        (lambda: sync([MemoryEngine("a")] * 2), r"\['a', 'a'\]; give each its own name"),
+        (lambda: SyncSettings(pause_mode="stop"), "pause_mode='stop'"),  # type: ignore[arg-type]
+        (lambda: SyncSettings(attempts=0), "attempts=0"),
+        (lambda: sync([MemoryEngine("a")] * 2), r"\['a', 'a'\]"),
         (lambda: sync([]), "no engines"),
     ],
 )

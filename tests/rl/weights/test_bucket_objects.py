@@ -53,13 +53,13 @@ def test_an_object_that_is_not_what_was_written_is_refused() -> None:
     assert key == "objects/" + hashlib.sha256(b"content").hexdigest()
     assert objects.get(key) == b"content"
     objects.write(key, b"content"[:6])
-    with pytest.raises(UpdateDamaged, match=r"has 6 bytes with SHA-256 .* it was cut short"):
+    with pytest.raises(UpdateDamaged, match="6 bytes with SHA-256"):
         objects.get(key)
     objects.remove([key, key])
-    with pytest.raises(UpdateDamaged, match="is missing; it was removed"):
+    with pytest.raises(UpdateDamaged, match="is missing"):
         objects.get(key)
     for wrong in ("latest.json", "../" + "0" * 64, "a/b/" + "0" * 64):
-        with pytest.raises(UpdateDamaged, match="is no object's key"):
+        with pytest.raises(UpdateDamaged, match=wrong):
             objects.get(wrong)
 
 
@@ -78,7 +78,7 @@ async def test_an_object_that_holds_something_else_is_refused(content: bytes | s
         stored = stored[:-1]
     announced["object"] = receiver._objects.put("transfer-0-", stored)
     announced["object_bytes"] = len(stored)
-    with pytest.raises(UpdateDamaged, match=r"cannot be decompressed|bytes or more, and 400 w"):
+    with pytest.raises(UpdateDamaged, match=announced["object"]):
         receiver.receive(announced)
     await sender.close()
 
@@ -140,15 +140,13 @@ def test_what_lies_at_or_below_the_named_url_is_opened(tmp_path: Path) -> None:
         assert t.receiver(opened, bucket=allowed)._objects.address == url
     # Below it by its text alone.
     opened["url"] = f"{folder}/../x"
-    with pytest.raises(t.TransportError, match=f"start it with {VARIABLE} set to that URL"):
+    with pytest.raises(t.TransportError, match=VARIABLE):
         t.receiver(opened, bucket=folder)
 
 
 @pytest.mark.parametrize("url", ["reference://::data:,{}", "ftp://a/b", "s3://a/../b", "s3://"])
 def test_a_sender_refuses_what_no_receiver_would_open(url: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"is not the location of a store; give a path, or a URL of abfs"
-    ):
+    with pytest.raises(ValueError, match="not the location of a store"):
         t.BucketSender(url)
 
 
@@ -166,36 +164,34 @@ async def test_what_does_not_fit_the_model_is_refused_before_there_is_memory_for
     (tmp_path / announced["object"]).write_bytes(bytes(50 << 20))
     tracemalloc.start()
     try:
-        with pytest.raises(UpdateDamaged, match=r"and \d+ bytes were announced: it was cut"):
+        with pytest.raises(UpdateDamaged, match=announced["object"]):
             receiver.receive(announced)
         assert tracemalloc.get_traced_memory()[1] < 5 << 20
     finally:
         tracemalloc.stop()
     (tmp_path / announced["object"]).write_bytes(content)
-    with pytest.raises(UpdateDamaged, match="with an object of 52428800, and at most 1427 are"):
-        receiver.receive({**announced, "object_bytes": 50 << 20})
     size = announced["object_bytes"] - 1
-    with pytest.raises(UpdateDamaged, match=rf"has {size + 1} bytes .*, and {size} bytes were ann"):
-        receiver.receive({**announced, "object_bytes": size})
+    for change, named in (
+        ({"object_bytes": 50 << 20}, "52428800, and at most 1427"),
+        ({"object_bytes": size}, rf"{size + 1} bytes .*, and {size}"),
+        ({"nbytes": 1 << 42}, f"{1 << 42} bytes, .* 448 at most"),
+    ):
+        with pytest.raises(UpdateDamaged, match=named):
+            receiver.receive({**announced, **change})
     # Without a model to hold it to, the object's own head says what it has.
     (entry,) = announced["tensors"]
     large = {**announced, "tensors": [{**entry, "shape": [1 << 50]}], "nbytes": 1 << 52}
-    with pytest.raises(UpdateDamaged, match=f"holds 400 bytes or more, and {1 << 52} were"):
+    with pytest.raises(UpdateDamaged, match=f"400 bytes or more, and {1 << 52}"):
         t.receiver(opened, bucket=str(tmp_path)).receive(large)
-    for change, nbytes, said in (
-        ({"shape": [1 << 40]}, 1 << 42, r"w: float32 \[1099511627776\], the model has float32"),
+    delta = {"name": "w:delta", "dtype": "uint8", "shape": [1825]}
+    for change, nbytes, named in (
+        ({"shape": [1 << 40]}, 1 << 42, r"w: float32 \[1099511627776\]"),
         ({"name": "x", "shape": [1 << 40]}, 1 << 42, "x: the model has no such tensor"),
-        (
-            {"name": "w:delta", "dtype": "uint8", "shape": [1825]},
-            1825,
-            "w: a delta of 1825 bytes, at most 1824 are needed",
-        ),
+        (delta, 1825, "w: a delta of 1825 bytes, at most 1824"),
     ):
         large = {**announced, "tensors": [{**entry, **change}], "nbytes": nbytes}
-        with pytest.raises(UpdateMismatch, match=said):
+        with pytest.raises(UpdateMismatch, match=named):
             receiver.receive(large)
-    with pytest.raises(UpdateDamaged, match=r"has \d+ bytes, and its tensors fill 448 at most"):
-        receiver.receive({**announced, "nbytes": 1 << 42})
     await sender.close()
 
 
@@ -262,7 +258,7 @@ def test_objects_lie_on_an_s3_server(s3: dict, made: str) -> None:
     assert objects.keys("manifests") == set()
     with pytest.raises(UpdateDamaged, match="is missing"):
         objects.get(min(keys))
-    with pytest.raises(t.TransportError, match=r"s3://absent: writing latest.json failed: File"):
+    with pytest.raises(t.TransportError, match=r"s3://absent: writing latest\.json"):
         Objects("s3://absent", s3).write("latest.json", b"")
 
 

@@ -126,51 +126,42 @@ def test_places_that_come_in_clusters_cost_little_more() -> None:
     assert delta.nbytes < 3.4 * delta.changed
 
 
-@pytest.mark.parametrize(
-    "change", [lambda data: data[:-1], lambda data: torch.cat([data, data[:1]])]
-)
-def test_a_delta_that_is_cut_short_or_goes_on_raises_and_writes_nothing(change: Any) -> None:
-    new, old = two_versions(torch.bfloat16, 1000, 0.1, 1)
-    was = old.clone()
-    with pytest.raises(UpdateDamaged, match="a delta"):
-        apply(EncodedDelta(change(encode(new, old).data)), old)
-    assert torch.equal(bits(old), bits(was))
-
-
 @pytest.mark.parametrize("fraction", [0.003, 0.1, 0.3, 1.0])
-def test_a_changed_byte_raises_and_writes_nothing(fraction: float) -> None:
+def test_a_byte_that_changed_is_missing_or_too_many_raises_and_writes_nothing(
+    fraction: float,
+) -> None:
     new, old = two_versions(torch.bfloat16, 1000, fraction, 1, least=3000)
     sound, tensor = encode(new, old).data, old.clone()
+    damaged = [sound[:-1], torch.cat([sound, sound[:1]])]
     for place in range(len(sound)):
         if place in range(21, 29):
             continue  # the checksum of the old tensor, which what is made does not depend on
-        wrong = sound.clone()
-        wrong[place] ^= 0x81
+        damaged.append(sound.clone())
+        damaged[-1][place] ^= 0x81
+    for data in damaged:
         with pytest.raises((UpdateDamaged, UpdateMismatch), match="delta"):
-            apply(EncodedDelta(wrong), tensor)
+            apply(EncodedDelta(data), tensor)
     assert torch.equal(bits(tensor), bits(old))
 
 
-WRONG: dict[str, tuple[Any, type[WeightsError], str]] = {
-    "another version": (lambda old: old + 1, UpdateRefused, "an update was lost"),
-    "one flipped bit": (
-        lambda old: bits(old).index_fill(0, torch.tensor([700]), 3).view(old.dtype),
-        UpdateRefused,
-        "an update was lost",
-    ),
-    "another size": (lambda old: old[:-1], UpdateMismatch, "999 elements of 2 bytes"),
-    "another type": (lambda old: old.float(), UpdateMismatch, "1000 elements of 4 bytes"),
-    "not contiguous": (
-        lambda old: torch.stack([old, old], 1)[:, 0],
-        UpdateMismatch,
-        r"strides \(2,\)",
-    ),
-}
+def flipped_bit(old: torch.Tensor) -> torch.Tensor:
+    return bits(old).index_fill(0, torch.tensor([700]), 3).view(old.dtype)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_tensor_that_it_was_not_made_for_is_refused_and_not_written(name: str) -> None:
-    make, error, words = WRONG[name]
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda old: old + 1, UpdateRefused, "checksum"),
+        (flipped_bit, UpdateRefused, "checksum"),
+        (lambda old: old[:-1], UpdateMismatch, "999 elements of 2 bytes"),
+        (lambda old: old.float(), UpdateMismatch, "1000 elements of 4 bytes"),
+        (lambda old: torch.stack([old, old], 1)[:, 0], UpdateMismatch, r"strides \(2,\)"),
+    ],
+    ids=["another version", "one flipped bit", "another size", "another type", "not contiguous"],
+)
+def test_a_tensor_that_it_was_not_made_for_is_refused_and_not_written(
+    make: Any, error: type[WeightsError], words: str
+) -> None:
     delta = encode(*two_versions(torch.bfloat16, 1000, 0.1, 1))
     tensor = make(two_versions(torch.bfloat16, 1000, 0.1, 1)[1])
     before = tensor.clone()
@@ -235,7 +226,7 @@ def test_places_that_the_header_does_not_tell_of_are_not_made(told: dict[str, in
             for _ in lying.blocks():
                 pass
         if "changed" in told:  # at the first block, so that nothing was kept
-            with pytest.raises(UpdateDamaged, match="and 1 changes has 524288"):
+            with pytest.raises(UpdateDamaged, match="1 changes has 524288"):
                 lying.places()
 
     assert peak(refused) < 1 << 25
@@ -244,7 +235,7 @@ def test_places_that_the_header_does_not_tell_of_are_not_made(told: dict[str, in
 def test_deltas_of_elements_of_two_sizes_are_not_joined() -> None:
     one = encode(torch.ones(8, dtype=torch.int16), torch.zeros(8, dtype=torch.int16), after=0)
     other = encode(torch.ones(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), before=0)
-    with pytest.raises(UpdateDamaged, match=r"8 elements of 4 bytes .* makes 8 of 2 with"):
+    with pytest.raises(UpdateDamaged, match=r"8 elements of 4 bytes .* 8 of 2"):
         join([one, other])
 
 
@@ -350,23 +341,19 @@ def test_deltas_in_a_row_are_joined_into_one_and_a_gap_between_them_is_refused()
     apply(join(steps), tensor)
     assert torch.equal(tensor.view(torch.int16), versions[-1].view(torch.int16))
     assert join([steps[0], steps[0].undo()]).changed == 0
-    with pytest.raises(UpdateDamaged, match="an update is missing between them"):
+    with pytest.raises(UpdateDamaged, match="checksum"):
         join([steps[0], steps[2]])
+    with pytest.raises(ValueError, match="no deltas"):
+        join([])
 
 
 @pytest.mark.parametrize("old", [torch.zeros(3, 2).t(), torch.zeros(2, 6)[:, ::2]], ids=str)
 def test_an_old_tensor_with_gaps_is_not_written_into_a_copy(old: torch.Tensor) -> None:
     new = torch.ones(2, 3)
-    told = re.escape(f"strides {old.stride()} for shape (2, 3)")
-    with pytest.raises(ValueError, match=rf"encode\(write=True\) got .* on cpu with {told}"):
+    with pytest.raises(ValueError, match=re.escape(f"strides {old.stride()}")):
         encode(new, old, write=True)
     assert encode(new, old).changed == 6
     assert not old.any()
     whole = old.contiguous()
     encode(new, whole, write=True)
     assert torch.equal(whole, new)
-
-
-def test_a_join_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"join\(\) got no deltas; give at least one"):
-        join([])

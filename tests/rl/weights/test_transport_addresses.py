@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from typing import Any
 
 import pytest
 import torch
@@ -45,33 +46,26 @@ async def test_an_address_that_cannot_be_listened_at_is_an_error_and_another_ope
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         sender = t.ProcessGroupSender(port=port)
-        with pytest.raises(t.TransportError, match=f"cannot listen at '127.0.0.1', port {port}"):
+        with pytest.raises(t.TransportError, match=f"'127.0.0.1', port {port}"):
             await sender.open(UPDATE)
     await sender.open(UPDATE)
     await sender.close()
     elsewhere = t.ProcessGroupSender("192.0.2.1")  # of a network kept for documentation
-    with pytest.raises(t.TransportError, match=r"'192\.0\.2\.1', port 0: .* of this machine"):
+    with pytest.raises(t.TransportError, match=r"'192\.0\.2\.1', port 0"):
         await elsewhere.open(UPDATE)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"ranks": 0}, "ranks=0; allowed: 1 or more"),
-        ({"backend": "mpi"}, "backend='mpi'; allowed: 'gloo', 'nccl'"),
-        ({"timeout_s": 0}, "timeout_s=0; allowed: above 0"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        t.ProcessGroupSender(**arguments)
+@pytest.mark.parametrize(("name", "value"), [("ranks", 0), ("backend", "mpi"), ("timeout_s", 0)])
+def test_arguments_that_make_no_sense_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
+        t.ProcessGroupSender(**{name: value})
 
 
 async def test_a_rank_that_the_sender_does_not_have_is_refused() -> None:
     sender = t.ProcessGroupSender(ranks=2)
     opening = await sender.open(UPDATE)
     for rank in (0, 3):
-        with pytest.raises(UpdateDamaged, match=f"rank={rank}; this sender has workers 1 to 2"):
+        with pytest.raises(UpdateDamaged, match=f"rank={rank}"):
             t.receiver(opening, rank=rank)
     await sender.close()
 
@@ -79,14 +73,14 @@ async def test_a_rank_that_the_sender_does_not_have_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"host": "a\0b"}, UpdateDamaged, "does not answer at 'a.x00b'"),
-        ({"host": None}, UpdateDamaged, "announcement has None as 'host'; pass on what open"),
-        ({"port": 65536}, UpdateDamaged, "port 65536 and"),
-        ({"timeout_s": 1e18}, UpdateDamaged, "timeout_s 1e\\+18; pass on"),
-        ({"timeout_s": True}, UpdateDamaged, "has True as 'timeout_s'"),
-        ({"backend": "mpi"}, UpdateDamaged, "has backend 'mpi'"),
+        ({"host": "a\0b"}, UpdateDamaged, "'a.x00b'"),
+        ({"host": None}, UpdateDamaged, "None as 'host'"),
+        ({"port": 65536}, UpdateDamaged, "port 65536"),
+        ({"timeout_s": 1e18}, UpdateDamaged, "timeout_s 1e"),
+        ({"timeout_s": True}, UpdateDamaged, "True as 'timeout_s'"),
+        ({"backend": "mpi"}, UpdateDamaged, "backend 'mpi'"),
         pytest.param(
-            *({"backend": "nccl"}, t.TransportError, "this process sees none; use 'gloo'"),
+            *({"backend": "nccl"}, t.TransportError, "backend 'nccl'"),
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it needs no GPU"),
         ),
     ],

@@ -30,36 +30,33 @@ async def test_what_cannot_be_opened_is_named(peers: Peers) -> None:
     opened = await sender.open(UPDATE)
     announced = dict(await sender.announce(filled(0)))
     receiver = t.receiver(opened)
-    with pytest.raises(UpdateDamaged, match=r"failed with 201: .* is this another process"):
-        receiver.receive(announced)
-    for broken, why in (
-        ({"handle": "x"}, r"the handle 'x' \(it has to be of 64 bytes\)"),
-        ({"handle": "00" * 8}, r"the handle '0{16}' \(it has to be of 64 bytes\)"),
-        ({"segment_bytes": 1000}, r"to 1000 bytes \(it has to be 1048576 or more\)"),
-        ({"segment_bytes": None}, "has None as 'segment_bytes'"),
+    for broken, named in (
+        ({}, "failed with 201"),  # it is this process's own
+        ({"handle": "x"}, "handle 'x'"),
+        ({"handle": "00" * 8}, "handle '0{16}'"),
+        ({"handle": None}, "None as 'handle'"),
+        ({"segment_bytes": 1000}, "to 1000 bytes"),
+        ({"segment_bytes": None}, "None as 'segment_bytes'"),
     ):
-        with pytest.raises(UpdateDamaged, match=why):
+        with pytest.raises(UpdateDamaged, match=named):
             receiver.receive({**announced, **broken})
-    del announced["handle"]
-    with pytest.raises(UpdateDamaged, match="lacks 'handle'; pass on what announce"):
-        receiver.receive(announced)
     # The trainer has gone on: nobody has that memory any more.
     peers[0].ask("open", name="late", opened=opened, rank=1)
     announced = await sender.announce(filled(0))
     await sender.close()
-    with pytest.raises(PeerError, match="failed with 400: invalid resource handle; is this"):
+    with pytest.raises(PeerError, match="failed with 400"):
         peers[0].ask("receive", name="late", announced=announced)
-    with pytest.raises(UpdateDamaged, match="are on GPU GPU-z, and this process sees GPU-a, "):
+    with pytest.raises(UpdateDamaged, match=r"GPU-z.*GPU-a, "):
         t.receiver({**opened, "gpu": "GPU-z"})
 
 
 @pytest.mark.usefixtures("on_host")
 def test_a_gpu_that_is_not_there_is_named_with_how_many_are() -> None:
-    with pytest.raises(t.TransportError, match="there is no GPU 7 here: torch sees 2"):
+    with pytest.raises(t.TransportError, match="no GPU 7"):
         t.CudaIpcSender(7)
 
 
 def test_without_a_driver_the_error_names_other_transports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "LIBRARY", "libcuda-that-is-not-there.so.1")
-    with pytest.raises(t.TransportError, match=r"no NVIDIA driver here: .*use SharedMemorySender"):
+    with pytest.raises(t.TransportError, match="use SharedMemorySender"):
         t.CudaIpcSender()

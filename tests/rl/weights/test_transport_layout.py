@@ -63,28 +63,28 @@ def test_checksums_of_all_sizes_survive_json() -> None:
 def test_metadata_that_lacks_something_is_refused(key: str) -> None:
     fields = announced()
     del fields[key]
-    with pytest.raises(UpdateDamaged, match=f"lacks '{key}'; pass on what announce"):
+    with pytest.raises(UpdateDamaged, match=f"lacks '{key}'"):
         BucketLayout.from_json(fields, update_id="u")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "b"}, "lists a tensor twice, among b, b"),
-        ({"dtype": "float33"}, "a, has dtype 'float33', of which torch"),
-        ({"checksum": "xyz"}, "has a with checksum 'xyz'; pass on what announce"),
-        ({"shape": None}, "a, has None as 'shape'; pass on what announce"),
+        ({"name": "b"}, "twice, among b, b"),
+        ({"dtype": "float33"}, "a, has dtype 'float33'"),
+        ({"checksum": "xyz"}, "a with checksum 'xyz'"),
+        ({"shape": None}, "a, has None as 'shape'"),
         ({"shape": [-3]}, "a, has -3 as 'size'"),
         ({"shape": ["3"]}, "a, has '3' as 'size'"),
-        ({"shape": [22]}, "has a at bytes 0 to 88: not a multiple of 64, or outside of its 84"),
+        ({"shape": [22]}, "a at bytes 0 to 88"),
         ({"shape": [0, 2**60, 2**60]}, r"a, has the shape \[0, \d{19}, \d{19}\]"),
-        ({"shape": [1] * 33}, r"a, has the shape \[1, 1, 1, 1, 1, 1, \.\.\.\]"),
-        ({"name": "a:delta"}, r"has a:delta as float32 \[3\], and a delta is uint8 \[bytes\]"),
-        ({"offset": -64}, "has -64 as 'offset'"),
-        ({"offset": True}, "has True as 'offset'"),
-        ({"offset": 0.0}, "has 0.0 as 'offset'"),
-        ({"offset": 4}, "has a at bytes 4 to 16"),
-        ({"offset": 128}, "has a at bytes 128 to 140"),
+        ({"shape": [1] * 33}, r"a, has the shape \[1, 1, 1, 1, 1, 1, "),
+        ({"name": "a:delta"}, r"a:delta as float32 \[3\]"),
+        ({"offset": -64}, "-64 as 'offset'"),
+        ({"offset": True}, "True as 'offset'"),
+        ({"offset": 0.0}, "0.0 as 'offset'"),
+        ({"offset": 4}, "a at bytes 4 to 16"),
+        ({"offset": 128}, "a at bytes 128 to 140"),
     ],
 )
 def test_metadata_that_makes_no_sense_is_refused(change: dict, message: str) -> None:

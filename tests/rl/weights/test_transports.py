@@ -13,7 +13,7 @@ import host_gpu
 import pytest
 import torch
 from transport_peer import described
-from weight_peers import PeerError, Peers, buckets_of, filled
+from weight_peers import Peers, buckets_of, filled
 
 from megatron_idempotent.rl.weights import Bucket, Staging, TensorInfo, UpdateDamaged, WeightUpdate
 from megatron_idempotent.rl.weights import transports as t
@@ -125,13 +125,6 @@ def test_workers_import_neither_megatron_nor_transformers(peers: Peers) -> None:
     assert peers[0].ask("hello")["heavy"] == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_bucket_without_tensors_arrives_as_one(kind: str, make: Make, peers: Peers) -> None:
-    update = WeightUpdate(id=f"{kind}/empty", version=4)
-    received = asyncio.run(send_update(make(kind), update, [Bucket.of(0, {})], peers))
-    assert received[0][0]["tensors"] == []
-
-
 @pytest.mark.parametrize("kind", ["disk", "shared_memory"])
 def test_a_byte_that_changes_on_the_way_is_found_by_staging(
     kind: str, make: Make, tmp_path: pathlib.Path
@@ -154,20 +147,22 @@ def test_a_byte_that_changes_on_the_way_is_found_by_staging(
             await sender.close()
 
     staging = Staging(UPDATE, expected=[TensorInfo.of("w", tensor)])
-    with pytest.raises(UpdateDamaged, match="w arrived with checksum"):
+    with pytest.raises(UpdateDamaged, match="w arrived"):
         staging.add(asyncio.run(scenario()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_second_open_is_an_error_and_the_first_goes_on(
+async def test_a_second_open_is_an_error_and_the_first_goes_on_and_leaves_nothing_half_way(
     kind: str, make: Make, tmp_path: pathlib.Path
 ) -> None:
     sender = make(kind)
 
     await sender.open(UPDATE)
-    with pytest.raises(t.TransportError, match="'run/1' open, so 'run/2' cannot begin; close"):
+    with pytest.raises(t.TransportError, match=r"'run/1'.*'run/2'"):
         await sender.open(WeightUpdate(id="run/2", version=2))
-    assert (await sender.announce(Bucket.of(0, {"w": torch.ones(3)})))["index"] == 0
+    for index in range(2):  # neither is released
+        announced = await sender.announce(Bucket.of(index, {"w": torch.ones(3)}))
+        assert announced["index"] == index
     await sender.close()
     await sender.close()
     assert left_behind(tmp_path) == []
@@ -178,26 +173,13 @@ async def test_buckets_of_no_update_are_an_error(kind: str, make: Make) -> None:
     sender = make(kind)
     bucket = Bucket.of(0, {"w": torch.ones(3)})
     for call in (sender.announce, sender.transmit, sender.release):
-        with pytest.raises(t.TransportError, match="has no update; call open"):
+        with pytest.raises(t.TransportError, match=call.__name__):
             await call(bucket)
     await sender.close()
     await sender.open(UPDATE)
     await sender.close()
-    with pytest.raises(t.TransportError, match=r"announce\(\) has no update"):
+    with pytest.raises(t.TransportError, match="announce"):
         await sender.announce(bucket)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_an_update_that_is_left_half_way_leaves_nothing_behind(
-    kind: str, make: Make, tmp_path: pathlib.Path
-) -> None:
-    sender = make(kind)
-
-    await sender.open(UPDATE)
-    for index in range(2):
-        await sender.announce(Bucket.of(index, {"w": torch.ones(3)}))
-    await sender.close()
-    assert left_behind(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,7 +214,7 @@ async def test_a_bucket_of_another_update_is_refused(kind: str, make: Make) -> N
     sender = make(kind)
     receiver = t.receiver(await sender.open(UPDATE), bucket="/")
     announced = dict(await sender.announce(Bucket.of(0, {"w": torch.ones(3)})))
-    with pytest.raises(UpdateDamaged, match="is of update 'run/9'; open a receiver for that"):
+    with pytest.raises(UpdateDamaged, match="'run/9'"):
         receiver.receive({**announced, "update": "run/9"})
     await sender.close()
 
@@ -263,7 +245,7 @@ async def test_two_segments_serve_any_number_of_buckets_of_any_size(
     assert larger not in seen
     await sender.release(filled(6))
     assert await announced(7, 5) == larger
-    with pytest.raises(t.TransportError, match=r"buckets \[5, 7\] hold both segments; release"):
+    with pytest.raises(t.TransportError, match=r"\[5, 7\]"):
         await sender.announce(filled(8))
     assert await announced(7, 5) == larger  # again, into its own segment
     await sender.close()
@@ -293,21 +275,16 @@ async def test_memory_that_is_not_there_is_an_error_and_the_next_bucket_comes(
 
 
 def test_an_unknown_kind_and_another_format_are_refused_by_name() -> None:
-    opened = {"format": 1, "kind": "pigeon", "update": "run/1"}
-    with pytest.raises(t.TransportError, match="'pigeon'; there are disk, shared_memory, process_"):
-        t.receiver(opened)
-    with pytest.raises(t.TransportError, match="announces in format 2, this receiver reads 1"):
-        t.receiver({**opened, "kind": "disk", "format": 2})
-    with pytest.raises(t.TransportError, match="announces in format None"):
-        t.receiver({})
+    for opened, named in (
+        ({"format": 1, "kind": "pigeon", "update": "run/1"}, "kind 'pigeon'"),
+        ({"format": 2, "kind": "disk", "update": "run/1"}, "format 2"),
+        ({}, "format None"),
+    ):
+        with pytest.raises(t.TransportError, match=named):
+            t.receiver(opened)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_announcement_that_lacks_something_says_what(kind: str) -> None:
-    with pytest.raises(UpdateDamaged, match=r"lacks 'update'; pass on what open\(\) gave"):
+    with pytest.raises(UpdateDamaged, match="'update'"):
         t.receiver({"format": 1, "kind": kind})
-
-
-def test_what_the_other_process_raises_is_told_by_its_type(peers: Peers) -> None:
-    with pytest.raises(PeerError, match="TransportError: the sender is of kind 'pigeon'"):
-        peers[0].ask("open", name="p", opened={"format": 1, "kind": "pigeon"}, rank=1)

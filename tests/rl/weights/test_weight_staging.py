@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 
 import pytest
 import torch
@@ -43,38 +43,24 @@ def test_all_tensors_in_any_order_of_buckets_are_given_as_they_came() -> None:
 
 
 BAD: list[tuple[Bucket, type[Exception], str]] = [
-    (
-        bucket(0, "b"),
-        UpdateDamaged,
-        "bucket 0 arrived, and bucket 1 is next; send the update again",
-    ),
+    (bucket(0, "b"), UpdateDamaged, "bucket 0 arrived, and bucket 1 is next"),
     (bucket(2, "b"), UpdateDamaged, "bucket 2 arrived, and bucket 1 is next"),
-    (bucket(1, "b", "a"), UpdateDamaged, "a arrived twice; is it mapped twice"),
+    (bucket(1, "b", "a"), UpdateDamaged, "a arrived twice"),
     (bucket(1, "b", d=torch.ones(1)), UpdateMismatch, "d: the model has no such tensor"),
-    (
-        bucket(1, "c", b=torch.ones(5, dtype=torch.bfloat16)),
-        UpdateMismatch,
-        r"b: bfloat16 \[5\], the model has bfloat16 \[4\]",
-    ),
-    (
-        bucket(1, "c", b=torch.ones(4)),
-        UpdateMismatch,
-        r"b: float32 \[4\], the model has bfloat16 \[4\]",
-    ),
+    (bucket(1, "c", b=WEIGHTS["b"][1:]), UpdateMismatch, r"b: bfloat16 \[3\].*bfloat16 \[4\]"),
+    (bucket(1, "c", b=torch.ones(4)), UpdateMismatch, r"b: float32 \[4\].*bfloat16 \[4\]"),
     (
         bucket(1, b=torch.ones(4), d=torch.ones(1)),
         UpdateMismatch,
         r"b: float32 \[4\].*; d: the model has no such",
     ),
     (
-        Bucket(index=1, tensors={"c": WEIGHTS["c"], "b": WEIGHTS["b"]}, checksums={"b": 1, "c": 0}),
+        dataclasses.replace(bucket(1, "c", "b"), checksums={"b": 1, "c": 0}),
         UpdateDamaged,
-        "arrived with checksum [0-9a-f]{16}, it was sent with 000000000000000",
+        "c arrived with checksum [0-9a-f]{16}, it was sent with 0000000000000000",
     ),
     (
-        Bucket(
-            index=1, tensors=dict(bucket(1, "c", "b").tensors), checksums=bucket(1, "c").checksums
-        ),
+        dataclasses.replace(bucket(1, "c", "b"), checksums=bucket(1, "c").checksums),
         UpdateDamaged,
         "b has no checksum",
     ),
@@ -95,13 +81,6 @@ def test_a_bucket_that_fails_leaves_nothing_of_itself_behind(
     assert staged.complete().keys() == WEIGHTS.keys()
 
 
-def test_a_tensor_that_was_changed_on_its_way_is_found() -> None:
-    sent = bucket(0, "a", "b")
-    changed: Mapping[str, torch.Tensor] = {**sent.tensors, "b": WEIGHTS["b"] * 2}
-    with pytest.raises(UpdateDamaged, match="b arrived with checksum"):
-        staging().add(Bucket(index=0, tensors=changed, checksums=sent.checksums))
-
-
 def test_an_update_that_builds_on_another_may_leave_tensors_out() -> None:
     staged = staging(WeightUpdate(id="run/3", version=3, base_version=2))
     staged.add(bucket(0, "b"))
@@ -110,7 +89,6 @@ def test_an_update_that_builds_on_another_may_leave_tensors_out() -> None:
 
 def test_what_is_missing_is_listed_up_to_twenty_names() -> None:
     infos = [TensorInfo(name=f"n{i:02}", shape=(1,), dtype=torch.float32) for i in range(23)]
-    with pytest.raises(UpdateDamaged, match=r"23 of 23 tensors .*: n00, .*n19, and 3 more; send"):
-        Staging(FULL, expected=infos).complete()
-    with pytest.raises(UpdateDamaged, match=r"20 of 20 tensors .*, n19; send"):
-        Staging(FULL, expected=infos[:20]).complete()
+    for number, names in ((23, "n00, .*n19, and 3 more;"), (20, "n00, .*n19;")):
+        with pytest.raises(UpdateDamaged, match=f"{number} of {number} tensors .*: {names}"):
+            Staging(FULL, expected=infos[:number]).complete()

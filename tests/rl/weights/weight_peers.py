@@ -191,13 +191,14 @@ def every_kind_of_tensor(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def buckets_of(seed: int, count: int = 3) -> list[Bucket]:
-    """Buckets of different sizes, the last one with every kind of tensor."""
+    """Buckets of different sizes: one with every kind of tensor, and one without any."""
     generator = torch.Generator().manual_seed(seed)
     buckets = [
         Bucket.of(index, {f"{index}.weight": torch.randn(1000 * (index + 1), generator=generator)})
         for index in range(count - 1)
     ]
-    return [*buckets, Bucket.of(count - 1, every_kind_of_tensor(seed))]
+    every_kind = Bucket.of(count - 1, every_kind_of_tensor(seed))
+    return [*buckets, every_kind, Bucket.of(count, {})]
 
 
 def filled(index: int, megabytes: int = 1) -> Bucket:
