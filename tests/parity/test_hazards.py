@@ -13,7 +13,6 @@ PATCHED = [hazard_id for hazard_id in AFFECTED if hazard_id in patches()]
 REPAIRED = [name for name in AFFECTED if not isinstance(hazards()[name], Limit)]
 
 
-@pytest.mark.full  # who changes a reproduction runs `prove`
 @pytest.mark.parametrize("hazard_id", AFFECTED)
 def test_the_hazard_is_on_stock(hazard_id, megatron_ranks):
     stock = outcome(megatron_ranks, hazard_id, applied=())
