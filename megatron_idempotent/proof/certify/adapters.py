@@ -24,7 +24,7 @@ from megatron_idempotent.window.accumulation import set_for
 
 from . import batches
 from .layouts import LossKind
-from .parameters import inner_optimizers
+from .parameters import inner_optimizers, updated_by
 from .protocol import Finished, Packed, Part, Planted, Rows, Subject
 
 _NO_OFFLOAD: Mapping[str, str] = MappingProxyType(
@@ -160,8 +160,7 @@ def updated(subject: Subject) -> Iterator[tuple[Any, Any]]:
     such as a float32 main parameter.
     """
     for inner in inner_optimizers(subject.optimizer):
-        for group in inner.param_groups:
-            yield from ((inner, parameter) for parameter in group["params"])
+        yield from ((inner, parameter) for parameter in updated_by(inner))
 
 
 class SplitStep(Stateful):

@@ -114,7 +114,7 @@ def forward(chunk: Any, rows: Rows | Packed) -> Tensor:
 
 def token_fields(pack: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a pack's per-token tensors, cut to the positions of this context-parallel rank."""
-    borders = _padded(pack)
+    borders = padded_borders(pack[_BORDERS])
     names = (name for name in _EACH_TOKEN if name in pack)
     return {name: own_positions(pack[name], cu_seqlens=borders) for name in names}
 
@@ -125,7 +125,7 @@ def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
     Both are 0 throughout a sequence of which no position counts.
     """
-    mask_S, borders = pack["loss_mask"][0], _padded(pack).long()
+    mask_S, borders = pack["loss_mask"][0], padded_borders(pack[_BORDERS]).long()
     place_S = torch.arange(len(mask_S), device=mask_S.device)
     sequence_S = torch.bucketize(place_S, borders[1:], right=True)
     number_n = mask_S.new_zeros(len(borders)).index_add(0, sequence_S, mask_S)
@@ -134,13 +134,12 @@ def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return (mask_S / number_n.clamp(min=1)[sequence_S])[None], first_S[None]
 
 
-def _padded(pack: Mapping[str, Any]) -> Tensor:
-    """Return a pack's `cu_seqlens` with padding, or the `cu_seqlens` without padding if the pack
-    has no padded ones.
+def padded_borders(packed_seq_params: Any) -> Tensor:
+    """Return the `cu_seqlens` of a pack's `PackedSeqParams` with padding, or those without padding
+    if the pack has no padded ones.
     """
-    borders = pack[_BORDERS]
-    padded = borders.cu_seqlens_q_padded
-    cu_seqlens: Tensor = borders.cu_seqlens_q if padded is None else padded
+    padded = packed_seq_params.cu_seqlens_q_padded
+    cu_seqlens: Tensor = packed_seq_params.cu_seqlens_q if padded is None else padded
     return cu_seqlens
 
 

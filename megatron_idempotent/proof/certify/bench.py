@@ -309,7 +309,7 @@ class Bench(LayoutModel, LayoutRows):
         Raises:
             Wrong: `freeing`, and no memory was freed; or a tensor is not back on the device.
         """
-        self.memories.away_and_back(self.adapter, freeing=freeing)
+        self.memories.away_and_back(freeing=freeing)
         self.unchanged("offload() and onload()")
 
     def digest(self) -> str:

@@ -172,19 +172,15 @@ def _refused(
     last.
     """
     raised, finished = or_aborted(bench, calls_of(bench.replica), between=between)
-    refusals = bench.gather(raised)
     bench.step_name = name
-    if finished is not None and not any(refusals):
+    refusal = next(filter(None, bench.gather(raised)), None)
+    is_refused = bench.refused(raised, f"it is refused on some ranks ({refusal})", "went on")
+    if finished is not None:
         bench.expect(finished, calls_of)
-    elif not all(refusals):
-        refusal = next(filter(None, refusals))
-        raise Wrong(
-            f"it is refused on some ranks ({refusal}), and rank {refusals.index(None)} went on"
-        )
     else:
         bench.unchanged("what was refused")
     bench.step_name = ""
-    return finished is None
+    return is_refused
 
 
 @_check(
@@ -568,12 +564,12 @@ def offload_between_steps(bench: Bench) -> None:
 )
 def logprobs_while_offloaded(bench: Bench) -> None:
     def read() -> None:
-        bench.memories.offload(bench.adapter)
-        bench.memories.onload(bench.adapter, training=False)
+        bench.memories.offload()
+        bench.memories.onload(training=False)
         _hold_logprobs(bench)
 
     read()
-    bench.memories.onload(bench.adapter)  # what log-probs do not read
+    bench.memories.onload()  # what log-probs do not read
     bench.unchanged("onload(training=False) and onload()")
     bench.take(bench.alike(0, CALL), cause="log-probs while offloaded")
     read()
@@ -587,8 +583,7 @@ def logprobs_while_offloaded(bench: Bench) -> None:
 )
 def offload_in_mid_step(bench: Bench) -> None:
     calls = bench.alike(0, CALL)
-
-    exchange = functools.partial(bench.memories.away_and_back, bench.adapter, freeing=False)
+    exchange = functools.partial(bench.memories.away_and_back, freeing=False)
     if _refused(bench, calls, "a step with an offload in it", exchange):
         bench.take(bench.alike(1, CALL), cause="an offload in an open step, which was refused")
 

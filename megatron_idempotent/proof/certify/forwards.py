@@ -20,7 +20,9 @@ from torch import Tensor
 
 from megatron_idempotent.step import own_positions
 
+from .batches import padded_borders
 from .oracle import PackSeen, counted
+from .parameters import innermost
 from .protocol import Planted, Rows, Wrong
 
 Phase = Literal["forward", "backward", "gradient"]
@@ -126,13 +128,6 @@ class Forwards:
         raise Planted(f"out of memory: the {phase} of the model fails, as the check asks")
 
 
-def innermost(chunk: Any) -> Any:
-    """Return a chunk's module without its wrappers, such as DDP and `Float16Module`."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def _left_in_eval(module: Any) -> str | None:
     for name, submodule in module.named_modules():
         if not submodule.training:
@@ -183,9 +178,7 @@ class PacksSeen:
         borders = arguments.get("packed_seq_params")
         if borders is None or not torch.is_grad_enabled():
             return
-        ends_n = borders.cu_seqlens_q
-        padded_n = borders.cu_seqlens_q_padded
-        starts_n = ends_n if padded_n is None else padded_n
+        ends_n, starts_n = borders.cu_seqlens_q, padded_borders(borders)
         place_S = torch.arange(int(starts_n[-1]), device=ends_n.device)
         fields = {
             "tokens_S": arguments["input_ids"].long(),

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .batches import forward
+from megatron_idempotent.proof.cpu import tiny
+
 from .bench import Bench
 from .oracle import Truth
 from .parameters import drawn, parts, spread
@@ -71,15 +72,11 @@ class LowRank(Bench):
     def _within(self, error: float, bound: float) -> bool:
         return self._host._within(error, bound)
 
-    def make_model(self) -> None:
-        """Build the model, put low-rank factors into it before DDP wraps it, and set them to random
-        values.
+    def spread_model(self) -> tiny.Tiny:
+        """Return the model, with low-rank factors of random values, put into it before DDP wraps
+        it.
         """
-        from megatron.core import parallel_state
-
-        self.model = self.built(before_ddp=self._put)
-        self.replica = int(parallel_state.get_data_parallel_rank())
-        self.subject = self.subject_of(self.model, forward)
+        return self.built(before_ddp=self._put)
 
     def _put(self, module: Any) -> None:
         chunk = SimpleNamespace(module=module)

@@ -8,20 +8,20 @@ from torch import Tensor
 
 from megatron_idempotent.proof.cpu.placement import naming_devices
 
-from .parameters import inner_optimizers
+from .parameters import inner_optimizers, updated_by
 from .protocol import Subject, Wrong
 
 
 class Memories:
     """Checks that an adapter's `offload` frees device memory, and `onload` brings tensors back.
 
-    Example: `memories.offload(adapter)`.
+    Example: `Memories(adapter, subject).offload()`.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
+    def __init__(self, adapter: Any, subject: Subject) -> None:
+        self._adapter, self._subject = adapter, subject
 
-    def offload(self, adapter: Any, *, freeing: bool = True, **kwargs: Any) -> None:
+    def offload(self, *, freeing: bool = True, **kwargs: Any) -> None:
         """Call the adapter's `offload`. If `freeing` is true, raise `Wrong` unless the call has
         moved or freed a tensor.
 
@@ -29,22 +29,20 @@ class Memories:
             Wrong: `freeing` is true, and no tensor was moved or freed.
         """
         # References keep the storages alive, so that no new one gets an old address.
-        memory_before = {name: (_storage(t), _size(t)) for name, t in self._tensors().items()}
+        tensors_before = self._tensors()
+        memory_before = _memory_of(tensors_before)
+        storages = [_storage(tensor) for tensor in tensors_before.values()]
         with naming_devices():
-            adapter.offload(**kwargs)
-        memory_after = {name: (_storage(t), _size(t)) for name, t in self._tensors().items()}
-        if freeing and all(
-            name in memory_after
-            and memory_after[name][0]._cdata == storage._cdata
-            and memory_after[name][1] == size
-            for name, (storage, size) in memory_before.items()
-        ):
+            self._adapter.offload(**kwargs)
+        memory_after = _memory_of(self._tensors())
+        storages.clear()
+        if freeing and memory_before.items() <= memory_after.items():
             raise Wrong(
                 f"offload() has moved and freed none of {len(memory_before)} tensors: parameters, "
                 "gradients and optimizer state are where they were"
             )
 
-    def onload(self, adapter: Any, *, training: bool = True) -> None:
+    def onload(self, *, training: bool = True) -> None:
         """Call the adapter's `onload`; raise `Wrong` if a tensor is not back on the device. With
         `training=False` only parameters and buffers are checked.
 
@@ -52,7 +50,7 @@ class Memories:
             Wrong: a tensor is still on the host, or has no memory.
         """
         with naming_devices():
-            adapter.onload(training=training)
+            self._adapter.onload(training=training)
         call = "onload()" if training else "onload(training=False)"
         tensors = self._tensors() if training else self._parameters()
         for fault, names in (
@@ -62,12 +60,12 @@ class Memories:
             if names:
                 raise Wrong(f"after {call} {len(names)} tensors {fault}, the first is {names[0]}")
 
-    def away_and_back(self, adapter: Any, *, freeing: bool = True, **kwargs: Any) -> None:
+    def away_and_back(self, *, freeing: bool = True, **kwargs: Any) -> None:
         """Call the adapter's `offload(**kwargs)` and then `onload()`. Raise `Wrong` if a tensor is
         not back on the device; if `freeing` is true, also if nothing was offloaded.
         """
-        self.offload(adapter, freeing=freeing, **kwargs)
-        self.onload(adapter)
+        self.offload(freeing=freeing, **kwargs)
+        self.onload()
 
     def _parameters(self) -> dict[str, Any]:
         """Return this rank's parameters and buffers, by names that include the chunk's index."""
@@ -86,14 +84,12 @@ class Memories:
                 if gradient is not None:
                     tensors[f"the gradient of {name}"] = gradient
         for number, inner in enumerate(inner_optimizers(self._subject.optimizer)):
-            parameters = [p for group in inner.param_groups for p in group["params"]]
-            for index, parameter in enumerate(parameters):
+            for index, parameter in enumerate(updated_by(inner)):
                 parameter_name = f"parameter {index} of optimizer {number}"
                 tensors[parameter_name] = parameter
                 for name, value in inner.state.get(parameter, {}).items():
-                    if (
-                        isinstance(value, Tensor) and value.dim()
-                    ):  # a count of steps may be anywhere
+                    # A count of steps may be anywhere.
+                    if isinstance(value, Tensor) and value.dim():
                         tensors[f"{name} of {parameter_name}"] = value
         return tensors
 
@@ -109,6 +105,11 @@ def _storage(tensor: Any) -> Any:
 def _size(tensor: Any) -> int:
     """Return the size of a tensor's storage in bytes; 0 once the storage is freed."""
     return int(_storage(tensor).nbytes())
+
+
+def _memory_of(tensors: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the identity and the size in bytes of each tensor's storage, by name."""
+    return {name: (_storage(tensor)._cdata, _size(tensor)) for name, tensor in tensors.items()}
 
 
 def _freed(tensor: Any) -> bool:

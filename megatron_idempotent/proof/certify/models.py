@@ -66,7 +66,8 @@ class LayoutModel(Ranks):
         """
         self.make_model()
         self.adapter.build(self.subject)
-        self.memories, self.forwards = Memories(self.subject), Forwards(self.subject.chunks)
+        self.memories = Memories(self.adapter, self.subject)
+        self.forwards = Forwards(self.subject.chunks)
 
     @property
     def rate(self) -> float:
@@ -85,12 +86,17 @@ class LayoutModel(Ranks):
             return
         from megatron.core import parallel_state
 
-        self.model = self.built()
-        for chunk in self.model.chunks:
-            spread(chunk, self.layout)
-        self.model.optimizer.reload_model_params()
+        self.model = self.spread_model()
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.subject = self.subject_of(self.model, forward)
+
+    def spread_model(self) -> tiny.Tiny:
+        """Return the layout's model, with the noise of `spread` in its weights."""
+        model = self.built()
+        for chunk in model.chunks:
+            spread(chunk, self.layout)
+        model.optimizer.reload_model_params()
+        return model
 
     def built(self, **more: Any) -> tiny.Tiny:
         """Return the model that `tiny.build` makes for the layout; `more` are further arguments of

@@ -79,7 +79,7 @@ def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
     routed = dense
     if layout.experts:
         routed = ps.get_expert_tensor_parallel_rank(), layout.sizes["etp"]
-    module = model_in(chunk)
+    module = innermost(chunk)
     for name, parameter in module.named_parameters():
         words = numbered(module, name).split(".")
         rank, size = dense
@@ -104,9 +104,11 @@ def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
         )
 
 
-def model_in(chunk: Any) -> Any:
-    """Return the GPT inside a DDP chunk, without the `Float16Module` that may be around it."""
-    return chunk.module if hasattr(chunk.module, "decoder") else chunk.module.module
+def innermost(chunk: Any) -> Any:
+    """Return a chunk's module without its wrappers, such as DDP and `Float16Module`."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def numbered(module: Any, name: str) -> str:
@@ -164,6 +166,11 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     """
     inner = (getattr(outer, "optimizer", outer) for outer in optimizers.unchained(optimizer))
     return [optimizer_of_torch for optimizer_of_torch in inner if optimizer_of_torch is not None]
+
+
+def updated_by(inner: Any) -> list[Any]:
+    """Return the parameters that a torch optimizer updates, in order."""
+    return [parameter for group in inner.param_groups for parameter in group["params"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

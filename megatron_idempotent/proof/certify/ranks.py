@@ -43,6 +43,18 @@ class Ranks:
         if faults:
             raise Wrong(faults[0])
 
+    def refused(self, refusal: str | None, event: str, goes_on: str) -> bool:
+        """Return True if all ranks pass a `refusal`, and False if none does. A collective.
+
+        Raises:
+            Wrong: some ranks pass a refusal and others None. The error is `event`, the first rank
+                that passes None, and `goes_on`, which says what that rank does.
+        """
+        refusals = self.gather(refusal)
+        if None in refusals and any(refusals):
+            raise Wrong(f"{event}, and rank {refusals.index(None)} {goes_on}")
+        return None not in refusals
+
     def gather(self, value: Any) -> list[Any]:
         """Gather a picklable value of each rank; return the list in rank order. A collective."""
         buffer = io.BytesIO()

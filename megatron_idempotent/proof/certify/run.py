@@ -73,7 +73,7 @@ class Options:
     thorough: bool = False
     """True for more draws."""
     folder: str = ""
-    """A folder for the checkpoints of a check of state."""
+    """A folder for a check's files, such as checkpoints."""
     later: bool = False
     """True on the ranks that run `Check.then`."""
 
@@ -358,28 +358,24 @@ def alike(layout: str) -> str:
 def outcome_of(
     pool: RankPool, adapter: str, check: Check, layout: Layout, options: Options | None = None
 ) -> tuple[str, float, str]:
-    """Run one check of an adapter on fresh ranks of a pool. Return the fault ("" if none), the
-    largest error divided by its bound, and a digest of the parameters, which is "" for every check
-    but `same-bits`.
+    """Run one check of an adapter on fresh ranks of a pool: `Check.run`, and then `Check.then` if
+    the check has it.
 
     Returns:
         The fault in one line, or an empty string; the largest error of a step, as a part of its
         bound; and the digest of `same-bits`.
     """
-    options = options or Options()
-    if check.name not in STATE_CHECKS:
-        return _outcome(pool, adapter, check, layout, options)
     with tempfile.TemporaryDirectory() as folder:
-        options = dataclasses.replace(options, folder=folder)
-        fault, *_ = _outcome(pool, adapter, check, layout, options)
-        if not fault and check.then:
+        options = dataclasses.replace(options or Options(), folder=folder)
+        outcome = _outcome(pool, adapter, check, layout, options)
+        if check.then and not outcome[0]:
             options = dataclasses.replace(options, later=True)
             if check.reshards:
                 layout = resharded(layout, check.reshards) or layout
             else:  # for this check alone: the new pool imports everything again
                 pool = pool.hashing_differently()
-            fault, *_ = _outcome(pool, adapter, check, layout, options)
-        return fault, 0.0, ""
+            outcome = _outcome(pool, adapter, check, layout, options)
+        return outcome
 
 
 def _outcome(
@@ -402,7 +398,7 @@ def _outcome(
         details += [f"rank {rank} is {_waits(error.stacks[rank])}" for rank in waiting]
         return "; ".join((text, *details)), 0.0, ""
     except RankError as error:
-        note = stuck(Path(options.folder)) if options.folder else None
+        note = stuck(Path(options.folder))
         if note is not None:
             rank, reason, stacks = note
             return f"{reason}; rank {rank} is {_waits(stacks)}", 0.0, ""

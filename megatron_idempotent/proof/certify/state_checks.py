@@ -117,11 +117,9 @@ def saved_again(bench: States) -> None:
         bench.advance(5)
         later_snapshot = bench.snapshot()
         fault, later = attempt(_saved, bench, save)
-        refusals = bench.gather(fault)
-        if None in refusals and any(refusals):
-            raise Wrong(f"a later {save}() is refused, and rank {refusals.index(None)} takes it")
+        is_refused = bench.refused(fault, f"a later {save}() is refused", "takes it")
         bench.advance(6)
-        if not any(refusals):
+        if not is_refused:
             cause = f"load() of a later {save}() after as many steps"
             bench.load(later, later_snapshot, cause=cause)
         if any(bench.gather(first_difference(first, later))):  # else it replaced the first
@@ -358,11 +356,10 @@ for _kind, _contents in {
 )
 def offload_one_part(bench: States) -> None:
     bench.run_through()
-    adapter = bench.adapter
     # Optimizer state last: there is none before the first step.
-    for number, part in enumerate(sorted(adapter.parts, key="optimizer".__eq__)):
+    for number, part in enumerate(sorted(bench.adapter.parts, key="optimizer".__eq__)):
         with bench.keeping(f"offload(only={part!r}) and onload()"):
-            bench.memories.away_and_back(adapter, only=part)
+            bench.memories.away_and_back(only=part)
         _follow_with_offload(bench, number, part)
 
 
@@ -372,9 +369,7 @@ def _follow_with_offload(bench: States, number: int, part: str) -> None:
     run's, or all ranks refuse it.
     """
     before_step = bench.snapshot()
-    away_and_back = functools.partial(
-        bench.memories.away_and_back, bench.adapter, only=part, freeing=False
-    )
+    away_and_back = functools.partial(bench.memories.away_and_back, only=part, freeing=False)
     fault = finished = None
     try:
         finished = bench.advance(number, between=away_and_back)
@@ -382,13 +377,11 @@ def _follow_with_offload(bench: States, number: int, part: str) -> None:
         raise
     except Exception as error:  # noqa: BLE001  a refusal, in the framework's own words
         fault = first_line(error) or type(error).__name__
-    refusals = bench.gather(fault)
     cause = f"an offload of {part}"
-    if finished is not None and not any(refusals):
+    bench.refused(fault, f"{cause} in an open step is refused", "goes on")
+    if finished is not None:
         bench.hold_step(number, f"{cause} in an open step", finished)
         return
-    if None in refusals:
-        raise Wrong(f"{cause} in an open step is refused, and rank {refusals.index(None)} goes on")
     bench.put(before_step)  # the step has drawn from random states
     bench.hold(before_step, f"a step that was refused for {cause} in it")
     bench.follow(number, cause)
@@ -402,15 +395,14 @@ def _follow_with_offload(bench: States, number: int, part: str) -> None:
 )
 def offload_again(bench: States) -> None:
     bench.run_through()
-    adapter = bench.adapter
     for number in range(2):
         bench.advance(number)
         with bench.keeping("another offload" if number else "two offloads"):
             with no_memory(math.inf) as calls:
-                bench.memories.offload(adapter)
+                bench.memories.offload()
                 if number == 0:
-                    bench.memories.offload(adapter, freeing=False)
-            bench.memories.onload(adapter)
+                    bench.memories.offload(freeing=False)
+            bench.memories.onload()
     _fail_to_offload(bench, len(calls) // 2, "an offload that failed midway")
     state, _ = _save_aside(bench) if bench.offers(*_SAVES) else (None, None)
     bench.follow(2, "an offload that failed midway")
@@ -418,7 +410,7 @@ def offload_again(bench: States) -> None:
     if bench.offers(*_SAVES):
         bench.load(state, cause="load() between two offloads")
         with bench.keeping("an offload after load()"):
-            bench.memories.away_and_back(adapter)
+            bench.memories.away_and_back()
 
 
 def _fail_to_offload(bench: States, calls_before: int, cause: str) -> None:
@@ -427,8 +419,8 @@ def _fail_to_offload(bench: States, calls_before: int, cause: str) -> None:
     """
     with bench.keeping(cause):
         with no_memory(calls_before):
-            attempt(functools.partial(bench.memories.offload, bench.adapter, freeing=False))
-        bench.memories.onload(bench.adapter)
+            attempt(functools.partial(bench.memories.offload, freeing=False))
+        bench.memories.onload()
 
 
 @_check(
@@ -515,18 +507,15 @@ def _fail_to_save(bench: States, save: str, rank: int, room: int) -> None:
             disk = blocks.enter_context(slow_disk(bench)) if is_async else None
             with no_room(room, yes=yes, forked=is_async):
                 fault, state = attempt(getattr(adapter, save))
-        faults = bench.gather(fault)
-        if disk is not None and not any(faults):
+        has_raised = any(bench.gather(fault))
+        if disk is not None and not has_raised:
             disk.returned()
             reason = f"{cannot_write}, and saved() has not returned"
             with ending_hangs(bench, reason), no_room(room, yes=yes):
                 disk.release()  # threads have the limits of their process
                 fault, _ = attempt(adapter.saved)
-            faults = bench.gather(fault)
-    unaware = faults.index(None) if None in faults else None
-    if any(faults) and unaware is not None:
-        raise Wrong(f"rank {rank} could not write, and rank {unaware} takes the run for saved")
-    if unaware is not None:  # the rank has nothing to write
+    if not bench.refused(fault, cannot_write, "takes the run for saved"):
+        # The rank has nothing to write.
         bench.advance(5)
         failed_save = f"{save}() where {cannot_write}"
         with ending_hangs(

@@ -20,6 +20,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from megatron_idempotent.megatron.optimizers import (
     grad_scalers,
@@ -33,7 +34,16 @@ from megatron_idempotent.window.params import ensure_params_synced
 
 from .bench import Bench
 from .layouts import Layout
-from .parameters import ParameterPart, inner_optimizers, joined, kept_by, model_in, numbered, parts
+from .parameters import (
+    ParameterPart,
+    inner_optimizers,
+    innermost,
+    joined,
+    kept_by,
+    numbered,
+    parts,
+    updated_by,
+)
 from .protocol import KEEPS, MICRO_BATCH, RUN, Finished, Subject
 
 STEPS = 3
@@ -508,13 +518,8 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, Mapping):
-        return {name: _copied(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_copied, value))
-    return value
+    """Return a value with copies of its tensors on the CPU, at any depth."""
+    return _pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), value)
 
 
 def _weights(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -525,7 +530,7 @@ def _weights(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _buffers(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:
     for chunk in chunks:
-        model = model_in(chunk)
+        model = innermost(chunk)
         yield from ((numbered(model, name), value) for name, value in model.named_buffers())
 
 
@@ -545,8 +550,7 @@ def _optimizer(optimizer: Any) -> Iterator[tuple[str, Any]]:
     optimizer state; step counts are converted to floats.
     """
     for number, inner in enumerate(steppers(optimizer)):
-        parameters = [p for group in inner.param_groups for p in group["params"]]
-        for index, parameter in enumerate(parameters):
+        for index, parameter in enumerate(updated_by(inner)):
             state = {
                 name: float(value) if name == "step" else _copied(value)
                 for name, value in inner.state.get(parameter, {}).items()
