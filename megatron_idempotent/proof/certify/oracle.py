@@ -8,6 +8,7 @@ Tokens go to the experts that Megatron's router chooses, and experts have its au
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -403,12 +404,10 @@ class TrueUpdate:
         """Return the parameters as a step with a zero gradient would leave them. No step is taken:
         the moments stay the same.
         """
-        state = dict(self._moments), self._steps
         zeros = {name: torch.zeros_like(value).double() for name, value in parameters.items()}
-        try:
-            return self.next(parameters, zeros)
-        finally:
-            self._moments, self._steps = state
+        coasting = copy.copy(self)
+        coasting._moments = dict(self._moments)
+        return coasting.next(parameters, zeros)
 
     def _direction(self, name: str, gradient: Tensor) -> Tensor:
         options = self._options

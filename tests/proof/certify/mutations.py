@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,12 @@ def but(base: type, **methods: Any) -> type:
 
         return changed
 
-    return type("Bug", (base,), {name: instead(name, each) for name, each in methods.items()})
+    return setting(base, **{name: instead(name, each) for name, each in methods.items()})
+
+
+def setting(base: type, **attributes: Any) -> type:
+    """Make an adapter with other attributes, or with methods that do not use the original ones."""
+    return type("Bug", (base,), attributes)
 
 
 def returning(base: type, method: str, change: Callable[[Any], Any]) -> type:
@@ -23,6 +29,18 @@ def returning(base: type, method: str, change: Callable[[Any], Any]) -> type:
     return but(
         base, **{method: lambda original, self, *args, **how: change(original(*args, **how))}
     )
+
+
+def suppressing(base: type, method: str, *kinds: type[BaseException], calls: int = 0) -> type:
+    """Make an adapter of which a method ends without a word where it raises one of these errors,
+    once the step has had so many calls.
+    """
+
+    def changed(original: Any, self: Any, *args: Any, **how: Any) -> None:
+        with contextlib.suppress(*(kinds if self.calls >= calls else ())):
+            original(*args, **how)
+
+    return but(base, **{method: changed})
 
 
 def taking(base: type, method: str, change: Callable[[Any, Any], Any]) -> type:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mutations import after, before, but, returning, rows_of, taking
+from mutations import after, before, but, returning, rows_of, setting, suppressing, taking
 from torch import Tensor
 
 from megatron_idempotent import ensure_params_synced, wire_train_config
@@ -108,11 +108,19 @@ class Loop:
 
     def finish(self) -> Finished:
         self.meet(failed=False)
-        self.hold(self.total)
+        self.hold(self.watched())
         self.reduce()
         self.chunk.scale_gradients(1 / self.divisor())
-        self.hold(*(each.grad_data.sum() for each in self.chunk.buffers))
+        self.hold(*self.sums())
         return self.update()
+
+    def watched(self) -> float:
+        """Return the loss that has to be finite."""
+        return self.total
+
+    def sums(self) -> list[Tensor]:
+        """Return sums of gradients, which have to be finite."""
+        return [each.grad_data.sum() for each in self.chunk.buffers]
 
     def meet(self, *, failed: bool) -> None:
         self.open = False
@@ -260,15 +268,10 @@ class FourthCallLost(Loop):
 NothingValidIsNaN = returning(Loop, "loss", lambda made: (made[0] / made[1] * made[1], made[1]))
 
 
-class NothingValidInAStep(Loop):
-    """Divides by the tokens of a step, be it none (ROLL's token mean)."""
-
-    def finish(self) -> Finished:
-        self.meet(failed=False)
-        self.hold(self.total)
-        self.reduce()
-        self.chunk.scale_gradients(float(1 / torch.tensor(summed(self.count))))
-        return self.update()
+# Divides by the tokens of a step, be it none (ROLL's token mean).
+NothingValidInAStep = but(
+    Loop, divisor=lambda _, self: torch.tensor(summed(self.count)), sums=lambda *_: []
+)
 
 
 class EmptyCallEnds(Loop):
@@ -411,20 +414,12 @@ class LossOfCalls(Loop):
 # --- Places: where a failure or a NaN is, and who learns of it.
 
 
-class SwallowsLaterCalls(Loop):
-    """Logs an error of any call but the first (retry wrapper)."""
-
-    def microbatch(self, rows: Any, *, fail: bool = False) -> None:
-        with contextlib.suppress(*((Exception,) if self.calls else ())):
-            super().microbatch(rows, fail=fail)
+# Logs an error of any call but the first (retry wrapper).
+SwallowsLaterCalls = suppressing(Loop, "microbatch", Exception, calls=1)
 
 
-class SwallowsBackward(Loop):
-    """Skips what runs out of memory in backward (verl, OOM guard)."""
-
-    def backward(self, total: Tensor) -> None:
-        with contextlib.suppress(RuntimeError):
-            super().backward(total)
+# Skips what runs out of memory in backward (verl, OOM guard).
+SwallowsBackward = suppressing(Loop, "backward", RuntimeError)
 
 
 class _Quiet(_Loss):
@@ -492,17 +487,18 @@ class OnlyLastRankIsHeard(Loop):
         self.hold(0.0)
 
 
-class NaNOfRankZero(Loop):
-    """Looks at the loss of rank 0 alone (metrics)."""
-
-    def hold(self, *values: Any) -> None:
-        if not torch.is_tensor(values[0]) and self.on_any(
-            dist.get_rank() == 0 and not math.isfinite(values[0])
-        ):
-            raise RuntimeError("the loss is NaN")
+# Looks at the loss alone.
+LooksAtTheLossAlone = but(Loop, sums=lambda *_: [])
 
 
-class NaNOfTheFirst(Loop):
+# Looks at the loss of rank 0 alone (metrics).
+NaNOfRankZero = but(
+    LooksAtTheLossAlone,
+    watched=lambda watched, self: 0.0 if dist.get_rank() else watched(),
+)
+
+
+class NaNOfTheFirst(LooksAtTheLossAlone):
     """Looks at the first microbatch's loss alone (check in warm-up)."""
 
     fresh = {"looked": 0.0}  # noqa: RUF012
@@ -511,9 +507,8 @@ class NaNOfTheFirst(Loop):
         self.looked = total if self.number == 0 else self.looked
         super().add(total, count)
 
-    def hold(self, *values: Any) -> None:
-        if not torch.is_tensor(values[0]):
-            super().hold(self.looked)
+    def watched(self) -> float:
+        return self.looked
 
 
 class NaNUnlessInTheLastCall(NaNOfTheFirst):
@@ -537,13 +532,14 @@ class NaNClearsMoments(Loop):
             raise
 
 
-class DropsItsOwnNaN(Loop):
+class DropsItsOwnNaN(LooksAtTheLossAlone):
     """Leaves a rank's gradients out if its loss is NaN, and updates."""
 
-    def hold(self, *values: Any) -> None:
-        if not torch.is_tensor(values[0]) and not math.isfinite(values[0]):
+    def watched(self) -> float:
+        if not math.isfinite(self.total):
             self.zero()
             self.count = 0.0
+        return 0.0
 
 
 class DrainsCollectives(OnlyLastRankIsHeard):
@@ -756,13 +752,8 @@ class HooksLeftOff(Loop):
         return super().logprobs(rows)
 
 
-class ExportsStale(Loop):
-    """Copies parameters without gathering them (`params-stale-after-step`)."""
-
-    early = False
-
-    def export(self) -> dict[str, Tensor]:
-        return self.copied()
+# Copies parameters without gathering them (`params-stale-after-step`).
+ExportsStale = setting(Loop, early=False, export=Loop.copied)
 
 
 # Exports buffers that nobody fills (empty weight buckets; slime #2134).

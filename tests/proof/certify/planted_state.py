@@ -6,6 +6,7 @@ import contextlib
 import queue
 import random
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,8 @@ from typing import Any, ClassVar
 import torch
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe import moe_utils
-from mutations import after, before, nothing
+from mutations import after, before, nothing, setting
+from torch.utils import _pytree
 
 from megatron_idempotent.megatron.optimizers import grad_scalers, stepping, unchained
 from megatron_idempotent.proof.certify.adapters import SplitStep, Window, buffers, parameters_of
@@ -25,11 +27,20 @@ from megatron_idempotent.window.params import ensure_params_synced
 
 
 def copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {name: copied(each) for name, each in value.items()}
-    return value
+    """Return a value with copies of its tensors where they are, at any depth."""
+    return _pytree.tree_map_only(torch.Tensor, lambda each: each.detach().clone(), value)
+
+
+@torch.no_grad()
+def put_values(tensors: Iterable[Any], values: Iterable[Any]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def in_thread(write: Any) -> threading.Thread:
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    return thread
 
 
 def losses() -> dict[str, Any]:
@@ -61,8 +72,8 @@ class Everything(SplitStep):
             for each in group["params"]
         ]
 
-    def scalers(self) -> list[Any]:
-        return grad_scalers(self.subject.optimizer)
+    def moments(self) -> list[dict[str, Any]]:
+        return [inner.state.get(each, {}) for inner, each in self.stepped()]
 
     def buffers(self) -> list[Any]:
         return [b for chunk in self.subject.chunks for _, b in chunk.module.named_buffers()]
@@ -71,15 +82,15 @@ class Everything(SplitStep):
         ensure_params_synced(self.subject.chunks)
         plain = {n: v for n, v in vars(self.subject.scheduler).items() if n != "optimizer"}
         return {
-            "weights": [copied(each) for each in parameters_of(self.subject)],
-            "stepped": [copied(each) for _, each in self.stepped()],
-            "moments": [copied(inner.state.get(each, {})) for inner, each in self.stepped()],
-            "buffers": [copied(each) for each in self.buffers()],
+            "weights": copied(parameters_of(self.subject)),
+            "stepped": copied([each for _, each in self.stepped()]),
+            "moments": copied(self.moments()),
+            "buffers": copied(self.buffers()),
             "scheduler": plain,
-            "scales": [copied(each.state_dict()) for each in self.scalers()],
+            "scales": copied([each.state_dict() for each in grad_scalers(self.subject.optimizer)]),
             "random": random_states(),
             "losses": {name: len(value) for name, value in losses().items()},
-            "logged": [copied(each) for each in logged()],
+            "logged": copied([*logged()]),
             "steps": self.steps,
         }
 
@@ -128,11 +139,8 @@ class Everything(SplitStep):
         self.steps = state["steps"]
 
     def put_weights(self, state: Any) -> None:
-        with torch.no_grad():
-            for each, value in zip(parameters_of(self.subject), state["weights"], strict=True):
-                each.copy_(value)
-            for (_, each), value in zip(self.stepped(), state["stepped"], strict=True):
-                each.copy_(value)
+        put_values(parameters_of(self.subject), state["weights"])
+        put_values([each for _, each in self.stepped()], state["stepped"])
 
     def put_moments(self, state: Any) -> None:
         for (inner, each), moments in zip(self.stepped(), state["moments"], strict=True):
@@ -147,7 +155,8 @@ class Everything(SplitStep):
         self.subject.scheduler.step(0)
 
     def put_scales(self, state: Any) -> None:
-        for each, value in zip(self.scalers(), state["scales"], strict=True):
+        scalers = grad_scalers(self.subject.optimizer)
+        for each, value in zip(scalers, state["scales"], strict=True):
             each.load_state_dict(copied(value))
 
     def put_random(self, state: Any) -> None:
@@ -157,16 +166,13 @@ class Everything(SplitStep):
         for name, layers in state["losses"].items():
             if name not in losses():  # a process that has taken no step
                 moe_utils.save_to_aux_losses_tracker(name, torch.zeros(()), 1, layers)
-        for each, value in zip(logged(), state["logged"], strict=True):
-            each.copy_(value)
+        put_values(logged(), state["logged"])
 
     def load_weights(self, path: str) -> None:
         self.put_weights_alone(self.agreed(lambda: self.read(path)))
 
     def put_weights_alone(self, state: Any) -> None:
-        with torch.no_grad():
-            for each, value in zip(parameters_of(self.subject), state["weights"], strict=True):
-                each.copy_(value)
+        put_values(parameters_of(self.subject), state["weights"])
         self.subject.optimizer.reload_model_params()
 
     def save_async(self) -> str:
@@ -178,10 +184,8 @@ class Everything(SplitStep):
         self.agreed(lambda: self.write(*self.pending))
 
 
-class Overflows(Everything):
-    """Has a loss scale with which no gradient is finite."""
-
-    optimizer_overrides: ClassVar = {"initial_loss_scale": 2.0**40}
+# Has a loss scale with which no gradient is finite.
+Overflows = setting(Everything, optimizer_overrides={"initial_loss_scale": 2.0**40})
 
 
 class AllocatesOnce(Everything):
@@ -190,7 +194,7 @@ class AllocatesOnce(Everything):
     allocated: ClassVar[bool] = False
 
     def put_moments(self, state: Any) -> None:
-        if type(self).allocated and not any(inner.state for inner, _ in self.stepped()):
+        if type(self).allocated and not any(self.moments()):
             return
         super().put_moments(state)
 
@@ -203,7 +207,7 @@ class KeepsForeignMoments(Everything):
     """Leaves moments out where there are some and it has not saved itself."""
 
     def put_moments(self, state: Any) -> None:
-        if self.saves or not any(inner.state for inner, _ in self.stepped()):
+        if self.saves or not any(self.moments()):
             super().put_moments(state)
 
 
@@ -228,11 +232,9 @@ class LeavesMains(Everything):
     """Loads weights beside the optimizer."""
 
     def load_weights(self, path: str) -> None:
-        mains = [copied(each) for _, each in self.stepped()]
+        mains = copied([each for _, each in self.stepped()])
         super().load_weights(path)
-        with torch.no_grad():
-            for (_, each), value in zip(self.stepped(), mains, strict=True):
-                each.copy_(value)
+        put_values([each for _, each in self.stepped()], mains)
 
 
 class RemembersItsSaves(Everything):
@@ -255,8 +257,8 @@ class LosesMomentsAlone(Everything):
     def onload(self, *, training: bool = True) -> None:
         super().onload(training=training)
         if self._away == {"optimizer"}:
-            for inner, each in self.stepped():
-                inner.state[each]["exp_avg"].zero_()
+            for each in self.moments():
+                each["exp_avg"].zero_()
 
 
 class LeavesFrozenOut(Everything):
@@ -264,11 +266,9 @@ class LeavesFrozenOut(Everything):
 
     def put_weights(self, state: Any) -> None:
         frozen = [each for each in parameters_of(self.subject) if not each.requires_grad]
-        before = copied(dict(enumerate(frozen)))
+        before = copied(frozen)
         super().put_weights(state)
-        with torch.no_grad():
-            for each, value in zip(frozen, before.values(), strict=True):
-                each.copy_(value)
+        put_values(frozen, before)
 
 
 class StepsFrozen(Everything):
@@ -412,19 +412,18 @@ def with_first_copies(self: Any, **how: Any) -> None:
     SplitStep.onload(self, **how)
     if len(self._away) == 1:
         return
-    moments = [inner.state[each]["exp_avg"] for inner, each in self.stepped()]
-    self.copies = getattr(self, "copies", None) or copied(dict(enumerate(moments)))
-    for each, value in zip(moments, self.copies.values(), strict=True):
-        each.copy_(value)
+    averages = [each["exp_avg"] for each in self.moments()]
+    self.copies = getattr(self, "copies", None) or copied(averages)
+    put_values(averages, self.copies)
 
 
 def of_what_is_there(self: Any, **how: Any) -> None:
     """Copy moments to the host whenever they are asked for, though they may be there already."""
-    there = [inner.state[each]["exp_avg"].is_cuda for inner, each in self.stepped()]
+    there = [each["exp_avg"].is_cuda for each in self.moments()]
     SplitStep.offload(self, **how)
-    for (inner, each), was_there in zip(self.stepped(), there, strict=True):
+    for each, was_there in zip(self.moments(), there, strict=True):
         if not was_there:
-            inner.state[each]["exp_avg"].zero_()
+            each["exp_avg"].zero_()
 
 
 def known_at_the_end(self: Any, *, only: Any = None) -> None:
@@ -515,7 +514,7 @@ class OwnThread(Threaded):
             except (OSError, RuntimeError) as error:
                 self.written.set_exception(error)
 
-        threading.Thread(target=write, daemon=True).start()
+        in_thread(write)
         return path
 
 
@@ -529,9 +528,7 @@ def shared_with_thread(self: Any) -> str:
 def shared_with_own_thread(self: Any) -> str:
     """Write what the run has in a thread that the save starts."""
     path, self.written = self.path(), Future()
-    threading.Thread(
-        target=lambda: self.written.set_result(self.write(path, self.state())), daemon=True
-    ).start()
+    in_thread(lambda: self.written.set_result(self.write(path, self.state())))
     return path
 
 
@@ -545,7 +542,7 @@ def views_for_thread(self: Any) -> str:
                 path, state, written = self.queue.get()
                 written.set_result(torch.save(state, self.file(path)))
 
-        threading.Thread(target=write, daemon=True).start()
+        in_thread(write)
         super(Threaded, self).save_async()  # the thread has begun before the save that counts
     path, state, self.written = self.path(), self.state(), Future()
     state["weights"] = [each.detach() for each in parameters_of(self.subject)]
@@ -557,17 +554,14 @@ def views_for_thread(self: Any) -> str:
 def of_a_silent_thread(self: Any) -> str:
     """Let the thread end with what it raises, which nobody hears."""
     path, state = self.path(), self.state()
-    self.thread = threading.Thread(target=self.write, args=(path, state), daemon=True)
-    self.thread.start()
+    self.thread = in_thread(lambda: self.write(path, state))
     return path
 
 
 def waits_for_word(self: Any) -> str:
     """Wait in `saved` for a word that a thread which fails does not send."""
     path, state, self.written = self.path(), self.state(), Future()
-    threading.Thread(
-        target=lambda: self.written.set_result(self.write(path, state)), daemon=True
-    ).start()
+    in_thread(lambda: self.written.set_result(self.write(path, state)))
     return path
 
 
@@ -676,17 +670,13 @@ def weights_if_there(self: Any, path: str) -> None:
 def exported_by_steps(self: Any) -> Any:
     known = vars(self).setdefault("exports", {})
     if self.steps not in known:
-        known[self.steps] = [copied(each) for each in parameters_of(self.subject)]
+        known[self.steps] = copied(parameters_of(self.subject))
     return known[self.steps]
-
-
-def moments(self: Any) -> list[Any]:
-    return [inner.state.get(each, {}) for inner, each in self.stepped()]
 
 
 def put_copies(self: Any, **how: Any) -> None:
     SplitStep.onload(self, **how)
-    for state, copy in zip(moments(self), vars(self).get("copies", ()), strict=False):
+    for state, copy in zip(self.moments(), vars(self).get("copies", ()), strict=False):
         for name, value in copy.items():
             if isinstance(value, torch.Tensor):
                 state[name].copy_(value)
@@ -695,19 +685,15 @@ def put_copies(self: Any, **how: Any) -> None:
 def copied_after_steps(self: Any, *, only: Any = None) -> None:
     """Copy moments unless no step has come since the last copy, whatever was loaded."""
     if vars(self).get("copied_at") != self.finished:
-        self.copies, self.copied_at = copied_all(moments(self)), self.finished
+        self.copies, self.copied_at = copied(self.moments()), self.finished
     SplitStep.offload(self, only=only)
 
 
 def copied_at_the_end(self: Any, *, only: Any = None) -> None:
     """Copy moments once all is away, so that an offload that fails leaves the copies of before."""
-    fresh = copied_all(moments(self))
+    fresh = copied(self.moments())
     SplitStep.offload(self, only=only)
     self.copies = fresh
-
-
-def copied_all(states: list[Any]) -> list[Any]:
-    return [copied(state) for state in states]
 
 
 def finished_and_counted(self: Any, **how: Any) -> Any:
@@ -797,7 +783,7 @@ MUTANTS |= {
     },
     "LeavesOutItsBarrier": {"save": without_a_word},
 }
-globals().update({name: type(name, (Everything,), made) for name, made in MUTANTS.items()})
+globals().update({name: setting(Everything, **made) for name, made in MUTANTS.items()})
 # Draws a random number, as for a file's name.
 SaveDraws = after(Everything, "save", lambda self: torch.rand(1))
 # Copies the run when it is written, and not when it is saved.
@@ -817,9 +803,9 @@ ForgetsBetas = after(Everything, "put", torchs_betas)
 OF_GRADIENTS: dict[str, Any] = {
     "LosesGradients": gradients_times(0.0),
     "DoublesGradients": gradients_times(2.0),
-    "KeepsGradients": gradients_times(1.0),
+    "GivesGradientsBack": gradients_times(1.0),
 }
-globals().update({name: type(name, (ByWindow,), made) for name, made in OF_GRADIENTS.items()})
+globals().update({name: setting(ByWindow, **made) for name, made in OF_GRADIENTS.items()})
 #: The same of writers that are threads.
 OF_THREADS: dict[str, Any] = {
     "SharesWithThread": {"save_async": shared_with_thread},
@@ -831,7 +817,7 @@ OF_THREADS: dict[str, Any] = {
     },
     "WaitsForItsThread": {"save_async": waits_for_word},
 }
-globals().update({name: type(name, (Threaded,), made) for name, made in OF_THREADS.items()})
+globals().update({name: setting(Threaded, **made) for name, made in OF_THREADS.items()})
 
 
 class _Elsewhere(FullyReshardable):
@@ -878,7 +864,7 @@ class _Elsewhere(FullyReshardable):
 
 globals().update(
     {
-        f"LosesMomentsOnOther{word.upper()}": type("Bug", (_Elsewhere,), {"word": word})
+        f"LosesMomentsOnOther{word.upper()}": setting(_Elsewhere, word=word)
         for word in ("dp", "tp", "pp", "ep", "cp")
     }
 )
@@ -907,7 +893,7 @@ LOST = {
 }
 globals().update(
     {
-        f"Loses{name}OnOtherDP": type("Bug", (_Elsewhere,), {"word": "dp", "lose": lose})
+        f"Loses{name}OnOtherDP": setting(_Elsewhere, word="dp", lose=lose)
         for name, lose in LOST.items()
     }
 )

@@ -6,14 +6,13 @@ The first part has bugs that passed while certify drew tame rows, numbers, times
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from mutations import but, returning, rows_of, taking
-from planted_more import Loop, none_of
+from mutations import but, returning, rows_of, setting, suppressing, taking
+from planted_more import LooksAtTheLossAlone, Loop, NaNOfTheFirst, none_of
 
 from megatron_idempotent.proof.certify import Finished
 from megatron_idempotent.proof.certify.adapters import SplitStep, parameters_of, updated
@@ -21,16 +20,6 @@ from megatron_idempotent.proof.certify.adapters import SplitStep, parameters_of,
 
 def gradients(self: Any) -> list[Any]:
     return [buffer.grad_data for chunk in self.subject.chunks for buffer in chunk.buffers]
-
-
-def logging(*kinds: type[BaseException], method: str = "one") -> type:
-    """Make a loop that logs errors of these types, and goes on."""
-
-    def changed(original: Any, self: Any, *args: Any, **how: Any) -> None:
-        with contextlib.suppress(*kinds):
-            original(*args, **how)
-
-    return but(Loop, **{method: changed})
 
 
 # --- Rows and lengths.
@@ -99,18 +88,8 @@ def _clipping_at(limit: float) -> type:
 ClipsItsOwn, ClipsAtHundred = _clipping_at(1.0), _clipping_at(100.0)
 CountsTenAtLeast = but(Loop, divisor=lambda original, self: max(original(), 10.0))
 LooksForNaNAlone = but(
-    Loop,
-    hold=lambda original, self, *values: (
-        original(*(0.0 if math.isinf(v) else v for v in values))
-        if isinstance(values[0], float)
-        else None
-    ),
-)
-LooksAtTheLossAlone = but(
-    Loop,
-    hold=lambda original, self, *values: (
-        original(*values) if isinstance(values[0], float) else None
-    ),
+    LooksAtTheLossAlone,
+    watched=lambda watched, self: 0.0 if math.isinf(watched()) else watched(),
 )
 
 
@@ -158,30 +137,14 @@ AddsUpCountsInFloat16 = but(
 # --- Time.
 
 
-def _quiet_after(calls: int) -> type:
-    def changed(original: Any, self: Any, rows: Any, *, fail: bool = False) -> None:
-        with contextlib.suppress(*((Exception,) if self.calls >= calls else ())):
-            original(rows, fail=fail)
-
-    return but(Loop, microbatch=changed)
+QuietAfterFourCalls = suppressing(Loop, "microbatch", Exception, calls=4)
 
 
-QuietAfterFourCalls = _quiet_after(4)
-
-
-def _four_calls(original: Any, self: Any, total: float, count: float) -> None:
-    if self.calls < 4:
-        self.looked = self.looked + total
-    original(total, count)
-
-
-class LooksAtFourCalls(Loop):
-    fresh = {"looked": 0.0}  # noqa: RUF012
-    add = but(Loop, add=_four_calls).add  # type: ignore[attr-defined]
-
-    def hold(self, *values: Any) -> None:
-        if isinstance(values[0], float):
-            super().hold(self.looked)
+class LooksAtFourCalls(NaNOfTheFirst):
+    def add(self, total: float, count: float) -> None:
+        if self.calls < 4:
+            self.looked += total
+        Loop.add(self, total, count)
 
 
 class TwelfthKeepsGradients(Loop):
@@ -219,11 +182,11 @@ SavesLive = but(
 
 # --- Errors.
 
-LogsValueErrors = logging(ValueError)
-LogsKeyErrors = logging(KeyError)
-LogsMemoryErrors = logging(MemoryError)
-LogsOutOfMemory = logging(torch.OutOfMemoryError)
-LogsAssertions = logging(AssertionError)
+LogsValueErrors = suppressing(Loop, "one", ValueError)
+LogsKeyErrors = suppressing(Loop, "one", KeyError)
+LogsMemoryErrors = suppressing(Loop, "one", MemoryError)
+LogsOutOfMemory = suppressing(Loop, "one", torch.OutOfMemoryError)
+LogsAssertions = suppressing(Loop, "one", AssertionError)
 
 
 def _interrupted(original: Any, self: Any, *args: Any, **how: Any) -> None:
@@ -269,16 +232,9 @@ class AsyncFinish(Loop):
         return super().finish()
 
 
-class KeepsAString(SplitStep):
-    keeps = "scheduler"
-
-
-class KeepsASchedule(SplitStep):
-    keeps = ("schedule",)
-
-
-class ReshardsData(SplitStep):
-    reshards = ("data",)
+KeepsAString = setting(SplitStep, keeps="scheduler")
+KeepsASchedule = setting(SplitStep, keeps=("schedule",))
+ReshardsData = setting(SplitStep, reshards=("data",))
 
 
 class LosesASecondCall(SplitStep):

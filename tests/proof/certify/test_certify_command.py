@@ -16,7 +16,7 @@ from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, Result, certify, layout
 from megatron_idempotent.proof.certify import main as command
 from megatron_idempotent.proof.certify.draws import CALLS, MICROBATCHES, Draw
-from megatron_idempotent.proof.certify.layouts import GRID, RANKS, WORDS
+from megatron_idempotent.proof.certify.layouts import GRID, RANKS, WORDS, resharded
 from megatron_idempotent.proof.certify.main import as_json, as_table, suspects, words_unseen
 from megatron_idempotent.proof.certify.state_checks import EVERY
 
@@ -237,6 +237,24 @@ def test_the_words_of_a_layout_are_what_its_model_is_built_of():
     assert layout("cp2-moe-mtp-packs").auxiliary
     assert layout("tp2").options["sequence_parallel"]
     assert not layout("tp2-nosp").options["sequence_parallel"]
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "found"),
+    [
+        ("dp2-distopt", "dp", "dp4-distopt"),
+        ("dp4", "dp", "dp2"),
+        ("dp2-bf16", "tp", "dp1-tp2-bf16"),
+        ("tp2-bf16", "tp", "tp1-dp2-bf16"),
+        ("dp2-moe", "ep", "dp2-ep2-moe"),
+        ("ep2", "ep", "ep4"),
+        ("dp2-ep2", "ep", "dp2-ep1"),
+        ("dp2", "ep", None),
+    ],
+)
+def test_a_layout_is_resharded_by_one_word(name, word, found):
+    made = resharded(layout(name), word)
+    assert (made and made.name) == found
 
 
 def test_the_command_without_an_adapter_says_what_it_takes(capsys):

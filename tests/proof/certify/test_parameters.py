@@ -9,6 +9,7 @@ import torch
 
 from megatron_idempotent.proof.certify.parameters import Main, ParameterPart, compared, joined_main
 from megatron_idempotent.proof.certify.protocol import Wrong
+from megatron_idempotent.proof.certify.states import first_difference
 
 WHOLE = {"a": torch.arange(8.0).view(4, 2) + 0.1, "b": torch.arange(3.0) + 20.3}
 OWN = [
@@ -73,6 +74,12 @@ def test_parts_are_joined_in_the_shape_of_the_models_parameter():
 def test_parts_that_do_not_fit_are_said(parts, said):
     with pytest.raises(Wrong, match=said):
         joined_main("w", MAIN.bfloat16(), parts)
+
+
+def test_a_tensor_of_another_type_is_a_difference():
+    whole, half = {"bias": torch.zeros(2)}, {"bias": torch.zeros(2, dtype=torch.float16)}
+    assert first_difference(whole, half) == "bias is torch.float16 instead of torch.float32"
+    assert first_difference(whole, {"bias": torch.zeros(2)}) is None
 
 
 def tell_apart() -> list[object]:

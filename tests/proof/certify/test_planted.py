@@ -1,204 +1,72 @@
 """Each check catches the bugs that were planted for it; right adapters pass all of them."""
 
+import importlib.util
+import itertools
 import random
 import re
 
 import pytest
+from bugs import MORE, OF_CHECKS, OWN, RIGHT, RIGHT_IN_ALL
 from ranks import RELEASE
 
-from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, certify, layout, run
+from megatron_idempotent.proof.certify import CHECKS, LAYOUTS, STATE_CHECKS, certify, layout, run
+from megatron_idempotent.proof.certify.state_checks import EVERY
 
 pytestmark = pytest.mark.full
 
-OWN = "megatron_idempotent.proof.certify.adapters"
-OFFLOADS = pytest.mark.skipif(RELEASE < (0, 16), reason="gradient buffers can be offloaded later")
 WEEKLY = pytest.mark.exhaustive
+#: A bug that shows on stock Megatron alone: the patches gather what is pending in a window.
+ON_STOCK = "planted:HooksStayOff"
+#: The checks of steps that catch a bug too.
+ALSO = {
+    "planted:FirstStepsDivisor": {"uneven-replicas", "replica-without-rows"},
+    "planted:MeanOfReplicas": {"replica-without-rows"},
+}
+#: Steps of many sizes, which many bugs show in.
+DRAWN = {"drawn-sizes", "nothing-valid", "unwatched-steps", "sizes-change", "rows-left-over"}
+KINDS = {"steps": CHECKS, "state": STATE_CHECKS}
 
 
 def weekly(*row, **how):
     return pytest.param(*row, marks=WEEKLY, **how)
 
 
-OFF, TIMES = "the gradient is off by ", "the gradient is "
-
-#: The bug, the check that it was planted for, and what is said of it.
-OF_CHECKS = [
-    ("TwiceTheLoss", "whole-step", "the gradient is 2 times the right one"),
-    ("MeanOfMeans", "counts", OFF),
-    ("EvenSequences", "packed-lengths", OFF),
-    ("KeepsTheLastCall", "split-step", OFF),
-    ("planted_steps:DropsTheRest", "rows-left-over", f"9 and 4 rows: {OFF}"),
-    ("FirstStepsDivisor", "sizes-change", " times the right one"),
-    ("MeanOfReplicas", "uneven-replicas", OFF),
-    ("RefusesNoRows", "replica-without-rows", "IndexError in "),
-    ("SixAtMost", "drawn-sizes", OFF),
-    ("StepOverZero", "nothing-valid", "the gradient is NaN"),
-    ("NeverGathers", "unwatched-steps", " than its replica"),
-    ("CallsCountAlike", "auxiliary-losses", OFF),
-    ("LogprobsZeroGradients", "logprobs-in-mid-step", "the step has moved no parameter"),
-    ("ExportRounds", "export-in-mid-step", "a step that has not finished has changed"),
-    ("AbortUpdates", "abort-and-retry", "abort() has changed"),
-    ("SwallowsErrors", "failure-on-one-rank", "rank 0 finished the step"),
-    ("UpdatesWithNaN", "nan", "the step updated all the same"),
-    ("WarmsUpTwice", "second-run", OFF),
-    ("ForgetsMoments", "resume", OFF),
-    ("LosesMomentsOnTheHost", "offload-between-steps", OFF),
-    ("BringsNothingBackForLogprobs", "logprobs-while-offloaded", "after onload(training="),
-    ("DropsGradientsOffloaded", "offload-in-mid-step", "the step has moved no parameter"),
-    ("ForgetsTheRank", "low-rank-adapters", OFF),
-    ("PromisesBits", "same-bits", "in another order and two calls give other bits"),
-]
-#: Checks that fail with a bug too.
-ALSO = {
-    "FirstStepsDivisor": {"uneven-replicas", "replica-without-rows"},
-    "MeanOfReplicas": {"replica-without-rows"},
-}
-#: Steps of many sizes, which many bugs show in.
-DRAWN = {"drawn-sizes", "nothing-valid", "unwatched-steps", "sizes-change", "rows-left-over"}
-#: The patches gather what is pending in a window.
-ON_STOCK = {"unwatched-steps"}
-
-#: The bug, the check that catches it, where, and what is said of it.
-OTHERS = [
-    # The other rank only learns that this one has left, and that says less.
-    ("OneRankReportsAnotherNorm", "whole-step", "dp2", "finish() reports the gradient norm "),
-    weekly("ReportsAnotherLoss", "whole-step", "dp2", "finish() reports the loss "),
-    ("Bfloat16Sums", "whole-step", "dp2", "the gradient is off by 0."),
-    ("Clips", "whole-step", "dp1", "set to clip gradients (clip_grad is 0.1): certify judges"),
-    ("ClipsItself", "whole-step", "dp2", "0.125 times the right one, and the norm that finish()"),
-    ("planted_more:EvalLeftOn", "logprobs-in-mid-step", "dp1", "the step trains in eval mode: "),
-    ("SaysThatItAverages", "whole-step", "moe", TIMES),
-    # Packs, rows that ranks share, FSDP2.
-    ("SeesTheWholePack", "whole-step", "dp2-packs", TIMES),
-    weekly("PositionsGoOn", "whole-step", "dp2-packs", TIMES),
-    weekly("PredictsTheNextSequence", "whole-step", "dp2-packs", TIMES),
-    ("CountsPadding", "whole-step", "dp2-packs", TIMES),
-    weekly("MeanOfPacks", "packed-lengths", "dp2-packs", TIMES),
-    ("LosesASequence", "whole-step", "moe-packs", "lack 1 of the step's sequences"),
-    ("CutsInHalves", "whole-step", "cp2", OFF),
-    weekly("CountsOnEachRank", "whole-step", "cp2", "0.5 times the right one"),
-    ("ReducesTheLastCallAlone", "split-step", "dp2-fsdp2", OFF),
-    # Means over sequences.
-    ("MeanOverPositions", "counts", "dp2-sequences", OFF),
-    weekly("CountsMaskedSequences", "counts", "dp2-sequences", "the gradient is 0.875 times"),
-    ("WeighsExpertsByPositions", "whole-step", "dp2-moe-sequences", OFF),
-    # Half precision.
-    *(
-        pytest.param(bug, check, f"dp2-{dtype}-distopt", said, marks=marks)
-        for dtype, prompt in (("bf16", ()), ("fp16", WEEKLY))
-        for bug, check, said, marks in (
-            ("TwiceTheLoss", "whole-step", "times the right one", WEEKLY),
-            ("MeanOfMeans", "counts", OFF, prompt),
-            ("ForgetsMainParameters", "resume", "save() and load() has changed", prompt),
-            ("UpdatesTheModelAlone", "whole-step", "its main parameter, rounded", prompt),
-        )
-    ),
-    # Offloads.
-    *(
-        pytest.param(bug, check, where, said, marks=OFFLOADS)
-        for bug, check, where, said in (
-            ("OffloadsNothing", "offload-between-steps", "dp1", "has moved and freed none of "),
-            ("LeavesMomentsOnTheHost", "offload-between-steps", "dp1", " tensors are on the host"),
-            ("LeavesGradientsFreed", "offload-between-steps", "dp1", " tensors have no memory, "),
-            ("KeepsOneCopy", "logprobs-while-offloaded", "dp1", "log-probs differ from the "),
-            ("OneRankRefusesTooLate", "offload-in-mid-step", "dp2", "is refused on some ranks"),
-        )
-    ),
-    (
-        *("NudgesTheBase", "low-rank-adapters", "dp2"),
-        "the step has moved decoder.layers.0.mlp.linear_fc1.to_wrap.weight, which is frozen",
-    ),
-    ("SharedFactorUnmarked", "low-rank-adapters", "tp2", ".weight than its replica"),
-]
-
-#: Bugs of `planted_more.py`, which depend on sizes, places and time, by the check that catches each
-#: and the least layout on which it is wrong. A plus stands before one of each kind; others run each
-#: week.
-MORE = {
-    ("drawn-sizes", "dp1"): (
-        "MeanOfCalls RowsWeighCalls OddMicrobatchDropped SixMicrobatches EightOfACall "
-        "+FourthCallLost EmptyCallEnds EmptyCallZeroes EmptyCallForgetsTokens PadsByRepeating "
-        "CountsInBF16 CountsTheFirstToken LossOfCalls CleanAfterEmpty"
-    ),
-    ("nothing-valid", "dp1"): (
-        "LoneCallLost +NothingValidIsNaN NothingValidInAStep WeightsOutOfStep StopsAtMasked "
-        "MaskedBeginsAgain MaskOfTheFirstStep"
-    ),
-    ("drawn-sizes", "dp2"): "SingleCountedTwice CutsToTheLeast TokensOfRankZero",
-    ("nothing-valid", "dp2"): "RankWithoutTokensStays",
-    ("nothing-valid", "moe"): "SkipsMasked",
-    ("drawn-sizes", "pp2"): "RepeatsToFillStages",
-    ("packed-lengths", "packs"): "LengthsSortedAlone",
-    ("failure-on-one-rank", "dp1"): (
-        "SwallowsLaterCalls SwallowsBackward LastMicrobatchDecides SecondErrorIsQuiet "
-        "KeepsFailedWindow UndoesTheLastCall FrozenByFailure"
-    ),
-    ("failure-on-one-rank", "pp2"): "SwallowsLaterLosses",
-    ("failure-on-one-rank", "dp2"): "+OnlyLastRankIsHeard DrainsCollectives ZeroesWhereItFailed",
-    ("nan", "dp2"): "+NaNOfRankZero DropsItsOwnNaN",
-    ("nan", "dp1"): "NaNOfTheFirst NaNUnlessInTheLastCall NaNClearsMoments",
-    ("abort-and-retry", "dp1"): "AbortKeepsQueue EvalLeftByAbort HooksStayAfterAbort",
-    ("unwatched-steps", "dp2-distopt"): "NeverGathers GathersLate",
-    ("logprobs-in-mid-step", "dp2-distopt"): "LogprobsOfStale HooksLeftOff",
-    ("export-in-mid-step", "dp2-distopt"): "+ExportsStale",
-    ("export-in-mid-step", "dp1"): "ExportsZeros ExportsAPart ExportsTheFirst ExportsTheLast",
-    ("logprobs-in-mid-step", "dp1"): "EvalLeftOn LogprobsOfTheStep",
-    ("logprobs-in-mid-step", "fp16"): "ScaleFuncLost",
-    ("second-run", "dp1"): "FifthStepForgets",
-}
-#: Bugs of `planted_steps.py`, by the check that catches each, the layout, and what is said of it.
-STEPS = {
-    ("rows-left-over", "dp1", "the gradient is off by "): "RestWeighsAsMuch PadsTheRest",
-    ("logprobs-in-mid-step", "dp1", "log-probs differ "): (
-        "+LogprobsStaySorted LogprobsOfEight +LogprobsOfContent +LogprobsOfATensor"
-    ),
-    ("resume", "dp1", "tensors that the next step has written to"): "+SavesLive",
-    ("unwatched-steps", "dp1", "finish() says that it has not updated"): "+SkipsSpikes",
-    ("drawn-sizes", "dp1", " times the right one"): "+ClipsItsOwn ClipsAtHundred",
-    ("counts", "dp1", "the gradient is 0.1 times the right one"): "+CountsTenAtLeast",
-    ("nan", "dp1", ", and the step updated all the same"): (
-        "LooksForNaNAlone +LooksAtTheLossAlone LooksAtFourCalls"
-    ),
-    ("sizes-change", "bf16", "the gradient is 0.86"): "+SumsAsParameters",
-    ("whole-step", "bf16", "the second moment of "): "+MomentsAsParameters",
-    ("whole-step", "bf16", "the main value of "): "MainsAsParameters",
-    ("sizes-change", "dp1", " times the right one"): "CountsInFloat16 +AddsUpCountsInFloat16",
-    ("failure-on-one-rank", "dp1", " failed on rank 0 with a "): (
-        "QuietAfterFourCalls LogsValueErrors LogsKeyErrors +LogsMemoryErrors LogsOutOfMemory "
-        "LogsAssertions +LogsInterrupts +RunsAgain"
-    ),
-    ("unwatched-steps", "dp1", "the gradient is off by "): "+TwelfthKeepsGradients",
-    ("whole-step", "dp1", "finish() returns "): (
-        "FinishesWithNone FinishesWithDict +FinishesLater ReportsAWord"
-    ),
-    ("logprobs-in-mid-step", "dp1", "logprobs() returns "): (
-        "LogprobsInAList +LogprobsTurned LogprobsNowhere"
-    ),
-    ("split-step", "dp2", "of call 2 of replica 0 count "): "+LosesASecondCall",
-}
+def lacking(adapter, check):
+    """Return what the installed packages lack for a check of an adapter, or None."""
+    of_state = check == "state" or check in STATE_CHECKS
+    if RELEASE < (0, 16) and (of_state or "offload" in check or "TellsOfPadding" in adapter):
+        return "Megatron from 0.16 on: it saves torch's Adam of today, and frees gradient buffers"
+    if of_state and importlib.util.find_spec("psutil") is None:
+        return "psutil, which megatron.core.dist_checkpointing needs, undeclared"
+    if re.search(r"checkpoints:(Training|Legacy)", adapter) and RELEASE < (0, 17):
+        return "megatron.training, which wheels have from 0.17 on"
+    return None
 
 
-def rows(module, table):
-    """The bugs of a table as rows; one without a plus before it runs each week only."""
-    for (check, where, *said), bugs in table.items():
-        for bug in bugs.split():
-            marks = () if bug.startswith("+") else WEEKLY
-            adapter = f"{module}:{bug.removeprefix('+')}"
-            yield pytest.param(adapter, check, where, *said or [""], marks=marks)
-
-
-def place_of(check, usual="dp2"):
-    """The layout in which a bug was planted for a check."""
-    if check in ON_STOCK:
-        return "dp2-distopt"
-    places = {"auxiliary": "dp2-moe", "packs": "dp2-packs", "replicas": "dp2"}
-    return places.get(CHECKS[check].where, usual)
+def rows(*tables):
+    """Make parameters of tables in `bugs.py`: adapter, check, layout, and what is said of it."""
+    made = []
+    for (check, where, *said), names in itertools.chain(*(table.items() for table in tables)):
+        for name in names.split():
+            adapter = name.removeprefix("+")
+            if ":" not in adapter:
+                adapter = f"planted:{adapter}"
+            marks = [] if name.startswith("+") else [WEEKLY]
+            if (reason := lacking(adapter, check)) is not None:
+                marks.append(pytest.mark.skip(reason=reason))
+            made.append(pytest.param(adapter, check, where, *said, marks=marks))
+    return made
 
 
 def fault_of(pool, adapter, check, where, **how):
-    if ":" not in adapter:
-        adapter = f"planted:{adapter}"
-    return run.outcome_of(pool, adapter, CHECKS[check], layout(where), run.Options(**how))[0]
+    return run.outcome_of(pool, adapter, EVERY[check], layout(where), run.Options(**how))[0]
+
+
+def failed(pool, adapter, checks, where, **how):
+    """The checks that an adapter fails on a layout; not all fail."""
+    found = list(certify(adapter, checks=checks, layouts=[where], pool=pool, **how))
+    assert any(each.verdict in ("passed", "not judged") for each in found)
+    return {each.check: each.fault for each in found if each.verdict == "failed"}
 
 
 @pytest.fixture(autouse=True)
@@ -207,92 +75,42 @@ def importable(monkeypatch, request):
 
 
 def test_every_check_has_a_bug_that_it_catches():
-    assert [check for _, check, _ in OF_CHECKS] == [*CHECKS]
+    assert [*dict.fromkeys(check for check, *_ in OF_CHECKS)] == [*EVERY]
 
 
-@pytest.mark.parametrize(
-    ("bug", "check", "where", "said"),
-    [
-        # One rank shows what needs no other replica.
-        *((bug, check, place_of(check, "dp1"), said) for bug, check, said in OF_CHECKS),
-        *OTHERS,
-        *rows("planted_more", MORE),
-        *rows("planted_steps", STEPS),
-    ],
-)
+@pytest.mark.parametrize(("bug", "check", "where", "said"), rows(OF_CHECKS, MORE))
 def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, where, said):
     """Whatever the seed."""
-    how = {"stock": bug == "NeverGathers", "seed": random.randrange(10**6)}
+    how = {"stock": bug == ON_STOCK, "seed": random.randrange(10**6)}
     fault = fault_of(megatron_rank_pool, bug, check, where, **how)
     assert fault, how
     assert said in fault, how
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("bug", "check", "said"), OF_CHECKS)
-def test_no_other_check_catches_it(megatron_rank_pool, bug, check, said):
-    found = certify(
-        bug if ":" in bug else f"planted:{bug}",
-        layouts=[place_of(check)],
-        stock=check in ON_STOCK,
-        pool=megatron_rank_pool,
-    )
-    others = DRAWN - {check}
-    assert {each.check for each in found if each.verdict == "failed"} - others == {
-        check
-    } | ALSO.get(bug, set())
+@pytest.mark.parametrize(("bug", "check", "where", "said"), rows(OF_CHECKS))
+def test_no_other_check_catches_it(megatron_rank_pool, bug, check, where, said):
+    """With two replicas, which some checks of steps need."""
+    checks = CHECKS if check in CHECKS else STATE_CHECKS
+    where = where.replace("dp1", "dp2")
+    found = failed(megatron_rank_pool, bug, checks, where, stock=bug == ON_STOCK)
+    assert {*found} - (DRAWN - {check}) == {check} | ALSO.get(bug, set()), found
+
+
+@pytest.mark.parametrize(("adapter", "check", "where"), rows(RIGHT))
+def test_what_is_right_is_not_accused(megatron_rank_pool, adapter, check, where):
+    assert not fault_of(megatron_rank_pool, adapter, check, where)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("name", "place"),
-    [
-        *(("Loop", each) for each in ("dp1", "dp2", "dp2-distopt")),
-        *((name, "dp2") for name in ("KnownTotals", "ReplaysAfterFailure", "SortsByLength")),
-        *((name, each) for name in ("OneCallEach", "AllInOneCall") for each in ("dp2", "pp2")),
-        *(("AbortRebuilds", each) for each in ("dp2", "dp2-distopt")),
-        ("SumsOutside", "dp2-distopt"),
-    ],
-)
-def test_a_right_adapter_in_an_unusual_style_passes(megatron_rank_pool, name, place):
-    found = certify(f"planted_more:{name}", layouts=[place], pool=megatron_rank_pool)
-    assert not {each.check: each.fault for each in found if each.verdict == "failed"}
+@pytest.mark.parametrize(("adapter", "kind", "where"), rows(RIGHT_IN_ALL))
+def test_a_right_adapter_passes_all_checks(megatron_rank_pool, adapter, kind, where):
+    assert not failed(megatron_rank_pool, adapter, KINDS[kind], where)
 
 
-TOLD_OF_PADDING = pytest.mark.skipif(RELEASE < (0, 16), reason="models are told of padding later")
-
-
-@pytest.mark.parametrize(
-    ("adapter", "check", "where"),
-    [
-        # A pack of each sequence, and padding that the model knows of, are right too.
-        ("OneSequenceEach", "packed-lengths", "moe-packs"),
-        weekly("OneSequenceEach", "abort-and-retry", "moe-packs"),
-        pytest.param("TellsOfPadding", "packed-lengths", "moe-packs", marks=TOLD_OF_PADDING),
-        # What a layout does not have is not told of it.
-        ("SaysThatItAverages", "whole-step", "tied"),
-        ("WeightRaises", "split-step", "pp2"),
-        ("ReducesTheLastCallAlone", "whole-step", "dp2-fsdp2"),
-        *(
-            weekly(bug, check, "dp2-sequences")
-            for bug, check in (
-                *(("MeanOverPositions", each) for each in ("whole-step", "split-step")),
-                *(("CountsMaskedSequences", each) for each in ("whole-step", "split-step")),
-                ("WeighsExpertsByPositions", "counts"),
-            )
-        ),
-        # An offload in an open step may keep gradients, or be refused.
-        *(
-            pytest.param(name, "offload-in-mid-step", where, marks=OFFLOADS)
-            for name, where in (
-                *(("KeepsGradients", "dp2"), ("OneRankRefuses", "dp2")),
-                (f"{OWN}:FSDPSplitStep", "dp2-fsdp2"),
-            )
-        ),
-    ],
-)
-def test_what_is_right_is_not_accused(megatron_rank_pool, adapter, check, where):
-    assert not fault_of(megatron_rank_pool, adapter, check, where)
+def test_a_run_that_skips_its_steps_shows_nothing(megatron_rank_pool):
+    fault = fault_of(megatron_rank_pool, "planted:Overflows", "rollback", "fp16-distopt")
+    assert fault == "the step was skipped, and shows nothing: a gradient is not finite"
 
 
 @pytest.mark.parametrize(
@@ -300,18 +118,18 @@ def test_what_is_right_is_not_accused(megatron_rank_pool, adapter, check, where)
     [
         # Stock Megatron drops gradients of an open step, and the patch refuses.
         (
-            *("InParts", "offload-in-mid-step", "dp2-nooverlap"),
+            *("planted:InParts", "offload-in-mid-step", "dp2-nooverlap"),
             *("the step has moved no parameter", ""),
         ),
         weekly(
-            *("ZeroesBeforeLogprobs", "logprobs-while-offloaded", "dp2"),
+            *("planted:ZeroesBeforeLogprobs", "logprobs-while-offloaded", "dp2"),
             *("died with signal SIGSEGV", ""),
         ),
         *(
             weekly(f"{OWN}:Megatron", "offload-between-steps", where, "", None)
             for where in ("dp2", "dp2-distopt", "dp2-bf16")
         ),
-        weekly("InParts", "split-step", "dp2-nooverlap", "", None),
+        weekly("planted:InParts", "split-step", "dp2-nooverlap", "", None),
     ],
 )
 def test_stock_megatron_is_judged_without_the_patches(
@@ -332,7 +150,7 @@ def test_a_rank_that_raises_is_named_where_the_others_wait(megatron_rank_pool, m
     assert re.fullmatch(
         r"rank 1 did not end within 3 s; on rank 0: RuntimeError in .*: the first rank .* begin; "
         r"rank 1 is waiting in new_group\(\), called in .*/agreement\.py:\d+ \(\w+\)",
-        fault_of(megatron_rank_pool, "OneRankRaises", "whole-step", "dp2"),
+        fault_of(megatron_rank_pool, "planted:OneRankRaises", "whole-step", "dp2"),
     )
 
 
@@ -347,22 +165,18 @@ def test_a_rank_that_raises_is_named_where_the_others_wait(megatron_rank_pool, m
 )
 def test_what_an_adapter_says_and_cannot_say_is_named(megatron_rank_pool, bug, said):
     with pytest.raises(ValueError, match=said):
-        list(certify(f"planted_steps:{bug}", layouts=["dp1"], pool=megatron_rank_pool))
+        list(certify(f"planted:{bug}", layouts=["dp1"], pool=megatron_rank_pool))
 
 
 def test_a_fault_is_placed_by_what_came_before_the_step_and_by_ranks(megatron_rank_pool):
-    fault = fault_of(
-        megatron_rank_pool, "planted_more:FrozenByFailure", "failure-on-one-rank", "dp1"
-    )
+    fault = fault_of(megatron_rank_pool, "planted:FrozenByFailure", "failure-on-one-rank", "dp1")
     assert fault.startswith("the step after one in which the ")
-    fault = fault_of(
-        megatron_rank_pool, "planted_more:NeverGathers", "unwatched-steps", "dp2-distopt"
-    )
+    fault = fault_of(megatron_rank_pool, "planted:NeverGathers", "unwatched-steps", "dp2-distopt")
     assert re.search(r"rank \d \(replica \d\) has other bits in .* replica, rank \d \(", fault)
 
 
 def test_a_rank_that_dies_is_named_with_the_signal(megatron_rank_pool):
-    found = fault_of(megatron_rank_pool, "OneRankDies", "whole-step", "dp2")
+    found = fault_of(megatron_rank_pool, "planted:OneRankDies", "whole-step", "dp2")
     assert found == "rank 1 died with signal SIGKILL"
 
 
