@@ -1,7 +1,7 @@
 """Sixty bugs that depend on sizes, places and time, and eight right adapters in unusual styles.
 
-Each stands for a kind of mistake that a framework has made or could make. `test_planted.py` says on
-which layout it is wrong.
+Each stands for a kind of mistake that a framework has made or could make. `bugs.py` says on which
+layout it is wrong.
 """
 
 from __future__ import annotations

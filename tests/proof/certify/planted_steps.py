@@ -1,7 +1,7 @@
 """Bugs in a table: each is `Loop`, or another right adapter, with one method that has a mistake.
 
-The first part has bugs that passed while certify drew tame rows, numbers, times and errors;
-`test_planted.py` names the check that catches each, and the layout.
+The first part has bugs that passed while certify drew tame rows, numbers, times and errors. The
+check that catches each is in `bugs.py`.
 """
 
 from __future__ import annotations

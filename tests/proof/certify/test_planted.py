@@ -90,7 +90,7 @@ def test_a_check_catches_its_bug(megatron_rank_pool, bug, check, where, said):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("bug", "check", "where", "said"), rows(OF_CHECKS))
 def test_no_other_check_catches_it(megatron_rank_pool, bug, check, where, said):
-    """With two replicas, which some checks of steps need."""
+    """Run all checks of the kind, those of steps with two replicas, which some need."""
     checks = CHECKS if check in CHECKS else STATE_CHECKS
     where = where.replace("dp1", "dp2")
     found = failed(megatron_rank_pool, bug, checks, where, stock=bug == ON_STOCK)
