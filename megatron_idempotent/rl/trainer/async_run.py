@@ -34,7 +34,7 @@ from .async_ranks import RankPolicy, make_ranks
 from .checkpoint import CheckpointStore
 from .config import Config
 from .engines import local_sender, make_async_engines
-from .output import INITIAL, SYNC, TRAINED, Job
+from .output import SYNC, TRAINED, Job
 from .policy import training_positions
 from .report import make_loggers
 from .rewards import Evaluation, GrpoRecipe, Scorer, make_requests
@@ -165,16 +165,15 @@ async def _controller(
     config = job.config
     tokenizer = make_tokenizer(config, prompts)
     scorer = Scorer(load_reward(config.task.reward), tokenizer)
-    checkpoint = Path(config.model.path) if config.model.path else job.out / INITIAL
     stack.callback(_remove_if_empty, job.out / SYNC)  # left by a file transport
     weights = RemoteWeights(
         ranks,
         asyncio.get_running_loop(),
         timeout_s=config.controller.call_timeout_s,
-        transport=_transport(config, job.out),
+        transport=_transport(job),
     )
     fleet = async_controller.Fleet(
-        await make_async_engines(config, checkpoint, job.out, weights),
+        await make_async_engines(job, weights),
         source=weights,
         requests=lambda group_id, prompt: make_requests(
             config, tokenizer, prompt, stream=group_id, samples=config.rollout.group_size
@@ -223,13 +222,12 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def _transport(config: Config, out: Path) -> Callable[[], Sender] | None:
+def _transport(job: Job) -> Callable[[], Sender] | None:
     """Return a factory of senders that send weights to engines in this process; None if no engine
     is in this process.
     """
-    if config.rollout.engine != "transformers" or config.controller.cluster == "ray":
-        return None
-    return local_sender(config, out)
+    here = job.config.rollout.engine == "transformers" and job.config.controller.cluster != "ray"
+    return local_sender(job) if here else None
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

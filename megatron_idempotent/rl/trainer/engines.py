@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import os
@@ -26,7 +27,7 @@ from megatron_idempotent.rl.weights.transports import Sender
 from megatron_idempotent.rl.weights.transports.shared_memory import DIRECTORY
 
 from .config import Config
-from .output import SYNC
+from .output import SYNC, Job
 from .policy import MegatronPolicy
 
 
@@ -195,19 +196,19 @@ class SpreadBuckets(Iterator[Bucket]):
             pass
 
 
-def make_engines(config: Config, policy: MegatronPolicy, checkpoint: Path, out: Path) -> Engines:
+def make_engines(job: Job, policy: MegatronPolicy) -> Engines:
     """Return this rank's `Engines`: an engine on every rank or, with vLLM, clients of servers on
     rank 0, which samples for all ranks. A collective.
-
-    `checkpoint` is the Hugging Face checkpoint of the initial weights, `out` the output directory.
     """
+    config = job.config
     if config.rollout.engine != "transformers":
-        servers = server_engines(config, checkpoint, out) if dist.get_rank() == 0 else ()
+        servers = server_engines(job, policy.checkpoint) if dist.get_rank() == 0 else ()
         source = policy.source(deltas=config.sync.deltas)
         return Engines(servers, source, config, shared=True)
     # With the CPU runtime, "cuda" is the CPU.
     device = None if config.run.device == "cpu" else "cuda"
-    engine = _transformers(config, checkpoint, name=f"rank-{dist.get_rank()}", device=device)
+    name = f"rank-{dist.get_rank()}"
+    engine = _transformers(config, policy.checkpoint, name=name, device=device)
     # Every rank gets all tensors, from the ranks of its replica or, if experts are spread over
     # replicas, from all ranks. Deltas only if a rank has them all itself.
     group = None if config.parallel.ep > 1 else policy.replica.group
@@ -227,9 +228,8 @@ def _transformers(
 
 
 def server_engines(
-    config: Config,
+    job: Job,
     checkpoint: Path,
-    out: Path,
     on_ranks: Callable[[Callable[[], Sender]], Sender] | None = None,
 ) -> Sequence[RolloutEngine]:
     """Return, for each vLLM server in `rollout.engine_url`, an engine that is a client of the
@@ -239,8 +239,8 @@ def server_engines(
     """
     from megatron_idempotent.rl.engines.vllm import VllmEngine
 
-    configured = config.sync.directory
-    directory = Path(configured) if configured else (out / SYNC).absolute()
+    config, configured = job.config, job.config.sync.directory
+    directory = Path(configured) if configured else (job.out / SYNC).absolute()
     if not configured:  # leftovers of a run that died: whole models
         shutil.rmtree(directory, ignore_errors=True)
     urls = [url.strip() for url in config.rollout.engine_url.split(",") if url.strip()]
@@ -284,19 +284,18 @@ def files_sender(out: Path) -> Callable[[], Sender]:
     return functools.partial(transports.DiskSender, (out / SYNC).absolute())
 
 
-async def make_async_engines(
-    config: Config, checkpoint: Path, out: Path, weights: RemoteWeights
-) -> Sequence[RolloutEngine]:
+async def make_async_engines(job: Job, weights: RemoteWeights) -> Sequence[RolloutEngine]:
     """Make the engines of an asynchronous run: servers, actors, or models in this process.
 
-    They load a model from the Hugging Face checkpoint `checkpoint`; the first publish updates them
-    to the policy's weights, from the ranks of `weights`.
+    They load a model from the job's initial checkpoint; the first publish updates them to the
+    policy's weights, from the ranks of `weights`.
     """
+    config = job.config
     if config.rollout.engine_url:
-        return server_engines(config, checkpoint, out, weights.sender)
+        return server_engines(job, job.checkpoint, weights.sender)
     names = [f"engine-{number}" for number in range(config.controller.engines)]
     if config.controller.cluster == "ray":
-        engines = _ray_engines(config, checkpoint, names, out, weights)
+        engines = _ray_engines(job, names, weights)
         await asyncio.gather(*(engine.ready() for engine in engines))
         return engines
     from transformers.utils import logging
@@ -306,16 +305,16 @@ async def make_async_engines(
     # This process has no CPU runtime: "cuda" is a GPU.
     device = "cuda" if config.run.device == "cuda" else None
     return [
-        await asyncio.to_thread(_transformers, config, checkpoint, name=name, device=device)
+        await asyncio.to_thread(_transformers, config, job.checkpoint, name=name, device=device)
         for name in names
     ]
 
 
-def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> RolloutEngine:
+def _in_actor(job: Job, checkpoint: Path, name: str) -> RolloutEngine:
     """Make the inference engine within a Ray actor: a model in the actor's process, or a vLLM
     server.
     """
-    gpus = config.controller.gpus_per_engine
+    config, gpus = job.config, job.config.controller.gpus_per_engine
     if config.rollout.engine == "transformers":
         return _transformers(config, checkpoint, name=name, device="cuda" if gpus else None)
     from megatron_idempotent.rl.engines.vllm import CPU_ENVIRONMENT, ServedVllm, VllmServer
@@ -332,36 +331,35 @@ def _in_actor(config: Config, checkpoint: Path, out: Path, name: str) -> Rollout
         arguments=arguments,
         environment=None if gpus else CPU_ENVIRONMENT,
     )
-    transport = local_sender(config, out)
-    return ServedVllm(server, name=name, transport=transport, routing_layers=routing)
+    return ServedVllm(server, name=name, transport=local_sender(job), routing_layers=routing)
 
 
-def local_sender(config: Config, out: Path) -> Callable[[], Sender]:
+def local_sender(job: Job) -> Callable[[], Sender]:
     """Return a factory of weight senders to receivers on this machine: through shared memory if it
     has room for the two buckets of an update, else through files.
     """
-    files = files_sender(out)
+    files = files_sender(job.out)
     if not DIRECTORY.is_dir():  # as on macOS
         return files
     free = os.statvfs(DIRECTORY)
     # By default a container has 64 MB, too little for two buckets of most models.
-    has_room = free.f_bavail * free.f_frsize >= 2 * config.sync.bucket_bytes
+    has_room = free.f_bavail * free.f_frsize >= 2 * job.config.sync.bucket_bytes
     return transports.SharedMemorySender if has_room else files
 
 
-def _ray_engines(
-    config: Config, checkpoint: Path, names: Sequence[str], out: Path, weights: RemoteWeights
-) -> Sequence[RayEngine]:
-    """Make engines in actors of the Ray cluster; they receive weights through files in `out`.
+def _ray_engines(job: Job, names: Sequence[str], weights: RemoteWeights) -> Sequence[RayEngine]:
+    """Make engines in actors of the Ray cluster; they receive weights through files in the output
+    directory.
 
     Paths are made absolute, because actors run in other folders.
     """
-    controller = config.controller
+    controller = job.config.controller
+    there = dataclasses.replace(job, out=job.out.absolute())
     return [
         RayEngine(
             name,
-            functools.partial(_in_actor, config, checkpoint.absolute(), out.absolute(), name),
-            transport=functools.partial(weights.sender, files_sender(out)),
+            functools.partial(_in_actor, there, job.checkpoint.absolute(), name),
+            transport=functools.partial(weights.sender, files_sender(job.out)),
             num_cpus=controller.cpus_per_engine,
             num_gpus=controller.gpus_per_engine,
         )

@@ -61,7 +61,7 @@ def work(job: Job) -> None:
             # core from the ranks.
             loggers = make_loggers(job, display, threaded=False)
         stack.callback(loggers.close)
-        engines = make_engines(job.config, policy, policy.checkpoint, job.out)
+        engines = make_engines(job, policy)
         stack.enter_context(contextlib.closing(engines))
         Loop(job, policy, prompts, tokenizer, engines, loggers).run(first)
         policy.save_hf(job.out / TRAINED)

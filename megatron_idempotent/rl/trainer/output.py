@@ -52,6 +52,13 @@ class Job:
     began_s: float = dataclasses.field(default_factory=time.time)
     """Seconds since 1970 at the start of the command."""
 
+    @property
+    def checkpoint(self) -> Path:
+        """The Hugging Face checkpoint that the run starts from: `model.path` or, without one, that
+        of random weights in the output directory.
+        """
+        return Path(self.config.model.path or self.out / INITIAL)
+
     def say(self, phase: str, to: IO[str] | None = None) -> None:
         """Print the name of a phase at its start, unless the run is quiet; see `output.say`."""
         if not self.quiet:

@@ -34,7 +34,7 @@ from .batch import Batch, chunks
 from .config import Config
 from .layout import Replica
 from .loss import LogitsOf, PolicyLoss, with_logprobs
-from .output import INITIAL, Job, data_path, write_sums
+from .output import Job, data_path, write_sums
 
 _Weights = Mapping[str, torch.Tensor]
 
@@ -379,12 +379,9 @@ def start_policy(job: Job) -> tuple[MegatronPolicy, PromptSet, TextTokenizer]:
     prompts = read_prompts(data_path(config), words=not config.model.path)
     tokenizer = make_tokenizer(config, prompts)
     positions = training_positions(config, prompts, tokenizer)
-    if config.model.path:
-        checkpoint = Path(config.model.path)
-    else:
-        folder, sizes, seed = job.out / INITIAL, config.model, config.run.seed
-        longest = positions + 1
-        checkpoint = megatron_setup.ensure_checkpoint(
-            folder, sizes, tokenizer, seed=seed, positions=longest
+    if not config.model.path:
+        sizes, seed, longest = config.model, config.run.seed, positions + 1
+        megatron_setup.ensure_checkpoint(
+            job.checkpoint, sizes, tokenizer, seed=seed, positions=longest
         )
-    return MegatronPolicy(config, checkpoint, positions=positions), prompts, tokenizer
+    return MegatronPolicy(config, job.checkpoint, positions=positions), prompts, tokenizer

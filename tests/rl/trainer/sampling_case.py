@@ -36,8 +36,8 @@ def compare_sampling_with_training(job, make=None):
         Prompt(row=row, text=text, answer=text, split="train") for row, text in enumerate(TEXTS)
     ]
     config, positions, temperature = job.config, 9, job.config.rollout.temperature
-    policy, tokenizer, checkpoint = start(job, prompts, positions)
-    engines = (make or make_engines)(config, policy, checkpoint, job.out)
+    policy, tokenizer, _ = start(job, prompts, positions)
+    engines = (make or make_engines)(job, policy)
 
     def drawn(prompts, stream):
         requests = [

@@ -50,7 +50,7 @@ def test_weights_come_to_engines_of_this_process_by_shared_memory_if_there_is_ro
     tmp_path, settings, kind
 ):
     config = load_config(overrides=[*ASYNC, *settings])
-    make = async_run._transport(config, tmp_path)
+    make = async_run._transport(output.Job(config=config, out=tmp_path))
     assert (None if make is None else make().kind) == kind
 
 

@@ -214,7 +214,7 @@ def test_what_a_run_that_died_was_sending_to_servers_goes_and_a_folder_of_the_us
         half = tmp_path / folder / "version-00000003-0"
         half.mkdir(parents=True)
         config = load_config(overrides=["rollout.engine=vllm", url, *filter(None, [own])])
-        server_engines(config, tmp_path, tmp_path)
+        server_engines(output.Job(config=config, out=tmp_path), tmp_path)
         assert half.exists() == bool(own)
 
 

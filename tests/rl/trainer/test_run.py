@@ -24,7 +24,7 @@ SMALL = (*SYNC, "evaluation.every=1", "run.checkpoint_every=2")
 SERVED = 7
 
 
-def one_for_all(config, policy, checkpoint, out):
+def one_for_all(job, policy):
     """Runs on a rank: an engine on rank 0, with the weights of another seed."""
     import torch.distributed as dist
 
@@ -33,9 +33,9 @@ def one_for_all(config, policy, checkpoint, out):
 
     engines = []
     if dist.get_rank() == 0:
-        write_other(out / "other", config.model)
-        engines = [TransformersEngine(out / "other", name="served", version=SERVED)]
-    return Engines(engines, policy.source(), config, shared=True)
+        write_other(job.out / "other", job.config.model)
+        engines = [TransformersEngine(job.out / "other", name="served", version=SERVED)]
+    return Engines(engines, policy.source(), job.config, shared=True)
 
 
 @pytest.mark.parametrize(
