@@ -1,8 +1,9 @@
-"""Starts programs without the variables of this package, for tests of any room."""
+"""Starts programs without the variables of this package, and runs files, for tests of any room."""
 
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import pty
 import struct
@@ -12,6 +13,7 @@ import sysconfig
 import termios
 import venv
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 COMMAND = (sys.executable, "-m", "megatron_idempotent")
@@ -25,6 +27,16 @@ except ModuleNotFoundError:
     pass
 print("megatron_idempotent.patching.api" in sys.modules)
 """
+
+
+def loaded(path: Path) -> ModuleType:
+    """Run a file that is in no package; return its module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def environment(**given: object) -> dict[str, str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from starts import loaded
 
 pytest.importorskip("tomllib", reason="Python 3.10 has none")
 pytest.importorskip("yaml", reason="PyYAML is for development, not for the matrix")
@@ -57,11 +57,8 @@ FAULTS = {
 }
 
 
-def loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("rules", ROOT / ".ci" / "rules.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def rules() -> ModuleType:
+    return loaded(ROOT / ".ci" / "rules.py")
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +71,12 @@ def copy(tmp_path_factory) -> Path:
 
 
 def test_every_rule_has_a_fault():
-    assert [rule.__name__ for rule in loaded().RULES] == [*FAULTS]
+    assert [rule.__name__ for rule in rules().RULES] == [*FAULTS]
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_rule_sees_its_faults(name, copy):
-    rule = getattr(loaded(), name)
+    rule = getattr(rules(), name)
     for file, text, fault, message in FAULTS[name]:
         path = copy / file
         before = path.read_text("utf-8")
@@ -94,4 +91,4 @@ def test_a_rule_sees_its_faults(name, copy):
 def test_the_rule_of_wings_is_not_told_by_a_make_above_it_what_to_run(monkeypatch):
     monkeypatch.setenv("MAKEFLAGS", " -- ARGS=tests/step")
     monkeypatch.setenv("ARGS", "tests/step")
-    assert list(loaded().workflows_run_all_tests(ROOT)) == []
+    assert list(rules().workflows_run_all_tests(ROOT)) == []

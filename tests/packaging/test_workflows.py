@@ -5,7 +5,6 @@ zizmor holds their rights, and that actions are pinned to commits: `make lint` r
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -16,6 +15,7 @@ from types import ModuleType
 
 import pytest
 from packaging.version import Version
+from starts import loaded
 
 from megatron_idempotent.patching import OPEN, UNTRIED
 from megatron_idempotent.patching.base import untried
@@ -32,13 +32,6 @@ RELEASES = [release["megatron"] for release in TABLE["releases"]]
 
 def workflow(name: str) -> dict:
     return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text("utf-8"))
-
-
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def dry_run(*arguments: str) -> list[str]:

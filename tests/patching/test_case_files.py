@@ -31,37 +31,29 @@ def module_of(patch_id: str) -> object:
     return importlib.import_module(hazards()[patch_id].module)
 
 
-@pytest.mark.parametrize("patch_id", hazards())
-def test_a_case_file_has_every_section_once_and_filled(patch_id):
-    doc = module_of(patch_id).__doc__ or ""
-    assert re.findall(rf"^({'|'.join(SECTIONS)}):$", doc, re.MULTILINE) == list(SECTIONS)
-    case_file = hazards()[patch_id].case_file
-    assert case_file[""].endswith(".")
-    assert all(case_file[section] for section in SECTIONS)
-    assert hazards()[patch_id].upstream.startswith("https://")
-
-
-@pytest.mark.parametrize("patch_id", hazards())
-def test_a_case_file_is_called_like_its_patch_and_says_it_in_one_line(patch_id):
-    patch = hazards()[patch_id]
-    assert patch in [vars(module_of(patch_id)).get(k) for k in ("PATCH", "HELPER", "LIMIT")]
-    assert patch.id == patch_id
-    assert "\n" not in patch.summary
-    re.compile(patch.stock_error)
-    assert patch.ranks >= 1
+@pytest.mark.parametrize("hazard_id", hazards())
+def test_a_case_file_is_called_like_its_hazard_and_has_every_section_once_and_filled(hazard_id):
+    hazard, module = hazards()[hazard_id], module_of(hazard_id)
+    assert hazard in [vars(module).get(name) for name in ("PATCH", "HELPER", "LIMIT")]
+    assert hazard.id == hazard_id
+    assert "\n" not in hazard.summary
+    re.compile(hazard.stock_error)
+    assert hazard.ranks >= 1
+    headings = re.findall(rf"^({'|'.join(SECTIONS)}):$", module.__doc__ or "", re.MULTILINE)
+    assert headings == list(SECTIONS)
+    assert hazard.case_file[""].endswith(".")
+    assert all(hazard.case_file[section] for section in SECTIONS)
+    assert hazard.upstream.startswith("https://")
 
 
 @pytest.mark.parametrize("patch_id", patches())
-def test_wrappers_are_plain_functions_that_take_the_original_first(patch_id):
+def test_targets_have_plain_wrappers_and_what_was_read_of_them(patch_id):
+    """Wrappers take the original first. A body that was read is a hash, and what a patch relies on
+    one expression or statement."""
     for target in patches()[patch_id].targets:
         assert inspect.isfunction(target.wrapper)
         assert "." not in target.wrapper.__qualname__
         assert next(iter(inspect.signature(target.wrapper).parameters)) == "original"
-
-
-@pytest.mark.parametrize("patch_id", patches())
-def test_what_was_read_is_a_hash_and_what_a_patch_relies_on_one_expression_or_statement(patch_id):
-    for target in patches()[patch_id].targets:
         assert all(re.fullmatch("[0-9a-f]{12}", body_hash) for body_hash in target.reviewed)
         assert all(len(ast.parse(fragment).body) == 1 for fragment in target.relies_on)
 

@@ -6,6 +6,7 @@ import re
 from typing import Any, NamedTuple
 
 import pytest
+from checkouts import info_of
 from editable import proven_on_a_commit
 from forks import FEW
 
@@ -23,13 +24,6 @@ SWITCH = "MEGATRON_IDEMPOTENT"
 GROUPS = "param-groups-collide"
 INSTALLED = getattr(installed("megatron-core"), "text", "")
 DRY = {"dry_run": True}
-
-
-def info_of(release: str) -> str:
-    """The text of `package_info.py` in this release."""
-    major, minor, patch = release.split(".")[:3]
-    number, rc, count = patch.partition("rc")
-    return f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {number}\nPRE_RELEASE = '{rc}{count}'\n"
 
 
 @pytest.mark.parametrize(

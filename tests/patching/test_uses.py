@@ -20,6 +20,7 @@ class Box(Base):
     def __init__(self):
         self.held = None
 """
+BARE = BOX.replace("(Base)", "")
 PROPERTY = (
     BOX.replace("self.held", "self._held")
     + """
@@ -48,18 +49,10 @@ PROPERTY = (
         (f"@dataclasses.dataclass(kw_only=True, frozen=True)\n{BOX.lstrip()}", "size", False),
         (f"@dataclass\n{BOX.lstrip()}", "size", True),
         (BOX.replace("Base", "NamedTuple"), "size", False),
-        (
-            BOX.replace("(Base)", "").replace("size: int", "__slots__ = ('size',)\n    #"),
-            "held",
-            False,
-        ),
-        (
-            BOX.replace("(Base)", "").replace("size: int", "__slots__ = ('held',)\n    #"),
-            "held",
-            True,
-        ),
-        (f"@dataclass(slots=True)\n{BOX.replace('(Base)', '').lstrip()}", "size", True),
-        (f"@dataclass(slots=True)\n{BOX.replace('(Base)', '').lstrip()}", "held", False),
+        (BARE.replace("size: int", "__slots__ = ('size',)\n    #"), "held", False),
+        (BARE.replace("size: int", "__slots__ = ('held',)\n    #"), "held", True),
+        (f"@dataclass(slots=True)\n{BARE.lstrip()}", "size", True),
+        (f"@dataclass(slots=True)\n{BARE.lstrip()}", "held", False),
     ],
 )
 def test_an_attribute_can_be_set_unless_its_class_refuses(text, name, may):
