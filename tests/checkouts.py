@@ -34,3 +34,10 @@ def zipped(root: Path, wheel: Path) -> Path:
         for file in filter(Path.is_file, root.rglob("*")):
             archive.write(file, file.relative_to(root))
     return wheel
+
+
+def info_of(release: str) -> str:
+    """Return the text of `package_info.py` in this release."""
+    major, minor, patch = release.split(".")[:3]
+    number, rc, count = patch.partition("rc")
+    return f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {number}\nPRE_RELEASE = '{rc}{count}'\n"

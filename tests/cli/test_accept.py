@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkouts import zipped
+from checkouts import info_of, zipped
 from test_drift import edit, rows
 
 from megatron_idempotent.cli import accept as module
@@ -42,8 +42,7 @@ def files(tmp_path, monkeypatch) -> tuple[Path, Path]:
 def wheel(root: Path, version: str) -> Path:
     """A release's wheel with the files of the checkout."""
     info = root / f"{INFO.replace('.', '/')}.py"
-    major, minor, patch = version.split(".")
-    info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ''\n")
+    info.write_text(info_of(version))
     return zipped(root, root.parent / f"megatron_core-{version}-py3-none-any.whl")
 
 
@@ -171,7 +170,7 @@ def test_a_body_that_others_wrap_too_is_read_for_those_that_are_named(
 
 def test_a_commit_wants_a_label_and_leaves_those_of_releases(tree, files, capsys):
     info = tree / f"{INFO.replace('.', '/')}.py"
-    info.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc0'\n")
+    info.write_text(info_of("0.20.0rc0"))
     edit(tree / GROUPS, "def destroy_model_parallel():", "async def destroy_model_parallel():")
     assert accept(tree, "process-groups-leak") == 2
     assert "0.20.0rc0, and is no release" in capsys.readouterr().err

@@ -152,12 +152,12 @@ def test_results_that_cannot_be_read_are_refused(tmp_path, name, content, said):
 
 
 def test_a_result_without_a_ratio_is_refused(tmp_path, machine):
-    with pytest.raises(ValueError, match="has no ratio named like"):
+    with pytest.raises(ValueError, match="ratio"):
         page.read(left(tmp_path, "rank_calls", machine, {"first_s": 3.0}))
 
 
 def test_what_a_benchmark_prints_beside_its_json_is_refused():
-    with pytest.raises(ValueError, match="rank_calls --json printed 'first call"):
+    with pytest.raises(ValueError, match="first call"):
         _record.captured("rank_calls", lambda: print("first call 3 s"))
 
 

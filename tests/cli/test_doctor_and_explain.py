@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkouts import info_of
 from starts import shown_at_80_columns, started
 
 from megatron_idempotent.cli.doctor import notes
@@ -183,8 +184,7 @@ def test_doctor_exits_with_1_where_a_body_drifted(checkout):
 def test_a_megatron_that_gets_not_one_patch_is_no_success(checkout, tmp_path_factory):
     archive = tmp_path_factory.mktemp("archive") / "megatron"
     zipped = Path(shutil.make_archive(str(archive), "zip", checkout))
-    old = "MAJOR = 0\nMINOR = 11\nPATCH = 0\nPRE_RELEASE = ''\n"
-    (checkout / "megatron/core/package_info.py").write_text(old)
+    (checkout / "megatron/core/package_info.py").write_text(info_of("0.11.0"))
     for path in (zipped, checkout):
         result = run("doctor", path=path)
         assert result.returncode == 1, (path, result.stdout, result.stderr)

@@ -9,6 +9,7 @@ import shutil
 import sys
 
 import pytest
+from checkouts import info_of
 from starts import COMMAND, started
 
 from megatron_idempotent.cli.main import main
@@ -81,7 +82,7 @@ def test_doctor_tells_a_commit_from_the_release_whose_version_it_says(tmp_path):
     known = started(*COMMAND, "doctor", PYTHONPATH=tmp_path).stdout.splitlines()
     assert known[1] == ""
     said = info.read_text()
-    info.write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\nPRE_RELEASE = 'rc1'\n")
+    info.write_text(info_of("0.20.0rc1"))
     _, second, *_ = started(*COMMAND, "doctor", PYTHONPATH=tmp_path).stdout.splitlines()
     assert second == f"Megatron says 0.20.0rc1, and has the files of {claimed}"
     changed.write_text(changed.read_text().replace(".copy_(scale)", ".copy_(scale * 1)"))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkouts import zipped
+from checkouts import info_of, zipped
 from starts import started
 
 from megatron_idempotent.cli.drift import Drift
@@ -106,11 +106,7 @@ def test_a_wheel_is_read_without_unpacking_it_and_is_the_release_that_it_says(
 @pytest.mark.parametrize("version", ["0.99.0rc0", "0.18.0", "0.13.0"])
 def test_the_number_that_a_commit_says_decides_nothing(tree, capsys, version):
     _, before = rows(capsys, tree)
-    major, minor, patch = version.split(".")
-    number, rc, count = patch.partition("rc")
-    (tree / "megatron/core/package_info.py").write_text(
-        f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {number}\nPRE_RELEASE = '{rc}{count}'\n"
-    )
+    (tree / "megatron/core/package_info.py").write_text(info_of(version))
     _, after = rows(capsys, tree)
     assert {row["version"] for row in after} == {version}
     assert [row["standing"] for row in after] == [row["standing"] for row in before]
@@ -118,8 +114,7 @@ def test_the_number_that_a_commit_says_decides_nothing(tree, capsys, version):
 
 
 def test_a_release_older_than_a_hazard_is_not_affected(tree, capsys):
-    info = tree / "megatron/core/package_info.py"
-    info.write_text("MAJOR = 0\nMINOR = 1\nPATCH = 0\nPRE_RELEASE = ''\n")
+    (tree / "megatron/core/package_info.py").write_text(info_of("0.1.0"))
     _, found = rows(capsys, tree)
     assert {row["standing"] for row in found} == {"not_affected"}
 

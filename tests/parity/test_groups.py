@@ -91,7 +91,7 @@ def test_a_group_that_is_whole_or_not_there_or_not_asked_for_is_no_matter():
 def test_every_group_has_members_and_a_case_file_names_no_other():
     assert all(len(members(group)) > 1 for group in GROUPS)
     some = patches()["grad-scale-func"]
-    with pytest.raises(ValueError, match=r"grad-scale-func names groups \['overlaps'\]; allowed"):
+    with pytest.raises(ValueError, match="'overlaps'"):
         type(some)(**{**vars(some), "groups": ("overlaps",)})
 
 

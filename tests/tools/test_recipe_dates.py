@@ -46,5 +46,5 @@ def test_a_page_has_the_day_and_the_commit_of_its_last_pass(recipes, capsys):
 
 
 def test_a_page_without_its_commit_is_refused():
-    with pytest.raises(ValueError, match="lacks its line `Written for"):
+    with pytest.raises(ValueError, match="Written for"):
         recipe_dates.with_date("# roll\n", "2026-11-28")
