@@ -7,26 +7,39 @@ H features.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import dense, integer, misfit, number, one_of, typed
-from .sources import Logits, Order, ProductParts, Products, SequenceParallel, Source, kept_places
-from .statistics import ID_DTYPES, Backend, Columns
+from megatron_idempotent.kernel_choice import uses_triton
+
+from .autograd import SequenceParallel
+from .errors import dense, integer, misfit, number, one_of, typed, within
+from .rows import Order, kept_places
+from .sources import Logits, Products, Source
+from .statistics import ID_DTYPES, Backend, Columns, ComputeOptions, TokenBatch
 from .truncated_vocab import Sampling
 
-#: Sizes of blocks that stay in a core's cache; on a GPU, that use the whole device.
-_WORKSPACE_BYTES = {"cpu": 1 << 20}
-_WORKSPACE_BYTES_ELSEWHERE = 64 << 20
-#: The size of the parts of logits that are computed from hidden states at full speed.
-_LOGITS_BYTES = {"cpu": 8 << 20}
-_LOGITS_BYTES_ELSEWHERE = 256 << 20
-#: The size of parts of rows, larger because each reads and writes the weight's whole gradient.
-_LOGITS_BYTES_OF_ROWS = 512 << 20
+
+class _Bytes(NamedTuple):
+    """Holds the sizes of blocks of logits, in bytes, with which a device computes at full speed."""
+
+    workspace: int
+    """The size of blocks that stay in a core's cache; on a GPU, that use the whole device."""
+    logits: int
+    """The size of parts of logits that are computed from hidden states."""
+    logits_rows: int
+    """The size of such parts if they are whole rows. It is larger, because each part reads and
+    writes the weight's whole gradient."""
+
+
+_ON_CPU = _Bytes(workspace=1 << 20, logits=8 << 20, logits_rows=8 << 20)
+_ELSEWHERE = _Bytes(workspace=64 << 20, logits=256 << 20, logits_rows=512 << 20)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -35,13 +48,15 @@ class Call:
     token as the rows lie in memory.
 
     `ordered` puts values of each token into that order, and leaves out tokens that are not
-    computed; `shaped` puts results back. Call `gather` before both. Arguments are those of
-    `token_logprobs`; without `targets` all tokens that are not masked are computed.
+    computed; `shaped` puts results back.
+
+    Arguments are those of `token_logprobs`, and `k` of `vocab_topk`; without `targets` all tokens
+    that are not masked are computed.
 
     Raises:
         ValueError: arguments do not fit each other.
 
-    Example: `Call(caller="vocab_topk", **arguments)`.
+    Example: `Call(caller="vocab_topk", **arguments)`, with a function's arguments by their names.
     """
 
     caller: str
@@ -57,10 +72,13 @@ class Call:
     hidden_layout: str
     workspace_bytes: int | None
     targets: Tensor | None = None
+    entropy: str = "none"
     sampling: Sampling | None = None
     ownership: str = "borrow"
-    fused: bool = False
-    """True if the weight's gradient is added to its `main_grad`."""
+    gradient_accumulation_fusion: bool = False
+    triton: bool | None = False
+    k: int = 1
+    """The number of tokens that `vocab_topk` finds."""
     computed: Tensor | None = dataclasses.field(init=False, default=None)
     """A bool mask of the tokens that are computed, [...]; None for all."""
     count: int = dataclasses.field(init=False)
@@ -73,9 +91,12 @@ class Call:
     """[..., K], the index of each target's first occurrence; None if none is repeated."""
     keep: Tensor | None = dataclasses.field(init=False, default=None)
     """The ids that a sampler kept for each token, [..., K]; None if `keep` was not passed."""
+    kept_N: Tensor | None = dataclasses.field(init=False, default=None)
+    """The mask `computed` in the order of rows in memory; None for all."""
 
     def __post_init__(self) -> None:
         caller, token_mask, sampling = self.caller, self.token_mask, self.sampling
+        one_of(caller, "entropy", self.entropy, ("none", "metric", "grad"))
         one_of(caller, "ownership", self.ownership, ("borrow", "consume"))
         one_of(caller, "hidden_layout", self.hidden_layout, ("replicated", "sequence_parallel"))
         self._accept_form()
@@ -83,6 +104,7 @@ class Call:
             raise misfit(caller, f"workspace_bytes={self.workspace_bytes}", "pass at least 1")
         self._accept_main_grad()
         self.columns = self._columns()
+        self._usual = _ON_CPU if self.input.device.type == "cpu" else _ELSEWHERE
         self._in_pieces = self.columns.ranks > 1 and self.hidden_layout == "sequence_parallel"
         shape = list(self.input.shape[:-1])
         if self._in_pieces:
@@ -94,6 +116,8 @@ class Call:
             if (token_mask.dtype, token_mask.shape) != (torch.bool, self.shape):
                 remedy = f"torch.bool, {tuple(self.shape)}"
                 raise misfit(caller, f"token_mask of {typed(token_mask)}", remedy)
+        remedy = f"from 1 to {self.columns.vocabulary}, the size of the vocabulary"
+        within(caller, "k", self.k, int, (1, self.columns.vocabulary), remedy)
         if self.targets is not None:
             self._accept_targets(self.targets)
         else:
@@ -104,6 +128,15 @@ class Call:
             raise misfit(caller, f"sampling={sampling!r}", "pass a Sampling, or None")
         if sampling is not None and sampling.keep is not None:
             self._accept_keep(sampling)
+        # PyTorch computes K targets, on any device.
+        triton = self.triton if self.valid is None else False
+        self.backend = backend_of(self.input.device, self.input.dtype, triton)
+        # Gathered pieces follow each other in memory.
+        in_memory = torch.empty(*shape, 1, device="meta") if self._in_pieces else self.input
+        self._order = Order(in_memory)
+        if self.computed is not None:
+            self.kept_N = self._order.flat(self.computed)
+            self._position_K = kept_places(self.kept_N, self.count)
 
     def _accept_form(self) -> None:
         """Check and store the logits, or hidden states, weight and their layout."""
@@ -135,7 +168,7 @@ class Call:
     def _accept_main_grad(self) -> None:
         weight, main_grad = self.weight, getattr(self.weight, "main_grad", None)
         fits = weight is not None and getattr(main_grad, "shape", None) == weight.shape
-        if fits or not self.fused:
+        if fits or not self.gradient_accumulation_fusion:
             return
         parameter = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
         gradient = "none" if main_grad is None else f"one of shape {tuple(main_grad.shape)}"
@@ -152,11 +185,9 @@ class Call:
         total = per_rank * size
         vocabulary = total if self.vocab_size is None else self.vocab_size
         if not 1 <= vocabulary <= total:
-            argument = (
-                f"vocab_size={vocabulary}, and {size} ranks with {per_rank} columns each have"
-            )
+            of_ranks = f"{size} ranks with {per_rank} columns each have {total}"
             remedy = "is tp_group the one that shares the output layer?"
-            raise misfit(self.caller, f"{argument} {total}", remedy)
+            raise misfit(self.caller, f"vocab_size={vocabulary}, and {of_ranks}", remedy)
         columns = Columns(rank * per_rank, 0, per_rank, vocabulary, group, size)
         return columns._replace(real=columns.real_of(rank))
 
@@ -173,10 +204,13 @@ class Call:
             argument = f"targets of {typed(targets)} for rows of shape {tuple(shape)}"
             several = f"{(*shape, 'K')} for K of each token"
             raise misfit(caller, argument, f"torch.int64 or int32, {tuple(shape)}, or {several}")
+        of_shape = f"targets of shape {tuple(targets.shape)}"
         if many and not targets.shape[-1]:
-            raise misfit(
-                caller, f"targets of shape {tuple(targets.shape)}", "pass at least one each"
-            )
+            raise misfit(caller, of_shape, "pass at least one each")
+        for name in ("triton", "sampling"):
+            if many and (value := getattr(self, name)):
+                argument = f"{of_shape}, several for each token, and {name}={value!r}"
+                raise misfit(caller, f"{argument}, which knows one", f"leave {name} out")
         self.ids = targets = targets.long()
         valid = targets != self.ignore_index
         computed = valid.any(-1) if many else valid
@@ -205,8 +239,6 @@ class Call:
     def _accept_temperature(self) -> None:
         temperature, value = self.temperature, 1.0
         number(self.caller, temperature)
-        if isinstance(temperature, Tensor):
-            dense(self.caller, "temperature", temperature)
         if not isinstance(temperature, Tensor):
             value = float(temperature)
         elif temperature.shape != self.shape:
@@ -252,9 +284,9 @@ class Call:
         """Return a copy of `per_token` with `value` at the tokens that are not computed."""
         return per_token if self.computed is None else torch.where(self.computed, per_token, value)
 
-    def gather(self) -> Tensor:
-        """Return the logits [..., V], or the hidden states [..., H], of all tokens.
-        Also store the order of their rows in memory.
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return what a source reads: the logits [..., V], or the hidden states [N, H] of the
+        computed tokens and the weight.
 
         Under sequence parallelism the group's ranks take part in one all-gather.
         """
@@ -262,10 +294,37 @@ class Call:
         if self._in_pieces:
             gather: Any = SequenceParallel.apply
             rows = gather(rows, self.columns.group)
-        self._order = Order(rows)
-        self.kept_N = None if self.computed is None else self._order.flat(self.computed)
-        self._position_K = None if self.kept_N is None else kept_places(self.kept_N, self.count)
-        return rows
+        return (rows,) if self.weight is None else (self.ordered(rows), self.weight)
+
+    def batch(self, targets: Tensor) -> TokenBatch:
+        """Return the batch of the computed tokens with these targets, [N] or [N, K]."""
+        # Blocks of logits from hidden states stay in the cache, whatever the caller allows.
+        usual = self._usual.workspace
+        workspace_bytes = self.workspace_bytes or usual
+        options = ComputeOptions(
+            entropy=self.entropy != "none",
+            entropy_gradient=self.entropy == "grad",
+            backend=self.backend,
+            workspace_bytes=workspace_bytes if self.weight is None else min(workspace_bytes, usual),
+        )
+        return TokenBatch(targets, self.ordered(self.temperature), self.columns, options)
+
+    def source_of(self, *, in_cache: bool = False) -> Callable[..., Source]:
+        """Return a function that makes a source of logits from what `inputs` returns.
+
+        With `in_cache` the parts of given logits stay in the cache. Otherwise they are larger: few
+        operations are computed with each.
+        """
+        usual = self._usual.logits_rows if self.backend == "triton" else self._usual.logits
+        if self.weight is None and in_cache:
+            usual = self._usual.workspace
+        common: Any = {"columns": self.columns, "logits_bytes": self.workspace_bytes or usual}
+        if self.weight is None:
+            consume = self._consumes()
+            return functools.partial(Logits, kept_N=self.kept_N, consume=consume, **common)
+        summed = self.columns.ranks > 1 and not self._in_pieces
+        fused = self.weight if self.gradient_accumulation_fusion else None
+        return functools.partial(Products, summed=summed, fused=fused, **common)
 
     def ordered(self, value: Any) -> Any:
         """Flatten a tensor [...] or [..., K] to [N] or [N, K], with only the computed tokens, in
@@ -274,7 +333,7 @@ class Call:
         if not isinstance(value, Tensor):
             return value
         value = self._order.flat(value)
-        return value if self._position_K is None else value.index_select(0, self._position_K)
+        return value if self.kept_N is None else value.index_select(0, self._position_K)
 
     def shaped(self, values_N: Tensor | None, fill: float = 0.0) -> Any:
         """Undo `ordered`: return [N] as [...], or [N, K] as [..., K].
@@ -289,41 +348,7 @@ class Call:
             values_N = filled.masked_scatter(mask, values_N)
         return self._order.unflat(values_N)
 
-    def workspace(self) -> int:
-        """Return how many bytes of scratch memory blocks of logits may take.
-
-        For logits from hidden states it is at most the device's default.
-        """
-        in_cache = _WORKSPACE_BYTES.get(self.input.device.type, _WORKSPACE_BYTES_ELSEWHERE)
-        if self.workspace_bytes is None:
-            return in_cache
-        limit = self.workspace_bytes if self.weight is None else in_cache
-        return min(self.workspace_bytes, limit)
-
-    def parts(self, backend: Backend = "eager") -> ProductParts:
-        """Return a `ProductParts`: how many logits are computed from hidden states at a time."""
-        device = self.input.device.type
-        usual = _LOGITS_BYTES.get(device, _LOGITS_BYTES_ELSEWHERE)
-        if backend == "triton" and device != "cpu":
-            usual = _LOGITS_BYTES_OF_ROWS
-        return ProductParts(
-            self.workspace_bytes or usual,
-            reduce=self.columns.ranks > 1 and not self._in_pieces,
-            fused=self.fused,
-        )
-
-    def source(self, rows: Tensor) -> Source:
-        """Return a reader of logits.
-        It reads `rows`, which `gather` has returned, or computes logits from them if they are
-        hidden states.
-        """
-        if self.weight is not None:
-            return Products(self.ordered(rows), self.weight, self.columns, self.parts())
-        # Larger than the cache, because each block takes a few small operations.
-        memory = self.parts().logits_bytes
-        return Logits(self._order.rows(rows), self.kept_N, self.columns, memory)
-
-    def consumes(self) -> bool:
+    def _consumes(self) -> bool:
         """Return whether the gradient is written into the logits' memory, as the caller allowed.
         Warn, and return False, if the logits have gaps in memory.
 
@@ -345,6 +370,22 @@ class Call:
             f"{self.caller}(ownership='consume') borrows: logits of shape {tuple(logits.shape)} "
             f"and strides {logits.stride()} lie in memory with gaps: pass contiguous ones to "
             "save the gradient's memory",
-            stacklevel=3,
+            stacklevel=4,
         )
         return False
+
+
+#: The first capability with bfloat16, and with maxima that propagate NaN.
+_CAPABILITY = (8, 0)
+#: Triton's kernels compute in float32; torch computes float64 logits.
+_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def backend_of(device: torch.device, dtype: torch.dtype, triton: bool | None) -> Backend:
+    """Choose the backend, Triton or torch, for logits of a type on a device.
+
+    Raises:
+        ValueError: `triton` is True and Triton's kernels cannot run.
+    """
+    on_triton = uses_triton("token_logprobs()", device, triton=triton, capability=_CAPABILITY)
+    return "triton" if on_triton and dtype in _TRITON_DTYPES else "eager"

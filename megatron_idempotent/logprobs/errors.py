@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Integral, Real
 from typing import Any
 
@@ -40,14 +41,24 @@ def dense(caller: str, name: str, value: Any) -> None:
         raise misfit(caller, f"as {name} {kind}", "pass a dense torch.Tensor")
 
 
+def within(
+    caller: str, name: str, value: Any, kinds: Any, bounds: tuple[float, float], remedy: str
+) -> None:
+    """Raise `ValueError` unless the value is of these kinds, no bool, and within the bounds."""
+    lowest, highest = bounds
+    if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value <= highest:
+        raise misfit(caller, f"{name}={value!r}", remedy)
+
+
 def integer(caller: str, name: str, value: Any) -> None:
     """Raise `ValueError` unless the value is an int."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise misfit(caller, f"{name}={value!r}", "pass an int, such as -100")
+    within(caller, name, value, Integral, (-math.inf, math.inf), "pass an int, such as -100")
 
 
 def number(caller: str, temperature: Any) -> None:
-    """Raise `ValueError` unless the temperature is a number or a tensor."""
-    if not isinstance(temperature, (Real, Tensor)):
+    """Raise `ValueError` unless the temperature is a number or a dense tensor."""
+    if isinstance(temperature, Tensor):
+        dense(caller, "temperature", temperature)
+    elif not isinstance(temperature, Real):
         remedy = "pass a positive number, or a tensor with one for each token"
         raise misfit(caller, f"temperature={temperature!r}", remedy)

@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sources import (
-    as_matrices,
-    blocks_of,
-    flat_indices,
-    rows_of_a_block,
-    submask,
-)
+from .rows import as_matrices, blocks_of, flat_indices, rows_of_a_block, submask
 from .statistics import (
     FINITE,
     GradCoefficients,
@@ -31,6 +25,7 @@ from .statistics import (
     combine,
     is_local,
     is_unit_temperature,
+    per_row,
     place_of,
 )
 
@@ -202,10 +197,8 @@ def write_gradient(
     ):
         logits_nV = block.read(panels)
         # Without a conversion or a scatter the gradient is computed in place.
-        out_nV = block.view(into)
-        in_place = out_nV is not None and out_nV.dtype == slopes.factor.dtype
-        if out_nV is None or not in_place:
-            out_nV, _ = scratch(0, len(logits_nV))
+        in_place = isinstance(block.rows, slice) and into[0].dtype == slopes.factor.dtype
+        out_nV = block.read(into) if in_place else scratch(0, len(logits_nV))[0]
         z_nV = _scaled(scratch.read(logits_nV), origin_n1, divisor, out_nV)
         if slope_n1 is None:
             gradient_nV = torch.exp(z_nV, out=out_nV).mul_(factor_n1)
@@ -237,10 +230,9 @@ def _blocks_with(
     """
     blocks = list(blocks_of(panels, kept_N, rows))
     sizes = [block.tokens.stop - block.tokens.start for block in blocks]
-    divisor = temperature[:, None] if isinstance(temperature, Tensor) else temperature
     columns = (
         torch.split(value, sizes) if isinstance(value, Tensor) else [value] * len(blocks)
-        for value in (divisor, *per_token)
+        for value in (per_row(temperature), *per_token)
     )
     return zip(blocks, *columns, strict=True) if blocks else iter(())
 

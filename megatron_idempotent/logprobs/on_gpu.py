@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .sources import as_matrices, kept_places, masked
+from .rows import as_matrices, kept_places, masked
 from .statistics import (
     GradCoefficients,
+    OutputGradients,
     Partial,
     TokenBatch,
     VocabStatistics,
@@ -68,17 +69,13 @@ def global_statistics(partial: Partial, batch: TokenBatch) -> VocabStatistics:
     return VocabStatistics(*fields_6N)
 
 
-def grad_coefficients(
-    batch: TokenBatch,
-    total: VocabStatistics,
-    d_logprob_N: Tensor | None,
-    d_entropy_N: Tensor | None,
-) -> tuple[GradCoefficients, Tensor]:
+def grad_coefficients(outputs: OutputGradients) -> tuple[GradCoefficients, Tensor]:
     """Compute each token's `GradCoefficients` with Triton, as `GradCoefficients.from_outputs` does
     with torch. Return them, and the index of each token, [N].
 
     The index is -1 if the token's outputs have no gradient. The host does not wait.
     """
+    batch, total, d_logprob_N, d_entropy_N = outputs
     tokens = len(total.origin)
     into_3N = total.origin.new_empty(3, tokens)
     token_N = total.origin.new_empty(tokens, dtype=torch.int64)

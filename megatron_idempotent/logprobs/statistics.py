@@ -43,11 +43,10 @@ class Columns(NamedTuple):
 
 
 class ComputeOptions(NamedTuple):
-    """Holds a call's options: entropy, its gradient, consuming logits, backend, scratch memory."""
+    """Holds a call's options: entropy, its gradient, backend, scratch memory."""
 
     entropy: bool = False
     entropy_gradient: bool = False
-    consume: bool = False
     backend: Backend = "eager"
     workspace_bytes: int = 0
 
@@ -282,6 +281,19 @@ def _with_targets(
     return VocabStatistics(*(field.to(dtype) for field in fields))
 
 
+class OutputGradients(NamedTuple):
+    """Holds what the gradient of the logits follows from: a forward's statistics, and the gradients
+    of its outputs, of which at least one is not None.
+    """
+
+    batch: TokenBatch
+    total: VocabStatistics
+    d_logprob: Tensor | None
+    """The gradient of the log-probs, in their shape; None if they have none."""
+    d_entropy: Tensor | None
+    """The gradient of the entropies, [N]; None if they have none."""
+
+
 #: Between these values of log Σ exp(logits) the gradient uses exp(logit) as it is. Below them
 #: exponentials lose bits that the probabilities have; above them the factor of exp(logit) does.
 _LEAST_LOG, _MOST_LOG = -15.0, 40.0
@@ -303,18 +315,14 @@ class GradCoefficients(NamedTuple):
     """The gradient at the targets' columns, [N] or [N, K]."""
 
     @staticmethod
-    def from_outputs(
-        batch: TokenBatch,
-        total: VocabStatistics,
-        d_logprob_N: Tensor | None,
-        d_entropy_N: Tensor | None,
-    ) -> GradCoefficients:
+    def from_outputs(outputs: OutputGradients) -> GradCoefficients:
         """Return the coefficients of the logits' gradient, p·(-g_logprob - g_entropy·(H + log p)) +
         [is target]·g_logprob, from the gradients g of the outputs.
 
         It takes H + log p as z - mean, so that nothing cancels, and the target's 1 - p from its
         log-prob.
         """
+        batch, total, d_logprob_N, d_entropy_N = outputs
         if d_logprob_N is None:
             d_logprob_N = torch.zeros_like(total.logprob)
         if batch.targets.dim() == 2:

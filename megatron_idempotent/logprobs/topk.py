@@ -13,16 +13,9 @@ from torch import Tensor
 
 from .api import TokenStats
 from .arguments import Call
-from .errors import dense, misfit, one_of
+from .errors import dense, misfit, one_of, within
 from .kernels import local_statistics
-from .statistics import (
-    ComputeOptions,
-    Partial,
-    TokenBatch,
-    accumulated,
-    all_gathered,
-    per_row,
-)
+from .statistics import Partial, TokenBatch, accumulated, all_gathered, per_row
 
 
 class TopK(NamedTuple):
@@ -80,32 +73,16 @@ def vocab_topk(
     Example:
         teacher = vocab_topk(logits=logits, k=64, tp_group=group, vocab_size=vocab_size)
     """
-    caller = "vocab_topk"
-    call = Call(
-        caller=caller,
-        logits=logits,
-        hidden=hidden,
-        weight=weight,
-        tp_group=tp_group,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        token_mask=token_mask,
-        ignore_index=ignore_index,
-        hidden_layout=hidden_layout,
-        workspace_bytes=workspace_bytes,
-    )
+    # `Call` has a field for each argument of this function.
+    call = Call(caller="vocab_topk", **locals())
     columns = call.columns
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= columns.vocabulary:
-        remedy = f"from 1 to {columns.vocabulary}, the size of the vocabulary"
-        raise misfit(caller, f"k={k!r}", remedy)
-    rows = call.gather()
-    source, options = call.source(rows), ComputeOptions(workspace_bytes=call.workspace())
+    source = call.source_of()(*call.inputs())
     with torch.no_grad():
         width, count = min(k, columns.per_rank), min(k, columns.real)
-        like_N = torch.zeros(call.count, dtype=accumulated(source.dtype), device=rows.device)
+        ids_NC = torch.zeros(call.count, width, dtype=torch.int64, device=call.input.device)
+        like_N = ids_NC.new_zeros(call.count, dtype=accumulated(source.dtype))
         sums = Partial.empty(like_N, like_N.new_full((call.count, width), -torch.inf))
-        ids_NC = torch.zeros(call.count, width, dtype=torch.int64, device=rows.device)
-        batch = TokenBatch(ids_NC, call.ordered(temperature), columns, options)
+        batch = call.batch(ids_NC)
         for part, logits_nV in source.parts() if count and call.count else ():
             # The sums leave these columns out, so that the log-prob of all other tokens is exact.
             ids_nC = largest(logits_nV, count) + columns.first
@@ -254,8 +231,8 @@ def topk_kl(
     caller = "topk_kl"
     one_of(caller, "direction", direction, ("forward", "reverse", "mixed"))
     one_of(caller, "tail", tail, ("bucket", "ignore", "renormalize"))
-    if isinstance(mix, bool) or not isinstance(mix, (int, float)) or not 0 <= mix <= 1:
-        raise misfit(caller, f"mix={mix!r}", "pass the forward direction's share, from 0 to 1")
+    remedy = "pass the forward direction's share, from 0 to 1"
+    within(caller, "mix", mix, (int, float), (0, 1), remedy)
     if stats.rest is None:
         argument = f"stats of targets of shape {tuple(stats.logprob.shape)}, one for each token"
         raise misfit(caller, argument, "compute them with the teacher's ids as targets, [..., K]")

@@ -10,15 +10,17 @@ a rank sends, E kept columns of this rank, K ids for a token.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .errors import misfit
+from .errors import misfit, one_of, within
 from .kernels import local_statistics
-from .sources import Source, rows_of_a_block
+from .rows import rows_of_a_block
+from .sources import Source
 from .statistics import (
     FINITE,
     ID_DTYPES,
@@ -70,31 +72,26 @@ class Sampling:
     not suffice for a token, eight times as many are sent, and so on."""
 
     def __post_init__(self) -> None:
-        def refuse(name: str, allowed: str) -> None:
-            raise misfit("Sampling", f"{name}={getattr(self, name)!r}", allowed)
-
-        def is_number(value: object, *types: type) -> bool:
-            return isinstance(value, types) and not isinstance(value, bool)
-
-        if self.top_k is not None and not (is_number(self.top_k, int) and self.top_k >= -1):
-            refuse("top_k", "pass a number of tokens; 0, -1 or None for all")
-        if not is_number(self.top_p, int, float) or not 0 < self.top_p <= 1:
-            refuse("top_p", "pass a probability above 0; 1 for all")
-        if self.target not in ("keep", "-inf"):
-            refuse("target", "pass 'keep' or '-inf'")
-        count = self.candidates
-        if count is not None and not (is_number(count, int) and count >= 1):
-            refuse("candidates", "pass at least 1, or None")
+        caller, unbounded = "Sampling", math.inf
+        if self.top_k is not None:
+            remedy = "pass a number of tokens; 0, -1 or None for all"
+            within(caller, "top_k", self.top_k, int, (-1, unbounded), remedy)
+        remedy = "pass a probability above 0; 1 for all"
+        within(caller, "top_p", self.top_p, (int, float), (math.ulp(0.0), 1), remedy)
+        one_of(caller, "target", self.target, ("keep", "-inf"))
+        if self.candidates is not None:
+            remedy = "pass at least 1, or None"
+            within(caller, "candidates", self.candidates, int, (1, unbounded), remedy)
         keep = self.keep
         if keep is None:
             return
         if not isinstance(keep, Tensor) or keep.dtype not in ID_DTYPES or not keep.dim():
             kind = getattr(keep, "dtype", type(keep).__name__)
             remedy = "pass a tensor of int64 or int32, [..., ids]"
-            raise misfit("Sampling", f"keep of {kind}", remedy)
+            raise misfit(caller, f"keep of {kind}", remedy)
         if self.limit > 0 or self.top_p < 1:
             remedy = "keep has what they left already, so leave them out"
-            raise misfit("Sampling", f"keep, top_k={self.top_k} and top_p={self.top_p}", remedy)
+            raise misfit(caller, f"keep, top_k={self.top_k} and top_p={self.top_p}", remedy)
 
     @property
     def limit(self) -> int:

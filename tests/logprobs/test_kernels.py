@@ -206,7 +206,7 @@ def test_rows_lie_beyond_what_32_bits_address(kernels):
 def test_the_argument_comes_before_the_environment_and_that_before_the_device(monkeypatch):
     torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
-    from megatron_idempotent.logprobs.api import backend_of
+    from megatron_idempotent.logprobs.arguments import backend_of
 
     def found(triton: bool | None) -> str:
         return backend_of(torch.device("cpu"), torch.float32, triton)
