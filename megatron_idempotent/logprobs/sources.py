@@ -75,12 +75,13 @@ class Logits:
         consume: bool,
     ) -> None:
         self.dtype, self._columns, self._logits_bytes = logits.dtype, columns, logits_bytes
-        self._logits, self._rows = logits, Order(logits).rows(logits)
+        self._logits, self._order = logits, Order(logits)
         self._kept_N, self._consume = kept_N, consume
 
     @functools.cached_property
     def _panels(self) -> list[Tensor]:
-        return [panel[:, : self._columns.real] for panel in as_matrices(self._rows)[0]]
+        (matrices,) = as_matrices(self._order.rows(self._logits))
+        return [matrix[:, : self._columns.real] for matrix in matrices]
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice of the tokens, their logits [n, V]), part by part, for all tokens.
@@ -108,7 +109,7 @@ class Logits:
 
     def statistics(self, batch: TokenBatch) -> Partial:
         """Return the statistics of each token over this rank's columns."""
-        return local_statistics(self._rows, self._kept_N, batch)
+        return local_statistics(self._order.rows(self._logits), self._kept_N, batch)
 
     def saved(self, *, sampled: bool) -> tuple[Tensor, ...]:
         """Return the inputs that the backward needs. With a sampler it needs only the shape of the
@@ -126,7 +127,7 @@ class Logits:
         # An alias that shares the version counter: autograd tells others who have saved the logits.
         logits = self._logits.detach()
         gradient = logits if self._consume else torch.empty_like(logits)
-        order, kept_N, batch = Order(logits), self._kept_N, outputs.batch
+        order, kept_N, batch = self._order, self._kept_N, outputs.batch
         panels, into = as_matrices(order.rows(logits), order.rows(gradient))
         if batch.options.backend == "triton":
             from . import on_gpu
@@ -144,11 +145,9 @@ class Logits:
         self, row_E: Tensor, column_E: Tensor, gradient_E: Tensor, needed: Needed
     ) -> Gradients:
         """Return the logits' gradient, of which only these entries are not zero."""
-        logits = self._logits.detach()
-        gradient = (
-            logits.zero_() if self._consume else torch.zeros_like(logits, device=row_E.device)
-        )
-        (into,) = as_matrices(Order(gradient).rows(gradient))
+        logits, device = self._logits.detach(), row_E.device
+        gradient = logits.zero_() if self._consume else torch.zeros_like(logits, device=device)
+        (into,) = as_matrices(self._order.rows(gradient))
         for panel, entry_e, row_e in flat_indices(into, self._kept_N, row_E):
             panel[row_e, column_E[entry_e]] = gradient_E[entry_e].to(gradient.dtype)
         return (gradient,)

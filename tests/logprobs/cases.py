@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import random
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -85,13 +85,18 @@ def case(seed: int, size: int, widths: tuple[int, ...] = WIDTHS) -> Case:
     if draw.random() < 0.3:
         ignored = torch.rand(shape) < 0.3
         arguments["targets"] = targets.masked_fill(ignored, -100)
-    return Case(
-        whole=whole.to(dtype),
-        arguments=arguments,
-        layout=draw.choice(["plain", "transposed", "sliced", "gaps"]),
-        of_logprob=torch.randn(shape),
-        of_entropy=torch.randn(shape),
-    )
+    layout = draw.choice(["plain", "transposed", "sliced", "gaps"])
+    if draw.random() < 0.3:
+        arguments["targets"] = arguments["targets"].int()
+    of_logprob, of_entropy = torch.randn(2, *shape)
+    return Case(whole.to(dtype), arguments, layout, of_logprob, of_entropy)
+
+
+def summed(stats: Any) -> Any:
+    """The sum of log-probs, and of entropies if they are differentiated."""
+    entropy = stats.entropy
+    has_gradient = entropy is not None and entropy.requires_grad
+    return stats.logprob.sum() + (entropy.sum() if has_gradient else 0)
 
 
 def additions(terms: int) -> int:
@@ -130,6 +135,47 @@ def total(found: dict[str, Any], given: Case) -> Any:
     return summed
 
 
+def reference(logits: Any, targets: Any, temperature: Any = 1.0) -> tuple[Any, Any]:
+    """Log-probs of one target for each token, and entropies, in float64."""
+    scale = torch.as_tensor(temperature, dtype=torch.float64, device=logits.device)[..., None]
+    logp = torch.log_softmax(logits.double() / scale, -1)
+    logprob = logp.gather(-1, targets.long().clamp(min=0)[..., None]).squeeze(-1)
+    return logprob, -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)
+
+
+class Exact(NamedTuple):
+    """A call's logits in float64, and what bounds are made of."""
+
+    u: float
+    """What a rounding of the computing type may be off by."""
+    scale: Any
+    """The temperature as the computing type has it, [..., 1]."""
+    logits: Any
+    """A leaf, without the columns that pad the vocabulary."""
+    logp: Any
+    z: Any
+    """Distances from the largest logit, divided by the temperature; what their roundings go by."""
+    log_sum: Any
+    """The logarithm of the sum of exponentials of the distances; 0 or more."""
+
+    @staticmethod
+    def of(given: Case) -> Exact:
+        u = U.get(given.whole.dtype, U[torch.float32])
+        temperature = torch.as_tensor(given.arguments["temperature"], dtype=torch.float64)
+        if u != U[torch.float64]:  # a number or tensor of float32 divides
+            temperature = temperature.float().double()
+        scale = temperature[..., None]
+        size = given.arguments["vocab_size"] or given.whole.shape[-1]
+        logits = given.whole.double()[..., :size].requires_grad_()
+        with torch.no_grad():
+            z = ((logits - logits.amax(-1, keepdim=True)) / scale).clamp(min=-1e15)
+            log_sum = z.exp().sum(-1).log()
+            z = z.abs()
+            if u == U[torch.float64]:  # torch divides before it subtracts
+                z += (logits / scale).abs().clamp(max=1e15)
+        return Exact(u, scale, logits, torch.log_softmax(logits / scale, -1), z, log_sum)
+
+
 def truth(given: Case) -> Truth:
     """Errors are bounds to first order in the unit roundoff u.
 
@@ -137,34 +183,20 @@ def truth(given: Case) -> Truth:
     the result as a term meets additions, and 8; what is returned carries one more. E is the mean
     under p.
     """
-    arguments = given.arguments
-    u = U.get(given.whole.dtype, U[torch.float32])
-    dtype = torch.float64
-    targets = arguments["targets"]
+    arguments, dtype = given.arguments, torch.float64
+    u, scale, logits, logp, z, log_sum = Exact.of(given)
+    targets, temperature = arguments["targets"].long(), scale.squeeze(-1)
     kept = targets != arguments.get("ignore_index", -100)
     kept = kept & arguments.get("token_mask", kept)
-    temperature = torch.as_tensor(arguments["temperature"], dtype=dtype)
-    if given.whole.dtype != torch.float64:  # a number or tensor of float32 divides
-        temperature = temperature.float().double()
-    scale = temperature[..., None]
-    size = arguments["vocab_size"] or given.whole.shape[-1]
-    logits = given.whole.double()[..., :size].requires_grad_()
-    logp = torch.log_softmax(logits / scale, -1)
     p = logp.exp()
     finite = logp.clamp(min=-1e30)
-    entropy = -(p * finite).sum(-1)
-    logprob = logp.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+    logprob, entropy = reference(logits, targets, temperature)
     (gradient,) = torch.autograd.grad(
         total({"logprob": logprob * kept, "entropy": entropy * kept}, given), logits
     )
     with torch.no_grad():
-        z = ((logits - logits.amax(-1, keepdim=True)) / scale).clamp(min=-1e15)
-        computed = torch.finfo(torch.float64 if u == U[dtype] else torch.float32)
-        sums = additions(size) + 8
-        log_sum = z.exp().sum(-1).log()
-        z = z.abs()
-        if u == U[dtype]:  # torch divides before it subtracts
-            z += (logits / scale).abs().clamp(max=1e15)
+        computed = torch.finfo(dtype if u == U[dtype] else torch.float32)
+        sums = additions(logits.shape[-1]) + 8
         target_z = z.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
         first, second = (p * z).sum(-1), (p * z * z).sum(-1)
         of_log_sum = u * (2 * first + sums + log_sum)

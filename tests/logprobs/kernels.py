@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,3 +45,22 @@ def launches(run: Callable[..., Any], *arguments: Any) -> tuple[Any, list[str]]:
 
             patch.setattr(on_gpu, name, launch)
         return run(*arguments), seen
+
+
+def with_kernels(body: Callable[..., None]) -> Callable[..., None]:
+    """Let a test's body run on a rank, by Triton's kernels in small blocks."""
+
+    @functools.wraps(body)
+    def test(kernel_ranks: Any, **parameters: Any) -> None:
+        kernel_ranks(1, _call, test, parameters)
+
+    mine = inspect.signature(test, follow_wrapped=False).parameters["kernel_ranks"]
+    # What pytest asks for the names of fixtures and parameters.
+    given = [mine, *inspect.signature(body).parameters.values()]
+    test.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    return test
+
+
+def _call(test: Any, parameters: dict[str, Any]) -> None:
+    with in_blocks():
+        test.__wrapped__(**parameters)

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import torch
-from cases import SHAPES, WIDTHS, Case, Truth, U, additions, padded
+from cases import SHAPES, WIDTHS, Case, Exact, Truth, U, additions, padded
 
 from megatron_idempotent import token_logprobs
 
@@ -78,17 +78,11 @@ def truth(given: Case) -> Truth:
     returned carries one more.
     """
     arguments, double = given.arguments, torch.float64
-    u = U.get(given.whole.dtype, U[torch.float32])
-    targets, size = arguments["targets"].long(), arguments["vocab_size"]
+    u, scale, logits, logp, z, log_sum = Exact.of(given)
+    targets, size = arguments["targets"].long(), logits.shape[-1]
     valid = targets != -100
     kept = valid.any(-1) & arguments.get("token_mask", valid.any(-1))
     valid = valid & kept[..., None]
-    temperature = torch.as_tensor(arguments["temperature"], dtype=double)
-    if given.whole.dtype != double:
-        temperature = temperature.float().double()
-    scale = temperature[..., None]
-    logits = given.whole.double()[..., :size].requires_grad_()
-    logp = torch.log_softmax(logits / scale, -1)
     named = torch.zeros(*logits.shape[:-1], size + 1, dtype=torch.bool)
     named = named.scatter(-1, torch.where(valid, targets, size), True)[..., :size]
     others = logp.masked_fill(named | (logp == -torch.inf), -1e30)
@@ -104,11 +98,6 @@ def truth(given: Case) -> Truth:
     (gradient,) = torch.autograd.grad(total(values, given), logits)
     gradient = torch.where(kept[..., None], gradient, 0.0)
     with torch.no_grad():
-        z = ((logits - logits.amax(-1, keepdim=True)) / scale).clamp(min=-1e15)
-        log_sum = z.exp().sum(-1).log()
-        z = z.abs()
-        if u == U[double]:  # torch divides before it subtracts
-            z += (logits / scale).abs().clamp(max=1e15)
         sums, finite = additions(size) + 8, logp.clamp(min=-1e30)
         others = torch.where(named, 0.0, p)
         mass = others.sum(-1).clamp(min=1e-300)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cases import USED, Case, additions, against_float64, within_bounds
+from cases import USED, Case, additions, against_float64, reference, summed, within_bounds
 from ranks import on_ranks
 
 from megatron_idempotent import token_logprobs
@@ -45,11 +45,8 @@ def confident(entropy: str) -> None:
     whole[:, 0] = -torch.inf  # which top-k leaves out
     whole.scatter_(1, targets[:, None], whole.amax(1, keepdim=True) + torch.arange(26.0)[:, None])
     exact = whole.double().requires_grad_()
-    logp = torch.log_softmax(exact, -1)
-    total = logp.gather(1, targets[:, None]).sum()
-    if entropy == "grad":
-        total = total - (logp.exp() * logp.clamp(min=-1e30)).sum()
-    total.backward()
+    logprobs, entropies = reference(exact, targets)
+    (logprobs.sum() + (entropies.sum() if entropy == "grad" else 0)).backward()
     wanted = exact.grad.chunk(size, -1)[rank]
     every = torch.arange(columns).expand(26, -1).contiguous()
     z = (exact.amax(-1, keepdim=True) - exact)[:, 1:].max()
@@ -64,10 +61,7 @@ def confident(entropy: str) -> None:
             entropy=entropy,
             sampling=sampling,
         )
-        total = stats.logprob.sum()
-        if entropy == "grad":
-            total = total + stats.entropy.sum()
-        total.backward()
+        summed(stats).backward()
         error = (leaf.grad - wanted).norm(dim=-1) / wanted.norm(dim=-1)
         assert (error <= bound).all(), (sampling, (error / bound).tolist())
 

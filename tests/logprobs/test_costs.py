@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import summed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_idempotent import token_logprobs
@@ -27,8 +28,7 @@ def calls(logits: Any, teacher: Any, **common: Any) -> dict[str, Callable[[], An
 
     def of_targets(targets: Any, entropy: str) -> Any:
         stats = token_logprobs(logits=logits, targets=targets, entropy=entropy, **common)
-        found = stats.logprob.sum() + (0 if stats.rest is None else stats.rest.sum())
-        return found + (stats.entropy.sum() if entropy == "grad" else 0)
+        return summed(stats) + (0 if stats.rest is None else stats.rest.sum())
 
     def of_teacher() -> Any:
         stats = token_logprobs(logits=logits, targets=topk.ids, **common)
@@ -108,7 +108,7 @@ def of_a_sampler() -> list[tuple[list[int], list[Any]]]:
                 sampling=sampling,
                 workspace_bytes=1,
             )
-            return stats.logprob.sum() + stats.entropy.sum()
+            return summed(stats)
 
         forward, backward = watched(run)
         found.append(([nbytes for _, nbytes in forward], backward))
@@ -237,7 +237,7 @@ def test_from_hidden_states_only_what_is_asked_for_is_multiplied_and_held():
         stats = token_logprobs(
             hidden=leaf, weight=weight, targets=targets, workspace_bytes=1 << 20, entropy="grad"
         )
-        (stats.logprob.sum() + stats.entropy.sum()).backward()
+        summed(stats).backward()
 
     assert peak_bytes(step) <= 0.4 * tokens * columns * 4  # of logits and their gradient: 0.2
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import reference, summed
 
 from megatron_idempotent import token_logprobs
 from megatron_idempotent.logprobs import Sampling
@@ -21,8 +22,9 @@ def test_a_graph_that_is_kept_gives_the_same_gradient_again(sampling):
     for form in ({"logits": logits}, {"hidden": hidden, "weight": weight}):
         inputs = tuple(form.values())
         stats = token_logprobs(**form, targets=torch.arange(6), entropy="grad", sampling=sampling)
-        total = stats.logprob.sum() + stats.entropy.sum()
-        once, twice = (torch.autograd.grad(total, inputs, retain_graph=True) for _ in range(2))
+        once, twice = (
+            torch.autograd.grad(summed(stats), inputs, retain_graph=True) for _ in range(2)
+        )
         assert all(map(torch.equal, once, twice))
         # One output alone, and then the other, add up to both.
         parts = [
@@ -58,9 +60,7 @@ def test_tokens_whose_outputs_have_no_gradient_are_left_out_of_the_backward():
 
     for form, inputs in forms:
         made = logits if "hidden" not in form else hidden @ weight.t()
-        logp = torch.log_softmax(made / temperature[..., None], -1)
-        logprob = logp.gather(-1, targets[..., None]).squeeze(-1)
-        wanted = torch.autograd.grad(total(logprob, -(logp.exp() * logp).sum(-1)), inputs)
+        wanted = torch.autograd.grad(total(*reference(made, targets, temperature)), inputs)
         stats = token_logprobs(
             **form, targets=targets, temperature=temperature, token_mask=mask, entropy="grad"
         )
@@ -117,14 +117,6 @@ def test_a_token_has_a_gradient_if_any_of_its_targets_has():
     found = gradient(hidden.requires_grad_(), every, hidden=hidden, weight=weight)
     for each in (whole, found):
         assert (each != 0).any(-1)[0].nonzero().flatten().tolist() == live
-
-
-def test_ids_may_be_narrow():
-    logits, targets = torch.randn(3, 4, 50), torch.randint(0, 50, (3, 4))
-    wide, narrow = (
-        token_logprobs(logits=logits, targets=each) for each in (targets, targets.int())
-    )
-    assert torch.equal(narrow.logprob, wide.logprob)
 
 
 def test_all_of_a_vocabulary_leave_no_rest_which_does_not_move():

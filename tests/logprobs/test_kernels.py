@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import hidden_cases
 import pytest
 import torch
 import torch.distributed as dist
-from cases import case, within_bounds
-from kernels import SHAPES, in_blocks, launches
+from cases import case, reference, summed, within_bounds
+from kernels import SHAPES, in_blocks, launches, with_kernels
 from test_against_float64 import alone_and_together, any_magnitude, confident
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,18 +21,6 @@ pytestmark = pytest.mark.full
 CASES = {1: 6, 2: 4}
 #: Of those out of hidden states: small ones of each type, in one part and in many.
 OF_HIDDEN = (9, 31, 33, 35, 71)
-
-
-def in_small_blocks(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Runs on a rank."""
-    with in_blocks():
-        return run(*arguments)
-
-
-@pytest.fixture
-def kernels(kernel_ranks) -> Callable[..., list[Any]]:
-    """`kernels(ranks, function, *arguments)`: on ranks, by Triton's kernels in small blocks."""
-    return lambda ranks, run, *arguments: kernel_ranks(ranks, in_small_blocks, run, *arguments)
 
 
 def against_float64(first: int, last: int) -> list[bytes]:
@@ -52,7 +39,8 @@ def against_float64(first: int, last: int) -> list[bytes]:
     assert seen == {"launch_statistics", "launch_gradient"}
     seen.clear()
     for seed in OF_HIDDEN:
-        values, launched = launches(hidden_cases.within_bounds, "cases", seed)
+        with in_blocks():
+            values, launched = launches(hidden_cases.within_bounds, "cases", seed)
         found += values
         seen |= set(launched)
     assert seen == {"launch_statistics", "launch_gradient"}
@@ -69,13 +57,14 @@ def against_float64(first: int, last: int) -> list[bytes]:
         ),
     ],
 )
-def test_within_what_rounding_allows_and_alike_on_all_ranks(kernels, ranks, first, last):
-    found, *others = kernels(ranks, against_float64, first, last)
+def test_within_what_rounding_allows_and_alike_on_all_ranks(kernel_ranks, ranks, first, last):
+    found, *others = kernel_ranks(ranks, against_float64, first, last)
     assert all(other == found for other in others)
 
 
-def of_other_modules() -> None:
-    """Runs on a rank: what torch is held to elsewhere."""
+@with_kernels
+def test_certain_tokens_outputs_that_are_changed_and_samplers_are_as_with_torch() -> None:
+    """What torch is held to elsewhere."""
     from cases import against_float64
     from test_gradients import changed_in_place
 
@@ -85,25 +74,19 @@ def of_other_modules() -> None:
     against_float64("sampled", 0, 4)
 
 
-def test_certain_tokens_outputs_that_are_changed_and_samplers_are_as_with_torch(kernels):
-    kernels(1, of_other_modules)
-
-
-def of_magnitudes() -> None:
-    """Runs on a rank: logits of any magnitude, alone and among others."""
+@pytest.mark.exhaustive
+@with_kernels
+def test_magnitudes_and_neighbours_are_as_with_torch() -> None:
+    """Logits of any magnitude, alone and among others."""
     with in_blocks("wide"):
         any_magnitude()
         alone_and_together("grad")
         confident("none")
 
 
-@pytest.mark.exhaustive
-def test_magnitudes_and_neighbours_are_as_with_torch(kernels):
-    kernels(1, of_magnitudes)
-
-
-def into_main_grad() -> None:
-    """Runs on a rank: tokens left out and many parts, whose products Megatron's sum has too."""
+@with_kernels
+def test_the_weights_gradient_is_added_to_main_grad() -> None:
+    """Tokens left out and many parts, whose products Megatron's sum has too."""
     torch.manual_seed(0)
     tokens, features, columns = 12, 8, 40
     hidden, weight = torch.randn(tokens, features), torch.randn(columns, features)
@@ -132,13 +115,9 @@ def into_main_grad() -> None:
     assert found[0][1].any()
 
 
-def test_the_weights_gradient_is_added_to_main_grad(kernels):
-    kernels(1, into_main_grad)
-
-
-def odd_values() -> None:
-    """Runs on a rank: NaN and infinities in one row stay there, and are what they are with
-    torch."""
+@with_kernels
+def test_nan_and_infinities_are_where_they_are_with_torch() -> None:
+    """They stay in their row."""
     torch.manual_seed(0)
     whole = torch.randn(8, 80)
     whole[1, 70] = torch.nan
@@ -159,10 +138,7 @@ def odd_values() -> None:
                 temperature=temperature,
                 triton=triton,
             )
-            total = stats.logprob.sum()
-            if entropy == "grad":
-                total = total + stats.entropy.sum()
-            total.backward()
+            summed(stats).backward()
             found.append([each.detach() for each in (*stats, leaf.grad) if each is not None])
         for torchs, ours in zip(*found, strict=True):
             name = f"{entropy}, {temperature}"
@@ -171,13 +147,9 @@ def odd_values() -> None:
             assert (ours[[0, 7]].isfinite()).all()
 
 
-def test_nan_and_infinities_are_where_they_are_with_torch(kernels):
-    kernels(1, odd_values)
-
-
-def beyond_int32() -> None:
-    """Runs on a rank: rows that begin beyond 2³¹ elements, in memory that is reserved and not
-    filled."""
+@with_kernels
+def test_rows_lie_beyond_what_32_bits_address() -> None:
+    """In memory that is reserved and not filled."""
     columns, stride = 20, 2**30 + 16
     # Row 3 begins beyond 2³¹ elements; pages that nobody touches take no memory.
     memory = torch.empty(3 * stride + columns, dtype=torch.bfloat16)
@@ -199,12 +171,7 @@ def beyond_int32() -> None:
     assert torch.equal(found, wanted.logprob * mask)
 
 
-def test_rows_lie_beyond_what_32_bits_address(kernels):
-    kernels(1, beyond_int32)
-
-
 def test_the_argument_comes_before_the_environment_and_that_before_the_device(monkeypatch):
-    torch = pytest.importorskip("torch")
     pytest.importorskip("triton")
     from megatron_idempotent.logprobs.arguments import backend_of
 
@@ -224,8 +191,9 @@ def test_the_argument_comes_before_the_environment_and_that_before_the_device(mo
         found(True)
 
 
-def zeros_and_padding(ownership: str) -> None:
-    """Runs on a rank: what nobody differentiates is not read, and is written as zeros."""
+@pytest.mark.parametrize("ownership", ["borrow", "consume"])
+@with_kernels
+def test_tokens_without_gradient_and_padding_are_zeros_and_not_read(ownership: str) -> None:
     torch.manual_seed(0)
     columns, real = 160, 80  # padding has whole tiles and segments of its own
     whole = torch.randn(3, 4, columns)
@@ -252,22 +220,16 @@ def zeros_and_padding(ownership: str) -> None:
         assert not leaf.grad[~used].any()
         assert not leaf.grad[..., real:].any()
         exact = whole[used][:, :real].double().requires_grad_()
-        logp = torch.log_softmax(exact, -1)
-        targets = torch.arange(12).view(3, 4)[used]
-        (logp.gather(1, targets[:, None]).sum() - (logp.exp() * logp).sum()).backward()
+        logprobs, entropies = reference(exact, torch.arange(12).view(3, 4)[used])
+        (logprobs.sum() + entropies.sum()).backward()
         # p of 80 columns times differences below 16, and float32's roundings of both.
         bound = {"rtol": 2.0**-23 * 80, "atol": 2.0**-23 * 16}
         torch.testing.assert_close(leaf.grad[used][:, :real].double(), exact.grad, **bound)
 
 
-@pytest.mark.parametrize("ownership", ["borrow", "consume"])
-def test_tokens_without_gradient_and_padding_are_zeros_and_not_read(kernels, ownership):
-    kernels(1, zeros_and_padding, ownership)
-
-
-def columns_apart() -> None:
-    """Runs on a rank: columns that are not next to each other, and whose gradients are, or are
-    not."""
+@with_kernels
+def test_columns_need_not_follow_each_other() -> None:
+    """Columns whose gradients do, or do not either."""
     torch.manual_seed(0)
     plain = torch.randn(5, 80)
     leaf = torch.zeros(80, 5)
@@ -278,18 +240,14 @@ def columns_apart() -> None:
     for logits in (plain, leaf.t(), apart[:, ::2]):
         given = logits.detach().requires_grad_()
         stats = token_logprobs(logits=given, targets=torch.arange(5), entropy="grad")
-        total = stats.logprob.sum() + stats.entropy.sum()
-        found.append((*stats[:3], *torch.autograd.grad(total, given)))
+        found.append((*stats[:3], *torch.autograd.grad(summed(stats), given)))
     for others in found[1:]:
         assert all(map(torch.equal, others, found[0]))
 
 
-def test_columns_need_not_follow_each_other(kernels):
-    kernels(1, columns_apart)
-
-
-def small_probabilities() -> None:
-    """Runs on a rank: of logits whose distances, and their quotients, are whole numbers."""
+@with_kernels
+def test_small_probabilities_lose_no_bits_to_a_large_exponent() -> None:
+    """Of logits whose distances, and their quotients, are whole numbers."""
     z = -torch.arange(0, 81, dtype=torch.float32)
     exact = -torch.softmax(z.double(), 0)
     for temperature in (1.0, 7.0):  # of which some products with 1 / 7 are no whole numbers
@@ -303,12 +261,9 @@ def small_probabilities() -> None:
         assert error.max() <= 10 * 2.0**-24, float(error.max() * 2**24)
 
 
-def test_small_probabilities_lose_no_bits_to_a_large_exponent(kernels):
-    kernels(1, small_probabilities)
-
-
-def host_reads() -> list[list[str]]:
-    """Runs on a rank: what the host would wait for a GPU for, with and without a mask."""
+@with_kernels
+def test_the_host_reads_from_the_device_once() -> None:
+    """What the host would wait for a GPU for, with and without a mask."""
 
     class Reads(TorchDispatchMode):
         def __init__(self) -> None:
@@ -345,15 +300,10 @@ def host_reads() -> list[list[str]]:
                 stats = token_logprobs(
                     logits=leaf, targets=torch.arange(4).view(2, 2), entropy="grad", **of_tokens
                 )
-                (stats.logprob.sum() + stats.entropy.sum()).backward()
+                summed(stats).backward()
         finally:
             torch.Tensor.tolist = tolist
         found.append(listed + reads.found)
-    return found
-
-
-def test_the_host_reads_from_the_device_once(kernels):
-    (found,) = kernels(1, host_reads)
     # The last: the lowest temperature of a tensor of them.
     assert found == [["tolist"], ["tolist"], ["tolist", "_local_scalar_dense"]]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from cases import Case, case, within_bounds
+from cases import Case, case, reference, summed, within_bounds
 
 from megatron_idempotent import token_logprobs
 
@@ -64,8 +64,8 @@ def test_from_hidden_states_as_from_logits(gpu, fused):
     exact = [each.double().requires_grad_() for each in (hidden, weight)]
     # Logits are rounded to the type, as an output layer's are.
     made = (hidden @ weight.t()).double() - (exact[0] @ exact[1].t()).detach()
-    logp = torch.log_softmax(exact[0] @ exact[1].t() + made, -1)
-    (logp.gather(1, targets[:, None]).sum() - (logp.exp() * logp).sum()).backward()
+    logprob, entropy = reference(exact[0] @ exact[1].t() + made, targets)
+    (logprob.sum() + entropy.sum()).backward()
     leaf, part = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     part.main_grad = torch.zeros(columns, features, device="cuda")
     stats = token_logprobs(
@@ -76,7 +76,7 @@ def test_from_hidden_states_as_from_logits(gpu, fused):
         gradient_accumulation_fusion=fused,
         workspace_bytes=200 * columns * 2,  # three parts
     )
-    (stats.logprob.sum() + stats.entropy.sum()).backward()
+    summed(stats).backward()
     of_weight = part.main_grad if fused else part.grad
     for found, wanted in ((leaf.grad, exact[0].grad), (of_weight, exact[1].grad)):
         error = (found.double() - wanted).norm() / wanted.norm()
