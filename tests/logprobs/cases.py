@@ -147,7 +147,7 @@ class Exact(NamedTuple):
     """A call's logits in float64, and what bounds are made of."""
 
     u: float
-    """What a rounding of the computing type may be off by."""
+    """The unit roundoff of the computing type."""
     scale: Any
     """The temperature as the computing type has it, [..., 1]."""
     logits: Any

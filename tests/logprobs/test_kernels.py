@@ -64,7 +64,7 @@ def test_within_what_rounding_allows_and_alike_on_all_ranks(kernel_ranks, ranks,
 
 @with_kernels
 def test_certain_tokens_outputs_that_are_changed_and_samplers_are_as_with_torch() -> None:
-    """What torch is held to elsewhere."""
+    """The kernels pass tests that torch is held to elsewhere."""
     from cases import against_float64
     from test_gradients import changed_in_place
 
@@ -149,7 +149,7 @@ def test_nan_and_infinities_are_where_they_are_with_torch() -> None:
 
 @with_kernels
 def test_rows_lie_beyond_what_32_bits_address() -> None:
-    """In memory that is reserved and not filled."""
+    """The logits' memory is reserved and not filled."""
     columns, stride = 20, 2**30 + 16
     # Row 3 begins beyond 2³¹ elements; pages that nobody touches take no memory.
     memory = torch.empty(3 * stride + columns, dtype=torch.bfloat16)
@@ -247,7 +247,7 @@ def test_columns_need_not_follow_each_other() -> None:
 
 @with_kernels
 def test_small_probabilities_lose_no_bits_to_a_large_exponent() -> None:
-    """Of logits whose distances, and their quotients, are whole numbers."""
+    """Distances of the logits, and their quotients, are whole numbers."""
     z = -torch.arange(0, 81, dtype=torch.float32)
     exact = -torch.softmax(z.double(), 0)
     for temperature in (1.0, 7.0):  # of which some products with 1 / 7 are no whole numbers
@@ -263,7 +263,7 @@ def test_small_probabilities_lose_no_bits_to_a_large_exponent() -> None:
 
 @with_kernels
 def test_the_host_reads_from_the_device_once() -> None:
-    """What the host would wait for a GPU for, with and without a mask."""
+    """The test counts what the host would wait for a GPU for, with and without a mask."""
 
     class Reads(TorchDispatchMode):
         def __init__(self) -> None:

@@ -105,7 +105,7 @@ def _divergence(p: Any, q: Any) -> Any:
 TAILS, DIRECTIONS = ("bucket", "ignore", "renormalize"), ("forward", "reverse", "mixed")
 #: The shares of the forward and of the reverse direction, with a mix of 0.3.
 SHARES = {"forward": (1.0, 0.0), "reverse": (0.0, 1.0), "mixed": (0.3, 0.7)}
-#: Of sums in float64 of up to 60 summands below 10.
+#: The roundings of up to 60 summands below 10 in float64.
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
 
 
@@ -127,37 +127,39 @@ def of_a_teachers_tokens() -> list[bytes]:
     # That an entry was left out is something that the rest of vocab_topk does not know.
     rest = topk.rest.exp() + (topk.logprob.exp() * ~valid).sum(-1)
     weights = torch.randn(4, 3, dtype=torch.float64)
-    found = []
-    for tail, direction, given in itertools.product(TAILS, DIRECTIONS, (False, True)):
+    kl_bytes = []
+    for tail, direction, with_rest in itertools.product(TAILS, DIRECTIONS, (False, True)):
         exact = whole.clone().requires_grad_()
         scaled = exact[..., :real] / temperature.double()[..., None]
         s = torch.softmax(scaled, -1).gather(-1, ids.clamp(min=0)) * valid
         p, q = t, s
         if tail == "bucket":
             p, q = (
-                torch.cat([each, left[..., None]], -1)
-                for each, left in ((t, rest), (s, 1 - s.sum(-1)))
+                torch.cat([named, others[..., None]], -1)
+                for named, others in ((t, rest), (s, 1 - s.sum(-1)))
             )
         elif tail == "renormalize":
-            p, q = (each / each.sum(-1, keepdim=True).clamp(min=1e-99) for each in (t, s))
+            p, q = (p_K / p_K.sum(-1, keepdim=True).clamp(min=1e-99) for p_K in (t, s))
         of_both = zip(SHARES[direction], ((p, q), (q, p)), strict=True)
-        wanted = sum(share * _divergence(*pair) for share, pair in of_both if share)
-        wanted = torch.where(mask, wanted, 0.0)
-        wanted.backward(torch.where(mask, weights, 0.0))
+        expected_kl = sum(share * _divergence(*pair) for share, pair in of_both if share)
+        expected_kl = torch.where(mask, expected_kl, 0.0)
+        expected_kl.backward(torch.where(mask, weights, 0.0))
         leaf = whole.chunk(size, -1)[rank].clone().requires_grad_()
         stats = token_logprobs(logits=leaf, targets=ids, **common)
         how: dict[str, Any] = {"tail": tail, "direction": direction, "mix": 0.3, "valid": valid}
-        how["teacher_rest"] = rest.log() if given and tail == "bucket" else None
-        ours = topk_kl(stats, topk.logprob, **how)
-        ours.kl.backward(weights)
-        name = f"{tail}, {direction}, {given}"
+        how["teacher_rest"] = rest.log() if with_rest and tail == "bucket" else None
+        divergence = topk_kl(stats, topk.logprob, **how)
+        divergence.kl.backward(weights)
+        name = f"{tail}, {direction}, {with_rest}"
         gradient = exact.grad.chunk(size, -1)[rank]
         masses = (torch.where(mask, p_K.detach().sum(-1), 0.0) for p_K in (s, t))
-        for value, expected in zip((leaf.grad, *ours), (gradient, wanted, *masses), strict=True):
+        for value, expected in zip(
+            (leaf.grad, *divergence), (gradient, expected_kl, *masses), strict=True
+        ):
             torch.testing.assert_close(value.detach(), expected.detach(), **EXACT, msg=name)
-        assert not ours.student_mass.requires_grad
-        assert not ours.teacher_mass.requires_grad
-        found.append(ours.kl.detach().numpy().tobytes())
+        assert not divergence.student_mass.requires_grad
+        assert not divergence.teacher_mass.requires_grad
+        kl_bytes.append(divergence.kl.detach().numpy().tobytes())
     # All of a vocabulary is the divergence of the whole, whatever is done to a tail of nothing.
     every = vocab_topk(logits=teacher.chunk(size, -1)[rank], k=real, **common)
     shard = whole.chunk(size, -1)[rank].contiguous()
@@ -166,9 +168,9 @@ def of_a_teachers_tokens() -> list[bytes]:
     s, t = (torch.softmax(logits[..., :real] / scale, -1) for logits in (whole, teacher))
     for tail, direction in itertools.product(TAILS, ("forward", "reverse")):
         kl = topk_kl(stats, every.logprob, tail=tail, direction=direction).kl
-        wanted = _divergence(*((t, s) if direction == "forward" else (s, t)))
-        torch.testing.assert_close(kl, torch.where(mask, wanted, 0.0), **EXACT)
-    return found
+        expected_kl = _divergence(*((t, s) if direction == "forward" else (s, t)))
+        torch.testing.assert_close(kl, torch.where(mask, expected_kl, 0.0), **EXACT)
+    return kl_bytes
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -178,7 +180,7 @@ def test_a_tail_is_what_its_words_say(megatron_ranks, ranks):
 
 
 def test_a_divergence_is_computed_in_float64_and_rounded_once():
-    """Of stats of float32 it has the bits of the same numbers in float64."""
+    """Stats of float32 have the divergence of the same numbers in float64."""
     torch.manual_seed(0)
     logits, teacher = torch.randn(2, 12, 40) * 3
     topk = vocab_topk(logits=teacher, k=5)
@@ -187,9 +189,9 @@ def test_a_divergence_is_computed_in_float64_and_rounded_once():
         leaf = logits.clone().requires_grad_()
         narrow = token_logprobs(logits=leaf, targets=topk.ids)
         wide = TokenStats(*(x if x is None else x.detach().double() for x in narrow))
-        found = topk_kl(narrow, topk.logprob, teacher_rest=topk.rest, **how)
+        rounded = topk_kl(narrow, topk.logprob, teacher_rest=topk.rest, **how)
         exact = topk_kl(wide, topk.logprob.double(), teacher_rest=topk.rest.double(), **how)
-        assert all(map(torch.equal, found, (x.float() for x in exact))), (tail, direction)
+        assert all(map(torch.equal, rounded, (x.float() for x in exact))), (tail, direction)
 
 
 def test_a_tail_of_next_to_nothing_is_exact_where_the_teacher_says_it():
@@ -204,11 +206,11 @@ def test_a_tail_of_next_to_nothing_is_exact_where_the_teacher_says_it():
         return topk_kl(stats, topk.logprob, teacher_rest=topk.rest, direction="mixed").kl
 
     leaf = logits.clone().requires_grad_()
-    kl, wanted = divergence(leaf, teacher), divergence(logits.double(), teacher.double())
-    assert (wanted > 0).all()
-    assert (wanted < 1e-17).all()
+    kl, expected_kl = divergence(leaf, teacher), divergence(logits.double(), teacher.double())
+    assert (expected_kl > 0).all()
+    assert (expected_kl < 1e-17).all()
     # The rests are logarithms below 64 of float32: each is off by 2⁻¹⁹ at the most.
-    torch.testing.assert_close(kl.detach().double(), wanted, rtol=4 * 2.0**-19, atol=0)
+    torch.testing.assert_close(kl.detach().double(), expected_kl, rtol=4 * 2.0**-19, atol=0)
     kl.sum().backward()
     assert leaf.grad.isfinite().all()
     # What is not told is no less than rounding: of a rest that somebody has, no infinity is made.
