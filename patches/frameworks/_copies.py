@@ -1,14 +1,15 @@
 """Holds wrappers for frameworks' copies of Megatron's `train()` and wiring.
 
-Their case files list the statements that a wrapper relies on, not reviewed bodies: the code around
-these statements changes with every release, and many frameworks run from a checkout without a
-version.
+It also tells whether a framework cleans up after an exception by itself. The wrappers' case files
+list the statements that a wrapper relies on, not reviewed bodies: the code around these statements
+changes with every release, and many frameworks run from a checkout without a version.
 """
 
 from __future__ import annotations
 
+import ast
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_idempotent.megatron.ddp import is_no_sync_of
@@ -101,3 +102,33 @@ def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:
         body.contains("gc.enable()") and not body.contains("config.no_sync_func is None")
         for body in bodies.values()
     )
+
+
+def cleans_up(
+    by: str = "", *, after: str = "", in_handler: bool = False
+) -> Callable[[Mapping[str, Body]], bool]:
+    """Make a function for `Patch.fixed_when`: True if every body has a `try` with a `finally`.
+
+    Args:
+        by: a statement that the `finally` must have; empty for any.
+        after: a statement that the `try` must have; empty for any.
+        in_handler: True to look for `by` in the `try`'s handlers of exceptions, and not in its
+            `finally`.
+    """
+
+    def cleanup_of(node: ast.Try) -> list[ast.stmt]:
+        in_handlers = [line for handler in node.handlers for line in handler.body]
+        return in_handlers if in_handler else node.finalbody
+
+    def has_cleanup(body: Body) -> bool:
+        return any(
+            isinstance(node, ast.Try) and _has(cleanup_of(node), by) and _has(node.body, after)
+            for node in ast.walk(body.tree)
+        )
+
+    return lambda bodies: all(map(has_cleanup, bodies.values()))
+
+
+def _has(statements: Sequence[ast.stmt], statement: str) -> bool:
+    """Return whether a statement is among others; for an empty one, whether there are others."""
+    return statement in map(ast.unparse, statements) if statement else bool(statements)

@@ -24,36 +24,20 @@ Remove when:
 
 from __future__ import annotations
 
-import ast
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_idempotent.patches._case import Broken, Original, Patch, arguments, target
 
 from megatron_idempotent.megatron.training import stopping
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatron_idempotent.patching.source import Body
+from . import _copies
 
 
 def train_step(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run Bridge's `train_step`; if it raises, stop the timers that the step started."""
     timers = arguments(original, args, kwargs)["global_state"].timers
     return stopping(timers, original, *args, **kwargs)
-
-
-def stops_always(bodies: Mapping[str, Body]) -> bool:
-    """Return whether all functions in `bodies` stop the timer in a `finally`."""
-    stop = "timers('optimizer').stop()"
-    return all(
-        any(
-            isinstance(node, ast.Try) and stop in map(ast.unparse, node.finalbody)
-            for node in ast.walk(body.tree)
-        )
-        for body in bodies.values()
-    )
 
 
 def reproduce() -> None:
@@ -85,6 +69,6 @@ PATCH = Patch(
         'timers("optimizer").stop()',
     ),
     since="0.3",
-    fixed_when=stops_always,
+    fixed_when=_copies.cleans_up("timers('optimizer').stop()"),
     stock_error=r"AssertionError: timer has already been started",
 )

@@ -26,19 +26,13 @@ Remove when:
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_idempotent.patches._case import Fault, Original, Patch, target
 
-from . import _nemo_rl
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatron_idempotent.patching.source import Body
+from . import _copies, _nemo_rl
 
 
 def use_reference_model(original: Original, self: Any) -> AbstractContextManager[None]:
@@ -53,17 +47,6 @@ def _restoring(swapped: AbstractContextManager[None]) -> Iterator[None]:
         yield
     finally:
         swapped.__exit__(None, None, None)
-
-
-def restores_always(bodies: Mapping[str, Body]) -> bool:
-    """Return whether all functions in `bodies` yield in a `try` that has a `finally`."""
-    return all(
-        any(
-            isinstance(node, ast.Try) and node.finalbody and "yield" in map(ast.unparse, node.body)
-            for node in ast.walk(body.tree)
-        )
-        for body in bodies.values()
-    )
 
 
 def reproduce() -> None:
@@ -89,5 +72,5 @@ PATCH = Patch(
         "yield",
     ),
     since="0.1",
-    fixed_when=restores_always,
+    fixed_when=_copies.cleans_up(after="yield"),
 )

@@ -24,17 +24,11 @@ Remove when:
 
 from __future__ import annotations
 
-import ast
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_idempotent.patches._case import Original, Patch, target
 
-from . import _roll
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatron_idempotent.patching.source import Body
+from . import _copies, _roll
 
 
 def train_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,18 +40,6 @@ def train_step(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         raise
-
-
-def zeroes_always(bodies: Mapping[str, Body]) -> bool:
-    """Return whether all functions in `bodies` zero the gradients where an exception is handled."""
-    return all(
-        any(
-            isinstance(node, ast.ExceptHandler)
-            and "self.optimizer.zero_grad()" in map(ast.unparse, node.body)
-            for node in ast.walk(body.tree)
-        )
-        for body in bodies.values()
-    )
 
 
 def reproduce() -> None:
@@ -79,6 +61,6 @@ PATCH = Patch(
         "self.optimizer.zero_grad()",
     ),
     since="0.0",
-    fixed_when=zeroes_always,
+    fixed_when=_copies.cleans_up("self.optimizer.zero_grad()", in_handler=True),
     loudness="both",
 )

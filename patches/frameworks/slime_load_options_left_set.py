@@ -26,17 +26,11 @@ Remove when:
 
 from __future__ import annotations
 
-import ast
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_idempotent.patches._case import Broken, Fault, Original, Patch, target
 
-from . import _actors
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from megatron_idempotent.patching.source import Body
+from . import _actors, _copies
 
 _OPTIONS = ("load", "no_load_optim", "no_load_rng", "finetune", "ckpt_step")
 
@@ -48,14 +42,6 @@ def load_other_checkpoint(original: Original, self: Any, *args: Any, **kwargs: A
         original(self, *args, **kwargs)
     finally:
         vars(self.args).update(options)
-
-
-def restores_always(bodies: Mapping[str, Body]) -> bool:
-    """Return whether every function in `bodies` has a `finally` that can restore arguments."""
-    return all(
-        any(isinstance(node, ast.Try) and node.finalbody for node in ast.walk(body.tree))
-        for body in bodies.values()
-    )
 
 
 def reproduce() -> None:
@@ -87,6 +73,6 @@ PATCH = Patch(
         "self.args.finetune = True",
     ),
     since="0.2.1",
-    fixed_when=restores_always,
+    fixed_when=_copies.cleans_up(),
     ranks=1,
 )
