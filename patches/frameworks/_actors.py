@@ -168,11 +168,12 @@ class Actor:
         _standins.replace("ray")
         _standins.import_alone(f"{framework}.utils.tensor_backper")
         for name in _TIMERS:
-            module = importlib.import_module(f"{framework}.{name}")
-            module.timer = _watching  # type: ignore[attr-defined]
-            module.inverse_timer = _watching  # type: ignore[attr-defined]
-            module.with_logs = _watching  # type: ignore[attr-defined]
-            module.with_defer = lambda _: _watching  # type: ignore[attr-defined]
+            vars(importlib.import_module(f"{framework}.{name}")).update(
+                timer=_watching,
+                inverse_timer=_watching,
+                with_logs=_watching,
+                with_defer=lambda _: _watching,
+            )
         base = importlib.import_module(f"{framework}.ray.train_actor")
         base.TrainRayActor = _RayActor  # type: ignore[attr-defined]
         return _standins.import_alone(
@@ -181,27 +182,25 @@ class Actor:
 
     def _stand_in(self, framework: str) -> None:
         module = self.module
-        standins: dict[str, Any] = {
-            "AutoConfig": _standins.Thing(),
-            "AutoTokenizer": _standins.Thing(),
-            "dist": _standins.Off(
+        vars(module).update(
+            AutoConfig=_standins.Thing(),
+            AutoTokenizer=_standins.Thing(),
+            dist=_standins.Off(
                 get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda **_: None
             ),
-            "clear_memory": lambda **_: None,
-            "forward_only": fail,
-            "get_data_iterator": lambda *_: (None, [1]),
-            "initialize_model_and_optimizer": lambda *_, **__: ([None], None, None, 6),
-            "is_megatron_main_rank": lambda: False,
-            "load_checkpoint": self._load,
-            "named_params_and_buffers": lambda *_, **__: [("weight", self.weight)],
-            "save": lambda *_: self.saved.append(float(self.weight[0])),
-            "UpdateWeightFromDistributed": lambda *_, **__: _standins.Off(
+            clear_memory=lambda **_: None,
+            forward_only=fail,
+            get_data_iterator=lambda *_: (None, [1]),
+            initialize_model_and_optimizer=lambda *_, **__: ([None], None, None, 6),
+            is_megatron_main_rank=lambda: False,
+            load_checkpoint=self._load,
+            named_params_and_buffers=lambda *_, **__: [("weight", self.weight)],
+            save=lambda *_: self.saved.append(float(self.weight[0])),
+            UpdateWeightFromDistributed=lambda *_, **__: _standins.Off(
                 update_weights=lambda: self.sent.append(float(self.weight[0])),
                 is_rollout_engines_fresh=lambda: True,
             ),
-        }
-        for name, value in standins.items():
-            setattr(module, name, value)
+        )
         if framework == "miles":
             module.is_multi_lora_enabled = lambda _: False
             module.all_replay_managers = []

@@ -6,7 +6,6 @@ its data, checkpoints, logging and configuration classes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,19 +136,18 @@ class Bridge:
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
         module, running = self._module("train"), self.program
-        offered = {
-            "forward_step_func": self.forward_step,
-            "data_iterator": running.data[0],
-            "model": running.chunks,
-            "optimizer": running.optimizer,
-            "scheduler": running.scheduler,
-            "global_state": self.state,
-            "pg_collection": self.groups,
-            "forward_backward_func": get_forward_backward_func(),
-            "p2p_communicator": P2PCommunicator(self.groups.pp, running.config),
-        }
-        parameters = inspect.signature(module.train_step).parameters
-        return module.train_step(**{name: offered[name] for name in parameters if name in offered})
+        return _standins.call(
+            module.train_step,
+            forward_step_func=self.forward_step,
+            data_iterator=running.data[0],
+            model=running.chunks,
+            optimizer=running.optimizer,
+            scheduler=running.scheduler,
+            global_state=self.state,
+            pg_collection=self.groups,
+            forward_backward_func=get_forward_backward_func(),
+            p2p_communicator=P2PCommunicator(self.groups.pp, running.config),
+        )
 
     def evaluate(self) -> Any:
         """Run one call of Bridge's `evaluate`, and return its result."""
@@ -190,10 +188,7 @@ class Bridge:
 
 def import_checkpoints() -> tuple[Any, Any, Any]:
     """Import and return three modules of Bridge: configurations, training state and checkpoints."""
-    modules = {
-        name: _standins.import_alone(f"megatron.bridge.{name}", "modelopt", "transformers")
-        for name in _OF_CHECKPOINTS
-    }
+    modules = _standins.import_all("megatron.bridge", _OF_CHECKPOINTS, "modelopt", "transformers")
     module = modules["training.checkpointing"]
     module.fault_tolerance = _standins.Thing()
     module.is_hf_checkpoint_dir = module.should_fire = lambda *_: False

@@ -40,7 +40,7 @@ class NemoRL(Windows):
 
         (model,) = self.bench.chunks
         ddp = model.ddp_config
-        self.module, worker_class = _modules(worker)
+        self.module, worker_class = import_worker(worker)
         self._stand_in()
         self.worker = methods(
             worker_class,
@@ -149,21 +149,19 @@ class NemoRL(Windows):
         import torch
 
         sequences = torch.tensor(1.0)
-        standins: dict[str, Any] = {
-            "BatchedDataDict": _Data,
-            "get_microbatch_iterator": self._iterator,
-            "process_global_batch": lambda data, **_: {
+        vars(self.module).update(
+            BatchedDataDict=_Data,
+            get_microbatch_iterator=self._iterator,
+            process_global_batch=lambda data, **_: {
                 "batch": data,
                 "global_valid_seqs": sequences,
                 "global_valid_toks": torch.tensor(2.0),
             },
-            "logical_and_across_model_parallel_group": lambda value, **_: value,
-            "reduce_max_stat_across_model_parallel_group": lambda value, **_: value,
-            "broadcast_loss_metrics_from_last_stage": lambda value: value,
-            "broadcast_tensors_from_last_stage": lambda value: value,
-        }
-        for name, value in standins.items():
-            setattr(self.module, name, value)
+            logical_and_across_model_parallel_group=lambda value, **_: value,
+            reduce_max_stat_across_model_parallel_group=lambda value, **_: value,
+            broadcast_loss_metrics_from_last_stage=lambda value: value,
+            broadcast_tensors_from_last_stage=lambda value: value,
+        )
         train = _standins.import_alone("nemo_rl.models.megatron.train")
         train.wrap_loss_fn_with_input_preparation = (
             lambda logits_BTV, *, loss_fn, data, global_valid_toks, **_: loss_fn(
@@ -197,7 +195,7 @@ class _Data(dict):  # type: ignore[type-arg]
         return self
 
 
-def _modules(worker: str) -> tuple[Any, type]:
+def import_worker(worker: str) -> tuple[Any, type]:
     """Import the module of NeMo-RL's policy or value worker; return the module and the class."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
@@ -205,13 +203,11 @@ def _modules(worker: str) -> tuple[Any, type]:
         if not hasattr(mcore_fsdp_adapter, name):  # up to 0.19 there is a single class
             setattr(mcore_fsdp_adapter, name, type(name, (), {}))
     _standins.replace("ray")  # ray would fail to make an actor of a class whose bases are stand-ins
-    for module in ("nemo_rl.utils.nsys", "nemo_rl.utils.timer", "nemo_rl.models.megatron.train"):
-        _standins.import_alone(module, *_ABSENT)
-    if worker == "policy":
-        module = _standins.import_alone(POLICY.split(":")[0], *_ABSENT)
-        return module, module.MegatronPolicyWorkerImpl
-    module = _standins.import_alone(VALUE.split(":")[0], *_ABSENT)
-    return module, module.MegatronValueWorkerImpl
+    names = ("utils.nsys", "utils.timer", "models.megatron.train")
+    _standins.import_all("nemo_rl", names, *_ABSENT)
+    module_name, _, class_name = {"policy": POLICY, "value": VALUE}[worker].partition(":")
+    module = _standins.import_alone(module_name, *_ABSENT)
+    return module, getattr(module, class_name)
 
 
 def _microbatch(batch: dict[str, Any]) -> Any:

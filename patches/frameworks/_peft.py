@@ -318,18 +318,16 @@ def bridge(kind: str, **options: Any) -> Any:
     engine = importlib.import_module("megatron.core.extensions.transformer_engine")
     for name, layer in grouped_layers().items():
         setattr(engine, name, layer)
-    imported: dict[str, Any] = {}
-    for name in _REAL:
-        module = f"megatron.bridge.{name}"
-        if not imported or _standins.is_there(module):  # older releases lack some
-            imported[name] = _standins.import_alone(module, "transformer_engine")
-    modules = {
+    modules = _standins.import_all(
+        "megatron.bridge", _REAL, "transformer_engine", skip_missing=True
+    )
+    names = {
         "LoRA": "lora",
         "DoRA": "dora",
         "CanonicalLoRA": "canonical_lora",
         "MultiLoRA": "multi_lora",
     }
-    return getattr(imported[f"peft.{modules[kind]}"], kind)(**options)
+    return getattr(modules[f"peft.{names[kind]}"], kind)(**options)
 
 
 def exported(chunks: Any, *, merge: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -383,14 +381,12 @@ def _planned(chunks: Any) -> tuple[Any, list[Any]]:
 
 @functools.cache
 def _qwen() -> Any:
-    imported = {
-        name: _standins.import_alone(f"megatron.bridge.{name}", "modelopt", "transformer_engine")
-        for name in _CONVERSION
-        if _standins.is_there(f"megatron.bridge.{name}")
-    }
+    modules = _standins.import_all(
+        "megatron.bridge", _CONVERSION, "modelopt", "transformer_engine", skip_missing=True
+    )
     fsdp: Any = importlib.import_module("megatron.bridge.training.fsdp_compat")
     fsdp.MEGATRON_FSDP_TYPES = ()
-    kinds = imported["models.conversion.param_mapping"]
+    kinds = modules["models.conversion.param_mapping"]
     layer = ("decoder.layers.*.", "model.layers.*.")
     names = {f"{layer[0]}{core}": f"{layer[1]}{qwen}" for core, qwen in _LAYER.items()} | _MODEL
     mappings = [kinds.AutoMapping(core, f"{qwen}.weight") for core, qwen in names.items()]
@@ -399,13 +395,13 @@ def _qwen() -> Any:
     for core, qwen in _GATED.items():
         both = {half: f"{layer[1]}{qwen}.{half}_proj.weight" for half in ("gate", "up")}
         mappings.append(kinds.GatedMLPMapping(f"{layer[0]}{core}", **both))
-    model_bridge = imported["models.conversion.model_bridge"]
+    model_bridge = modules["models.conversion.model_bridge"]
 
     class Qwen(model_bridge.MegatronModelBridge):  # type: ignore[misc,name-defined]
         provider_bridge = None
 
         def mapping_registry(self) -> Any:
-            registry = imported["models.conversion.mapping_registry"].MegatronMappingRegistry
+            registry = modules["models.conversion.mapping_registry"].MegatronMappingRegistry
             return registry(*mappings)
 
     return Qwen

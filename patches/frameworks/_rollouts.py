@@ -6,13 +6,13 @@ data, loss, logging and checkpoint modules are stand-ins.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_idempotent.patches._case import Broken
 
 from . import _standins
+from ._workers import MICROBATCHES, target_logprobs
 
 # Options that the frameworks' own parsers add to Megatron's arguments; all are off.
 _OFF = (
@@ -23,15 +23,12 @@ _OFF = (
     *("reset_optimizer_states", "save_debug_train_data", "use_dynamic_batch_size"),
     *("use_rollout_entropy", "use_wandb"),
 )
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     **dict.fromkeys(_OFF),
     **dict.fromkeys(("data_pad_size_multiplier", "n_samples_per_prompt", "rollout_batch_size"), 1),
     "qkv_format": "thd",
     "rollout_top_p": 1.0,
 }
-
-#: The number of microbatches of a step.
-MICROBATCHES = 4
 
 
 class Rollouts:
@@ -65,51 +62,50 @@ class Rollouts:
         self._rollout = 0
         self._read = 0
         self._batches: list[Any] = []
-        vars(self.program.args).update(_OPTIONS | vars(self.program.args))
+        vars(self.program.args).update(OPTIONS | vars(self.program.args))
         self._stand_in(framework)
         for chunk in self.program.chunks:
-            # The frameworks leave positions and mask to models with rotary embeddings.
-            chunk.module.register_forward_pre_hook(self._complete, with_kwargs=True)
+            chunk.module.register_forward_pre_hook(with_positions, with_kwargs=True)
 
     def train(self, steps: int, *, first: int) -> None:
         """Run one rollout, i.e. one call of `train()`, over the data of `steps` steps from `first`.
 
         All ranks take part. The same step has the same data in every call.
         """
-        stop = (first + steps) * MICROBATCHES
-        while len(self._batches) < stop:
-            self._batches.append(next(self.program.data[0]))
-        offered = {
-            "rollout_id": self._rollout,
-            "model": self.program.chunks,
-            "optimizer": self.program.optimizer,
-            "opt_param_scheduler": self.program.scheduler,
-            "data_iterator": [_Data(self._batches[first * MICROBATCHES : stop])],
-            "num_microbatches": [MICROBATCHES] * steps,
-            "global_batch_sizes": [MICROBATCHES] * steps,
-            "num_rollouts": [MICROBATCHES] * steps,
-            "witness_info": None,
-            "attempt": 0,
-        }
-        parameters = inspect.signature(self.module.train).parameters
-        self._rollout += 1
-        self.module.train(**{name: offered[name] for name in parameters if name in offered})
+        rollout_id, self._rollout = self._rollout, self._rollout + 1
+        _standins.call(
+            self.module.train,
+            rollout_id=rollout_id,
+            model=self.program.chunks,
+            optimizer=self.program.optimizer,
+            opt_param_scheduler=self.program.scheduler,
+            data_iterator=self._data(first, steps),
+            num_microbatches=[MICROBATCHES] * steps,
+            global_batch_sizes=[MICROBATCHES] * steps,
+            num_rollouts=[MICROBATCHES] * steps,
+            witness_info=None,
+            attempt=0,
+        )
 
     def infer(self, *, first: int) -> None:
         """Compute the log-probs of step `first`'s data by one call of slime's `forward_only()`."""
         import torch
 
-        while len(self._batches) < (first + 1) * MICROBATCHES:
-            self._batches.append(next(self.program.data[0]))
-        data = _Data(self._batches[first * MICROBATCHES : (first + 1) * MICROBATCHES])
         with torch.no_grad():
             self.module.forward_only(
                 lambda output, **_: (torch.zeros(()), {"log_probs": [output]}),
                 self.program.args,
                 self.program.chunks,
-                [data],
+                self._data(first, 1),
                 [MICROBATCHES],
             )
+
+    def _data(self, first: int, steps: int) -> list[Data]:
+        """Return the data iterators of a rollout over `steps` steps from `first`."""
+        stop = (first + steps) * MICROBATCHES
+        while len(self._batches) < stop:
+            self._batches.append(next(self.program.data[0]))
+        return [Data(self._batches[first * MICROBATCHES : stop])]
 
     def _stand_in(self, framework: str) -> None:
         from unittest.mock import MagicMock
@@ -136,23 +132,17 @@ class Rollouts:
         self._read += 1
         if self._read == self.fail_at:
             raise Broken("a microbatch that cannot be read")
-        tokens_BT, self._positions_BT, self._mask = next(data)
+        tokens_BT, _, _ = next(data)
         return {
             "tokens": tokens_BT,
             **dict.fromkeys(("multimodal_train_inputs", "packed_seq_params", "full_loss_masks")),
             **dict.fromkeys(("unconcat_tokens", "total_lengths", "response_lengths")),
         }
 
-    def _complete(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        kwargs.pop("loss_mask", None)
-        return args, kwargs | {"position_ids": self._positions_BT, "attention_mask": self._mask}
-
     def _loss(self, args: Any, batch: Any, *more: Any, **_: Any) -> tuple[Any, Any, dict[str, Any]]:
         import torch
 
-        logits_BTV = more[-1]
-        log_probs_BTV = torch.log_softmax(logits_BTV.float(), dim=-1)
-        loss = -log_probs_BTV.gather(-1, batch["tokens"][..., None]).mean()
+        loss = -target_logprobs(more[-1], batch["tokens"]).mean()
         self.losses.append(float(loss))
         values = torch.stack([torch.ones(()), loss.detach()])
         return loss, torch.tensor(1), {"keys": ["loss"], "values": values}
@@ -168,7 +158,21 @@ def run_twice(framework: str) -> None:
     rollouts.train(1, first=1)
 
 
-class _Data:
+def with_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Forward pre-hook of a model: add the positions and the causal mask of rows to its arguments.
+    slime and miles leave both to models with rotary embeddings.
+    """
+    import torch
+
+    kwargs.pop("loss_mask", None)
+    tokens_BT = kwargs["input_ids"]
+    length = tokens_BT.shape[1]
+    hidden = torch.ones(1, 1, length, length).tril() < 0.5
+    positions_BT = torch.arange(length).expand_as(tokens_BT)
+    return args, kwargs | {"position_ids": positions_BT, "attention_mask": hidden}
+
+
+class Data:
     """Iterates over a rollout's batches; after `reset()` it starts again from the first batch."""
 
     def __init__(self, batches: Sequence[Any]) -> None:

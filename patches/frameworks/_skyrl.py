@@ -14,9 +14,10 @@ from typing import Any
 from . import _standins
 from ._workers import MICROBATCHES, Windows, methods, weights_of
 
-WORKERS = "skyrl.backends.skyrl_train.workers.megatron"
+_PACKAGE = "skyrl.backends.skyrl_train"
+WORKERS = f"{_PACKAGE}.workers.megatron"
 WRAPPER = f"{WORKERS}.megatron_model_wrapper:MegatronModelWrapper"
-_ABSENT = ("megatron.bridge", "transformers", "omegaconf", "loguru", "huggingface_hub", "peft")
+ABSENT = ("megatron.bridge", "transformers", "omegaconf", "loguru", "huggingface_hub", "peft")
 
 
 class SkyRL(Windows):
@@ -32,7 +33,7 @@ class SkyRL(Windows):
     def __init__(self, **layout: Any) -> None:
         super().__init__(**layout)
         _standins.replace("ray")
-        self.module = _standins.import_alone(WRAPPER.split(":")[0], *_ABSENT)
+        self.module = _standins.import_alone(WRAPPER.split(":")[0], *ABSENT)
         self._stand_in()
         cfg = _standins.Off(
             policy=SimpleNamespace(megatron_config=_standins.Off(mtp_loss_weight=0.0)),
@@ -43,14 +44,14 @@ class SkyRL(Windows):
         self.model = self.module.MegatronModelWrapper(
             cfg, bench.chunks, bench.optimizer, self._policy_loss
         )
-        worker = _standins.import_alone(f"{WORKERS}.megatron_worker", *_ABSENT)
+        worker = _standins.import_alone(f"{WORKERS}.megatron_worker", *ABSENT)
         worker.WeightChunk = SimpleNamespace
         self.worker = methods(
             worker.MegatronPolicyWorkerBase,
             model=self.model,
             actor_module=bench.chunks,
             optimizer=bench.optimizer,
-            strategy=SimpleNamespace(optimizer_step=_optimizer_step),
+            strategy=SimpleNamespace(optimizer_step=optimizer_step),
         )
         self.exporter = methods(
             worker.MegatronWeightExtractor,
@@ -126,8 +127,7 @@ class SkyRL(Windows):
         return logprobs_BT
 
 
-_DISTRIBUTED = "skyrl.backends.skyrl_train.distributed"
-STRATEGY = f"{_DISTRIBUTED}.megatron.megatron_strategy"
+STRATEGY = f"{_PACKAGE}.distributed.megatron.megatron_strategy"
 _HOLDER = "megatron.core.dist_checkpointing.strategies.base"
 
 
@@ -142,17 +142,17 @@ def import_strategy() -> Any:
     _standins.replace("ray")
     if _HOLDER not in sys.modules and importlib.util.find_spec(_HOLDER) is None:
         sys.modules[_HOLDER] = strategies.base = ModuleType(_HOLDER)
-    absent = (*_ABSENT, "jaxtyping", "s3fs", "botocore", "boto3")
-    utils = "skyrl.backends.skyrl_train.utils.io"
-    for name in (
-        f"{utils}.s3fs",
-        f"{utils}.io",
-        f"{_DISTRIBUTED}.megatron.megatron_utils",
-        f"{_DISTRIBUTED}.strategy",
-        STRATEGY,
-    ):
-        module = _standins.import_alone(name, *absent)
-    module.io = sys.modules[f"{utils}.io"]
+    absent = (*ABSENT, "jaxtyping", "s3fs", "botocore", "boto3")
+    names = (
+        "utils.io.s3fs",
+        "utils.io.io",
+        "distributed.megatron.megatron_utils",
+        "distributed.strategy",
+        "distributed.megatron.megatron_strategy",
+    )
+    modules = _standins.import_all(_PACKAGE, names, *absent)
+    module = modules["distributed.megatron.megatron_strategy"]
+    module.io = modules["utils.io.io"]
     return module
 
 
@@ -172,7 +172,7 @@ def strategy_of(chunks: list[Any]) -> tuple[Any, Any]:
     return strategy, SimpleNamespace(actor_module=chunks)
 
 
-def _optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
+def optimizer_step(optimizer: Any, model: Any, scheduler: Any, name: str) -> Any:
     """Take an optimizer step, zero the gradients, and return the gradient norm.
     This function replaces the step of SkyRL's strategy, and calls no scheduler.
     """

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -43,7 +44,35 @@ def import_alone(module: str, *absent: str) -> Any:
     return importlib.import_module(module)
 
 
-def is_there(module: str) -> bool:
+def import_all(
+    package: str, names: Sequence[str], *absent: str, skip_missing: bool = False
+) -> dict[str, Any]:
+    """Import several modules of a framework in this order, each as `import_alone` does.
+
+    Args:
+        package: the package that holds the modules, such as `slime.backends`.
+        names: the modules' names inside of it, such as `megatron_utils.model`.
+        absent: other packages to stand in for, if they are not installed.
+        skip_missing: True to skip modules after the first one that this release lacks.
+
+    Returns:
+        Name → module.
+    """
+    modules: dict[str, Any] = {}
+    for name in names:
+        module = f"{package}.{name}"
+        if not (skip_missing and modules) or _is_there(module):
+            modules[name] = import_alone(module, *absent)
+    return modules
+
+
+def call(function: Callable[..., Any], **offered: Any) -> Any:
+    """Call a framework's function with those arguments of `offered` that this release takes."""
+    parameters = inspect.signature(function).parameters
+    return function(**{name: value for name, value in offered.items() if name in parameters})
+
+
+def _is_there(module: str) -> bool:
     """Return whether a framework's module has a file, without importing the module.
     Another module of its package must have been imported before.
     """

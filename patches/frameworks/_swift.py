@@ -7,15 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from . import _standins
+from ._workers import methods
 
 ABSENT = ("mcore_bridge", "modelscope", "transformers")
 
 
-def trainer(method: str, options: Sequence[str]) -> Any:
-    """Return a stand-in for ms-swift's Megatron trainer; its `call` runs ms-swift's own `method`.
+def trainer(options: Sequence[str]) -> Any:
+    """Return a stand-in for ms-swift's Megatron trainer, with the methods of ms-swift's own.
 
     Args:
-        method: the name of a method of `BaseMegatronTrainer`.
         options: options of Megatron, as on a command line.
     """
     from megatron_idempotent.proof.cpu import program
@@ -23,7 +23,8 @@ def trainer(method: str, options: Sequence[str]) -> Any:
     running = program.start(options)
     running.args.is_multimodal = running.args.nccl_comm_warmup = False
     module = _standins.import_alone("swift.megatron.trainers.base", *ABSENT)
-    standin = SimpleNamespace(
+    return methods(
+        module.BaseMegatronTrainer,
         args=running.args,
         config=running.config,
         optimizer=running.optimizer,
@@ -32,5 +33,3 @@ def trainer(method: str, options: Sequence[str]) -> Any:
         call_event=lambda name: None,
         _prepare_data_iterator=lambda *datasets: (None, None),
     )
-    standin.call = lambda *args: getattr(module.BaseMegatronTrainer, method)(standin, *args)
-    return standin

@@ -20,15 +20,15 @@ MANAGER = "verl.utils.checkpoint.megatron_checkpoint_manager"
 def import_manager() -> Any:
     """Import verl's module of `MegatronCheckpointManager`, with stand-ins for devices and logs."""
     _standins.replace("ray")
-    for name in (
-        "verl.utils.device",
-        "verl.utils.fs",
-        "verl.utils.checkpoint.checkpoint_manager",
-        "verl.utils.megatron.dist_checkpointing",
-        "verl.utils.megatron_utils",
-        MANAGER,
-    ):
-        module = _standins.import_alone(name, *ABSENT)
+    names = (
+        "device",
+        "fs",
+        "checkpoint.checkpoint_manager",
+        "megatron.dist_checkpointing",
+        "megatron_utils",
+        "checkpoint.megatron_checkpoint_manager",
+    )
+    module = _standins.import_all("verl.utils", names, *ABSENT)[names[-1]]
     import torch
 
     module.get_device_name = lambda: "cuda"

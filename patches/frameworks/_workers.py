@@ -57,14 +57,11 @@ class Windows:
         """Return the targets' mean negative log-prob; raise `Broken` if `fail` names the loss.
         If `fail` names the backward, the backward of the result raises.
         """
-        import torch
-
         self._break("loss")
-        log_probs_BTV = torch.log_softmax(logits_BTV.float(), dim=-1)
-        loss = -log_probs_BTV.gather(-1, tokens_BT[..., None]).mean()
+        loss = -target_logprobs(logits_BTV, tokens_BT).mean()
         self.losses.append(float(loss))
         if self._fails("backward") and loss.requires_grad:
-            loss.register_hook(_broken)  # type: ignore[no-untyped-call]
+            loss.register_hook(_broken)
         self._read += 1
         return loss
 
@@ -79,9 +76,7 @@ class Windows:
         logits. Stand-ins hand them to the framework's code in place of what it would compute
         itself.
         """
-        logprobs_BTV = logits_BTV.float().log_softmax(-1)
-        logprobs_BT = logprobs_BTV.gather(-1, target_BT[..., None])[:, :-1, 0]
-        return self.loss(logits_BTV, target_BT), logprobs_BT
+        return self.loss(logits_BTV, target_BT), target_logprobs(logits_BTV, target_BT)[:, :-1]
 
     def failing(self, site: tuple[str, int], call: Callable[[], Any]) -> None:
         """Run `call()` with a failure at `site`, a (point, microbatch) pair, and catch the error.
@@ -136,6 +131,12 @@ def methods(*classes: type, **attributes: Any) -> Any:
         if not name.startswith("__")
     }
     return type(classes[-1].__name__, (Off,), members)(**attributes)
+
+
+def target_logprobs(logits_BTV: Any, target_BT: Any) -> Any:
+    """Return the log-probs [B, T] of target tokens, in float32."""
+    logprobs_BTV = logits_BTV.float().log_softmax(-1)
+    return logprobs_BTV.gather(-1, target_BT[..., None])[..., 0]
 
 
 def weights_of(chunks: list[Any], **_: Any) -> Iterator[tuple[str, Any]]:

@@ -48,9 +48,9 @@ def reproduce() -> None:
     """
     from ._swift import trainer
 
-    swift = trainer("setup_model_training", ["--overlap-grad-reduce"])
-    swift.call()
-    swift.call()
+    swift = trainer(["--overlap-grad-reduce"])
+    swift.setup_model_training()
+    swift.setup_model_training()
 
 
 PATCH = Patch(

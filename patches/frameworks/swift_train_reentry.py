@@ -43,9 +43,9 @@ def reproduce() -> None:
     """
     from ._swift import trainer
 
-    swift = trainer("train", ["--overlap-grad-reduce"])
-    swift.call(None, None)
-    swift.call(None, None)
+    swift = trainer(["--overlap-grad-reduce"])
+    swift.train(None, None)
+    swift.train(None, None)
 
 
 PATCH = Patch(

@@ -112,7 +112,7 @@ def control() -> object:
     model, load, _ = saved()
     model.train_step(1, data_seed=1)
     load()
-    return model.parameters().numpy().tobytes()
+    return model.bits()
 
 
 _OF = f"{MANAGER}:MegatronCheckpointManager"

@@ -1,10 +1,14 @@
-"""Loads the adapters of `examples/` for frameworks' own steps, by the names of the frameworks."""
+"""Imports frameworks from checkouts, and loads the adapters of `examples/` for their steps."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron_idempotent.patches.frameworks import _standins
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 #: The model of packs, with which no position ids come, and whose sizes differ.
@@ -17,6 +21,25 @@ PACKED = {
         "moe_aux_loss_coeff": 1.0,
     },
 }
+
+
+def import_from(source: str, package: str, names: Sequence[str], *absent: str) -> dict[str, Any]:
+    """Import modules of a framework from its checkout, in this order; return name → module.
+
+    Stand-ins replace ray, the rest of the framework, and what is `absent` and not installed.
+    """
+    if source not in sys.path:
+        sys.path.insert(0, source)
+        _standins.replace("ray")
+    return _standins.import_all(package, names, *absent)
+
+
+def same_bits(run: Callable[..., Any], cases: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """Run each case with the adapter and without it; return whether both outcomes are equal.
+
+    `run(adapted, **options)` returns an outcome; `cases` are the options by name.
+    """
+    return {name: run(True, **options) == run(False, **options) for name, options in cases.items()}
 
 
 def adapter(name: str) -> Any:

@@ -7,10 +7,10 @@ Legend: B rows, T positions.
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
+from adapters import import_from
 from megatron_idempotent.patches.frameworks import _bridge, _standins
 
 _REAL = (
@@ -23,9 +23,7 @@ _REAL = (
 
 def modules(source: str) -> Any:
     """Import Bridge's own modules; return that of the losses."""
-    if source not in sys.path:
-        sys.path.insert(0, source)
-    return [_standins.import_alone(f"megatron.bridge.{name}", "modelopt") for name in _REAL][-1]
+    return import_from(source, "megatron.bridge", _REAL, "modelopt")["training.losses"]
 
 
 class BridgeWorker(_bridge.Bridge):

@@ -22,14 +22,14 @@ def put(module: Any, *, dim: int = 4, alpha: int = 8, **options: Any) -> None:
     for name, layer in _layers().items():
         setattr(engine, name, layer)
     module.requires_grad_(False)
-    names = [f"mcore_bridge.tuners.{name}" for name in ("utils", "npu_lora", "lora")]
-    for name in names:
-        if name.endswith("utils") or _standins.is_there(name):
-            tuner = _standins.import_alone(name, "transformer_engine")
+    names = ("utils", "npu_lora", "lora")
+    modules = _standins.import_all(
+        "mcore_bridge.tuners", names, "transformer_engine", skip_missing=True
+    )
     for name, layer in list(module.named_modules()):
         parent, _, own = name.rpartition(".")
         if own in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"):
-            adapted = tuner.LoraParallelLinear(
+            adapted = modules["lora"].LoraParallelLinear(
                 layer if hasattr(layer, "num_gemms") else _engines(layer),
                 "default",
                 r=dim,

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+from adapters import import_from
 from megatron_idempotent.patches.frameworks import _nemo_rl, _standins
 
 from megatron_idempotent.proof.cpu import tiny
@@ -40,12 +41,8 @@ _REAL = (
 
 def import_nemo_rl(source: str) -> None:
     """Import what NeMo-RL's workers compute with from a checkout."""
-    if source not in sys.path:
-        sys.path.insert(0, source)
-        _standins.replace("ray")
-    for name in _REAL:
-        _standins.import_alone(f"nemo_rl.{name}", "megatron.bridge", "hydra", "zmq")
-    _nemo_rl._modules("policy")
+    import_from(source, "nemo_rl", _REAL, "megatron.bridge", "hydra", "zmq")
+    _nemo_rl.import_worker("policy")
 
 
 class NemoWorker(_nemo_rl.NemoRL):

@@ -15,25 +15,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from adapters import import_from
 from megatron_idempotent.patches.frameworks import (
     _bridge,
     _nemo_rl,
     _peft,
     _skyrl,
-    _standins,
     _verl,
 )
 from megatron_idempotent.patches.frameworks._workers import methods
 
 from megatron_idempotent.proof.certify import Subject
 from megatron_idempotent.proof.certify.checkpoints import DistCheckpoint, LowRank, Training
-
-
-def _import(source: str, package: str, names: tuple[str, ...], *absent: str) -> list[Any]:
-    """Import these modules of a framework from its checkout; the rest of it are stand-ins."""
-    if source not in sys.path:
-        sys.path.insert(0, source)
-    return [_standins.import_alone(f"{package}.{name}", *absent) for name in names]
 
 
 class _Worker(DistCheckpoint):
@@ -195,7 +188,7 @@ class NemoRL(Bridge):
         """Import NeMo-RL before Megatron, as its program does."""
         super().__init__()
         sys.path.insert(0, os.environ["NEMO_RL_SOURCE"])
-        _, self.made = _nemo_rl._modules("policy")
+        _, self.made = _nemo_rl.import_worker("policy")
 
     def build(self, subject: Subject) -> None:
         super().build(subject)
@@ -225,10 +218,9 @@ class Slime(Training):
 
     def __init__(self) -> None:
         """Import slime before Megatron, as its program does."""
-        names = ("checkpoint", "model")
-        self.checkpoint, self.module = _import(
-            os.environ["SLIME_SOURCE"], "slime.backends.megatron_utils", names, "tqdm", "wandb"
-        )
+        package, names = "slime.backends.megatron_utils", ("checkpoint", "model")
+        imported = import_from(os.environ["SLIME_SOURCE"], package, names, "tqdm", "wandb")
+        self.checkpoint, self.module = imported["checkpoint"], imported["model"]
 
     def build(self, subject: Subject) -> None:
         super().build(subject)

@@ -5,12 +5,13 @@ Legend: B rows, T positions, A positions of the answer.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from adapters import PACKED
+from adapters import PACKED, import_from
 from megatron_idempotent.patches.frameworks import _skyrl, _standins
 from megatron_idempotent.patches.frameworks._workers import methods
 
@@ -36,14 +37,9 @@ _REAL = (
 
 def modules(source: str) -> tuple[Any, Any]:
     """SkyRL's modules of the wrapper and of the worker, with all that they compute with."""
-    if source not in sys.path:
-        sys.path.insert(0, source)
-        _standins.replace("ray")
-    found = [
-        _standins.import_alone(f"skyrl.{name}", *_skyrl._ABSENT, "jaxtyping") for name in _REAL
-    ]
-    wrapper, worker = found[-2:]
-    wrapper.router_replay_schedule = _nothing
+    imported = import_from(source, "skyrl", _REAL, *_skyrl.ABSENT, "jaxtyping")
+    wrapper, worker = (imported[name] for name in _REAL[-2:])
+    wrapper.router_replay_schedule = lambda *_: contextlib.nullcontext()
     wrapper.to_te_attention_mask = lambda keep_BT: None if keep_BT is None else _causal(keep_BT)
     return wrapper, worker
 
@@ -94,7 +90,7 @@ class SkyWorker:
             optimizer=bench.optimizer,
             scheduler=SimpleNamespace(step=lambda increment: None),
             strategy=SimpleNamespace(
-                all_reduce=lambda metrics, *_, **__: metrics, optimizer_step=_skyrl._optimizer_step
+                all_reduce=lambda metrics, *_, **__: metrics, optimizer_step=_skyrl.optimizer_step
             ),
             cfg=self.model.cfg,
             empty_cuda_cache=False,
@@ -131,7 +127,7 @@ class SkyWorker:
         return self.worker.optim_step(), found
 
     def parameters(self) -> bytes:
-        bits: bytes = self.bench.parameters().numpy().tobytes()
+        bits: bytes = self.bench.bits()
         return bits
 
     def _microbatch(self, seed: int, number: int) -> dict[str, Any]:
@@ -168,7 +164,7 @@ def _config(packed: bool) -> Any:
         policy_loss_type="regular",
         eps_clip_low=0.2,
         eps_clip_high=0.2,
-        off_policy_correction=_Nothing(),
+        off_policy_correction=_standins.Off(),
         use_entropy_loss=False,
         use_kl_loss=True,
         kl_loss_coef=0.01,
@@ -186,19 +182,6 @@ def _config(packed: bool) -> Any:
         policy=SimpleNamespace(megatron_config=megatron),
         algorithm=algorithm,
     )
-
-
-class _Nothing:
-    """A configuration in which nothing is set."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def _nothing(*_: Any) -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
 
 
 def _causal(keep_BT: Any) -> Any:

@@ -5,14 +5,13 @@ Legend: B rows, T positions, V vocabulary.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import torch
+from adapters import import_from
 from megatron_idempotent.patches.frameworks import _rollouts, _standins
 
 _REAL = (
@@ -27,10 +26,8 @@ _REAL = (
 
 def modules(source: str) -> tuple[Any, Any]:
     """Import slime's modules of the loss and of the loop, with all that they compute with."""
-    if source not in sys.path:
-        sys.path.insert(0, source)
-    found = [_standins.import_alone(f"slime.{name}", "tqdm", "wandb") for name in _REAL]
-    return found[3], found[5]
+    imported = import_from(source, "slime", _REAL, "tqdm", "wandb")
+    return imported["backends.megatron_utils.loss"], imported["backends.megatron_utils.model"]
 
 
 class SlimeWorker:
@@ -49,7 +46,7 @@ class SlimeWorker:
         self.losses, self.module = modules(source)
         ddp, config = subject.chunks[0].ddp_config, subject.config
         self.args = SimpleNamespace(
-            **_rollouts._OPTIONS,
+            **_rollouts.OPTIONS,
             align_grad_reduce=True,
             align_param_gather=False,
             calculate_per_token_loss=config.calculate_per_token_loss,
@@ -76,7 +73,7 @@ class SlimeWorker:
         self.module.get_batch = lambda data, *_: next(data)
         self.module.logging_utils = self
         for chunk in subject.chunks:
-            chunk.module.register_forward_pre_hook(_complete, with_kwargs=True)
+            chunk.module.register_forward_pre_hook(_rollouts.with_positions, with_kwargs=True)
 
     def train(self, batches: list[Mapping[str, Any]], rows: int) -> dict[str, float]:
         """Run one rollout over these microbatches, of `rows` rows on all replicas; return its log.
@@ -90,7 +87,7 @@ class SlimeWorker:
             model=self.subject.chunks,
             optimizer=self.subject.optimizer,
             opt_param_scheduler=_standins.Thing(),
-            data_iterator=[_Data(batches) for _ in self.subject.chunks],
+            data_iterator=[_rollouts.Data(batches) for _ in self.subject.chunks],
             num_microbatches=[len(batches)],
             global_batch_sizes=[rows],
         )
@@ -118,26 +115,3 @@ def batch(rows: Mapping[str, Any]) -> dict[str, Any]:
             ("full_loss_masks", "multimodal_train_inputs", "packed_seq_params", "rollout_mask_sums")
         ),
     }
-
-
-class _Data:
-    """Holds a rollout's batches, which `train()` starts over."""
-
-    def __init__(self, batches: list[Mapping[str, Any]]) -> None:
-        self._batches = batches
-
-    def reset(self) -> None:
-        self._rest: Iterator[Any] = iter(self._batches)
-
-    def __next__(self) -> Any:
-        return next(self._rest)
-
-
-def _complete(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Add positions and mask, which slime leaves to models with rotary embeddings."""
-    kwargs.pop("loss_mask", None)
-    tokens_BT = kwargs["input_ids"]
-    length = tokens_BT.shape[1]
-    positions_BT = torch.arange(length).expand_as(tokens_BT)
-    hidden = torch.ones(1, 1, length, length).tril() < 0.5
-    return args, kwargs | {"position_ids": positions_BT, "attention_mask": hidden}

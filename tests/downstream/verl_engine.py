@@ -10,12 +10,36 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_idempotent.patches.frameworks import _standins
+from megatron_idempotent.patches.frameworks._verl import ABSENT
 from megatron_idempotent.patches.frameworks._workers import Windows, methods
 
-BASE = "verl.workers.engine.base"
-MODULE = "verl.workers.engine.megatron.transformer_impl"
-WIRING = "verl.utils.megatron_utils"
-_ABSENT = ("transformers", "omegaconf", "tensordict", "mbridge", "peft")
+#: verl's modules, inside of its package.
+BASE = "workers.engine.base"
+MODULE = "workers.engine.megatron.transformer_impl"
+WIRING = "utils.megatron_utils"
+
+
+def engine_of(base: Any, module: Any, bench: Any, **attributes: Any) -> Any:
+    """Return verl's engine around a model, with what its modules compute on a device replaced.
+
+    Args:
+        base: verl's module of `BaseEngine`.
+        module: verl's module of `MegatronEngine`.
+        bench: the model's chunks, optimizer and configuration.
+        attributes: further attributes of the engine, and methods in place of its own.
+    """
+    base.maybe_fix_3d_position_ids = lambda _: None
+    base.get_device_name = module.get_device_name = lambda: "cuda"
+    module.get_device_id = lambda: "cpu"
+    return methods(
+        base.BaseEngine,
+        module.MegatronEngine,
+        module=bench.chunks,
+        optimizer=bench.optimizer,
+        tf_config=bench.config,
+        to=lambda **_: None,
+        **attributes,
+    )
 
 
 class Verl(Windows):
@@ -26,26 +50,21 @@ class Verl(Windows):
 
         super().__init__(wire=False, **layout)
         _standins.replace("ray")
-        wiring = _standins.import_alone(WIRING, *_ABSENT)
-        base = _standins.import_alone(BASE, *_ABSENT)
-        self.module = module = _standins.import_alone(MODULE, *_ABSENT)
+        names = (WIRING, BASE, MODULE)
+        wiring, base, module = _standins.import_all("verl", names, *ABSENT).values()
+        self.module = module
         bench = self.bench
         wiring.register_megatron_training_hooks(bench.chunks, bench.optimizer)
-        base.maybe_fix_3d_position_ids = lambda _: None
-        base.get_device_name = module.get_device_name = lambda: "cuda"
-        module.get_device_id = lambda: "cpu"
         module.tu.get_non_tensor_data = lambda data, key, default=None: default
         if hasattr(module, "RouterReplayHelper"):  # since 0.7; a stand-in, whose answers are true
             module.RouterReplayHelper.is_r2_record_action = lambda *_: False
         module.prepare_micro_batches = lambda data, **_: (data.rows, None)
         module.make_batch_generator = lambda rows, vpp_size: self.reading(rows)
         module.postprocess_batch_func = lambda output_lst, **_: {"metrics": {}}
-        self.engine = methods(
-            base.BaseEngine,
-            module.MegatronEngine,
-            module=bench.chunks,
-            optimizer=bench.optimizer,
-            tf_config=bench.config,
+        self.engine = engine_of(
+            base,
+            module,
+            bench,
             model_config=SimpleNamespace(mtp=SimpleNamespace(enable=False)),
             engine_config=SimpleNamespace(
                 context_parallel_size=1,
@@ -56,7 +75,6 @@ class Verl(Windows):
             _is_offload_grad=False,
             _is_offload_optimizer=False,
             forward_step=self.forward_step,
-            to=lambda **_: None,
             is_mp_src_rank_with_outputs=lambda: True,
         )
         self._modes = {"train": module.EngineTrainModeCtx, "eval": module.EngineEvalModeCtx}

@@ -14,23 +14,27 @@ from typing import Any
 
 import torch
 import verl_engine
-from adapters import PACKED
-from megatron_idempotent.patches.frameworks import _standins
-from megatron_idempotent.patches.frameworks._workers import methods
+from adapters import PACKED, import_from
+from megatron_idempotent.patches.frameworks._verl import ABSENT
 
 from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.step import own_positions
 
-_ABSENT = (*verl_engine._ABSENT, "codetiming")
 #: Lengths of the two sequences of a pack add up to that, and so many tokens of each count: sums
 #: over all packs are powers of two, by which a division changes no bits.
 PACK, VALID = 32, 8
-_FORWARD = (
-    "verl.utils.megatron.pipeline_parallel",
-    "verl.utils.megatron.tensor_parallel",
-    "verl.models.mcore.util",
-    "verl.models.mcore.model_forward",
-    "verl.workers.utils.losses",
+_REAL = (
+    "workers.engine.megatron",  # with a recipe's lines, which come before Megatron
+    "utils.torch_functional",
+    "trainer.ppo.core_algos",
+    verl_engine.WIRING,
+    "utils.megatron.pipeline_parallel",
+    "utils.megatron.tensor_parallel",
+    "models.mcore.util",
+    "models.mcore.model_forward",
+    "workers.utils.losses",
+    verl_engine.BASE,
+    verl_engine.MODULE,
 )
 
 
@@ -43,29 +47,13 @@ class Data(dict):  # type: ignore[type-arg]
 
 def modules(source: str) -> tuple[Any, Any, Any]:
     """verl's modules of the base, the engine and the losses."""
-    if source not in sys.path:
-        sys.path.insert(0, source)
-        _standins.replace("ray")
-    names = (
-        "verl.workers.engine.megatron",  # with a recipe's lines, which come before Megatron
-        "verl.utils.torch_functional",
-        "verl.trainer.ppo.core_algos",
-        verl_engine.WIRING,
-        *_FORWARD,
-        verl_engine.BASE,
-        verl_engine.MODULE,
-    )
-    _, _, losses, wiring, stages, _, util, forward, sft, base, module = [
-        _standins.import_alone(name, *_ABSENT) for name in names
-    ]
+    imported = import_from(source, "verl", _REAL, *ABSENT, "codetiming")
+    _, _, losses, wiring, stages, _, util, forward, sft, base, module = imported.values()
     util.is_npu_available = False
     sft.tu, sft.DatasetPadMode = module.tu, module.DatasetPadMode
     models = sys.modules["verl.models.mcore"]
     models.get_mcore_engine_forward_fn = lambda _: forward.gptmodel_forward_model_engine
     module.extract_multi_modal_inputs = lambda _: {}
-    base.maybe_fix_3d_position_ids = lambda _: None
-    base.get_device_name = module.get_device_name = lambda: "cuda"
-    module.get_device_id = lambda: "cpu"
     wiring.get_device_id = lambda: "cuda"
     module.tu.get_non_tensor_data = lambda data, key, default=None: data.get(key, default)
     module.tu.assign_non_tensor = lambda data, **values: data.update(values)
@@ -111,12 +99,10 @@ class VerlWorker:
         wiring.register_megatron_training_hooks(bench.chunks, bench.optimizer)
         self.replica = parallel_state.get_data_parallel_rank()
         lm_head = module.MegatronEngineWithLMHead
-        self.engine = methods(
-            base.BaseEngine,
-            module.MegatronEngine,
-            module=bench.chunks,
-            optimizer=bench.optimizer,
-            tf_config=bench.config,
+        self.engine = verl_engine.engine_of(
+            base,
+            module,
+            bench,
             model_config=SimpleNamespace(
                 mtp=SimpleNamespace(enable=False),
                 hf_config=SimpleNamespace(architectures=["GPTModel"]),
@@ -130,7 +116,6 @@ class VerlWorker:
                 use_fused_kernels=False,
                 use_remove_padding=True,
             ),
-            to=lambda **_: None,
             **({} if packed else _OF_ROWS),
         )
         plain = type(self.engine)
@@ -188,7 +173,7 @@ class VerlWorker:
         return loss, {"actor/pg_loss": loss.item()}
 
     def parameters(self) -> bytes:
-        bits: bytes = self.bench.parameters().numpy().tobytes()
+        bits: bytes = self.bench.bits()
         return bits
 
 
@@ -214,8 +199,7 @@ def _forward_step(
 ) -> tuple[Any, Any]:
     batch = next(batches)
     tokens_BT = batch["input_ids"]
-    positions_BT = torch.arange(tiny.SEQUENCE).expand_as(tokens_BT)
-    hidden = torch.ones(1, 1, tiny.SEQUENCE, tiny.SEQUENCE).tril() < 0.5
+    _, positions_BT, hidden = tiny.inputs(0)
     output = model(
         own_positions(tokens_BT), own_positions(positions_BT), own_positions(hidden, dim=2)
     )
