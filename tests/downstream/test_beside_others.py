@@ -260,8 +260,7 @@ def taken(name: str, order: str) -> bytes:
     model = tiny.build(dtype="bf16", overlap_param_gather=True)
     for seed in range(3):
         model.train_step(2, data_seed=seed)
-    params = [each.detach().float().flatten() for each in model.chunks[0].parameters()]
-    return torch.cat(params).numpy().tobytes()
+    return model.bits()
 
 
 def reproduced(name: str, hazard: str, order: str) -> None:
@@ -365,7 +364,7 @@ def liger() -> None:
     apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
 
 
-def with_kernels(order: str) -> tuple[bytes, dict[str, str]]:
+def with_kernels(order: str) -> tuple[tuple[list[float], bytes], dict[str, str]]:
     """Take a step with Liger's kernels on a rank, in Triton's interpreter."""
     actions = {"theirs": liger, "ours": megatron_idempotent.apply}
     for each in order.split():
@@ -377,17 +376,16 @@ def with_kernels(order: str) -> tuple[bytes, dict[str, str]]:
     model = tiny.build()
     losses = model.forward_backward(2, data_seed=0)
     model.step()
-    params = [each.detach().flatten() for each in model.chunks[0].parameters()]
     reasons = {row.id: row.reason for row in megatron_idempotent.report()}
-    return torch.cat([torch.tensor(losses), *params]).numpy().tobytes(), reasons
+    return (losses, model.bits()), reasons
 
 
 def test_liger_s_kernels_run_with_the_same_bits_in_both_orders(kernel_ranks):
     pytest.importorskip("liger_kernel")
     ((alone, _),) = kernel_ranks(1, with_kernels, "theirs")
     for order in ("theirs ours", "ours theirs"):
-        ((bits, reasons),) = kernel_ranks(1, with_kernels, order)
-        assert bits == alone
+        ((outcome, reasons),) = kernel_ranks(1, with_kernels, order)
+        assert outcome == alone
         # It replaces cross entropies and norms, and we patch none of these.
         assert not [reason for reason in reasons.values() if "liger" in reason]
 
@@ -408,8 +406,7 @@ def restarted() -> tuple[list[int], bytes, bytes]:
             if fail and seed == 1:
                 model.on_microbatch = stop
             model.train_step(2, data_seed=seed)
-        params = [each.detach().float().flatten() for each in model.chunks[0].parameters()]
-        return torch.cat(params).numpy().tobytes()
+        return model.bits()
 
     def stop(index: int, loss: Any) -> None:
         if index == 1:

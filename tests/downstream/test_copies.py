@@ -180,7 +180,7 @@ def rollouts(folder: str, calls: tuple[int, ...], applied: bool) -> bytes:
 
     for steps in calls:
         load(SLIME).train(model.chunks, [step] * steps)
-    return model.parameters().numpy().tobytes()
+    return model.bits()
 
 
 @needs_training

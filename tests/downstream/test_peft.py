@@ -12,10 +12,15 @@ import json
 import os
 import sys
 import zlib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron_idempotent.patches.frameworks import _bridge, _peft
 from ranks import tiered
+
+import megatron_idempotent
 
 pytestmark = pytest.mark.full
 
@@ -88,18 +93,19 @@ MCORE = {
 USUAL = ("LoRA tp sp, fused", "LoRA shared outer ep dp, fused", "DoRA tp sp, rank 16", "tp sp")
 
 
+def patched(source):
+    """Runs on a rank: let a source of Megatron-Bridge be found, if one is given; apply all."""
+    if source:
+        sys.path.insert(0, source)
+    megatron_idempotent.apply()
+
+
 def built(source, kind, layout, more):
     """Runs on a rank: (a model, [(whole name, cuts, parameter)] of all that is trained).
 
     Values depend on a parameter's place in the whole model and on nothing else.
     """
-    if source:
-        sys.path.insert(0, source)
-    from megatron_idempotent.patches.frameworks import _peft
-
-    import megatron_idempotent
-
-    megatron_idempotent.apply()
+    patched(source)
     if kind == "mcore-bridge":
         from mcore_adapters import put as kind
     bench = _peft.build(kind, layout, **more)
@@ -148,12 +154,7 @@ def _drop_the_same(module):
 
 def recomputed(source, kind, layout):
     """Runs on a rank: the gradients without recomputation, and with each kind of it."""
-    from megatron_idempotent.patches.frameworks import _peft
-
-    import megatron_idempotent
-
-    sys.path.insert(0, source)
-    megatron_idempotent.apply()
+    patched(source)
     found, part = [], "moe" if "experts" in layout else "mlp"
     for how in (
         {},
@@ -173,12 +174,7 @@ def recomputed(source, kind, layout):
 
 def masks(source, layout, more):
     """Runs on a rank: which features the adapters of the first expert dropped first, by layer."""
-    from megatron_idempotent.patches.frameworks import _peft
-
-    import megatron_idempotent
-
-    sys.path.insert(0, source)
-    megatron_idempotent.apply()
+    patched(source)
     bench, found = _peft.build("LoRA", layout, **more, **DROPS), {}
     for name, adapter in bench.chunks[0].module.named_modules():
         if name.endswith(".adapter") and ".experts." in name:
@@ -227,8 +223,6 @@ def exports(source, kind, layout, more, folder=None):
 
     With a folder the adapters are saved there, for peft.
     """
-    from megatron_idempotent.patches.frameworks import _peft
-
     bench, _ = built(source, kind, layout, more)
     factors, merged = _peft.exported(bench.chunks)
     _, base = _peft.exported(bench.chunks, merge=False)
@@ -240,10 +234,6 @@ def exports(source, kind, layout, more, folder=None):
 
 def _auto_bridge(provider=None):
     """Bridge's own class, without a model of Hugging Face; a provider builds the model."""
-    from types import SimpleNamespace
-
-    from megatron_idempotent.patches.frameworks import _peft
-
     bridge = _peft.auto_bridge()
     own = bridge.__new__(bridge)
     own.hf_pretrained, own.to_megatron_provider = None, lambda load_weights: provider
@@ -259,10 +249,7 @@ def _auto_bridge(provider=None):
 
 def saved_adapters(source, kind, layout, folder):
     """Runs on a rank: save adapters as Bridge saves them in training, and their export beside."""
-    from pathlib import Path
-
     from megatron.core import dist_checkpointing
-    from megatron_idempotent.patches.frameworks import _bridge, _peft
 
     bench, _ = built(source, kind, layout, {})
     adapters = _peft.bridge(kind, dim=4, alpha=8)
@@ -278,14 +265,7 @@ def saved_adapters(source, kind, layout, folder):
 
 def export_saved(source, layout, folder):
     """Runs on a rank: let Bridge export a checkpoint's adapters, out of a model of its own."""
-    from types import SimpleNamespace
-
-    from megatron_idempotent.patches.frameworks import _bridge, _peft
-
-    import megatron_idempotent
-
-    sys.path.insert(0, source)
-    megatron_idempotent.apply()
+    patched(source)
     _bridge.import_checkpoints()
     _peft.bridge("LoRA")
     hooks = []
@@ -305,8 +285,6 @@ def export_saved(source, layout, folder):
 
 def reloaded(source, kind, layout, more):
     """Runs on a rank: logits of a model with adapters, of one of its export, and of its base."""
-    from megatron_idempotent.patches.frameworks import _peft
-
     bench, _ = built(source, kind, layout, more)
     weights = {
         name.replace(".to_wrap", ""): each.detach().clone()

@@ -12,8 +12,13 @@ import os
 from typing import Any
 
 import pytest
+from adapters import adapter, same_bits
 
 SOURCE = os.environ.get("SKYRL_SOURCE", "")
+LOSSES: dict[str, dict[str, Any]] = {
+    "policy loss": {},
+    "cross entropy": {"loss_fn": "cross_entropy"},
+}
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(not SOURCE, reason="SKYRL_SOURCE names no checkout of SkyRL"),
@@ -22,7 +27,6 @@ pytestmark = [
 
 def worker(adapted: bool, **layout: Any) -> Any:
     """Runs on a rank: SkyRL's worker, with the adapter or without."""
-    from adapters import adapter
     from skyrl_worker import SkyWorker, modules
 
     import megatron_idempotent
@@ -33,28 +37,24 @@ def worker(adapted: bool, **layout: Any) -> Any:
     return SkyWorker(SOURCE, made, **{"overlap_grad_reduce": False, **layout})
 
 
-def windows(adapted: bool, calls: Any, *, layout: Any = None, **options: Any) -> Any:
-    """The parameters after two windows, and all that their calls and steps returned."""
+def windows(adapted: bool, *, layout: Any = None, **options: Any) -> Any:
+    """The parameters after two windows of two calls, and all that their calls and steps
+    returned."""
     sky = worker(adapted, **(layout or {}))
-    found = [sky.step(seed, calls, **options) for seed in range(2)]
+    found = [sky.step(seed, (2, 4), **options) for seed in range(2)]
     assert found[0][0] > 0
     return sky.parameters(), found
 
 
 def compared() -> dict[str, bool]:
     """Runs on a rank; returns what has the bits of SkyRL's own window."""
-    policy, tinker = (2, 4), {"loss_fn": "cross_entropy"}
-    theirs = windows(False, policy)
     # Overlap has other buckets, so the norm is summed in another order: nothing is clipped.
     large = {"optimizer_overrides": {"clip_grad": 1e9}}
     overlap = {"overlap_grad_reduce": True, **large}
     experts = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
     return {
-        "policy loss": windows(True, policy) == theirs,
-        "cross entropy": windows(True, policy, **tinker) == windows(False, policy, **tinker),
-        "experts": windows(True, policy, layout=experts) == windows(False, policy, layout=experts),
-        "overlap": windows(True, policy, layout=overlap)[0]
-        == windows(False, policy, layout=large)[0],
+        **same_bits(windows, {**LOSSES, "experts": {"layout": experts}}),
+        "overlap": windows(True, layout=overlap)[0] == windows(False, layout=large)[0],
     }
 
 
@@ -66,11 +66,7 @@ def test_windows_of_several_calls_have_the_bits_of_skyrls(megatron_ranks):
 def packed(layout: dict[str, Any]) -> dict[str, bool]:
     """Runs on a rank; returns what has the bits of SkyRL's own window on the same packs."""
     layout = {"packed": True, **layout}
-    found = {}
-    for name, how in {"policy loss": {}, "cross entropy": {"loss_fn": "cross_entropy"}}.items():
-        ours, theirs = (windows(each, (2, 4), layout=layout, **how) for each in (True, False))
-        found[name] = ours == theirs
-    return found
+    return same_bits(windows, {name: {**loss, "layout": layout} for name, loss in LOSSES.items()})
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import pytest
+from adapters import adapter, same_bits
 
 SOURCE = os.environ.get("VERL_SOURCE", "")
 LARGE = {"optimizer_overrides": {"clip_grad": 1e9}}
@@ -20,7 +21,6 @@ pytestmark = [
 
 def worker(adapted: bool, **layout: Any) -> Any:
     """Runs on a rank: verl's engine, with the adapter or without."""
-    from adapters import adapter
     from verl_worker import VerlWorker, modules
 
     import megatron_idempotent
@@ -41,16 +41,11 @@ def batches(adapted: bool, **layout: Any) -> Any:
 
 def compared() -> dict[str, bool]:
     """Runs on a rank; returns what has the bits of verl's own `train_batch`."""
-    theirs = batches(False)
     experts = {"experts": 4, "config_overrides": {"moe_aux_loss_coeff": 1.0}}
     tokens = {"moe_aux_loss_coeff": 1.0, "calculate_per_token_loss": True}
     per_token = {"experts": 4, "config_overrides": tokens}
-    return {
-        "dense": batches(True) == theirs,
-        "experts": batches(True, **experts) == batches(False, **experts),
-        "experts, per token": batches(True, **per_token) == batches(False, **per_token),
-        "two calls": two_calls(),
-    }
+    cases = {"dense": {}, "experts": experts, "experts, per token": per_token}
+    return {**same_bits(batches, cases), "two calls": two_calls()}
 
 
 def two_calls() -> bool:
@@ -76,11 +71,11 @@ def test_train_batch_on_the_adapter_has_the_bits_of_verls(megatron_ranks):
 def packed(layout: dict[str, Any]) -> dict[str, bool]:
     """Runs on a rank; returns what has the bits of verl's own `train_batch` on the same packs."""
     layout = {"packed": True, **layout}
-    found = {}
-    for name, per_token in {"averaged": False, "per token": True}.items():
-        options = {**layout, "config_overrides": {"calculate_per_token_loss": per_token}}
-        found[name] = batches(True, **options) == batches(False, **options)
-    return found
+    cases = {
+        name: {**layout, "config_overrides": {"calculate_per_token_loss": per_token}}
+        for name, per_token in {"averaged": False, "per token": True}.items()
+    }
+    return same_bits(batches, cases)
 
 
 @pytest.mark.parametrize(
