@@ -63,20 +63,25 @@ def tokens_BT() -> torch.Tensor:
     return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(5))
 
 
-def make(folder: Any, name: str) -> None:
-    """Write a checkpoint, its logits, and in float64 those of the same without float32 inside."""
+def model_of(name: str, generator: torch.Generator, **settings: Any) -> Any:
+    """Return a model of `CASES`, with random weights and these changes to its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, more = CASES[name]
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **{**_SIZES, **more}, dtype=torch.float32)
+        AutoConfig.for_model(kind, **{**_SIZES, **more, **settings}, dtype=torch.float32)
     ).eval()
-    generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter.normal_(std=0.3, generator=generator)
             if "norm" in parameter_name:
                 parameter.add_(1.0)  # biases and norms start as zeros and ones, which hide mix-ups
+    return model
+
+
+def make(folder: Any, name: str) -> None:
+    """Write a checkpoint, its logits, and in float64 those of the same without float32 inside."""
+    model = model_of(name, torch.Generator().manual_seed(len(name)))
     model.save_pretrained(folder)
     torch.save(logits_of(model), folder / "logits.bin")
     if name in HALF:

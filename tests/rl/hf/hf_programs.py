@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_idempotent
+from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.rl.engines.vllm_inbox import Patched
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, build_gpt, load_hf
 from megatron_idempotent.rl.weights import Staging, WeightUpdate
@@ -88,8 +89,6 @@ def loaded(folder: Any, **overrides: Any) -> tuple[Architecture, Any, list[Any]]
 
 def logits_of(chunks: list[Any], config: Any) -> torch.Tensor | None:
     """[B, T, V] on the last stage, through Megatron's schedule."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     b, t = hf_checkpoints.B, hf_checkpoints.T
     positions_BT = torch.arange(t).expand(b, -1)
     hidden = torch.ones(1, 1, t, t).tril() < 0.5
@@ -108,16 +107,9 @@ def logits_of(chunks: list[Any], config: Any) -> torch.Tensor | None:
     data = [iter([hf_checkpoints.tokens_BT()] * count) for _ in chunks]
     for chunk in chunks:
         chunk.eval()
+    model = tiny.Tiny(config=config, chunks=chunks, optimizer=None, sequence=t, batch=b)
     with torch.no_grad():
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=data if len(data) > 1 else data[0],
-            model=chunks,
-            num_microbatches=count,
-            seq_length=t,
-            micro_batch_size=b,
-            forward_only=True,
-        )
+        model.schedule(data if len(data) > 1 else data[0], count, forward_step, forward_only=True)
     return seen[0] if seen else None
 
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import hf_checkpoints
 import hf_programs
 import pytest
 import torch
 from ranks import on_ranks
 
+from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.rl.hf import Architecture, Lora, MegatronWeights, load_hf
 
 pytestmark = pytest.mark.full
 
 
-def trained(root: Any, folder: Any) -> tuple[Any, list[Any], Any, Any]:
-    """Runs on a rank: a model in DDP with a checkpoint's weights, and a function that makes a
-    step."""
-    from megatron.core import parallel_state
+def trained(root: Any, folder: Any) -> tuple[Architecture, tiny.Tiny]:
+    """Runs on a rank: a model in DDP with a checkpoint's weights, to be trained."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_idempotent import wire_train_config
 
@@ -55,39 +54,21 @@ def trained(root: Any, folder: Any) -> tuple[Any, list[Any], Any, Any]:
     )
     wire_train_config(chunks, optimizer)
     load_hf(root / folder, chunks, optimizer=optimizer)
-
-    def step(seed: int) -> None:
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(seed + parallel_state.get_data_parallel_rank())
-        tokens_BT = torch.randint(0, 51, (2, 16), generator=generator)
-        positions_BT = torch.arange(16).expand(2, -1)
-        hidden = torch.ones(1, 1, 16, 16).tril() < 0.5
-
-        def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Any]:
-            losses_BT = model(tokens_BT, positions_BT, hidden, labels=tokens_BT)
-            return losses_BT, lambda losses: (losses.float().mean(), {})
-
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=None,
-            model=chunks,
-            num_microbatches=1,
-            seq_length=16,
-            micro_batch_size=2,
-            forward_only=False,
-        )
-        assert optimizer.step()[0]
-
-    return arch, chunks, optimizer, step
+    return arch, tiny.Tiny(
+        config=config,
+        chunks=chunks,
+        optimizer=optimizer,
+        sequence=hf_checkpoints.T,
+        vocabulary=hf_checkpoints.V,
+    )
 
 
 def right_after_a_step(root: Any, name: str) -> bool:
     """Runs on two data-parallel ranks; returns whether rank 0's parameters lacked some of the
     step."""
     hf_programs.parallel()
-    arch, chunks, optimizer, step = trained(root, name)
+    arch, model = trained(root, name)
+    chunks = model.chunks
     source = MegatronWeights(chunks, arch)
     stored = hf_programs.stored(root / name)
     first = torch.distributed.get_rank() == 0
@@ -97,7 +78,7 @@ def right_after_a_step(root: Any, name: str) -> bool:
     assert not sends  # rank 0 has all
     if first:
         hf_programs.same(found, stored)
-    step(1)
+    model.train_step(1, data_seed=1)
     stale = [parameter.clone() for parameter in chunks[0].module.parameters()]
     found = hf_programs.exported(source)
     for chunk in chunks:
@@ -109,20 +90,20 @@ def right_after_a_step(root: Any, name: str) -> bool:
         hf_programs.same(found, synced)
         assert any(not torch.equal(found[each], stored[each]) for each in stored)
     # A load right after a step, while its gathers are in flight; then a step from what was loaded.
-    step(2)
+    model.train_step(1, data_seed=2)
     for chunk in chunks:
         chunk.start_param_sync()
     assert in_flight(chunks)
-    load_hf(root / name, chunks, optimizer=optimizer)
+    load_hf(root / name, chunks, optimizer=model.optimizer)
     assert not in_flight(chunks)  # they could still write what was there before
     found = hf_programs.exported(source)
     if first:
         hf_programs.same(found, stored)
-    step(3)
+    model.train_step(1, data_seed=3)
     found = hf_programs.exported(source)
-    arch, chunks, _, step = trained(root, name)
-    step(3)
-    wanted = hf_programs.exported(MegatronWeights(chunks, arch))
+    arch, model = trained(root, name)
+    model.train_step(1, data_seed=3)
+    wanted = hf_programs.exported(MegatronWeights(model.chunks, arch))
     if first:
         hf_programs.same(found, wanted)
     return lacked

@@ -19,19 +19,11 @@ def nearly_tied(folder: Any) -> None:
     Of three experts each, rows of the router differ in their last bits: rounding chooses.
     """
     import hf_checkpoints
-    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, more = hf_checkpoints.CASES["moe"]
-    settings = {**hf_checkpoints._SIZES, **more, "num_experts": EXPERTS}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **settings, dtype=torch.float32)
-    ).eval()
     generator = torch.Generator().manual_seed(4)
+    model = hf_checkpoints.model_of("moe", generator, num_experts=EXPERTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.3, generator=generator)
-            if "norm" in name:
-                parameter.add_(1.0)
             if name.endswith("mlp.gate.weight"):
                 for expert in range(EXPERTS):
                     last = torch.randint(-2, 3, parameter[0].shape, generator=generator)
