@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,15 +47,17 @@ async def pids(ranks: RankGroup) -> list[int]:
     return [pid for _, _, pid, _ in await ranks.call("describe")]
 
 
+def alive(pid: int) -> bool:
+    """Return whether a process of this machine runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 async def gone(pid: int) -> None:
     """Wait for a process of this machine to end."""
-    while True:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state in "ZX":
-            return
+    while alive(pid):
         await asyncio.sleep(0.01)
 
 
@@ -75,11 +76,6 @@ class OnOneLoop:
         finally:
             loop.run_until_complete(loop.shutdown_default_executor())
             loop.close()
-
-
-def path_for_ranks() -> str:
-    """PYTHONPATH for ranks that do not get this process's `sys.path`."""
-    return os.pathsep.join(entry for entry in sys.path if entry)
 
 
 class RankContract(OnOneLoop):

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from contract_ranks import SPEC, FactoryContract, MakeRanks, RankContract, gone, pids
+from contract_ranks import SPEC, FactoryContract, MakeRanks, RankContract, alive, gone, pids
 
 from megatron_idempotent.rl.workers import EmbeddedRanks, RanksLost, embedded
 
@@ -168,10 +168,3 @@ def test_ranks_and_launcher_end_with_their_controller_however_it_ends(how) -> No
     while any(alive(pid) for pid in found):
         assert time.monotonic() < until, f"left behind: {[pid for pid in found if alive(pid)]}"
         time.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
