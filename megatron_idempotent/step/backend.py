@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from megatron_idempotent.fp8.packing import TokenAlignment
+from megatron_idempotent.megatron.optimizers import parts
+from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.window.agreement import DEADLINE_S
 
 from .loss import LossResult, NonFinite, NothingValid, StepLoss, StepTotals, Update
 from .microbatches import Batch, Calls, Microbatch, Shape
-from .snapshot import Writes
+from .snapshot import OpenUpdate, Restore, Writes
 
 Forward = Callable[[Any, Batch], Any]
 """Computes the output of a model, or of a chunk of it, for a microbatch."""
@@ -44,13 +47,13 @@ class LocalFailure(Exception):
         self.error = error
 
 
-class Backend(Protocol):
-    """Protocol by which a step runs the model, optimizer and scheduler of this rank.
-    A step calls the methods in the order in which they are defined here.
+class Backend(ABC):
+    """Base class of what runs the model, optimizer and scheduler of this rank for a step.
+
+    A step calls the methods in the order in which they are defined here; those that it does not
+    call begin with an underscore. A method that does nothing here is for models that need it.
     """
 
-    optimizer: Any
-    """None if the step cannot finish."""
     replica: int
     """The data-parallel rank of this process; ranks of one replica get the same batches."""
     replicas: int
@@ -61,26 +64,48 @@ class Backend(Protocol):
     """True on the reporting rank, and on ranks that compute the loss of other positions."""
     lowers_scale: bool
     """True if gradients that are not finite lower a loss scale, and the step is skipped."""
-    microbatch_multiple: int
+    microbatch_multiple: int = 1
     """The number that the microbatches of a call are a multiple of; 1 if any number will do."""
-    attention: float
-    """Attention's cost for each token of its context, relative to a token's fixed cost of 1."""
+    attention: float = 0.0
+    """Attention's cost for each token of its context, relative to a token's fixed cost of 1; 0 if
+    nothing is known of the model."""
+
+    _own_update: OpenUpdate
+    """The update that the step makes itself."""
+
+    def __init__(self, options: Options, optimizer: Any, scheduler: Any) -> None:
+        self.options = options
+        self.forward = options.forward
+        self.deadline_s = options.deadline_s
+        self.optimizer = optimizer
+        """None if the step cannot finish."""
+        self._scheduler = scheduler
+        self._snapshot: list[Restore] = []
+        self._released = False
+        """True once reductions have begun in the step."""
+        self._reads_ids = looks()
+        """True if the host reads token ids from a device, for which it has to wait. An unknown id
+        on a device aborts the process."""
 
     @property
+    @abstractmethod
     def device(self) -> Any:
         """The device of the parameters, on which dummy microbatches (zeros) are created."""
 
     @property
-    def must_agree(self) -> Mapping[str, Any]:
+    def must_agree(self) -> dict[str, Any]:
         """Settings by name that must be equal on all ranks; if they differ, the step fails."""
+        return {"scheduler": type(self._scheduler).__name__}
 
     @property
     def narrow(self) -> bool:
         """True if gradients may overflow their dtype, as in fp16, when the loss is summed over a
         whole step and divided only at the step's end.
         """
+        return False
 
     @property
+    @abstractmethod
     def alignment(self) -> TokenAlignment:
         """The multiples of tokens to which packs are padded.
         Raise `ValueError` if they are unknown.
@@ -89,8 +114,9 @@ class Backend(Protocol):
     @property
     def partially_updated(self) -> bool:
         """True if parameters may be half updated, and no copy of them can be restored."""
+        return self._own_update.is_torn
 
-    def accept_loss(self, loss: StepLoss) -> None:
+    def accept_loss(self, loss: StepLoss) -> None:  # noqa: B027  most losses and models need none
         """Raise `ValueError` if the model has auxiliary losses and the loss lacks the
         `auxiliary_weight` that they need.
         """
@@ -99,8 +125,32 @@ class Backend(Protocol):
         """Zero gradients, switch to training mode, and save the state that `restore` puts back.
 
         The optimizer's `step()` raises until `update` or the end of the step.
+
+        Raises:
+            RuntimeError: another step is open for the model.
+        """
+        self.close()  # the end of the last step may have been interrupted
+        self._refuse_other_step()
+        self._snapshot = self._keep()
+        self._own_update.open(parts(self.optimizer))
+        self._released = False
+        self._start()
+
+    @abstractmethod
+    def _refuse_other_step(self) -> None:
+        """Raise `RuntimeError` if another step is open for the model."""
+
+    @abstractmethod
+    def _keep(self) -> list[Restore]:
+        """Copy what a step changes apart from gradients, parameters and the optimizer's state.
+        Return functions that put the copies back.
         """
 
+    @abstractmethod
+    def _start(self) -> None:
+        """Zero gradients, switch to training mode, and refuse training by other code."""
+
+    @abstractmethod
     def writes(self) -> Writes:
         """Return counters of writes to trained parameters and gradients; do not wait for a
         device.
@@ -114,12 +164,15 @@ class Backend(Protocol):
         It may be a tensor on the device, and the host does not wait. None if the backend compares
         no gradients.
         """
+        return None
 
+    @abstractmethod
     def accept(self, calls: Calls) -> None:
         """Raise `ValueError` if the model cannot run the microbatches of these schedule calls;
         change nothing.
         """
 
+    @abstractmethod
     def lockstep_group(self) -> tuple[bool, Any]:
         """Return whether other ranks join in the collectives of this rank's microbatches.
         Also return the gloo group of this rank and those ranks.
@@ -127,13 +180,14 @@ class Backend(Protocol):
         The group is None if all ranks are in it. The first call is a collective of all ranks.
         """
 
-    def divide_losses(self, shift: int) -> None:
+    def divide_losses(self, shift: int) -> None:  # noqa: B027  not called on others
         """Divide the gradients that the step has added up so far, and the losses of later
         microbatches, by 2 ** shift.
 
         Called only where gradients are `narrow`. The update multiplies by 2 ** shift again.
         """
 
+    @abstractmethod
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
@@ -146,6 +200,7 @@ class Backend(Protocol):
         for which no other rank waits, and `WindowAborted` for a failure that all ranks know of.
         """
 
+    @abstractmethod
     def check_ready(self, increment: int | None) -> None:
         """Raise `RuntimeError` if the step cannot end in an update, such as without an optimizer.
         Start no collective.
@@ -154,13 +209,15 @@ class Backend(Protocol):
         None.
         """
 
-    def join(self, *, wait: bool = True) -> None:
+    def join(self, *, wait: bool = True) -> None:  # noqa: B027  as the docstring says
         """Take part in the parameter gathers that the forwards of other ranks start.
         A rank calls it if it has run no forward since the last update.
 
-        With `wait`, return when the gathers have ended.
+        With `wait`, return when the gathers have ended. Nothing is done where each forward ends
+        the gathers that it starts.
         """
 
+    @abstractmethod
     def parameter_norm(self) -> Any:
         """Return a norm of this rank's trained parameters.
         It is finite only if all their elements are finite.
@@ -172,20 +229,24 @@ class Backend(Protocol):
         """Count this rank's main-parameter elements that do not round to the model's parameters.
         Main parameters are the optimizer's own copies.
 
-        The count may be a tensor on the device. It costs one pass over both, and no wait.
+        The count may be a tensor on the device. It costs one pass over both, and no wait. It is 0
+        where the optimizer updates the model's own parameters.
         """
+        return 0
 
+    @abstractmethod
     def bad_parameter(self) -> str | None:
         """Name the first NaN or infinite element of a trained parameter; None if all are finite.
 
         The host waits for the device, so it is called only if the norm was not finite.
         """
 
-    def check_gradients(self) -> None:
+    def check_gradients(self) -> None:  # noqa: B027  not all reductions refuse gradients
         """Raise on this rank if the reduction would refuse one of its gradients, such as a NaN. It
         is called before any rank enters the reduction.
         """
 
+    @abstractmethod
     def update(
         self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
     ) -> Update:
@@ -200,11 +261,33 @@ class Backend(Protocol):
 
     def skip(self) -> None:
         """Drop the gradients of a step that makes no update; parameters keep their values."""
+        self._drop_gradients()
+        self.close()
 
     def close(self) -> None:
-        """Drop the copies that `restore` would put back.
+        """Drop the copies that `restore` would put back, and let other code train the model.
         It is called when the step has ended with a result.
         """
+        self._snapshot = []
+        self._own_update.reset()
 
     def restore(self) -> None:
-        """Drop the gradients, and put back what `open` saved; do nothing if `open` raised."""
+        """Drop the gradients, and put back what `open` saved; do nothing if `open` saved nothing,
+        because another step is open for the model.
+        """
+        if not self._snapshot:
+            return
+        self._drop_failed()
+        if self._own_update.undo is not None:
+            self._own_update.undo()
+        for restore in self._snapshot:
+            restore()
+        self.close()
+
+    @abstractmethod
+    def _drop_gradients(self) -> None:
+        """Drop the gradients that the step has added up, and end its reductions."""
+
+    def _drop_failed(self) -> None:
+        """Drop the gradients of a step that has failed, perhaps inside of a collective."""
+        self._drop_gradients()

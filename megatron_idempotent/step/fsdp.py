@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megatron_idempotent.patching.settings import looks
+from megatron_idempotent.fp8.packing import TokenAlignment
 from megatron_idempotent.window.agreement import collective_timeout
 
 from . import snapshot
-from .backend import Forward
+from .backend import Backend, Forward
 from .fsdp_run import (
     FSDPCall,
     Shards,
@@ -26,7 +26,6 @@ from .fsdp_run import (
     keep_gradients,
     keep_scaler,
     keep_scheduler,
-    keep_sync,
     vocabulary_of,
 )
 from .lifecycle import SplitStep
@@ -35,62 +34,66 @@ from .microbatches import TOKENS, Batch, Calls, Microbatch, check_ids
 from .packs import NO_ALIGNMENT
 
 
-class FSDPBackend:
-    """Implements `Backend` on this rank's FSDP2 model, torch optimizer and scheduler."""
+class FSDPBackend(Backend):
+    """Runs a step on this rank's FSDP2 model, torch optimizer and scheduler.
+
+    Its gradients are not `narrow`, because a GradScaler finds the scale at which sums are in range.
+    `gradient_bits` is None: before the reduction gradients are unsharded, and no offload restores
+    unsharded gradients.
+    """
 
     def __init__(self, step: FSDPTrainStep) -> None:
-        self._options = step
         self.shards = shards = _checked_shards(step.model, step.optimizer)
         remedy = "pass one of torch.optim.lr_scheduler, or add them"
         snapshot.check_scheduler(step, remedy, "step", "state_dict", "load_state_dict")
+        super().__init__(step, step.optimizer, step.scheduler)
+        self._own_update = snapshot.OpenUpdate(undo=step.undo)
         self._model = shards.model
-        self.optimizer = step.optimizer
-        self._scheduler = step.scheduler
+        self._clip_grad = step.clip_grad
         self._scaler = step.grad_scaler
         self._watch = Watch(self._model)
         self._sizes = vocabulary_of(self._model)
-        # An unknown token id on a device aborts the process; to check ids the host would have to
-        # wait.
-        self._reads_ids = looks()
-        self._snapshot: list[snapshot.Restore] = []
-        self._update = snapshot.OpenUpdate(undo=step.undo)
-        self._released = False
         self.lowers_scale = self._scaler is not None and bool(self._scaler.is_enabled())
-        self.must_agree = {
-            "clip_grad": step.clip_grad,
-            "scheduler": type(step.scheduler).__name__,
-            "grad_scaler": self.lowers_scale,
-        }
-        self.replica, self.replicas, self.device = shards.replica, shards.replicas, shards.device
+        self.replica, self.replicas = shards.replica, shards.replicas
         self.has_losses = self.is_reporting_rank = shards.is_reporting_rank
-        self.narrow = False  # a GradScaler finds the scale at which sums are in range
-        self.alignment, self.microbatch_multiple = NO_ALIGNMENT, 1
-        self.attention = 0.0  # nothing is known of the model
+        self._restore_flags: list[snapshot.Restore] = []
 
     @property
-    def partially_updated(self) -> bool:
-        return self._update.is_torn
+    def device(self) -> Any:
+        return self.shards.device
 
-    def open(self) -> None:
-        self.close()  # the end of the last step may have been interrupted
+    @property
+    def must_agree(self) -> dict[str, Any]:
+        own_settings = {"clip_grad": self._clip_grad, "grad_scaler": self.lowers_scale}
+        return {**own_settings, **super().must_agree}
+
+    @property
+    def alignment(self) -> TokenAlignment:
+        return NO_ALIGNMENT
+
+    def _refuse_other_step(self) -> None:
         if self._watch.is_taken():
             raise RuntimeError(
                 "begin(): another FSDPTrainStep is open for this model, and FSDP2 would reduce the "
                 "gradients of both together: finish() or abort() it first"
             )
+
+    def _keep(self) -> list[snapshot.Restore]:
         self.shards.drop()
-        self._snapshot = [
-            keep_sync(self.shards),
-            snapshot.ModuleSnapshot([self._model]).restore,
+        self._restore_flags = self.shards.keep_flags()
+        copies = [
+            *self._restore_flags,
+            snapshot.keep_modules(self._model.modules()),
             snapshot.keep_torch(),
             *snapshot.keep_groups(self.optimizer.param_groups),
         ]
         if self._scheduler is not None:
-            self._snapshot.append(keep_scheduler(self._scheduler))
+            copies.append(keep_scheduler(self._scheduler))
         if self._scaler is not None:
-            self._snapshot.append(keep_scaler(self._scaler, self.device))
-        self._released = False
-        self._update.open([self.optimizer])
+            copies.append(keep_scaler(self._scaler, self.device))
+        return copies
+
+    def _start(self) -> None:
         self._watch.install()
         self._model.set_is_last_backward(True)
         self._model.train()
@@ -98,19 +101,11 @@ class FSDPBackend:
     def writes(self) -> snapshot.Writes:
         return self.shards.writes()
 
-    def gradient_bits(self) -> None:
-        """Return None, so that the step does not compare gradients.
-        Before the reduction they are unsharded, and no offload restores unsharded gradients.
-        """
-
-    def accept_loss(self, loss: StepLoss) -> None:
-        """Accept any loss, because these models add no auxiliary losses."""
-
     def accept(self, calls: Calls) -> None:
         """Raise `ValueError` for packs and unknown token ids if `forward` is the default one.
         A `forward` of the caller's own accepts everything.
         """
-        if self._options.forward is not tokens_forward:
+        if self.forward is not tokens_forward:
             return
         if any(microbatch.spans is not None for call in calls for microbatch in call):
             raise ValueError(
@@ -123,24 +118,21 @@ class FSDPBackend:
     def lockstep_group(self) -> tuple[bool, Any]:
         return True, None  # every layer's parameters are gathered from all ranks
 
-    def divide_losses(self, shift: int) -> None:
-        """Do nothing: FSDP2's gradients are not `narrow`, so a step never has to divide them."""
-
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
         self._released = self._released or reduce
-        call = FSDPCall(self.shards, self._watch, self._options.forward, self._scaler)
+        call = FSDPCall(self.shards, self._watch, self.forward, self._scaler)
         results = []
         with ExitStack() as stack:
             # Half, so that a rank whose peer has left the model still meets it below.
             stack.enter_context(
-                collective_timeout(self.shards.process_groups(), self._options.deadline_s / 2)
+                collective_timeout(self.shards.process_groups(), self.deadline_s / 2)
             )
             if dummies:
                 # Buffers and random states stay as if no dummy microbatch had been run.
                 stack.callback(snapshot.keep_torch())
-                stack.callback(snapshot.ModuleSnapshot([self._model]).restore_buffers)
+                stack.callback(snapshot.keep_modules(self._model.modules()))
             if not self._model.training:  # an evaluation may have left it so
                 self._model.train()
             for number, microbatch in enumerate(microbatches, start=1):
@@ -151,7 +143,7 @@ class FSDPBackend:
                     break
                 if result is not None:
                     results.append(result)
-        call.settle(self._options.deadline_s)
+        call.settle(self.deadline_s)
         return results
 
     def check_ready(self, increment: int | None) -> None:
@@ -163,15 +155,8 @@ class FSDPBackend:
                 "load weights in place (not with assign=True)"
             )
 
-    def join(self, *, wait: bool = True) -> None:
-        """Do nothing: each forward of FSDP2 ends the gathers that it starts."""
-
     def parameter_norm(self) -> Any:
         return snapshot.sum_of_norms(self.shards.trained())
-
-    def outdated_main_parameters(self) -> int:
-        """Return 0: the optimizer updates the model's own parameters, without main copies."""
-        return 0
 
     def bad_parameter(self) -> str | None:
         self.shards.reshard()
@@ -180,11 +165,6 @@ class FSDPBackend:
             for name, parameter in self._model.named_parameters()
             if isinstance(parameter, DTensor) and parameter.requires_grad
         )
-
-    def check_gradients(self) -> None:
-        """Do nothing: FSDP2 refuses no gradient, and `update` checks the norm of all ranks'
-        gradients.
-        """
 
     def update(
         self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
@@ -196,8 +176,8 @@ class FSDPBackend:
             grad_norm, skipped = self._clipped()
         if skipped is not None:
             return Update(skipped=skipped, grad_norm=grad_norm)
-        self._update.reset()
-        self._update.begin([], [self.optimizer])
+        self._own_update.reset()
+        self._own_update.begin([], [self.optimizer])
         if self._scaler is None or not math.isfinite(grad_norm or 0.0):
             # The scaler has been updated for such gradients already, and would unscale them again.
             self.optimizer.step()
@@ -235,33 +215,22 @@ class FSDPBackend:
                         None,
                         f"gradients overflowed; the loss scale is {new_scale:g} now, not {scale:g}",
                     )
-            skipped = reason_to_skip(grad_norm, self._options.non_finite)
+            skipped = reason_to_skip(grad_norm, self.options.non_finite)
             if skipped is not None:
                 return grad_norm, skipped
-        if self._options.clip_grad is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._options.clip_grad, norm)
+        if self._clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
         return grad_norm, None
 
-    def skip(self) -> None:
-        self.shards.drop()
-        self.close()
-
     def close(self) -> None:
-        for restore_sync in self._snapshot[:1]:  # a step that has ended leaves all else
-            restore_sync()
-        self._snapshot = []
-        self._update.reset()
+        for restore in self._restore_flags:  # a step that has ended leaves all else
+            restore()
+        self._restore_flags = []
+        super().close()
         self._watch.remove()
 
-    def restore(self) -> None:
-        if not self._snapshot:
-            return  # another step is open for the model, and this one never was
+    def _drop_gradients(self) -> None:
         self.shards.drop()
-        if self._update.undo is not None:
-            self._update.undo()
-        for restore in self._snapshot:
-            restore()
-        self.close()
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:

@@ -42,7 +42,7 @@ from .backend import Forward
 from .dummies import dummy, template
 from .loss import OWN_BACKWARD, LossResult, StepLoss, call_user, evaluate
 from .microbatches import Batch, EmbeddingSizes, Microbatch, name_the_token
-from .snapshot import Restore, Writes
+from .snapshot import Restore, Writes, keep_attributes
 
 
 class Shards:
@@ -127,6 +127,15 @@ class Shards:
             tuple(-1 if gradient is None else _version(gradient) for gradient in gradients),
             tuple(_version(p.sharded_param) for p in params if p.sharded_param.requires_grad),
         )
+
+    def keep_flags(self) -> list[Restore]:
+        """Copy FSDP2's flags (whether each group reduces gradients, whether the next backward is
+        the last), and return functions that put them back.
+        """
+        return [
+            keep_attributes(self._root._state_ctx, ["is_last_backward"]),
+            *(keep_attributes(g, ["reduce_grads", "all_reduce_grads"]) for g in self._groups),
+        ]
 
     def progress(self) -> str:
         """Describe how far this rank is in the model's collectives, to be compared with others."""
@@ -255,22 +264,6 @@ def keep_gradients(shards: Shards) -> Restore:
             accumulate(param, grad)
         for parameter, grad in gradients:
             parameter.grad = grad
-
-    return restore
-
-
-def keep_sync(shards: Shards) -> Restore:
-    """Copy FSDP2's flags (whether each group reduces gradients, whether the next backward is the
-    last), and return a function that puts them back.
-    """
-    groups = [(g, g.reduce_grads, g.all_reduce_grads) for g in shards._groups]
-    context = shards._root._state_ctx
-    last = context.is_last_backward
-
-    def restore() -> None:
-        for group, reduce, all_reduce in groups:
-            group.reduce_grads, group.all_reduce_grads = reduce, all_reduce
-        context.is_last_backward = last
 
     return restore
 

@@ -256,7 +256,7 @@ class SplitStep(Options):
         """
         check_arguments("microbatch", step_id=step_id)
         step = self._current(step_id, "microbatch")
-        if isinstance(microbatch_id, str) and microbatch_id in step.results:
+        if isinstance(microbatch_id, str) and microbatch_id in step.named_batches:
             return step.repeated(microbatch_id, batch, microbatches)
         self._refuse_failed(step, "microbatch")
         if step.last:

@@ -31,14 +31,13 @@ from megatron_idempotent.megatron.expert_replay import (
     ReplayMode,
     Span,
 )
-from megatron_idempotent.megatron.optimizers import count_outdated, parts
+from megatron_idempotent.megatron.optimizers import count_outdated
 from megatron_idempotent.megatron.schedules import (
     are_held,
     open_windows,
     sums_tokens_of_context_ranks,
 )
 from megatron_idempotent.patching.needs import check_applied
-from megatron_idempotent.patching.settings import looks
 from megatron_idempotent.window.abort import abort_window, drop_collectives
 from megatron_idempotent.window.agreement import (
     collective_timeout,
@@ -54,7 +53,7 @@ from .exact_sums import ExactSums
 from .lifecycle import SplitStep
 from .loss import StepLoss, StepTotals, Update, lacks_auxiliary_weight
 from .megatron_checks import NEEDS, refuse_chunks, refuse_strangers
-from .megatron_run import CheckedUpdate, MegatronModel, forget_inference
+from .megatron_run import MegatronModel, forget_inference
 from .microbatches import (
     ATTENTION_MASK,
     LENGTHS,
@@ -137,7 +136,7 @@ def gpt_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
 
 
 class MegatronBackend(MegatronModel):
-    """Implements `Backend` on this rank's model chunks, Megatron optimizer and scheduler."""
+    """Runs a step on this rank's model chunks, Megatron optimizer and scheduler."""
 
     def __init__(self, step: TrainStep) -> None:
         chunks = checked_chunks("TrainStep()", step.model_chunks, step.optimizer)
@@ -145,19 +144,14 @@ class MegatronBackend(MegatronModel):
         refuse_strangers(chunks, step.optimizer)
         remedy = "pass an OptimizerParamScheduler, or an object with step() and without __slots__"
         snapshot.check_scheduler(step, remedy, "step", "__dict__")
-        super().__init__(chunks, step.optimizer, step.forward, step.deadline_s)
-        self._scheduler = step.scheduler
-        # An unknown token id on a device aborts the process; to check ids the host would have to
-        # wait.
-        self._reads_ids = looks()
-        self._update = CheckedUpdate(self.chunks, step.optimizer, step)
+        super().__init__(chunks, step, step.optimizer, step.scheduler)
         self._sums = ExactSums(self.chunks) if step.order_stable else None
         self.may_overlap = self._sums is None
         if step.router_replay != "off":
             self.replay = ExpertReplay(self.chunks, mode=step.router_replay, of="TrainStep()")
         self._last_shift: int | None = None
-        self._snapshot: snapshot.MegatronSnapshot | None = None
         self._window = _StepWindow(self)
+        self._modules: list[Any] = []  # all modules of the chunks, as `_keep` has listed them
         self._context_rank, self._context_ranks = context_parallel_ranks()
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.has_losses = bool(
@@ -170,7 +164,7 @@ class MegatronBackend(MegatronModel):
         # A layer has 12 x hidden x hidden weights, and 2 x hidden products for each token of the
         # context.
         self.attention = 1.0 / (6 * int(self.configs[0].hidden_size))
-        self.lowers_scale = self._update.lowers_scale
+        self.lowers_scale = self._own_update.lowers_scale
 
     @property
     def must_agree(self) -> dict[str, Any]:
@@ -178,7 +172,7 @@ class MegatronBackend(MegatronModel):
             "calculate_per_token_loss": self.per_token,
             "order_stable": self._sums is not None,
             "router_replay": self.replay and self.replay.mode,
-            "scheduler": type(self._scheduler).__name__,
+            **super().must_agree,
         }
 
     @property
@@ -190,19 +184,12 @@ class MegatronBackend(MegatronModel):
     def alignment(self) -> TokenAlignment:
         return TokenAlignment.of_config(self.configs[0])
 
-    @property
-    def partially_updated(self) -> bool:
-        return self._update.is_torn
-
-    def open(self) -> None:
-        self.close()  # the end of the last step may have been interrupted
+    def _refuse_other_step(self) -> None:
         if are_held(self.chunks):
             raise RuntimeError(
                 "begin(): an accumulation_window() or another TrainStep is open for these chunks, "
                 "and gradients of two steps cannot be in one buffer: finish() or abort() it first"
             )
-        # A new window each time: an interrupted call may have left the last one marked as running.
-        self._window = _StepWindow(self)
         steps = [window for window in open_windows if isinstance(window, _StepWindow)]
         if any(window.shares_modules(self.chunks) for window in steps):
             raise RuntimeError(
@@ -210,16 +197,25 @@ class MegatronBackend(MegatronModel):
                 "one of the two would undo what the other has done: finish() or abort() the open "
                 "one first"
             )
-        self._snapshot = snapshot.MegatronSnapshot(
-            self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
-        )
-        self._update.open(parts(self.optimizer))
-        self.released, self._last_shift, self.shift = False, None, 0
+
+    def _keep(self) -> list[snapshot.Restore]:
+        self._modules = [module for chunk in self.chunks for module in chunk.modules()]
+        return [
+            snapshot.keep_modules(self._modules),
+            *snapshot.keep_megatron(
+                self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
+            ),
+        ]
+
+    def _start(self) -> None:
+        # A new window each time: an interrupted call may have left the last one marked as running.
+        self._window = _StepWindow(self)
         open_windows.append(self._window)
-        modules = self._snapshot.modules
-        forget_inference(modules.modules)
+        self._last_shift, self.shift = None, 0
+        forget_inference(self._modules)
+        are_training = all(module.training for module in self._modules)
         for chunk in self.chunks:
-            if not modules.training:
+            if not are_training:
                 chunk.train()
             chunk.zero_grad_buffer()
         if self.optimizer is not None:
@@ -348,7 +344,7 @@ class MegatronBackend(MegatronModel):
     ) -> Update:
         with collective_timeout(self.groups(), timeout_s):
             self._finalize(totals, local)
-            grad_norm, skipped = self._update.run()
+            grad_norm, skipped = self._own_update.run()
         if skipped is None and self._scheduler is not None:
             self._scheduler.step(increment=increment)
         return Update(skipped=skipped, grad_norm=grad_norm)
@@ -357,7 +353,7 @@ class MegatronBackend(MegatronModel):
         if self._sums is not None:
             self._sums.put()
         for chunk in self.chunks:
-            if chunk.ddp_config.overlap_grad_reduce and not self.released:
+            if chunk.ddp_config.overlap_grad_reduce and not self._released:
                 start_held(chunk)  # else finalizing dispatches by itself
         finalize = self.configs[0].finalize_model_grads_func
         counted = self.per_token and totals.is_counted
@@ -379,37 +375,29 @@ class MegatronBackend(MegatronModel):
             for chunk in self.chunks:
                 chunk.scale_gradients(size * 2.0**self.shift / totals.normalizer)
 
-    def skip(self) -> None:
-        abort_window(self.chunks, self.optimizer)
-        self.close()
-
     def close(self) -> None:
-        self._snapshot = None
-        self._update.reset()
+        super().close()
         if self._sums is not None:
             self._sums.close()
         if self._window in open_windows:
             open_windows.remove(self._window)
 
-    def restore(self) -> None:
-        if self._snapshot is None:
-            return  # another step is open for these chunks, and this one never was
+    def _drop_gradients(self) -> None:
+        abort_window(self.chunks, self.optimizer)
+
+    def _drop_failed(self) -> None:
         if is_poisoned():
             drop_collectives(self.chunks)
         # An abort clears the logs of other models too; the snapshot has this model's alone.
         restore_logs = None if self.has_auxiliary else snapshot.keep_logs()
         try:
-            abort_window(self.chunks, self.optimizer)
+            self._drop_gradients()
         except RuntimeError as lost:  # from the wait for a gather that a peer has not joined
             poison(f"a reduction of an aborted step did not end: {describe(lost)}")
             drop_collectives(self.chunks)
-            abort_window(self.chunks, self.optimizer)
-        if self._update.undo is not None:
-            self._update.undo()
-        self._snapshot.restore()
+            self._drop_gradients()
         if restore_logs is not None:
             restore_logs()
-        self.close()
 
 
 def _check_routes(replay: ExpertReplay, calls: Calls, *, read: bool) -> None:

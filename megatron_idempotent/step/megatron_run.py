@@ -54,7 +54,7 @@ from megatron_idempotent.window.missed_collectives import (
     gathers_by_hooks,
 )
 
-from .backend import Forward, LocalFailure, Options
+from .backend import Backend, LocalFailure, Options
 from .loss import (
     OWN_BACKWARD,
     LossResult,
@@ -66,7 +66,7 @@ from .loss import (
 )
 from .microbatches import EmbeddingSizes, Microbatch, name_the_token
 from .pack_layout import own_routes
-from .snapshot import MegatronSnapshot, OpenUpdate
+from .snapshot import OpenUpdate, keep_megatron, keep_modules
 
 # Functions by which a config weighs auxiliary losses itself, instead of with grad_scale_func.
 _OWN_SCALES = ("moe_grad_scale_func", "mtp_grad_scale_func")
@@ -128,22 +128,19 @@ class CurrentMicrobatch:
         self._is_masked = kwargs.get(name) is not None
 
 
-class MegatronModel:
+class MegatronModel(Backend):
     """Holds this rank's model chunks in a step, and runs Megatron's schedule on them."""
 
-    def __init__(self, chunks: list[Any], optimizer: Any, forward: Forward, deadline_s: float):
+    def __init__(self, chunks: list[Any], options: Options, optimizer: Any, scheduler: Any) -> None:
+        super().__init__(options, optimizer, scheduler)
+        self._own_update: CheckedUpdate = CheckedUpdate(chunks, optimizer, options)
         self.chunks = chunks
         self.configs = configs_of(chunks)
-        self.optimizer = optimizer
-        self.forward = forward
-        self.deadline_s = deadline_s
         self.sizes = embedding_sizes(chunks)
         self.running = False
         """True while a schedule runs for the step."""
         self.may_overlap = True
         """False if gradients may be reduced at the end of the step alone."""
-        self.released = False
-        """True once reductions have begun in the step."""
         self.shift = 0
         """The exponent of the power of two that losses are divided by; it changes no mantissa."""
         self.finalize_options: dict[str, Any] = {}
@@ -200,7 +197,7 @@ class MegatronModel:
         Returns what the loss returned, see `Backend.run`.
         """
         reduce = reduce and self.may_overlap
-        self.released = self.released or reduce
+        self._released = self._released or reduce
         results: list[LossResult] = []
         iterators = [iter(microbatches) for _ in self.chunks]
         arguments: dict[str, Any] = {
@@ -224,8 +221,9 @@ class MegatronModel:
         with ExitStack() as stack:
             if dummies:
                 # Routing counts and logs of dummy microbatches are not kept.
-                snapshot = MegatronSnapshot(self.chunks, auxiliary=self.has_auxiliary)
-                stack.callback(snapshot.restore)
+                stack.callback(keep_modules(m for chunk in self.chunks for m in chunk.modules()))
+                for restore in keep_megatron(self.chunks, auxiliary=self.has_auxiliary):
+                    stack.callback(restore)
             self._set_aside(stack, reduce)
             if self.replay is not None:
                 stack.callback(self.replay.clear)

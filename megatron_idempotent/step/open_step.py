@@ -131,9 +131,8 @@ class OpenStep:
         """
         self.last = False
         """True once this rank has had its last batch."""
-        self.results: dict[str, BatchResult] = {}
-        """The results of the batches that have a name of the caller's."""
-        self._fingerprints: dict[str, Mapping[str, Any]] = {}
+        self.named_batches: dict[str, tuple[Mapping[str, Any], BatchResult]] = {}
+        """The fingerprints and results of the batches that have a name of the caller's."""
         self._backend = backend
         self._options = options
         self._updates = updates
@@ -209,7 +208,7 @@ class OpenStep:
             if last:
                 # A peer in its first forward waits for this gather before it agrees on anything.
                 self._backend.join(wait=False)
-            phase: Phase = "last" if last else "chunk"
+            phase: Phase = "last" if last else "batch"
             if coupled and group is None and self._max_tokens is not None:
                 # All ranks make the same number of packs, so that none needs dummies. A rank with
                 # fewer spreads its sequences over more packs, down to one sequence each.
@@ -246,8 +245,7 @@ class OpenStep:
             )
             self._batches += 1
             if microbatch_id is not None:  # else it cannot be sent again, and outputs may be large
-                self.results[microbatch_id] = batch_result
-                self._fingerprints[microbatch_id] = identity
+                self.named_batches[microbatch_id] = identity, batch_result
             return batch_result
 
     def _prepare(
@@ -295,7 +293,7 @@ class OpenStep:
         Raises:
             ValueError: this batch differs from the one that was sent before.
         """
-        leaves = self._fingerprints[microbatch_id]
+        leaves, result = self.named_batches[microbatch_id]
         new_leaves = fingerprint(batch if ready is None else ready)
         for path in (*leaves, *new_leaves):
             old, new = describe_leaf(leaves.get(path)), describe_leaf(new_leaves.get(path))
@@ -305,7 +303,7 @@ class OpenStep:
                     f"its {path} is {new}, and was {old}. Send the batch of the first time, or "
                     "take another id"
                 )
-        return self.results[microbatch_id]
+        return result
 
     def _note_writes(self) -> None:
         """Check if other code has written gradients or parameters since the last call of the step.

@@ -18,40 +18,30 @@ from torch import Tensor, nn
 
 from megatron_idempotent.megatron import moe
 from megatron_idempotent.megatron.ddp import bucket_groups
-from megatron_idempotent.megatron.optimizers import unchained
+from megatron_idempotent.megatron.optimizers import grad_scalers, unchained
 from megatron_idempotent.window.open_contexts import close_contexts
 
 Restore = Callable[[], None]
 """Restores the state that a `keep_` function has copied; may be called again."""
 
 
-class ModuleSnapshot:
-    """Copies training modes and buffers of modules when it is made, and puts them back later."""
+def keep_modules(modules: Iterable[nn.Module]) -> Restore:
+    """Copy training modes and buffers of these modules, but not of modules inside of them.
+    Return a function that puts them back, buffers in place.
+    """
+    modes = [(module, module.training) for module in modules]
+    # Not module.buffers(): Megatron's DDP has a list of that name, and it would walk once more.
+    by_id = {id(b): b for module, _ in modes for b in module._buffers.values() if b is not None}
+    buffers = [(buffer, buffer.clone()) for buffer in by_id.values()]
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = [m for module in modules for m in module.modules()]
-        """The modules with all modules inside of them."""
-        self._modes = [(m, m.training) for m in self.modules]
-        # Not module.buffers(): Megatron's DDP has a list of that name, and it would walk once more.
-        by_id = {id(b): b for m in self.modules for b in m._buffers.values() if b is not None}
-        self._buffers = [(b, b.clone()) for b in by_id.values()]
-
-    @property
-    def training(self) -> bool:
-        """True if all modules were in training mode."""
-        return all(training for _, training in self._modes)
-
-    def restore(self) -> None:
-        """Put the copied training modes and buffers back into the modules; may be called again."""
-        for module, training in self._modes:
+    def restore() -> None:
+        for module, training in modes:
             module.training = training
-        self.restore_buffers()
-
-    def restore_buffers(self) -> None:
-        """Copy the kept values back into the buffers, in place."""
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for buffer, value in buffers:
                 buffer.copy_(value)
+
+    return restore
 
 
 def keep_torch() -> Restore:
@@ -208,54 +198,39 @@ _WATCHED = ("step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
 _OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "check_grads")
 
 
-class MegatronSnapshot:
-    """Copies all that a step changes, except gradients, parameters and the optimizer's state, and
-    puts it back.
+def keep_megatron(
+    chunks: list[Any], optimizer: Any = None, scheduler: Any = None, *, auxiliary: bool = True
+) -> list[Restore]:
+    """Copy what a step changes apart from modules, gradients, parameters and the optimizer's state;
+    with `auxiliary` also logs and scales of auxiliary losses.
+
+    Return functions that put the copies back.
     """
+    from megatron.core.pipeline_parallel import schedules
 
-    def __init__(
-        self,
-        chunks: list[Any],
-        optimizer: Any = None,
-        scheduler: Any = None,
-        *,
-        auxiliary: bool = True,
-    ) -> None:
-        """Copy the present state; with `auxiliary` also logs and scales of auxiliary losses."""
-        from megatron.core.pipeline_parallel import schedules
+    from megatron_idempotent.window.accumulation import configs_of
 
-        from megatron_idempotent.window.accumulation import configs_of
-
-        self.modules = ModuleSnapshot(chunks)
-        steps = ("backward_step", "forward_step", "forward_step_calc_loss")
-        self._parts: list[Restore] = [
-            self.modules.restore,
-            keep_torch(),
-            keep_tracker(),
-            *(keep_functions(config, _ASIDE) for config in configs_of(chunks)),
-            keep_functions(schedules, steps),
-        ]
-        # What patches put around methods of bucket groups is put back too.
-        groups = [group for chunk in chunks for group in bucket_groups(chunk)]
-        self._parts += [keep_functions(group, _OVERRIDDEN) for group in groups]
-        if auxiliary:
-            scales = (keep_attributes(s, ["main_loss_backward_scale"]) for s in moe.scalers())
-            self._parts += [keep_logs(), *scales]
-        if optimizer is not None:
-            self._parts.append(keep_functions(optimizer, _WATCHED))
-        for part in unchained(optimizer):
-            scaler = getattr(part, "grad_scaler", None)
-            if scaler is not None:
-                self._parts.append(keep_attributes(scaler))
-            if getattr(part, "optimizer", None) is not None:
-                self._parts += keep_groups(part.optimizer.param_groups)
-        if scheduler is not None:
-            self._parts.append(keep_attributes(scheduler))
-
-    def restore(self) -> None:
-        """Put the copied state back; may be called again."""
-        for part in self._parts:
-            part()
+    # What patches put around methods of bucket groups is put back too.
+    groups = [group for chunk in chunks for group in bucket_groups(chunk)]
+    copies = [
+        keep_torch(),
+        keep_tracker(),
+        *(keep_functions(config, _ASIDE) for config in configs_of(chunks)),
+        keep_functions(schedules, ("backward_step", "forward_step", "forward_step_calc_loss")),
+        *(keep_functions(group, _OVERRIDDEN) for group in groups),
+    ]
+    if auxiliary:
+        scales = (keep_attributes(s, ["main_loss_backward_scale"]) for s in moe.scalers())
+        copies += [keep_logs(), *scales]
+    if optimizer is not None:
+        copies.append(keep_functions(optimizer, _WATCHED))
+    copies += [keep_attributes(scaler) for scaler in grad_scalers(optimizer)]
+    for part in unchained(optimizer):
+        if getattr(part, "optimizer", None) is not None:
+            copies += keep_groups(part.optimizer.param_groups)
+    if scheduler is not None:
+        copies.append(keep_attributes(scheduler))
+    return copies
 
 
 def keep_tracker() -> Restore:
@@ -295,17 +270,12 @@ def keep_logs() -> Restore:
 
 
 def logged() -> Iterator[Tensor]:
+    """Yield the tensors in which MoE, MTP and DSA layers log their losses."""
     logging = sys.modules.get(f"{_MOE}.moe_logging")
-    state = sys.modules.get("megatron.core.parallel_state")
-    moe_utils = sys.modules.get(f"{_MOE}.moe_utils")
     if logging is not None:  # from 0.18 on
         yield from (entry.values for entry in logging.get_moe_metrics_tracker().metrics.values())
-    else:
-        for owner in (moe_utils, state):
-            get = getattr(owner, "get_moe_layer_wise_logging_tracker", None)
-            if get is not None:
-                yield from (entry["values"] for entry in get().values())
-                break
+    elif f"{_MOE}.moe_utils" in sys.modules:
+        yield from (entry["values"] for entry in moe.legacy_metrics().values())
     yield from moe.layer_logs()
 
 
@@ -395,7 +365,8 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Run a block with modules in eval mode, without gradients.
     Afterwards restore training modes, buffers and random states.
     """
-    snapshot, restore_torch = ModuleSnapshot(modules), keep_torch()
+    restore_modules = keep_modules(inner for module in modules for inner in module.modules())
+    restore_torch = keep_torch()
     for module in modules:
         module.eval()
     try:
@@ -405,7 +376,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
         close_contexts(error)  # they must restore their state before it is restored here, not after
         raise
     finally:
-        snapshot.restore()
+        restore_modules()
         restore_torch()
 
 

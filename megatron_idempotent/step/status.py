@@ -18,7 +18,7 @@ from megatron_idempotent.window.agreement import control_group, describe, poison
 from .dummies import dummy
 from .microbatches import Calls, CallShape, Microbatch, Shape
 
-Phase = Literal["chunk", "last", "finish", "divide", "updated", "abort"]
+Phase = Literal["batch", "last", "finish", "divide", "updated", "abort"]
 
 # Bytes of each rank in the first gather. With the metrics of dozens of microbatches they are more.
 _FIRST_BYTES = 4096
