@@ -81,7 +81,7 @@ class Backend(ABC):
         """None if the step cannot finish."""
         self._scheduler = scheduler
         self._snapshot: list[Restore] = []
-        self._released = False
+        self._is_reducing = False
         """True once reductions have begun in the step."""
         self._reads_ids = looks()
         """True if the host reads token ids from a device, for which it has to wait. An unknown id
@@ -133,7 +133,7 @@ class Backend(ABC):
         self._refuse_other_step()
         self._snapshot = self._keep()
         self._own_update.open(parts(self.optimizer))
-        self._released = False
+        self._is_reducing = False
         self._start()
 
     @abstractmethod
@@ -247,14 +247,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def update(
-        self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
-    ) -> Update:
+    def update(self, totals: StepTotals, increment: int | None, timeout_s: float) -> Update:
         """Reduce and finalize gradients once, divide them by the normalizer in `totals`, step the
         optimizer and the scheduler.
 
-        `local` is this replica's part of the normalizer, where that counts tokens or sequences. All
-        ranks take part; none waits longer than `timeout_s` in a collective whose backend has
+        All ranks take part; none waits longer than `timeout_s` in a collective whose backend has
         timeouts. Raises `RuntimeError` on all ranks if the norm is not finite and the step refuses
         that; then nothing is updated.
         """

@@ -121,7 +121,7 @@ class FSDPBackend(Backend):
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
-        self._released = self._released or reduce
+        self._is_reducing = self._is_reducing or reduce
         call = FSDPCall(self.shards, self._watch, self.forward, self._scaler)
         results = []
         with ExitStack() as stack:
@@ -166,11 +166,9 @@ class FSDPBackend(Backend):
             if isinstance(parameter, DTensor) and parameter.requires_grad
         )
 
-    def update(
-        self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
-    ) -> Update:
+    def update(self, totals: StepTotals, increment: int | None, timeout_s: float) -> Update:
         with collective_timeout(self.shards.process_groups(), timeout_s):
-            if not self._released:
+            if not self._is_reducing:
                 self.shards.reduce()
             self.shards.multiply(1.0 / totals.normalizer)
             grad_norm, skipped = self._clipped()
@@ -252,12 +250,12 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def stranger_shapes(shards: Shards, optimizer: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the optimizer's parameters that are not in the model."""
-    of_model = {id(parameter) for parameter in shards.parameters()}
+    model_ids = {id(parameter) for parameter in shards.parameters()}
     return [
         tuple(parameter.shape)
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if id(parameter) not in of_model
+        if id(parameter) not in model_ids
     ]
 
 

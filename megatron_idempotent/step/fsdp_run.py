@@ -93,8 +93,8 @@ class Shards:
             groups += [group for mesh in dict.fromkeys(meshes) for group in mesh.get_all_groups()]
         ranks = {tuple(dist.get_process_group_ranks(group)) for group in groups}
         for group in list(distributed_c10d._world.pg_map):
-            of_mesh = group is dist.group.WORLD or group.group_desc.startswith("mesh_")
-            if of_mesh and tuple(dist.get_process_group_ranks(group)) in ranks:
+            is_mesh_group = group is dist.group.WORLD or group.group_desc.startswith("mesh_")
+            if is_mesh_group and tuple(dist.get_process_group_ranks(group)) in ranks:
                 groups.append(group)
         return list(dict.fromkeys(groups))
 

@@ -407,12 +407,12 @@ def _argument_of_step(step: OpenStep, name: str, value: Any) -> Any:
     """Return the value of an argument that `begin()` or `finish()` takes. If both were given one,
     raise `ValueError` unless they are equal.
     """
-    of_begin = step.begun_with[name]
-    if value is None or of_begin is None:
-        return of_begin if value is None else value
-    if value != of_begin:
+    earlier = step.begun_with[name]
+    if value is None or earlier is None:
+        return earlier if value is None else value
+    if value != earlier:
         raise ValueError(
-            f"finish() got {name}={value!r}, and begin() {of_begin!r}: give it once, or the same"
+            f"finish() got {name}={value!r}, and begin() {earlier!r}: give it once, or the same"
         )
     return value
 

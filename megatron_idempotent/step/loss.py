@@ -209,7 +209,7 @@ def _instance(kind: type) -> _Rule:
 _COUNTED = {TOKENS, SAMPLE_MASK, TOKEN_MASK}
 _SIZE = _optional("a positive int", lambda value: type(value) is int and value >= 1)
 _SWITCH = _Rule("True or False", lambda value: isinstance(value, bool), TypeError)
-_OF_READY = _optional("a function of a ready microbatch", callable)
+_READY_FUNCTION = _optional("a function of a ready microbatch", callable)
 ARGUMENTS: Mapping[str, _Rule] = {
     "forward": _Rule(
         "a function of (model, microbatch), or nothing for the usual one", callable, TypeError
@@ -219,8 +219,8 @@ ARGUMENTS: Mapping[str, _Rule] = {
         f"({', '.join(sorted(_COUNTED))}),",
         lambda value: _are_names(value) and _COUNTED.isdisjoint(value),
     ),
-    "shape": _OF_READY,
-    "counts": _OF_READY,
+    "shape": _READY_FUNCTION,
+    "counts": _READY_FUNCTION,
     "alignment": _optional("a TokenAlignment", lambda value: isinstance(value, TokenAlignment)),
     "non_finite": _one_of(get_args(NonFinite)),
     "nothing_valid": _one_of(get_args(NothingValid)),
@@ -248,7 +248,7 @@ ARGUMENTS: Mapping[str, _Rule] = {
 }
 """The arguments of a step's calls, by name: what each takes."""
 
-_OF_LOSS: Mapping[str, tuple[Any, _Rule]] = {
+_LOSS_ATTRIBUTES: Mapping[str, tuple[Any, _Rule]] = {
     "kind": (None, _one_of(get_args(Kind))),
     "context_parallel": ("part", _one_of(get_args(ContextScope))),
     "normalizers": (
@@ -314,7 +314,7 @@ def _check_loss(loss: Any) -> None:
         )
     if not callable(loss):
         raise ValueError(f"begin() takes a callable object as loss, got {loss!r}")
-    for name, (default, rule) in _OF_LOSS.items():
+    for name, (default, rule) in _LOSS_ATTRIBUTES.items():
         value = getattr(loss, name, default)
         if not rule.accepts(value):
             raise ValueError(
@@ -375,7 +375,7 @@ OWN_BACKWARD = (
     "the loss ran a backward through the model by itself, and the step's own would add gradients a "
     "second time: return the sum alone, and leave its backward to the step"
 )
-_MISTAKEN: Mapping[type[BaseException], str] = {
+_REMEDIES: Mapping[type[BaseException], str] = {
     StopIteration: "which a `for` around the step would take for its end: give its next() a "
     "default, or put what it reads into the batch",
     SystemExit: "which would end this rank while others wait for it: raise an exception that says "
@@ -391,11 +391,11 @@ def call_user(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """
     try:
         return function(*args)
-    except tuple(_MISTAKEN) as error:
+    except tuple(_REMEDIES) as error:
         handlers = [getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()]
         if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
-        remedy = next(text for kind, text in _MISTAKEN.items() if isinstance(error, kind))
+        remedy = next(text for kind, text in _REMEDIES.items() if isinstance(error, kind))
         raise RuntimeError(f"{name} raised {describe(error)}, {remedy}") from error
 
 
@@ -581,8 +581,13 @@ class StepTotals:
             microbatches=len(self._rows),
             reported=merge(row for _, _, row in self._rows),
         )
+        self.own_count = 0.0
+        """The valid tokens of this rank's replica or, for other kinds than "token", sequences."""
         self.divisor: float | None = None
         """The number that gradients are divided by, if one was given instead of a count."""
+        self.bad_parameters: Mapping[int, str] = {}
+        """Descriptions of parameters that are not finite, by global rank."""
+        self.lr, self.weight_decay = 0.0, 0.0
         self._kind: Kind = loss.kind
         self._normalizers = loss.normalizers
 
@@ -619,13 +624,14 @@ class StepTotals:
                     faults.setdefault(rank, f"the loss of its microbatch {number} is {row['loss']}")
         return faults
 
-    def rows(self, **constants: float) -> tuple[dict[str, float], ...]:
+    def rows(self) -> tuple[dict[str, float], ...]:
         """Return each microbatch's metrics, divided by their normalizers, and the step's counts.
 
-        Each row also has the `constants`, its rank and its replica.
+        Each row also has the step's `lr` and `wd`, its rank and its replica.
         """
         constants = {
-            **constants,
+            "lr": self.lr,
+            "wd": self.weight_decay,
             "global_valid_seqs": self.counts.sequences,
             "global_valid_toks": self.counts.tokens,
         }

@@ -6,9 +6,9 @@ Legend: B rows, T positions of a row or of a pack.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ from .microbatches import (
     field_of,
     is_packed,
     on_host,
+    refuse_faults,
 )
 from .pack_layout import (
     context_parallel_ranks,
@@ -246,10 +247,10 @@ class MegatronBackend(MegatronModel):
         self._refuse_frozen()
         self._refuse_autocast()
         if self.forward is gpt_forward:
-            _check_positions(calls, self.configs[0], self._context_ranks)
+            refuse_faults(calls, partial(_position_fault, self.configs[0], self._context_ranks))
             check_ids(self.sizes, calls, read=self._reads_ids)
         if self.replay is not None:
-            _check_routes(self.replay, calls, read=self._reads_ids)
+            refuse_faults(calls, partial(_route_fault, self.replay, read=self._reads_ids))
         stages = self.microbatch_multiple
         for microbatches in calls:
             if len(microbatches) % stages:
@@ -339,21 +340,19 @@ class MegatronBackend(MegatronModel):
                         check_for_nan_or_inf=options.check_for_nan_in_grad, check_for_large=large
                     )
 
-    def update(
-        self, totals: StepTotals, local: float, increment: int | None, timeout_s: float
-    ) -> Update:
+    def update(self, totals: StepTotals, increment: int | None, timeout_s: float) -> Update:
         with collective_timeout(self.groups(), timeout_s):
-            self._finalize(totals, local)
+            self._finalize(totals)
             grad_norm, skipped = self._own_update.run()
         if skipped is None and self._scheduler is not None:
             self._scheduler.step(increment=increment)
         return Update(skipped=skipped, grad_norm=grad_norm)
 
-    def _finalize(self, totals: StepTotals, local: float) -> None:
+    def _finalize(self, totals: StepTotals) -> None:
         if self._sums is not None:
             self._sums.put()
         for chunk in self.chunks:
-            if chunk.ddp_config.overlap_grad_reduce and not self._released:
+            if chunk.ddp_config.overlap_grad_reduce and not self._is_reducing:
                 start_held(chunk)  # else finalizing dispatches by itself
         finalize = self.configs[0].finalize_model_grads_func
         counted = self.per_token and totals.is_counted
@@ -361,19 +360,20 @@ class MegatronBackend(MegatronModel):
         if counted:
             # Context-parallel ranks are given the same rows, so that only the first of them counts,
             # where finalizing sums over them too.
-            counts = self._context_rank == 0 or not sums_tokens_of_context_ranks()
+            is_counting_rank = self._context_rank == 0 or not sums_tokens_of_context_ranks()
             # An int, as schedules count. A caller's counts may have fractions on some of the ranks,
             # and all ranks have to sum numbers of one type.
-            kind = torch.int if totals.is_integral else torch.float64
-            tokens = torch.tensor(local if counts else 0.0, device=self.device).to(kind)
+            dtype = torch.int if totals.is_integral else torch.float64
+            count = totals.own_count if is_counting_rank else 0.0
+            tokens = torch.tensor(count, device=self.device).to(dtype)
         finalize(self.chunks, tokens, **self.finalize_options)
         if not counted:
             # Unless it sums, DDP has divided by the number of ranks; the losses by 2 ** shift.
-            size = 1
+            ranks = 1
             if not self.per_token:
-                size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+                ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
             for chunk in self.chunks:
-                chunk.scale_gradients(size * 2.0**self.shift / totals.normalizer)
+                chunk.scale_gradients(ranks * 2.0**self.shift / totals.normalizer)
 
     def close(self) -> None:
         super().close()
@@ -400,15 +400,12 @@ class MegatronBackend(MegatronModel):
             restore_logs()
 
 
-def _check_routes(replay: ExpertReplay, calls: Calls, *, read: bool) -> None:
-    """Raise `ValueError` for the first microbatch whose expert routes do not fit its tokens."""
-    for index, microbatch in enumerate(itertools.chain.from_iterable(calls)):
-        routes = field_of(microbatch.inputs, ROUTED_EXPERTS)
-        is_read = isinstance(routes, torch.Tensor) and (read or on_host(routes))
-        spans = _spans_with_routes(microbatch) if is_read else None
-        fault = replay.fault(routes, microbatch.shape, spans)
-        if fault is not None:
-            raise ValueError(f"a batch whose microbatch {index} {fault}")
+def _route_fault(replay: ExpertReplay, microbatch: Microbatch, *, read: bool) -> str | None:
+    """Describe how a microbatch's expert routes do not fit its tokens; None if they do."""
+    routes = field_of(microbatch.inputs, ROUTED_EXPERTS)
+    is_read = isinstance(routes, torch.Tensor) and (read or on_host(routes))
+    spans = _spans_with_routes(microbatch) if is_read else None
+    return replay.fault(routes, microbatch.shape, spans)
 
 
 def _spans_with_routes(microbatch: Microbatch) -> list[Span]:
@@ -431,32 +428,32 @@ def _spans_with_routes(microbatch: Microbatch) -> list[Span]:
     ]
 
 
-def _check_positions(calls: Calls, config: Any, size: int) -> None:
-    """Raise `ValueError` if rows, or sequences of a pack, cannot be divided evenly among
-    context-parallel and sequence-parallel ranks.
+def _position_fault(config: Any, size: int, microbatch: Microbatch) -> str | None:
+    """Describe how a microbatch's rows, or the sequences of its pack, cannot be divided evenly
+    among context-parallel and sequence-parallel ranks; None if they can.
 
     There are `size` context-parallel ranks.
     """
     sharing = size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-    for microbatch in itertools.chain.from_iterable(calls):
-        length = microbatch.shape[1]
-        if size > 1 and length % (2 * size):
-            raise ValueError(
-                f"rows of {length} positions for {size} context-parallel ranks: pad them to a "
-                f"multiple of {2 * size}"
+    length = microbatch.shape[1]
+    if size > 1 and length % (2 * size):
+        return (
+            f"has rows of {length} positions for {size} context-parallel ranks: pad them to a "
+            f"multiple of {2 * size}"
+        )
+    if length % sharing:
+        return (
+            f"has {length} positions for {sharing} ranks that share them by sequence parallelism: "
+            f"pad them to a multiple of {sharing}"
+        )
+    for index, (start, _) in enumerate(microbatch.spans or ()):
+        if size > 1 and start % (2 * size):
+            return (
+                f"is a pack whose sequence {index} begins at {start}, for {size} context-parallel "
+                f"ranks: pad each to a multiple of {2 * size}, as "
+                "TokenAlignment.of_config(config) says"
             )
-        if length % sharing:
-            raise ValueError(
-                f"{length} positions for {sharing} ranks that share them by sequence parallelism: "
-                f"pad them to a multiple of {sharing}"
-            )
-        for index, (start, _) in enumerate(microbatch.spans or ()):
-            if size > 1 and start % (2 * size):
-                raise ValueError(
-                    f"a pack whose sequence {index} begins at {start}, for {size} context-parallel "
-                    f"ranks: pad each to a multiple of {2 * size}, as "
-                    "TokenAlignment.of_config(config) says"
-                )
+    return None
 
 
 class _StepWindow:

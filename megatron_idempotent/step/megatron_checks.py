@@ -66,17 +66,17 @@ def refuse_strangers(chunks: Sequence[Any], optimizer: Any) -> None:
 
     Only the chunks' parameters get gradients, so that the step would never update the others.
     """
-    of_chunks = {id(param) for chunk in chunks for param in chunk.parameters()}
-    of_ddp = {id(param) for chunk in chunks for param in chunk.param_to_bucket_group}
+    chunk_ids = {id(param) for chunk in chunks for param in chunk.parameters()}
+    ddp_ids = {id(param) for chunk in chunks for param in chunk.param_to_bucket_group}
     trained = trained_by(optimizer)
-    strangers = [param for param in trained if id(param) not in of_chunks]
+    strangers = [param for param in trained if id(param) not in chunk_ids]
     if strangers:
         raise ValueError(
             f"TrainStep() got an optimizer of which {len(strangers)} of {len(trained)} parameters "
             f"are not the chunks', such as one of shape {tuple(strangers[0].shape)}: pass what "
             "get_megatron_optimizer() returned for these chunks"
         )
-    if trained and not any(id(param) in of_ddp for param in trained):
+    if trained and not any(id(param) in ddp_ids for param in trained):
         raise ValueError(
             f"TrainStep() got an optimizer whose {len(trained)} parameters none of the chunks' DDP "
             "reduces: pass what get_megatron_optimizer() returned for these chunks, not that of "

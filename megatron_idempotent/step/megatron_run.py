@@ -197,7 +197,7 @@ class MegatronModel(Backend):
         Returns what the loss returned, see `Backend.run`.
         """
         reduce = reduce and self.may_overlap
-        self._released = self._released or reduce
+        self._is_reducing = self._is_reducing or reduce
         results: list[LossResult] = []
         iterators = [iter(microbatches) for _ in self.chunks]
         arguments: dict[str, Any] = {
@@ -224,7 +224,7 @@ class MegatronModel(Backend):
                 stack.callback(keep_modules(m for chunk in self.chunks for m in chunk.modules()))
                 for restore in keep_megatron(self.chunks, auxiliary=self.has_auxiliary):
                     stack.callback(restore)
-            self._set_aside(stack, reduce)
+            self._replace_functions(stack, reduce)
             if self.replay is not None:
                 stack.callback(self.replay.clear)
             # The ranks' sums are added up as they are; `update` takes back what DDP averages.
@@ -245,7 +245,7 @@ class MegatronModel(Backend):
             self._call(arguments, current, reduce)
         return results
 
-    def _set_aside(self, stack: ExitStack, reduce: bool) -> None:
+    def _replace_functions(self, stack: ExitStack, reduce: bool) -> None:
         """Replace the models' config functions (finalize, no_sync, loss scale) for one call.
         The call is one of a schedule; closing `stack` puts the functions back.
         """

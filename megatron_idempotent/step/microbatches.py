@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -246,14 +246,14 @@ def kind_of(value: Any) -> str:
 
 
 @contextmanager
-def in_batch(place: str) -> Iterator[None]:
-    """Context manager: put `place` before the message of a `ValueError` that the block raises.
-    `place` is a text that names a part of the batch.
+def in_batch(prefix: str) -> Iterator[None]:
+    """Context manager: put `prefix` before the message of a `ValueError` that the block raises.
+    `prefix` is a text that names a part of the batch.
     """
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{place}{error}") from None
+        raise ValueError(f"{prefix}{error}") from None
 
 
 def field_of(batch: Any, name: str) -> Any:
@@ -415,17 +415,23 @@ class EmbeddingSizes(NamedTuple):
     """None where positions are not looked up."""
 
 
+def refuse_faults(calls: Calls, fault_of: Callable[[Microbatch], str | None]) -> None:
+    """Raise `ValueError` for the first microbatch for which `fault_of` does not return None.
+    The message has the microbatch's index, and the text that `fault_of` returned.
+    """
+    for index, microbatch in enumerate(itertools.chain.from_iterable(calls)):
+        fault = fault_of(microbatch)
+        if fault is not None:
+            raise ValueError(f"a batch whose microbatch {index} {fault}")
+
+
 def check_ids(sizes: EmbeddingSizes, calls: Calls, *, read: bool) -> None:
     """Raise `ValueError` for token ids or positions for which the model's embeddings have no row.
 
     The host looks at those that it holds, and with `read` waits for those on a device.
     """
-    if sizes == EmbeddingSizes(None, None):
-        return
-    for index, microbatch in enumerate(itertools.chain.from_iterable(calls)):
-        fault = _unknown_id(sizes, microbatch.inputs, read=read)
-        if fault is not None:
-            raise ValueError(f"a batch whose microbatch {index} {fault}")
+    if sizes != EmbeddingSizes(None, None):
+        refuse_faults(calls, lambda microbatch: _unknown_id(sizes, microbatch.inputs, read=read))
 
 
 def name_the_token(error: Exception, sizes: EmbeddingSizes, inputs: Any) -> Exception:

@@ -100,8 +100,8 @@ def differing_arguments(statuses: Sequence[RankStatus], ranks: Sequence[int]) ->
         for name, value in status.arguments.items():
             first_rank, first = first_of.setdefault(name, (rank, value))
             if value != first:
-                before = f"{differences[rank]};" if rank in differences else "the step has"
-                differences[rank] = f"{before} {name}={value} where rank {first_rank} has {first}"
+                sentence = f"{differences[rank]};" if rank in differences else "the step has"
+                differences[rank] = f"{sentence} {name}={value} where rank {first_rank} has {first}"
     return differences
 
 
@@ -153,22 +153,18 @@ class OpenStep:
         self._shift: int | None = None
         # What this rank has run so far. Counts stay on the device until the end of the step, so
         # that the host does not wait.
-        self._rows: list[Metrics] = []
+        self._metrics: list[Metrics] = []
         self._counts: list[torch.Tensor] = []
         self._groups: list[Groups] = []
         self._sequences = self._batches = self._microbatches = 0
         self._updating = False
-        # Descriptions of parameters that are not finite, by global rank; the same on all ranks.
-        self._bad_parameters: dict[int, str] = {}
-        # Learning rate and weight decay of the step, on all ranks alike.
-        self._rates = 0.0, 0.0
         # Counters of writes, and the first sign of a write that the step has not made. The bits are
         # taken after each call: an offload that keeps gradients copies them, and does not tell the
         # step.
         self._writes, self._bits = backend.writes(), backend.gradient_bits()
         self._disturbance: str | None = None
         # What this rank has done, and the statuses of all ranks after that.
-        self._done: tuple[StepTotals, Update | str] | None = None
+        self._outcome: tuple[StepTotals, Update | str] | None = None
         self._votes: list[RankStatus] | None = None
 
     def add(
@@ -203,7 +199,7 @@ class OpenStep:
                 raise
             prepared, packed, error = PreparedBatch(), None, caught
         statuses: list[RankStatus] = []
-        release = False
+        reduces = False
         with self._noting_failures(unless=WindowAborted):
             if last:
                 # A peer in its first forward waits for this gather before it agrees on anything.
@@ -221,12 +217,12 @@ class OpenStep:
                 statuses = self._agree_to_run(
                     phase, prepared.calls, error, group, uneven=group is None
                 )
-                release = last and group is None and all(peer.phase == "last" for peer in statuses)
+                reduces = last and group is None and all(peer.phase == "last" for peer in statuses)
             if last and (group is not None or not coupled):
-                everybody = self._agree_to_run("last", prepared.calls, None, None)
-                release = all(peer.phase == "last" and peer.calls for peer in everybody)
+                all_statuses = self._agree_to_run("last", prepared.calls, None, None)
+                reduces = all(peer.phase == "last" and peer.calls for peer in all_statuses)
         with self._noting_failures():
-            number, results = self._run(prepared.calls, statuses, release)
+            number, results = self._run(prepared.calls, statuses, reduces)
             self._counts += prepared.counts
             self._groups += prepared.groups
             self._sequences += prepared.sequences
@@ -332,18 +328,17 @@ class OpenStep:
         """
         if not self.committed:
             with self._noting_failures(unless=WindowAborted):
-                totals, local = self._gather_totals(increment, lr, divisor)
+                totals = self._gather_totals(increment, lr, divisor)
                 reason = self._reason_to_skip(totals)
                 if reason is None:
-                    self._update(totals, local, increment, lr)
+                    self._update(totals, increment, lr)
                 else:
-                    self._done, self._votes = (totals, reason), []
-        assert self._done is not None
-        totals, update = self._done
+                    self._outcome, self._votes = (totals, reason), []
+        assert self._outcome is not None
+        totals, update = self._outcome
         if isinstance(update, str):
             self._backend.skip()
             update = Update(skipped=update, grad_norm=None)
-        lr, weight_decay = self._rates
         return StepResult(
             step_id=self.step_id,
             updated=update.skipped is None,
@@ -353,10 +348,10 @@ class OpenStep:
             global_valid_tokens=totals.counts.tokens,
             microbatches=totals.counts.microbatches,
             auxiliary_loss_scale=1.0 / max(self._microbatches, 1),
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=totals.lr,
+            weight_decay=totals.weight_decay,
             metrics=totals.metrics(),
-            rows=totals.rows(lr=lr, wd=weight_decay),
+            rows=totals.rows(),
             reported_by=dist.get_rank() if dist.is_initialized() else 0,
             replica=self._backend.replica,
         )
@@ -381,7 +376,7 @@ class OpenStep:
         """The number of updates in all steps so far, this step's included if all ranks have made
         it.
         """
-        has_updated = self._done is not None and isinstance(self._done[1], Update)
+        has_updated = self._outcome is not None and isinstance(self._outcome[1], Update)
         return self._updates + (has_updated and self.committed)
 
     def announce_abort(self) -> None:
@@ -401,9 +396,10 @@ class OpenStep:
             statuses = self._exchange(
                 self._status("abort", failure=self.failure, poisoned=poisoned)
             )
-            alike = "abort", self.failure
+            own_report = "abort", self.failure
             if any(peer.phase == "updated" for peer in statuses) or (
-                self._updating and any((peer.phase, peer.failure) != alike for peer in statuses)
+                self._updating
+                and any((peer.phase, peer.failure) != own_report for peer in statuses)
             ):
                 raise poison(f"the update of step {self.step_id!r} was left on some ranks only")
         except SessionPoisoned:
@@ -414,13 +410,8 @@ class OpenStep:
             if self.failure is None:
                 raise poisoned_by from error
 
-    def _gather_totals(
-        self, increment: int | None, lr: float | None, divisor: Any
-    ) -> tuple[StepTotals, float]:
-        """Gather counts and metrics of all ranks, once all of them are at the end of the step.
-
-        Returns the totals, and this replica's valid tokens or, for other kinds, sequences.
-        """
+    def _gather_totals(self, increment: int | None, lr: float | None, divisor: Any) -> StepTotals:
+        """Gather counts and metrics of all ranks, once all of them are at the end of the step."""
         error: Exception | None = None
         counts = (0.0, 0.0)
         rows: tuple[dict[str, float], ...] = ()
@@ -432,7 +423,7 @@ class OpenStep:
             self._backend.check_gradients()
             counts, bad_parameter = self._check_at_the_end()
             groups = distinct_groups(self._groups)
-            rows = as_numbers(self._rows)
+            rows = as_numbers(self._metrics)
         except Exception as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
         coupled, group = self._backend.lockstep_group()
@@ -466,23 +457,24 @@ class OpenStep:
                 self.peers_wait = False
                 break
             if all_meet:  # others still have data, and meet this rank inside of the model
-                self._run((), statuses, release=False)
-        self._bad_parameters = {
-            rank: peer.bad_parameter for rank, peer in enumerate(statuses) if peer.bad_parameter
-        }
-        rates = [peer.rates for peer in (status, *statuses) if peer.rates is not None]
-        own_lr, weight_decay = rates[0] if rates else (0.0, 0.0)
-        self._rates = own_lr if lr is None else lr, weight_decay
+                self._run((), statuses, reduces=False)
         totals = StepTotals(
             self._loss,
             counts=[peer.counts for peer in statuses],
             groups=[peer.groups for peer in statuses],
             rows=[(peer.replica, peer.rows) for peer in statuses],
         )
+        totals.own_count = counts[self._loss.kind == "token"]
+        totals.bad_parameters = {
+            rank: peer.bad_parameter for rank, peer in enumerate(statuses) if peer.bad_parameter
+        }
+        rates = [peer.rates for peer in (status, *statuses) if peer.rates is not None]
+        own_lr, totals.weight_decay = rates[0] if rates else (0.0, 0.0)
+        totals.lr = own_lr if lr is None else lr
         totals.divisor = divisor
         if callable(divisor):
             totals.divisor = self._agree_on_divisor(divisor, totals.counts)
-        return totals, counts[self._loss.kind == "token"]
+        return totals
 
     def _check_at_the_end(self) -> tuple[tuple[float, float], str | None]:
         """Return this rank's numbers of valid sequences and tokens, and a description of its first
@@ -559,14 +551,12 @@ class OpenStep:
             return None
         # A lower scale does not repair a parameter, and a bad parameter explains a bad loss.
         faults = {} if self._backend.lowers_scale else totals.bad_losses()
-        faults |= self._bad_parameters
+        faults |= totals.bad_parameters
         if self._options.non_finite == "refuse":
             self._stop_if(faults, None)
         return f"{_by_rank(faults)}, and non_finite='skip'" if faults else None
 
-    def _update(
-        self, totals: StepTotals, local: float, increment: int | None, lr: float | None
-    ) -> None:
+    def _update(self, totals: StepTotals, increment: int | None, lr: float | None) -> None:
         error: BaseException | None = None
         update: Update | None = None
         self._updating = True
@@ -574,13 +564,13 @@ class OpenStep:
             if lr is not None:
                 set_learning_rate(self._backend.optimizer, lr)
             # Half the deadline: a rank that waited for a failed peer still meets it below.
-            update = self._backend.update(totals, local, increment, self._options.deadline_s / 2)
+            update = self._backend.update(totals, increment, self._options.deadline_s / 2)
         except BaseException as caught:  # noqa: BLE001  told to all ranks, and raised on all
             error = caught
         is_torn = self._backend.partially_updated
         vote = self._status("updated", error, partially_updated=is_torn)
         if update is not None:
-            self._done = totals, update
+            self._outcome = totals, update
         self._votes = self._exchange(vote)
         failures = failures_of(self._votes)
         if not failures:
@@ -627,8 +617,10 @@ class OpenStep:
         if difference and not failures:
             failures = {0: difference}
         self.peers_wait = not failures
-        elsewhere = any(peer.phase == "abort" or peer.step_id != self.step_id for peer in statuses)
-        if elsewhere or differing_arguments(statuses, range(len(statuses))):
+        in_other_step = any(
+            peer.phase == "abort" or peer.step_id != self.step_id for peer in statuses
+        )
+        if in_other_step or differing_arguments(statuses, range(len(statuses))):
             remedy = "No rank has run this batch; abort() the step."
             self._stop_if(failures, error, remedy, all_know=group is None)
         if failures:
@@ -650,11 +642,11 @@ class OpenStep:
         if not calls or not self._backend.narrow or (global_size and self._shift is not None):
             return self._shift
         microbatches = [microbatch for call in calls for microbatch in call]
-        of_batch = sum(microbatch.sequences for microbatch in microbatches)
+        batch_sequences = sum(microbatch.sequences for microbatch in microbatches)
         terms = max(
             -(-global_size // self._backend.replicas),
             self.begun_with["rank_batch_size"] or 0,
-            of_batch if global_size else self._sequences + of_batch,
+            batch_sequences if global_size else self._sequences + batch_sequences,
         )
         if self._loss.kind == "none":  # divided already, but for what begin() was told
             divisor = self.begun_with["divisor"]
@@ -662,7 +654,7 @@ class OpenStep:
                 terms = math.ceil((divisor or 1) / self._backend.replicas)
         if self._loss.kind == "token":  # about as many tokens in each as in those of this batch
             positions = sum(microbatch.positions for microbatch in microbatches)
-            terms *= -(-positions // max(of_batch, 1))
+            terms *= -(-positions // max(batch_sequences, 1))
         return max(int(max(terms, 1) - 1).bit_length(), self._shift or 0)
 
     def _agree_on_shift(self, shifts: Iterable[int | None]) -> None:
@@ -727,7 +719,7 @@ class OpenStep:
         self.all_know = self.all_know or all_know
 
     def _run(
-        self, calls: Calls, statuses: list[RankStatus], release: bool
+        self, calls: Calls, statuses: list[RankStatus], reduces: bool
     ) -> tuple[int, list[LossResult]]:
         """Run forward and backward of this rank's calls, and dummies for calls of other ranks only.
         Return the number of this rank's own microbatches, and their results.
@@ -735,7 +727,7 @@ class OpenStep:
         `statuses` are those of ranks that run in lockstep; empty if this rank runs by itself.
         Results, one per microbatch, are empty if this rank does not have the loss.
         """
-        self.peers_wait = bool(statuses) or release
+        self.peers_wait = bool(statuses) or reduces
         number = 0
         results: list[LossResult] = []
         try:
@@ -744,10 +736,10 @@ class OpenStep:
             if statuses:
                 plan = list(calls_in_lockstep(calls, statuses, self._backend.device))
             for index, (call, dummies) in enumerate(plan):
-                reduce = release and index == len(plan) - 1
-                of_call = self._backend.run(call, self._loss, reduce=reduce, dummies=dummies)
+                reduce = reduces and index == len(plan) - 1
+                call_results = self._backend.run(call, self._loss, reduce=reduce, dummies=dummies)
                 if not dummies:
-                    results += of_call
+                    results += call_results
                     number += len(call)
         except (LocalFailure, WindowAborted, SessionPoisoned) as failure:
             self.peers_wait = False
@@ -761,7 +753,7 @@ class OpenStep:
                 if isinstance(error, Exception):
                     raise poisoned from error
             raise
-        self._rows += [result.metrics for result in results]
+        self._metrics += [result.metrics for result in results]
         self.peers_wait = False
         return number, results
 

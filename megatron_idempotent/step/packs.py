@@ -98,12 +98,12 @@ def bin_sequences(
     work = [size * (1 + attention * size) for size in sizes]
     # The longest first, so that short ones fill gaps; equal ones by index, so that ranks agree.
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
-    tight = _tightly(order, sizes, capacity)
+    tight = _tight_bins(order, sizes, capacity)
     least = max(-(-sum(sizes) // capacity), bins, 1)
     numbers = {-(-number // multiple) * multiple for number in (least, max(len(tight), least))}
     filled: list[list[int]] | None = None
     for number in sorted(numbers):
-        filled = _evenly(order, sizes, work, number, capacity)
+        filled = _even_bins(order, sizes, work, number, capacity)
         if filled is not None:
             break
     if filled is None:
@@ -132,7 +132,7 @@ def capacity_of(max_tokens: int, alignment: TokenAlignment) -> int:
     return capacity
 
 
-def _evenly(
+def _even_bins(
     order: Sequence[int],
     sizes: Sequence[int],
     work: Sequence[float],
@@ -160,7 +160,7 @@ def _evenly(
     return bins
 
 
-def _tightly(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def _tight_bins(order: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Put each sequence into the fullest bin with room for it; return the bins.
     This makes close to the fewest bins.
     """

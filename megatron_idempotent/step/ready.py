@@ -69,8 +69,8 @@ def _microbatch(
     spans = spans_in(inputs)
     if counts is not None:
         counted = _checked_counts(call_user("counts", counts, inputs))
-    elif (of_caller := field_of(inputs, COUNTS)) is not None:
-        counted = _checked_counts(of_caller)
+    elif (caller_counts := field_of(inputs, COUNTS)) is not None:
+        counted = _checked_counts(caller_counts)
     elif spans is None and not isinstance(field_of(inputs, TOKENS), Tensor):
         raise ValueError(
             f"a {type(inputs).__name__} that does not say how many valid sequences and tokens it "

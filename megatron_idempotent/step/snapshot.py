@@ -88,8 +88,8 @@ def keep_attributes(owner: Any, names: Iterable[str] | None = None) -> Restore:
     """
     values = vars(owner) if names is None else {name: getattr(owner, name) for name in names}
     plain = (Tensor, bool, int, float, str, list, tuple, type(None))
-    kept = {name: value for name, value in values.items() if isinstance(value, plain)}
-    return keep_values(kept, partial(setattr, owner))
+    plain_values = {name: value for name, value in values.items() if isinstance(value, plain)}
+    return keep_values(plain_values, partial(setattr, owner))
 
 
 def check_scheduler(step: Any, remedy: str, *needed: str) -> None:
@@ -187,15 +187,15 @@ def keep_groups(groups: Iterable[dict[str, Any]]) -> list[Restore]:
 _MOE = "megatron.core.transformer.moe"
 # Functions of a config that each call of a step replaces. They are restored when the call ends,
 # unless a second exception interrupts that.
-_ASIDE = (
+_CONFIG_FUNCTIONS = (
     "finalize_model_grads_func",
     "grad_scale_func",
     "grad_sync_func",
     "no_sync_func",
     "param_sync_func",
 )
-_WATCHED = ("step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
-_OVERRIDDEN = ("start_grad_sync", "start_param_sync", "register_grad_ready", "check_grads")
+_OPTIMIZER_METHODS = ("step_with_ready_grads", "get_grad_norm", "clip_grad_norm")
+_BUCKET_METHODS = ("start_grad_sync", "start_param_sync", "register_grad_ready", "check_grads")
 
 
 def keep_megatron(
@@ -215,15 +215,15 @@ def keep_megatron(
     copies = [
         keep_torch(),
         keep_tracker(),
-        *(keep_functions(config, _ASIDE) for config in configs_of(chunks)),
+        *(keep_functions(config, _CONFIG_FUNCTIONS) for config in configs_of(chunks)),
         keep_functions(schedules, ("backward_step", "forward_step", "forward_step_calc_loss")),
-        *(keep_functions(group, _OVERRIDDEN) for group in groups),
+        *(keep_functions(group, _BUCKET_METHODS) for group in groups),
     ]
     if auxiliary:
         scales = (keep_attributes(s, ["main_loss_backward_scale"]) for s in moe.scalers())
         copies += [keep_logs(), *scales]
     if optimizer is not None:
-        copies.append(keep_functions(optimizer, _WATCHED))
+        copies.append(keep_functions(optimizer, _OPTIMIZER_METHODS))
     copies += [keep_attributes(scaler) for scaler in grad_scalers(optimizer)]
     for part in unchained(optimizer):
         if getattr(part, "optimizer", None) is not None:

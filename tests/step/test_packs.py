@@ -227,7 +227,7 @@ def shared_by_ranks(options: dict[str, Any], sequence: int, pack: int) -> str:
         (
             {"tp": 2, "sequence_parallel": True},
             (3, 3),
-            r"got \d+ positions for 2 ranks that share them by sequence",
+            r"has \d+ positions for 2 ranks that share them by sequence",
         ),
         ({"cp": 2}, (2, 4), r"sequence \d+ begins at \d+, for 2 context-parallel ranks"),
     ],
