@@ -75,8 +75,6 @@ class Backend(ABC):
 
     def __init__(self, options: Options, optimizer: Any, scheduler: Any) -> None:
         self.options = options
-        self.forward = options.forward
-        self.deadline_s = options.deadline_s
         self.optimizer = optimizer
         """None if the step cannot finish."""
         self._scheduler = scheduler
@@ -107,7 +105,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def alignment(self) -> TokenAlignment:
-        """The multiples of tokens to which packs are padded.
+        """The multiples of tokens to which packs are padded: those of the options, or the model's.
         Raise `ValueError` if they are unknown.
         """
 

@@ -44,23 +44,23 @@ def template(inputs: Any, name: str = "") -> Any:
         return {name: template(value, str(name)) for name, value in inputs.items()}
     if dataclasses.is_dataclass(inputs) and not isinstance(inputs, type):
         return _with_fields(inputs, template)
-    described: Any = _pytree.tree_map_only(Tensor, template, inputs)
-    return described
+    description: Any = _pytree.tree_map_only(Tensor, template, inputs)
+    return description
 
 
-def dummy(described: Any, device: Any) -> Any:
+def dummy(description: Any, device: Any) -> Any:
     """Make a microbatch of zeros from another rank's `template`; its sample mask is all zeros."""
-    if _is_mark(described):
-        return _zeros(described, device)
-    if isinstance(described, Mapping):
-        batch = {name: dummy(value, device) for name, value in described.items()}
+    if _is_mark(description):
+        return _zeros(description, device)
+    if isinstance(description, Mapping):
+        batch = {name: dummy(value, device) for name, value in description.items()}
         if isinstance(batch.get(TOKENS), Tensor) and SAMPLE_MASK not in batch:
             batch[SAMPLE_MASK] = torch.zeros(batch[TOKENS].shape[0], device=device)
         return batch
-    if dataclasses.is_dataclass(described) and not isinstance(described, type):
-        return _with_fields(described, lambda value, _: dummy(value, device))
+    if dataclasses.is_dataclass(description) and not isinstance(description, type):
+        return _with_fields(description, lambda value, _: dummy(value, device))
     return _pytree.tree_map(
-        lambda leaf: _zeros(leaf, device) if _is_mark(leaf) else leaf, described, is_leaf=_is_mark
+        lambda leaf: _zeros(leaf, device) if _is_mark(leaf) else leaf, description, is_leaf=_is_mark
     )
 
 
@@ -76,16 +76,16 @@ def _is_mark(value: Any) -> bool:
     return type(value) is tuple and value[:1] == (_MARK,)
 
 
-def _zeros(described: tuple[Any, ...], device: Any) -> Any:
+def _zeros(description: tuple[Any, ...], device: Any) -> Any:
     """Make an object from its description in a `template`.
     A tensor is made of zeros; a `Pack`, or its `cu_seqlens`, gets the described borders.
     """
-    match described:
+    match description:
         case _, "pack", lengths, segments:
             return Pack.laid_out(lengths, segments, device=device)
         case _, "borders", ends, dtype:
             return torch.tensor(ends, dtype=dtype, device=device)
-    _, _, shape, dtype, lengths = described
+    _, _, shape, dtype, lengths = description
     values = torch.zeros(shape, dtype=dtype, device=device)
     if lengths is None:
         return values

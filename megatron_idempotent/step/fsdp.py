@@ -42,6 +42,8 @@ class FSDPBackend(Backend):
     unsharded gradients.
     """
 
+    options: FSDPTrainStep
+
     def __init__(self, step: FSDPTrainStep) -> None:
         self.shards = shards = _checked_shards(step.model, step.optimizer)
         remedy = "pass one of torch.optim.lr_scheduler, or add them"
@@ -49,7 +51,6 @@ class FSDPBackend(Backend):
         super().__init__(step, step.optimizer, step.scheduler)
         self._own_update = snapshot.OpenUpdate(undo=step.undo)
         self._model = shards.model
-        self._clip_grad = step.clip_grad
         self._scaler = step.grad_scaler
         self._watch = Watch(self._model)
         self._sizes = vocabulary_of(self._model)
@@ -64,12 +65,12 @@ class FSDPBackend(Backend):
 
     @property
     def must_agree(self) -> dict[str, Any]:
-        own_settings = {"clip_grad": self._clip_grad, "grad_scaler": self.lowers_scale}
+        own_settings = {"clip_grad": self.options.clip_grad, "grad_scaler": self.lowers_scale}
         return {**own_settings, **super().must_agree}
 
     @property
     def alignment(self) -> TokenAlignment:
-        return NO_ALIGNMENT
+        return self.options.alignment or NO_ALIGNMENT
 
     def _refuse_other_step(self) -> None:
         if self._watch.is_taken():
@@ -105,7 +106,7 @@ class FSDPBackend(Backend):
         """Raise `ValueError` for packs and unknown token ids if `forward` is the default one.
         A `forward` of the caller's own accepts everything.
         """
-        if self.forward is not tokens_forward:
+        if self.options.forward is not tokens_forward:
             return
         if any(microbatch.spans is not None for call in calls for microbatch in call):
             raise ValueError(
@@ -122,12 +123,12 @@ class FSDPBackend(Backend):
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
         self._is_reducing = self._is_reducing or reduce
-        call = FSDPCall(self.shards, self._watch, self.forward, self._scaler)
+        call = FSDPCall(self.shards, self._watch, self.options.forward, self._scaler)
         results = []
         with ExitStack() as stack:
             # Half, so that a rank whose peer has left the model still meets it below.
             stack.enter_context(
-                collective_timeout(self.shards.process_groups(), self.deadline_s / 2)
+                collective_timeout(self.shards.process_groups(), self.options.deadline_s / 2)
             )
             if dummies:
                 # Buffers and random states stay as if no dummy microbatch had been run.
@@ -143,7 +144,7 @@ class FSDPBackend(Backend):
                     break
                 if result is not None:
                     results.append(result)
-        call.settle(self.deadline_s)
+        call.agree(self.options.deadline_s)
         return results
 
     def check_ready(self, increment: int | None) -> None:
@@ -216,8 +217,8 @@ class FSDPBackend(Backend):
             skipped = reason_to_skip(grad_norm, self.options.non_finite)
             if skipped is not None:
                 return grad_norm, skipped
-        if self._clip_grad is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad, norm)
+        if self.options.clip_grad is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.options.clip_grad, norm)
         return grad_norm, None
 
     def close(self) -> None:
@@ -369,15 +370,15 @@ def _checked_shards(model: Any, optimizer: Any) -> Shards:
             "sharded model: pass that model"
         )
     shards.settle()  # a forward may have left parameters whole
-    plain = [
+    names = [
         name
         for name, parameter in shards.model.named_parameters()
         if parameter.requires_grad and not isinstance(parameter, DTensor)
     ]
-    if plain:
+    if names:
         raise ValueError(
-            f"FSDPTrainStep() got a model with {len(plain)} parameters that are not sharded, whose "
-            f"gradients nothing reduces, such as {plain[0]!r}: leave them out of ignored_params, "
+            f"FSDPTrainStep() got a model with {len(names)} parameters that are not sharded, whose "
+            f"gradients nothing reduces, such as {names[0]!r}: leave them out of ignored_params, "
             "or freeze them"
         )
     if not hasattr(optimizer, "param_groups"):

@@ -365,7 +365,7 @@ class Watch:
 class FSDPCall:
     """Runs this rank's microbatches.
     After a failure it sends zeros through the model instead of data, so that no other rank waits,
-    and `settle` tells all ranks of the failure.
+    and `agree` tells all ranks of the failure.
     """
 
     def __init__(self, shards: Shards, watch: Watch, forward: Forward, scaler: Any) -> None:
@@ -401,7 +401,7 @@ class FSDPCall:
         finally:
             self._watch.stop()
 
-    def settle(self, deadline_s: float) -> None:
+    def agree(self, deadline_s: float) -> None:
         """Raise on all ranks if any rank failed. A collective.
 
         Raises:

@@ -25,7 +25,7 @@ from .loss import (
     check_begin,
     refuse_no_grad,
 )
-from .microbatches import Batch
+from .microbatches import Batch, in_batch
 from .open_step import OpenStep
 from .packs import capacity_of
 from .results import BatchResult, StepResult
@@ -43,7 +43,7 @@ def _by_one_thread(call: _Call) -> _Call:
     """
 
     @functools.wraps(call)
-    def alone(self: SplitStep, *args: Any, **kwargs: Any) -> Any:
+    def guarded_call(self: SplitStep, *args: Any, **kwargs: Any) -> Any:
         caller = threading.get_ident(), call.__name__
         try:
             # One operation, so that of two threads one is the first.
@@ -58,7 +58,7 @@ def _by_one_thread(call: _Call) -> _Call:
             if self._caller.get("thread", caller)[0] == caller[0]:
                 self._caller.pop("thread", None)
 
-    return cast("_Call", alone)
+    return cast("_Call", guarded_call)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -169,10 +169,8 @@ class SplitStep(Options):
         check_begin(begun_with, step_id)
         self._backend.accept_loss(loss)
         if max_tokens_per_microbatch is not None:
-            try:
-                capacity_of(max_tokens_per_microbatch, self.alignment or self._backend.alignment)
-            except ValueError as error:
-                raise ValueError(f"begin() got {error}") from None
+            with in_batch("begin() got "):
+                capacity_of(max_tokens_per_microbatch, self._backend.alignment)
         if step_id is not None and self._is_repeated(step_id, begun_with):
             return step_id
         refuse_if_poisoned()
@@ -194,7 +192,7 @@ class SplitStep(Options):
             self._backend.restore()
             raise
         self._steps_begun += 1
-        self._open = OpenStep(self._backend, step_id, begun_with, self, self._updates)
+        self._open = OpenStep(self._backend, step_id, begun_with, self._updates)
         return step_id
 
     @_by_one_thread
@@ -255,7 +253,7 @@ class SplitStep(Options):
                 has failed then, and stays open until `abort()`.
         """
         check_arguments("microbatch", step_id=step_id)
-        step = self._current(step_id, "microbatch")
+        step = self._open_step(step_id, "microbatch")
         if isinstance(microbatch_id, str) and microbatch_id in step.named_batches:
             return step.repeated(microbatch_id, batch, microbatches)
         self._refuse_failed(step, "microbatch")
@@ -305,7 +303,7 @@ class SplitStep(Options):
         if isinstance(ended := self._ended.get(step_id), StepResult):
             return ended
         refuse_no_grad("finish")
-        step = self._current(step_id, "finish")
+        step = self._open_step(step_id, "finish")
         check_arguments("finish", global_batch_size=global_batch_size, divisor=divisor, lr=lr)
         increment = _argument_of_step(step, "global_batch_size", global_batch_size)
         divisor = _argument_of_step(step, "divisor", divisor)
@@ -378,15 +376,17 @@ class SplitStep(Options):
             raise RuntimeError(f"begin(): step {step_id!r} has ended, {ended}; take another id")
         return ended is not None
 
-    def _current(self, step_id: str, call: str) -> OpenStep:
+    def _open_step(self, step_id: str, call: str) -> OpenStep:
         if self._open is not None and self._open.step_id == step_id:
             return self._open
         if step_id in self._ended:
             ended = self._ended[step_id]
             end = ended if isinstance(ended, str) else "it was finished"
             raise RuntimeError(f"{call}(): step {step_id!r} is not open, {end}; begin() a new one")
-        open_one = "no step is" if self._open is None else f"step {self._open.step_id!r} is"
-        raise RuntimeError(f"{call}(): step {step_id!r} is not open, {open_one}; begin() it first")
+        open_step_text = "no step is" if self._open is None else f"step {self._open.step_id!r} is"
+        raise RuntimeError(
+            f"{call}(): step {step_id!r} is not open, {open_step_text}; begin() it first"
+        )
 
     def _refuse_failed(self, step: OpenStep, call: str) -> None:
         if step.committed:

@@ -183,7 +183,7 @@ class MegatronBackend(MegatronModel):
 
     @property
     def alignment(self) -> TokenAlignment:
-        return TokenAlignment.of_config(self.configs[0])
+        return self.options.alignment or TokenAlignment.of_config(self.configs[0])
 
     def _refuse_other_step(self) -> None:
         if are_held(self.chunks):
@@ -225,8 +225,7 @@ class MegatronBackend(MegatronModel):
             self._sums.open()
 
     def writes(self) -> snapshot.Writes:
-        of_ddp = (param for chunk in self.chunks for param in chunk.param_to_bucket_group)
-        parameters = tuple(param._version for param in of_ddp)
+        parameters = tuple(param._version for param in self._reduced())
         return snapshot.Writes(self.gradient_writes(), parameters, reducing_on_host(self.chunks))
 
     def gradient_bits(self) -> Any:
@@ -260,16 +259,21 @@ class MegatronBackend(MegatronModel):
                     "batch with rows whose sample_mask is 0"
                 )
 
+    def _reduced(self) -> Iterator[Any]:
+        """Yield the parameters that DDP was built with, whose gradients it reduces."""
+        return (param for chunk in self.chunks for param in chunk.param_to_bucket_group)
+
     def _refuse_frozen(self) -> None:
         """Raise `RuntimeError` if all parameters that DDP was built with are frozen now.
 
         Upstream asserts then, as it waits for gradients.
         """
-        of_ddp = [chunk.param_to_bucket_group for chunk in self.chunks]
-        frozen = not any(param.requires_grad for of_chunk in of_ddp for param in of_chunk)
-        if frozen and any(of_ddp):
+        if any(param.requires_grad for param in self._reduced()):
+            return
+        number = len(list(self._reduced()))
+        if number:
             raise RuntimeError(
-                f"all {sum(map(len, of_ddp))} parameters that DDP was built with are frozen now "
+                f"all {number} parameters that DDP was built with are frozen now "
                 "(requires_grad=False), and it waits for their gradients: freeze parameters before "
                 "you build DDP and the optimizer, and read a model that is not trained in reading()"
             )

@@ -133,6 +133,8 @@ class MegatronModel(Backend):
 
     def __init__(self, chunks: list[Any], options: Options, optimizer: Any, scheduler: Any) -> None:
         super().__init__(options, optimizer, scheduler)
+        self.forward = options.forward
+        self.deadline_s = options.deadline_s
         self._own_update: CheckedUpdate = CheckedUpdate(chunks, optimizer, options)
         self.chunks = chunks
         self.configs = configs_of(chunks)
@@ -169,10 +171,10 @@ class MegatronModel(Backend):
         if self._meets_replicas:
             return True, None
         config = self.configs[0]
-        in_layers = max(config.tensor_model_parallel_size, config.context_parallel_size)
-        if max(in_layers, config.pipeline_model_parallel_size) == 1:
+        ranks_in_layers = max(config.tensor_model_parallel_size, config.context_parallel_size)
+        if max(ranks_in_layers, config.pipeline_model_parallel_size) == 1:
             return False, None
-        if in_layers > 1:
+        if ranks_in_layers > 1:
             lockstep_group()  # which a guarded call would make in mid-step
         return True, shared_group("replica", self.replica, self.deadline_s)
 
@@ -217,7 +219,7 @@ class MegatronModel(Backend):
         # What auxiliary losses are means over is known once the forward was called.
         padded = self.has_auxiliary and any(mb.may_be_padded for mb in microbatches)
         weights = {weigh(mb, False) for mb in microbatches} if self.has_auxiliary else {1.0}
-        even = len(weights) == 1 and not padded
+        has_one_weight = len(weights) == 1 and not padded
         with ExitStack() as stack:
             if dummies:
                 # Routing counts and logs of dummy microbatches are not kept.
@@ -228,9 +230,9 @@ class MegatronModel(Backend):
             if self.replay is not None:
                 stack.callback(self.replay.clear)
             # The ranks' sums are added up as they are; `update` takes back what DDP averages.
-            weight = weights.pop() if even else current.weight
+            weight = weights.pop() if has_one_weight else current.weight
             stack.enter_context(dividing_by(1, auxiliary_weight=weight, context_parallel=False))
-            if not even:
+            if not has_one_weight:
                 _keep_scale_of_each_forward(stack)
             if padded:
                 for chunk in self.chunks:
@@ -323,11 +325,14 @@ class MegatronModel(Backend):
             ):
                 schedule(**arguments)
             return
-        tell: Callable[[str | None], dict[int, str]] = _tell_no_rank
+        exchange_failure: Callable[[str | None], dict[int, str]] = _tell_no_rank
         if coupled:
-            tell = functools.partial(exchange, deadline_s=self.deadline_s, group=group)
+            exchange_failure = functools.partial(exchange, deadline_s=self.deadline_s, group=group)
         call = GuardedCall(
-            arguments, tell, check=False, skip=lambda iterator: current.start(next(iterator))
+            arguments,
+            exchange_failure,
+            check=False,
+            skip=lambda iterator: current.start(next(iterator)),
         )
         with collective_timeout(self.groups(), self.deadline_s):
             call.run(schedule)
@@ -343,9 +348,9 @@ class MegatronModel(Backend):
     ) -> Callable[..., Any]:
         # The token count of each microbatch, because dividing by what is valid comes at the end.
         one_token = torch.ones((), dtype=torch.int, device=self.device)
-        multiplied = 1
+        upstream_factor = 1
         if not self.per_token and multiplies_by_ranks():
-            multiplied = self.configs[0].context_parallel_size
+            upstream_factor = self.configs[0].context_parallel_size
 
         def forward(model: Any, inputs: Any) -> Any:
             run = functools.partial(call_user, "forward", self.forward, model, inputs)
@@ -376,8 +381,8 @@ class MegatronModel(Backend):
                     # With deallocate_pipeline_outputs, which Megatron's arguments set, a schedule
                     # frees what the last stage returns as well, and refuses a view.
                     total = total.clone()
-                if multiplied > 1:
-                    total = total / multiplied
+                if upstream_factor > 1:
+                    total = total / upstream_factor
                 if self.shift:
                     total = total.float() * 2.0**-self.shift
                 return total, one_token, {}

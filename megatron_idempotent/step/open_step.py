@@ -23,7 +23,7 @@ from megatron_idempotent.window.agreement import (
 )
 from megatron_idempotent.window.open_contexts import close_contexts
 
-from .backend import Backend, LocalFailure, Options
+from .backend import Backend, LocalFailure
 from .dummies import describe_leaf, fingerprint, template
 from .loss import (
     LossResult,
@@ -111,12 +111,7 @@ class OpenStep:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        step_id: str,
-        begun_with: Mapping[str, Any],
-        options: Options,
-        updates: int,
+        self, backend: Backend, step_id: str, begun_with: Mapping[str, Any], updates: int
     ) -> None:
         self.step_id = step_id
         self.begun_with = begun_with
@@ -134,7 +129,7 @@ class OpenStep:
         self.named_batches: dict[str, tuple[Mapping[str, Any], BatchResult]] = {}
         """The fingerprints and results of the batches that have a name of the caller's."""
         self._backend = backend
-        self._options = options
+        self._options = options = backend.options
         self._updates = updates
         self._loss: StepLoss = begun_with["loss"]
         self._max_tokens: int | None = begun_with["max_tokens_per_microbatch"]
@@ -181,7 +176,7 @@ class OpenStep:
         """
         self._note_writes()
         coupled, group = self._backend.lockstep_group()
-        prepared, packed = PreparedBatch(), None
+        prepared, packed_rows = PreparedBatch(), None
         identity: Mapping[str, Any] = {}
         error: Exception | None = None
         try:
@@ -190,14 +185,14 @@ class OpenStep:
             if microbatch_id is not None:
                 identity = fingerprint(batch if ready is None else ready)
             with in_batch("microbatch() got "):
-                prepared, packed = self._prepare(batch, ready)
+                prepared, packed_rows = self._prepare(batch, ready)
             sequences = self._sequences + prepared.sequences
             completed = prepared.sequences > 0 and sequences == self.begun_with["rank_batch_size"]
             last = last or completed
         except Exception as caught:  # told to all ranks that wait for this one
             if not coupled:
                 raise
-            prepared, packed, error = PreparedBatch(), None, caught
+            prepared, packed_rows, error = PreparedBatch(), None, caught
         statuses: list[RankStatus] = []
         reduces = False
         with self._noting_failures(unless=WindowAborted):
@@ -208,11 +203,11 @@ class OpenStep:
             if coupled and group is None and self._max_tokens is not None:
                 # All ranks make the same number of packs, so that none needs dummies. A rank with
                 # fewer spreads its sequences over more packs, down to one sequence each.
-                own_packs = 0 if packed is None else packed.packs
+                own_packs = 0 if packed_rows is None else packed_rows.packs
                 statuses = self._agree_to_run(phase, (), error, None, packs=own_packs)
                 packs = max(status.packs for status in statuses)
-                if packed is not None and packs > own_packs:
-                    prepared = packed.prepare(packs)
+                if packed_rows is not None and packs > own_packs:
+                    prepared = packed_rows.prepare(packs)
             if coupled:
                 statuses = self._agree_to_run(
                     phase, prepared.calls, error, group, uneven=group is None
@@ -259,7 +254,7 @@ class OpenStep:
                 "a batch and microbatches: pass rows to be cut, or a list of microbatches that are "
                 "run as they are"
             )
-        packed: PackedRows | None = None
+        packed_rows: PackedRows | None = None
         if ready is not None:
             prepared = take_ready(ready, options.shape, options.counts, grouped=grouped)
         elif batch is None:
@@ -268,11 +263,11 @@ class OpenStep:
             size = self.begun_with["micro_batch_size"]
             prepared = cut_rows(batch, size, options.shared, grouped=grouped)
         else:
-            alignment = options.alignment or self._backend.alignment
-            multiple, attention = self._backend.microbatch_multiple, self._backend.attention
-            budget = Budget(self._max_tokens, alignment, multiple, attention)
-            packed = PackedRows(batch, budget, options.shared, grouped=grouped)
-            prepared = packed.prepare(packed.packs)
+            backend = self._backend
+            limits = backend.alignment, backend.microbatch_multiple, backend.attention
+            budget = Budget(self._max_tokens, *limits)
+            packed_rows = PackedRows(batch, budget, options.shared, grouped=grouped)
+            prepared = packed_rows.prepare(packed_rows.packs)
         rank_size = self.begun_with["rank_batch_size"]
         if rank_size is not None and self._sequences + prepared.sequences > rank_size:
             raise ValueError(
@@ -280,7 +275,7 @@ class OpenStep:
                 f"{rank_size}: begin() with the true number, or without it"
             )
         self._backend.accept(prepared.calls)
-        return prepared, packed
+        return prepared, packed_rows
 
     def repeated(self, microbatch_id: str, batch: Batch | None, ready: Any) -> BatchResult:
         """Return the result of the batch that was sent earlier under this id.

@@ -59,8 +59,8 @@ def spans_in(batch: Any) -> Spans | None:
         borders, padded = field_of(batch, "cu_seqlens"), field_of(batch, "cu_seqlens_padded")
     if borders is None:
         return None
-    _, lengths = _spans_between("cu_seqlens", borders)
-    starts, rooms = _spans_between("cu_seqlens_padded", borders if padded is None else padded)
+    _, lengths = spans_between("cu_seqlens", borders)
+    starts, rooms = spans_between("cu_seqlens_padded", borders if padded is None else padded)
     if len(rooms) != len(lengths):
         raise ValueError(
             f"whose cu_seqlens have {len(lengths)} sequences, and cu_seqlens_padded {len(rooms)}: "
@@ -81,7 +81,7 @@ def spans_in(batch: Any) -> Spans | None:
     return tuple(zip(starts, lengths, strict=True))
 
 
-def _spans_between(name: str, borders: Any) -> tuple[list[int], list[int]]:
+def spans_between(name: str, borders: Any) -> tuple[list[int], list[int]]:
     """Return, for the sequences between `borders`, each one's first token and its length."""
     ends = [int(end) for end in torch.as_tensor(borders).reshape(-1).tolist()]
     if not ends or ends[0] != 0:

@@ -8,7 +8,6 @@ Legend: B rows, T positions of a row; n sequences of a pack, S its tokens with p
 from __future__ import annotations
 
 import heapq
-import itertools
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from .microbatches import (
     kind_of,
     nan_if_wrong,
 )
-from .pack_layout import packed_counts
+from .pack_layout import packed_counts, spans_between
 
 Bins = tuple[tuple[int, ...], ...]
 """The indices of each bin's sequences, in rising order; the bin with most work comes first."""
@@ -380,24 +379,20 @@ def real_tokens(batch: Batch, rows: int) -> tuple[list[int], list[int]]:
     return firsts, row_lengths
 
 
-def _nested_tokens(batch: Batch, tokens: Tensor) -> tuple[list[int], list[int]]:
-    starts, lengths = _jagged(tokens)
+def _nested_tokens(batch: Batch, tokens: Any) -> tuple[list[int], list[int]]:
+    starts, lengths = spans_between("offsets", tokens.offsets())
     for name, value in batch.items():
         if not isinstance(value, Tensor) or not value.is_nested:
             continue
-        for row, (entries, length) in enumerate(zip(_jagged(value)[1], lengths, strict=True)):
+        jagged: Any = value
+        _, numbers = spans_between("offsets", jagged.offsets())
+        for row, (entries, length) in enumerate(zip(numbers, lengths, strict=True)):
             if entries != length:
                 raise ValueError(
                     f"{name!r} with {entries} entries in row {row}, which has {length} tokens: "
                     "give one for each token"
                 )
     return starts, lengths
-
-
-def _jagged(nested: Any) -> tuple[list[int], list[int]]:
-    """Return two lists for a nested tensor: each row's index of its first value, and lengths."""
-    ends = nested.offsets().tolist()
-    return ends[:-1], [end - start for start, end in itertools.pairwise(ends)]
 
 
 def _masked_tokens(mask: Any, tokens_BT: Tensor) -> tuple[list[int], list[int]]:

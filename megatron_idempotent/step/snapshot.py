@@ -53,10 +53,10 @@ def keep_torch() -> Restore:
     host = torch.get_rng_state()
     device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     # An exception inside of `no_grad`'s own exit leaves it off.
-    records = torch.is_grad_enabled()
+    records_gradients = torch.is_grad_enabled()
 
     def restore() -> None:
-        torch.set_grad_enabled(records)
+        torch.set_grad_enabled(records_gradients)
         torch.set_rng_state(host)
         if device is not None:
             torch.cuda.set_rng_state(device)
@@ -99,11 +99,13 @@ def check_scheduler(step: Any, remedy: str, *needed: str) -> None:
     scheduler = step.scheduler
     is_class = isinstance(scheduler, type)  # whose methods want an object
     values = {name: None if is_class else getattr(scheduler, name, None) for name in needed}
-    lacking = [n for n, value in values.items() if not (callable(value) or isinstance(value, dict))]
-    if scheduler is not None and lacking:
+    missing_names = [
+        n for n, value in values.items() if not (callable(value) or isinstance(value, dict))
+    ]
+    if scheduler is not None and missing_names:
         raise ValueError(
             f"{type(step).__name__}() got {scheduler!r} as scheduler, without "
-            f"{', '.join(lacking)}: abort() could not put it back; {remedy}"
+            f"{', '.join(missing_names)}: abort() could not put it back; {remedy}"
         )
 
 
@@ -288,8 +290,8 @@ def keep_update(parameters: Iterable[Tensor], optimizers: Sequence[Any]) -> Rest
     """
     main = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     # Without a half precision they are the model's own.
-    all_of_them = {id(p): p for p in (*parameters, *main)}
-    values = [(p, p.detach().to("cpu", copy=True)) for p in all_of_them.values()]
+    parameters_by_id = {id(p): p for p in (*parameters, *main)}
+    values = [(p, p.detach().to("cpu", copy=True)) for p in parameters_by_id.values()]
 
     def on_host(value: Any) -> Any:
         is_tensor = isinstance(value, Tensor)

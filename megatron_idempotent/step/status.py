@@ -166,9 +166,9 @@ def calls_in_lockstep(
             if start < len(microbatches):
                 yield microbatches[start:end], False
             else:
-                described, shape = fullest.templates[index]
+                description, shape = fullest.templates[index]
                 dummies = [
-                    Microbatch(inputs=dummy(described, device), shape=shape, sequences=0)
+                    Microbatch(inputs=dummy(description, device), shape=shape, sequences=0)
                     for _ in range(end - start)
                 ]
                 yield dummies, True
