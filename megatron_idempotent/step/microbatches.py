@@ -63,14 +63,12 @@ Spans = Sequence[tuple[int, int]]
 class Microbatch:
     """Holds one microbatch of a step: its inputs, shape, sequences and valid counts.
 
-    Example: `Microbatch(inputs=batch, shape=(4, 512), sequences=4)`.
+    Example: `Microbatch(inputs=batch, shape=(4, 512))`.
     """
 
     inputs: Any
     """The argument of `forward` and the loss."""
     shape: Shape
-    sequences: int
-    """The number of sequences, masked ones included: rows, or a pack's that are not empty."""
     spans: Spans | None = None
     """The sequences of a pack; None if the sequences are rows."""
     counts: Tensor | None = None
@@ -82,9 +80,16 @@ class Microbatch:
         return self.shape[0] * self.shape[1]
 
     @property
+    def sequences(self) -> int:
+        """The number of sequences, masked ones included: rows, or a pack's that are not empty."""
+        if self.spans is None:
+            return self.shape[0]
+        return sum(length > 0 for _, length in self.spans)
+
+    @property
     def entries(self) -> int:
         """The number of sequences, empty ones of a pack included."""
-        return self.sequences if self.spans is None else len(self.spans)
+        return self.shape[0] if self.spans is None else len(self.spans)
 
     @property
     def tokens(self) -> int:
@@ -184,7 +189,6 @@ def _split(batch: Batch, rows: int, size: int, shared: Collection[str]) -> Calls
         Microbatch(
             inputs={**batch, **{name: value[start:end] for name, value in by_row.items()}},
             shape=(end - start, positions),
-            sequences=end - start,
         )
         for start, end in ((n, min(n + size, rows)) for n in range(0, rows, size))
     ]

@@ -311,7 +311,6 @@ class PackedRows:
         return Microbatch(
             inputs=inputs,
             shape=(1, pack.tokens),
-            sequences=sum(length > 0 for length in lengths),
             counts=nan_if_wrong(packed_counts(inputs, spans), inputs),
             spans=spans,
         )

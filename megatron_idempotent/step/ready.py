@@ -83,7 +83,6 @@ def _microbatch(
     return Microbatch(
         inputs=inputs,
         shape=size,
-        sequences=size[0] if spans is None else sum(length > 0 for _, length in spans),
         spans=spans,
         counts=counted,
     )

@@ -168,7 +168,7 @@ def calls_in_lockstep(
             else:
                 description, shape = fullest.templates[index]
                 dummies = [
-                    Microbatch(inputs=dummy(description, device), shape=shape, sequences=0)
+                    Microbatch(inputs=dummy(description, device), shape=shape)
                     for _ in range(end - start)
                 ]
                 yield dummies, True
