@@ -251,8 +251,8 @@ def test_ranks_that_were_given_other_sequences_are_told() -> None:
     bench.step.microbatch(step_id, batch)
     assert bench.step.finish(step_id).updated
     assert re.search(
-        r"was given chunk\(2 microbatches of up to 1 x \d+ \(shapes and lengths \w{8}\)\) on "
-        r"one of its model parallel ranks and chunk\(2 microbatches",
+        r"was given batch\(2 microbatches of up to 1 x \d+ \(shapes and lengths \w{8}\)\) on "
+        r"one of its model parallel ranks and batch\(2 microbatches",
         told,
     ), told
     assert "the step is as it was" in told
