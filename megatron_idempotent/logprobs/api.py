@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .arguments import Call
 from .autograd import Logprobs
+from .errors import dense
 from .truncated_vocab import Sampling, columns_above_boundary, columns_of_ids
 
 
@@ -103,6 +104,7 @@ def token_logprobs(
         stats = token_logprobs(logits=logits, targets=labels, entropy="metric")
         loss = -(stats.logprob * mask).sum()
     """
+    dense("token_logprobs", "targets", targets)  # `Call` also takes none, for `vocab_topk`
     # `Call` has a field for each argument of this function.
     call = Call(caller="token_logprobs", **locals())
     inputs = call.inputs()

@@ -58,6 +58,7 @@ OF_LOGPROBS: list[tuple[dict[str, Any], str]] = [
     ({"logits": LOGITS.to("meta")}, "as logits a tensor on the meta device"),
     ({"targets": ZEROS.to("meta")}, "as targets a tensor on the meta device, which has no values"),
     ({"targets": ZEROS.tolist()}, "as targets a list"),
+    ({"targets": None}, "as targets a NoneType"),
     ({**HIDDEN, "weight": LOGITS[0].numpy()}, "as weight a ndarray"),
     ({"entropy": "mean"}, "entropy='mean'"),
     ({"ownership": "steal"}, "ownership='steal'"),

@@ -289,6 +289,7 @@ def parser() -> argparse.ArgumentParser:
         "code 0 at the end; 1 where ranks or the controller failed; 2 for a mistake in settings, "
         "data, output or checkpoint; 130 after Ctrl-C; 143 after SIGTERM, with a checkpoint. "
         "Options win over FILE. A synchronous run reads loggers of [controller] alone.",
+        allow_abbrev=False,  # `--rollout.prompt` is no setting
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="settings in TOML; others keep their defaults"

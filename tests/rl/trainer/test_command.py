@@ -113,6 +113,13 @@ def test_a_mistake_is_told_in_one_line_before_anything_is_written(
 
 
 @needs_the_trainer
+def test_the_beginning_of_a_settings_name_is_no_option(capsys):
+    with pytest.raises(SystemExit):
+        main(["--rollout.prompt", "2"])
+    assert "unrecognized arguments: --rollout.prompt 2" in capsys.readouterr().err
+
+
+@needs_the_trainer
 @pytest.mark.parametrize(
     ("arguments", "module", "message"),
     [
