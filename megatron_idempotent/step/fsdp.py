@@ -134,7 +134,8 @@ class FSDPBackend(Backend):
                 # Buffers and random states stay as if no dummy microbatch had been run.
                 stack.callback(snapshot.keep_torch())
                 stack.callback(snapshot.keep_modules(self._model.modules()))
-            if not self._model.training:  # an evaluation may have left it so
+            # An evaluation may have left it so, or only a part of the model.
+            if not all(module.training for module in self._model.modules()):
                 self._model.train()
             for number, microbatch in enumerate(microbatches, start=1):
                 last = reduce and number == len(microbatches)

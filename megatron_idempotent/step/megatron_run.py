@@ -242,7 +242,8 @@ class MegatronModel(Backend):
                 for config in self.configs:
                     set_for(stack, config, "variable_seq_lengths", True)
             for chunk in self.chunks:
-                if not chunk.training:  # an evaluation may have left it so
+                # An evaluation may have left it so, or only the model inside of DDP.
+                if not all(module.training for module in chunk.modules()):
                     chunk.train()
             self._call(arguments, current, reduce)
         return results

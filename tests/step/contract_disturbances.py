@@ -67,10 +67,6 @@ def _schedule(bench: Bench, batch: dict[str, Any]) -> None:
     bench.model.schedule(iter([]), 1)
 
 
-def _chunks(bench: Bench) -> list[Any]:
-    return [bench.module] if bench.engine == "fsdp" else bench.model.chunks
-
-
 def _optimizers(bench: Bench) -> list[Any]:
     return getattr(bench.optimizer, "chained_optimizers", [bench.optimizer])
 
@@ -131,7 +127,7 @@ HARMLESS = {
         lambda bench, _: [each.optimizer.step() for each in _optimizers(bench)], MEGATRON
     ),
     "gradients copied away and back, Megatron": Disturbance(_gradients_away_and_back, MEGATRON),
-    "`model.eval()`": Disturbance(lambda bench, _: _chunks(bench)[0].eval(), BOTH),
+    "`model.eval()`": Disturbance(lambda bench, _: bench.module.eval(), BOTH),
     "parameters moved to other memory, FSDP2": Disturbance(
         lambda bench, _: bench.module._apply(torch.clone), FSDP
     ),
