@@ -18,8 +18,9 @@ Section = Mapping[str, Any]
 
 
 def section(title: str, *blocks: Block) -> Section:
-    """Return one section of a grid, which the docs site displays: a title that unfolds the blocks
-    (texts, lists, pictures, tables) below it.
+    """Return one section of a grid, the JSON file that the docs site draws below a link to it. The
+    section has a title and blocks (texts, lists, pictures, tables); a click on the title shows or
+    hides the blocks.
     """
     return {"title": title, "blocks": blocks}
 

@@ -142,8 +142,9 @@ def rows(case: Case, rounds: int, copied: float, multiplied: float) -> Iterator[
 
 
 def tuned(rounds: int, copied: float) -> Iterator[dict[str, Any]]:
-    """Measure the kernels for logits with each of their shapes (warps, loads, stages). Yield for
-    each shape the time, and the least time that the bandwidth of a copy allows ÷ that time.
+    """Measure the kernels that read logits, with each of their block shapes (warps, loads, stages).
+    Yield for each shape the measured time, and a fraction: the time in which a copy on the GPU
+    moves the bytes that the kernels must move ÷ the measured time.
     """
     import torch
 

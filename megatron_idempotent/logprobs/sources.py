@@ -264,7 +264,8 @@ class Products:
         return self._over_ranks(d_hidden_NH, d_weight.finish())
 
     def _gradients_by_columns(self, outputs: OutputGradients, needed: Needed) -> Gradients:
-        """Return both gradients; compute the logits again, some columns of all tokens at a time.
+        """Return the gradients of the hidden states and of the weight. Compute the logits again for
+        them, a part of the vocabulary at a time, not a part of the tokens.
 
         The hidden states' gradient is added up in the type of the statistics.
         """

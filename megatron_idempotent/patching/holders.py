@@ -275,8 +275,11 @@ class Climb:
                 yield of_module(module, name) if module else of_class(owner, name)
 
     def nameless(self) -> Iterator[Holder]:
-        """Yield a `Holder` for each function, generator and other instance that was passed on the
-        way to the names. The `Holder` describes the object itself, not a name.
+        """Yield a `Holder` for each function, generator, coroutine or other instance that was found
+        to refer to one of the values, directly or through other objects.
+
+        Containers, such as dicts and partials, are left out. Each `Holder` describes the object
+        itself; `places` yields those of names.
         """
         for value in self._between.values():
             kind = type(value)

@@ -363,8 +363,9 @@ def flat(values: Any) -> Tensor:
 
 
 def _first_index(values: Any, wrong: Tensor) -> list[int]:
-    """Return the row and position of the first value that the mask `wrong` marks.
-    Rows may be nested.
+    """Return the index, one number for each dimension, of the first value that `wrong` marks.
+    For a nested tensor, `wrong` is a mask of its concatenated rows, and the index is the number of
+    the row and the position in that row.
     """
     index: list[int] = wrong.nonzero()[0].tolist()
     if values.is_nested:

@@ -95,8 +95,9 @@ def rollout_target(module: str) -> Target:
 
 
 def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:
-    """Return whether the framework's own `train` can be called again, without the patch.
-    That is so if it accepts its own `no_sync_func`, and turns the garbage collector on again.
+    """Return whether a second call of the framework's `train` works without this patch.
+    It works if `train` does not check that `config.no_sync_func`, which the first call has set, is
+    None, and if `train` turns the garbage collector on again.
     """
     return all(
         body.contains("gc.enable()") and not body.contains("config.no_sync_func is None")

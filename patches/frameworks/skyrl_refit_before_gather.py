@@ -33,7 +33,9 @@ from . import _skyrl
 
 
 def extract_weights(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run SkyRL's `extract_weights`, but first gather the parameter update that is pending."""
+    """Gather the updated parameters that the optimizer step left to the next forward; then run
+    SkyRL's `extract_weights`.
+    """
     gather.finish_update(self.actor_module)
     return original(self, *args, **kwargs)
 

@@ -149,8 +149,8 @@ class DistCheckpoint(SplitStep):
 
 
 def _ranks() -> tuple[int, int, int]:
-    """Return the numbers of pipeline stages, of tensor-parallel, and of data x context-parallel
-    ranks.
+    """Return the sizes of this rank's pipeline-parallel group, its tensor-parallel group, and its
+    data-parallel group with context-parallel ranks.
     """
     return (
         parallel_state.get_pipeline_model_parallel_world_size(),

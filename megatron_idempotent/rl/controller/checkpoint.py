@@ -58,10 +58,11 @@ async def capture(shared: RunState, stored: StoredGroups) -> dict[str, Any]:
 
 
 async def put_back(shared: RunState, stored: StoredGroups, state: Mapping[str, Any]) -> None:
-    """Set the run's versions, buffer and data plane to the state that `capture` returned. Raise
-    `ControllerError` if the checkpoint was written with other settings.
+    """Restore a run from the state that `capture` returned. Raise `ControllerError` if the
+    checkpoint was written with other settings.
 
-    The engines' weights do not change.
+    Sets the trainer's version, the index of the next prompt, and the buffer, and puts the complete
+    rollout groups into the data plane, which stores them. The engines' weights do not change.
 
     Raises:
         ControllerError: the state has another sampler, step size or format.

@@ -282,8 +282,8 @@ class RouteRecorder:
         return joined.to(getattr(torch, self.dtype)).cpu().numpy()
 
     def recorded(self, data: bytes) -> RoutedExperts:
-        """Wrap the bytes of arrays that `take` returned in a `RoutedExperts`, with this model's
-        number of layers, top-k and dtype.
+        """Return a `RoutedExperts` of one row, with this model's number of layers, top-k and dtype.
+        `data` is the row's bytes in the arrays that `take` returned, joined in order of tokens.
         """
         return RoutedExperts(data=data, layers=self.layers, topk=self.topk, dtype=self.dtype)
 
