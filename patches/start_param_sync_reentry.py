@@ -45,8 +45,8 @@ def start(original: Original, self: Any, force_sync: bool = False) -> Any:
 
 
 def reproduce() -> None:
-    """Call `start_param_sync()` twice, then run a window.
-    On stock Megatron the second call asserts.
+    """Call `start_param_sync()` twice, then run forward and backward of two microbatches.
+    On stock Megatron the second call raises an `AssertionError`.
     """
     model = bench(overlap_param_gather=True)
     for chunk in model.chunks:

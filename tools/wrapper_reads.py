@@ -83,7 +83,11 @@ class _Module:
 def imports(
     node: ast.Import | ast.ImportFrom, module: str
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield (bound name, (module, name)) for each name that an import in `module` binds."""
+    """Yield (bound name, (source module, source name)) for each name that an import statement
+    binds. The source name is empty after `import m`, which binds a module.
+
+    `module` is the name of the module with the statement, from which relative imports start.
+    """
     for alias in node.names:
         bound = alias.asname or alias.name.partition(".")[0]
         if isinstance(node, ast.Import):

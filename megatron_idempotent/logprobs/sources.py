@@ -224,7 +224,9 @@ class Products:
         return merged(partials, has_target, batch.temperature)
 
     def saved(self, *, sampled: bool) -> tuple[Tensor, ...]:
-        """Return the inputs, which the backward needs in any case."""
+        """Return the inputs that the backward needs: the hidden states and the weight, with or
+        without a sampler.
+        """
         return self._hidden_NH, self._weight_VH
 
     def gradients(self, outputs: OutputGradients, needed: Needed) -> Gradients:

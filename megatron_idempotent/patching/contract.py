@@ -149,8 +149,8 @@ def called(node: ast.AST) -> str:
 
 
 def _returning(body: Body) -> list[Body]:
-    """Return the body of a function, and the bodies of the functions whose result it returns.
-    It returns a result by `return f(...)`, directly or through another such function of the module.
+    """Return the body of a function, then the body of each function `f` that one of these bodies
+    calls in a `return f(...)`. Only functions of the same module count, and each is listed once.
     """
     bodies = [body]
     for function in bodies:  # it grows while it is read

@@ -340,11 +340,12 @@ def _of_object(value: Any, label: str) -> Holder:
 
 
 def everywhere(function_ids: Set[int]) -> Iterator[Holder]:
-    """Yield a `Holder` for each name in the process whose value may refer to one of the functions.
-    The names are those of modules and classes.
+    """Yield a `Holder` for each attribute of a module or class whose value is one of the functions,
+    or an object that may refer to one. The modules are the imported ones that may use Megatron.
 
     Args:
-        function_ids: ids of functions, whose names are all yielded; of other objects only one is.
+        function_ids: the ids of the functions. All attributes that have a function as their value
+            are yielded; for another object only the first attribute found is.
     """
     looked_at: set[int] = set()
     for module, module_object in modules():

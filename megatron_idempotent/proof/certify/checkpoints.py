@@ -353,8 +353,8 @@ class TrainingFully(Training):
 
 
 class Resilient(Training):
-    """Saves as `Training`; asynchronous saves use nvidia-resiliency-ext, Megatron's choice from
-    0.17 on.
+    """An adapter that saves and loads like `Training`, except that its asynchronous saves use
+    nvidia-resiliency-ext, which is Megatron's default from 0.17 on.
     """
 
     strategy = "nvrx"

@@ -150,8 +150,10 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         """Do nothing: each update sets up its own transport."""
 
     def start_weight_update(self) -> None:
-        """Begin a weight update; the worker must not serve until `finish_weight_update`. First,
-        reassemble the model's layers if a failed update left them disassembled.
+        """Begin a weight update: record in `inbox` that the worker must not serve until
+        `finish_weight_update`, and keep a copy of the cache scales, which a load may reset. First,
+        reassemble the model's layers if a failed update left them disassembled. No weights are
+        loaded yet.
         """
         self._together()  # an earlier attempt may have left layers apart
         self.inbox.began()

@@ -407,8 +407,9 @@ class _Flight:
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def room(self, info: TensorInfo, part: TensorPart, device: torch.device) -> torch.Tensor:
-        """Return memory for the packed (contiguous) copy of a part. If all packed parts would
-        exceed the limit, first complete the messages so far.
+        """Allocate memory for the packed (contiguous) copy of a part of a tensor, and return it. If
+        all packed parts would then exceed the limit, first send and receive the collected messages
+        (`land`).
         """
         shape = list(info.shape)
         shape[part.dim] = part.size
