@@ -132,8 +132,8 @@ def _decided(name: str, template: str, run: Mapping[str, Any]) -> str:
 
 
 def grid(machines: Mapping[str, Runs], summaries: Mapping[str, str]) -> Iterator[_grid.Section]:
-    """Yield a section of docs/benchmarks.md's grid for each benchmark: sentences, a picture, and
-    all of its ratios.
+    """Yield a section for each benchmark that has a saved run: sentences, a picture, and all of its
+    ratios. The docs site unfolds these sections below a link in docs/benchmarks.md.
     """
     for name, meaning in MEANINGS.items():
         shown = {label: runs[name] for label, runs in machines.items() if name in runs}

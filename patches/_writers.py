@@ -58,8 +58,11 @@ def _drop(caller: Any) -> None:
 
 
 def _forget_cached(caller: Any) -> None:
-    """Make the next save send all its data, because the killed process had cached some of it.
-    Only the writer process of the resiliency extension caches data.
+    """Make the next save send all of its data to the new writer process: part of the data was
+    cached in the killed one.
+
+    Do nothing for Megatron's own caller, whose writer process caches no data. The caller of
+    nvidia-resiliency-ext has a list of callbacks for this.
     """
     for forget in getattr(caller, "_worker_restart_callbacks", ()):
         forget()

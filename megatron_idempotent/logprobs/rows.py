@@ -30,7 +30,9 @@ class Order:
         self._shape = [tensor.shape[dim] for dim in self._order]
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """Return a view of a tensor whose leading dimensions are sorted by descending stride."""
+        """Return a view of a tensor with its leading dimensions permuted into this order; the last
+        stays last. The constructor's tensor determines the order, not this tensor's strides.
+        """
         return tensor.permute(*self._order, tensor.dim() - 1)
 
     def flat(self, per_token: Tensor) -> Tensor:

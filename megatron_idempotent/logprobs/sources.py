@@ -294,8 +294,9 @@ class Products:
         return sum_NH, d_weight.finish()
 
     def _gradients_by_tokens(self, outputs: OutputGradients, needed: Needed) -> Gradients:
-        """Return both gradients, with Triton's kernels; compute the logits again, all columns of
-        some tokens at a time.
+        """Return the gradients of the hidden states and of the weight, None for one that is not
+        needed. The logits are computed again, all columns of some tokens at a time; Triton's
+        kernels turn them into the gradient of the logits.
 
         The hidden states' gradient is in float32 if it is summed over several ranks.
         """

@@ -553,7 +553,10 @@ def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> s
 
 
 def _undecorated(function: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
-    """Return a clause about a function that was not compiled from upstream's source; else None."""
+    """Return None if a function, without decorators around it, was compiled from `body`, which is
+    upstream's source. Otherwise say what the function is instead, as the end of a sentence for an
+    error message, such as `other from file.py:12`.
+    """
     from .source import difference  # with the body's source, which apply() may do without
 
     if type(function) is not types.FunctionType:

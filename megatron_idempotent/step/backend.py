@@ -261,7 +261,9 @@ class Backend(ABC):
 
     def close(self) -> None:
         """Drop the copies that `restore` would put back, and let other code train the model.
-        It is called when the step has ended with a result.
+
+        It is called at each end of a step: with a result, and by `skip` and `restore`. `open` calls
+        it first, in case the last step's end was interrupted.
         """
         self._snapshot = []
         self._own_update.reset()

@@ -149,7 +149,8 @@ class StepLoss(Protocol):
 
 def context_scope(loss: StepLoss) -> ContextScope:
     """Return the loss's attribute `context_parallel`, by default "part".
-    It says whether the loss's sums are over this rank's "part" of the rows or over "whole" rows.
+    It says which positions of the rows the loss sums over: this context-parallel rank's ("part"),
+    or those of all context-parallel ranks ("whole").
     """
     scope: ContextScope = getattr(loss, "context_parallel", "part")
     return scope

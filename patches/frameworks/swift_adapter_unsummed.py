@@ -114,7 +114,12 @@ def _nothing(_: Any) -> None:
 
 
 def _bridge() -> Any:
-    """Import mcore-bridge's LoRA module, with Megatron's layers for Transformer Engine's."""
+    """Import mcore-bridge's LoRA module, and replace the layers of Transformer Engine in it, which
+    need CUDA. Stand-ins replace peft, transformers and the rest of mcore-bridge.
+
+    TERowParallelLinear becomes Megatron's RowParallelLinear, and TELinear a torch.nn.Linear. The
+    column-parallel layers become empty classes: the adapter here creates none.
+    """
     import torch
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 

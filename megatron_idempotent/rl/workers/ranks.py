@@ -144,8 +144,11 @@ class _Session:
             await asyncio.gather(*(link.leave() for link in self.links))
 
     def _calls(self, common: Any, per_rank: Sequence[Any] | None) -> list[list[Bytes]]:
-        """Return for each rank the parts of its CALL frame: the number of parts that all ranks
-        share, these parts, and the parts of the rank's own argument.
+        """Return for each rank the parts of its CALL frame.
+
+        First comes the number of parts of `common`, which is the called method's name and the
+        arguments that are the same on all ranks. Then come the parts of `common`, and then, if
+        `per_rank` is given, the parts of the rank's own argument.
         """
         parts = dump(common)
         head = [len(parts).to_bytes(4, "big"), *parts]
