@@ -158,8 +158,8 @@ def untried() -> str:
 
 
 def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
-    """Parse lines of the index of patches, `index.txt`. Return the ids of all hazards, and an
-    `Outline` per patch, by id.
+    """Parse the lines of `index.txt`, which lists all hazards. Return (the ids of all hazards, a
+    dictionary from the id of each patch to its `Outline`); a hazard without a patch has no outline.
     """
     ids, outlines = [], {}
     for line in lines[1:]:
@@ -182,7 +182,9 @@ def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
 
 
 def generated(name: str) -> list[str]:
-    """Return the lines of a file in `patches/_generated/`, without its comment lines."""
+    """Return the lines of the file `name` in `patches/_generated/`; lines that begin with `#` are
+    left out.
+    """
     # Not open(): the package may be in a zip file.
     package: Any = __import__(PACKAGE, fromlist=["__spec__"])
     path = os.path.join(generated_folder(), name)
@@ -196,7 +198,9 @@ def generated_folder() -> str:
 
 
 def folders() -> dict[str, str]:
-    """Return the folders that hold case files (a Python file per hazard), by package name."""
+    """Return package name → folder for the two packages that hold case files (one Python file per
+    hazard): that of Megatron's hazards, and that of frameworks' hazards.
+    """
     folder: str = __import__(PACKAGE, fromlist=["__path__"]).__path__[0]
     return {PACKAGE: folder, f"{PACKAGE}.{FRAMEWORKS}": os.path.join(folder, FRAMEWORKS)}
 
@@ -218,7 +222,9 @@ class Conflict(Exception):
 
 
 class VerificationError(RuntimeError):
-    """A patch is no longer in place, or the ranks of a group are patched differently."""
+    """A patch is no longer in place in this process, or ranks of the same job have different
+    patches.
+    """
 
 
 def of_this_process(module: str, name: str) -> Any:
@@ -230,8 +236,8 @@ def of_this_process(module: str, name: str) -> Any:
 
 
 class PerProcess:
-    """Base class of a global that is pickled and copied as a reference to its module and name, so
-    that each process has its own.
+    """Base class for objects in a module's global variables. Pickling and copying such an object
+    only writes its module and name, so that each process uses its own object.
 
     `cloudpickle.register_pickle_by_value(megatron_idempotent)` copies functions with the globals
     that they use. A lock, process groups or the list of applied patches cannot be copied to another

@@ -62,7 +62,7 @@ _patches: dict[str, Patch] = {}
 
 
 def outlines() -> dict[str, Outline]:
-    """Return the `Outline`, or index entry, of each known patch by id, in order of id.
+    """Return the `Outline` of each known patch, by patch id, in order of id.
 
     They come from the index. If a case file was added or deleted since the index was written, all
     case files are imported instead.
@@ -79,7 +79,8 @@ def outlines() -> dict[str, Outline]:
 
 
 def lost() -> dict[str, Outline]:
-    """Return id → outline of each patch whose case file is missing, though the index lists it."""
+    """Return id → `Outline` of each patch that the index lists although its case file is missing.
+    """
     outlines()
     return _lost
 
@@ -178,8 +179,8 @@ def _declared(name: str, package: str) -> Hazard:
 
 
 def _files() -> dict[str, str] | None:
-    """Return case file's name without `.py` → its package.
-    Return None if the package is in a zip file.
+    """Return a dictionary from the name of each case file, without `.py`, to its package; None if
+    the package is in a zip file.
 
     pkgutil finds them too, but imports inspect, which takes longer than all of `apply()`.
     """

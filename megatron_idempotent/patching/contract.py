@@ -63,8 +63,8 @@ class Contract(Record):
 
 
 def contract_of(wrapper: Callable[..., Any]) -> Contract:
-    """Return a wrapper's `Contract` from `contracts.txt`; an `unclear` one if the file lacks the
-    wrapper.
+    """Return the `Contract` that `contracts.txt` has for a wrapper. If the file lacks the wrapper,
+    return one whose `unclear` says so.
     """
     name = name_of(wrapper)
     return contracts().get(name) or Contract(
@@ -104,7 +104,8 @@ def _parsed(line: str) -> tuple[str, Contract]:
 
 def unmet(wrapper: Callable[..., Any], body: Body) -> str | None:
     """Compare a function's body with its wrapper's contract, i.e. what the wrapper assumes of it.
-    Return a clause about the first mismatch, or None if the body fits.
+    Return the first mismatch as text that continues a sentence about the function, such as "returns
+    no `loss`, which its wrapper takes from it"; None if the body fits.
     """
     contract = contract_of(wrapper)
     if contract.unclear:
@@ -149,8 +150,8 @@ def called(node: ast.AST) -> str:
 
 
 def _returning(body: Body) -> list[Body]:
-    """Return the body of a function, then the body of each function `f` that one of these bodies
-    calls in a `return f(...)`. Only functions of the same module count, and each is listed once.
+    """Return `body`, then the body of each function `f` of the same module whose result it returns
+    by `return f(...)`, and so on for `f` itself. Each function is listed once.
     """
     bodies = [body]
     for function in bodies:  # it grows while it is read
@@ -167,8 +168,8 @@ def _unmet_items(
     or_more: bool,
     functions: list[Body],
 ) -> Iterator[str]:
-    """Yield a clause for each `return` statement that does not fit the names into which the wrapper
-    unpacks the function's result.
+    """Yield a text for each mismatch between a function's `return` statements and the names into
+    which the wrapper unpacks the function's result.
 
     At least one `return` must have each name at its position, and none may have another name there.
     `None`, a call or another value at the position is accepted.
@@ -224,13 +225,13 @@ _Step = tuple[str, tuple[ast.AST, ...]]
 
 
 class BodyPart:
-    """Finds the statements of a function's body that use the names in some source `fragments`.
-    The names are attributes, variables and texts.
+    """Finds the statements of a function's body that use an attribute, a variable or a string that
+    occurs in one of the source `fragments`.
 
     Args:
         body: the body of the function.
-        fragments: source fragments that name attributes, texts and names.
-        parameters: names of parameters whose declarations belong to the part, too.
+        fragments: source fragments, whose attributes, variables and strings are looked for.
+        parameters: names of parameters whose defaults are found, too.
     """
 
     def __init__(self, body: Body, fragments: Iterable[str], parameters: Iterable[str]) -> None:
@@ -270,8 +271,8 @@ class BodyPart:
 def _touching(
     terms: _Terms, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, of_function: bool
 ) -> Iterator[tuple[_Step, ...]]:
-    """Yield each statement that uses one of the terms, as a tuple: the conditions and loops around
-    it, then the statement.
+    """Yield each statement that uses one of `terms`, as a tuple: the conditions and loops around
+    the statement, outermost first, then the statement.
 
     `of_function` is True for statements of the function itself, False for those of an inner one.
     """
@@ -315,7 +316,9 @@ def _plain(statement: ast.stmt) -> _Step:
 
 
 def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
-    """Return parameter name → a tuple with its default's syntax node, or () without a default."""
+    """Return, for each parameter of a function's signature, the syntax node of its default in a
+    tuple; an empty tuple if it has no default.
+    """
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
     both = [
@@ -326,11 +329,11 @@ def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
 
 
 class _Terms:
-    """Collects the attributes, texts and names in source fragments, and tells if other code uses
-    any of them.
+    """Collects the attributes, string constants and variables that occur in source fragments. Its
+    method `touched_by` tells if other code uses any of them.
 
-    Attributes count by name, on any object. Texts count, and so do return statements if a fragment
-    has one. A name that the function binds counts where it is bound, any other name at every use.
+    Attributes count by name, on any object. Strings count, and so do return statements if a
+    fragment has one. A name that the function binds counts where it is bound, any other name at every use.
     """
 
     def __init__(self, fragments: Iterable[str], bound_here: set[str]) -> None:

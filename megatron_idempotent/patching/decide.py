@@ -157,8 +157,9 @@ def check_range(hazard: Hazard | Outline, release: Installed | None) -> Verdict:
 
 
 def check_unread(patch: Outline) -> Verdict:
-    """Check what is possible without reading source: that each target's module has a file, and the
-    version range (parts of steps 3 and 4). Return `GO`, or the verdict that refuses the patch.
+    """Check what needs no source: that a file exists for each target's module, and that the version
+    is in the patch's range (parts of steps 3 and 4). Return `GO`, or the verdict that refuses the
+    patch.
     """
     missing = check_modules(patch)
     if missing.status is not None:
@@ -171,8 +172,8 @@ def check_unread(patch: Outline) -> Verdict:
 
 
 def beside_range(patch: Outline) -> str:
-    """Return why the version that Megatron claims is outside the hazard's range of releases.
-    Return "" if it is inside, or if the patch is for a framework.
+    """Return why Megatron's own version string is outside the hazard's range of releases. Return ""
+    if it is inside, or if the hazard is one of a framework, not of Megatron.
     """
     return check_range(patch, installed(MEGATRON)).reason if patch.distribution == MEGATRON else ""
 
@@ -192,8 +193,8 @@ def check_modules(patch: Outline) -> Verdict:
 
 def check_bodies(patch: Outline, *, named: bool, sources: Sources | None = None) -> Verdict:
     """Return the verdict of decision steps 3 to 6 (version, target, fixed, drifted) on a patch, for
-    the code on the path. For the files of a known release a table has the verdict; for others
-    function bodies are read.
+    the code on the path. If Megatron's files are exactly those of a known release, the verdict is
+    looked up in a table; otherwise the bodies of the patch's target functions are read and judged.
 
     Args:
         patch: the patch; its case file is loaded only if bodies have to be read.
@@ -305,8 +306,8 @@ _FIXED = "upstream's own code no longer has the hazard"
 
 
 def _moved(target: Target, sources: Sources) -> tuple[Place, Body] | None:
-    """Find a target function that its module only imports, or that its class inherits.
-    Return the definition's address and body, or None.
+    """Find where a target function is defined that its module only imports, or that its class
+    inherits. Return its address (`module:qualname`) there and its body; None if it is not found.
 
     An inherited method counts only if the wrapper fits it, because in old releases classes
     inherited other functions. It is returned with the target's own address.
@@ -341,8 +342,9 @@ def _mended_by(patch: Patch, bodies: Mapping[str, Body], sources: Sources | None
 
 
 def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
-    """Return a clause if these sources lack the code that introduced the hazard (`came_with`).
-    Return None if they have that code, or if the patch names none.
+    """If these sources lack the code that introduced the hazard (`came_with`), return a text that
+    says so, for the verdict's reason. Return None if they have that code, or if the patch names
+    none.
     """
     from .evidence import Bodies
     from .moved import definition
@@ -387,8 +389,8 @@ def review(target: Target, body: Body) -> tuple[bool, str]:
 
 
 def _drifted(target: Target, body: Body) -> str | None:
-    """Return a clause that says why the wrapper does not fit this body of the wrapped function,
-    which nobody has reviewed; None if it fits.
+    """Check a body that nobody has reviewed. If the target's wrapper does not fit it, return why,
+    as text that continues a sentence about the function; None if it fits.
     """
     from .contract import unmet
 

@@ -63,8 +63,9 @@ _FROZEN = 5_000
 
 
 def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
-    """Search this process for live code that bypasses the installed patches. Return clauses that
-    name such code, as a list for each patched function's address.
+    """Search this process for live code that bypasses the installed patches. Return, for the
+    address of each bypassed function, texts that name such code, such as "my.tool.TABLE holds
+    upstream's".
 
     Args:
         sites: all patch points of this process; those without patches refer to functions, too.
@@ -87,8 +88,9 @@ def detours(sites: Iterable[PatchPoint]) -> dict[str, list[str]]:
 
 
 def _overriding(site: PatchPoint, our_ids: Collection[int]) -> Iterator[str]:
-    """Yield a clause for each class that overrides the patched method without calling it.
-    The class is a subclass of the patched one, or comes before it in a subclass's method order.
+    """Yield a text for each class that overrides the patched method without calling it: a subclass
+    of the patched class, or a class that precedes the patched class in the `__mro__` of such a
+    subclass.
     """
     overriding: set[type] = set()
     for heir in _heirs(site.owner):
@@ -121,8 +123,8 @@ def _heirs(owner: Any) -> Iterator[type]:
 
 
 def _asks(function: Any, name: str) -> bool:
-    """Tell if a function's code uses `name` as a global or as an attribute.
-    Functions inside of it by `__wrapped__` are searched, too.
+    """Tell if a function's code uses `name` as a global or as an attribute. If the function has a
+    `__wrapped__`, the code of that function is searched too, and so on.
     """
     for _ in range(64):
         code = getattr(function, "__code__", None)
@@ -163,7 +165,9 @@ class _Original:
 
     @property
     def clauses(self) -> list[str]:
-        """Clauses for the report: they name objects that still refer to upstream's function."""
+        """Texts for the report that name objects which still refer to upstream's function, such as
+        "my.tool.TABLE holds upstream's".
+        """
         more = len(self.labels) - _LISTED
         texts = [f"{label} holds upstream's" for label in sorted(self.labels)[:_LISTED]]
         return [*texts, *([f"{more} other places hold upstream's"] if more > 0 else ())]
@@ -239,8 +243,8 @@ class _Original:
 
 
 class _Alone:
-    """Stands in for a patch point, with a function that nothing else refers to. All references
-    counted for that function, except this object's own, were added by the act of counting.
+    """Stands in for a patch point when counting is calibrated: only this object refers to its
+    function, so any further reference that is counted was added by the counting itself.
     """
 
     def __init__(self) -> None:
@@ -269,8 +273,8 @@ def _originals(sites: Iterable[PatchPoint], our_ids: Collection[int]) -> list[_O
 
 
 def _entitled(site: PatchPoint, attribute: str) -> Iterator[Holder]:
-    """Yield a `Holder` for each name that may keep its reference to upstream's function.
-    Such a name bypasses no patch, or the report shows it elsewhere.
+    """Yield a `Holder` for each name or wrapper whose reference to upstream's function is no
+    finding: it bypasses no patch, or the report shows it elsewhere.
     """
     if site.raw is ABSENT:
         yield from (of_class(cls, site.name) for cls in site.owner.__mro__[1:])

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 
 class Bodies(dict[str, Body]):
-    """Maps target addresses to function bodies.
-    `lack` tells whether a source fragment is missing both from the bodies' modules and from
-    functions in other modules which the bodies call.
+    """Maps the address of each target function to the function's body. Its method `lack` tells if
+    the code around these functions is without a source fragment.
 
     Args:
         bodies: the bodies by target address.
@@ -42,8 +41,8 @@ class Bodies(dict[str, Body]):
         self._sources = sources
 
     def lack(self, fragment: str) -> bool:
-        """Return True if a fragment is neither in the modules of the bodies, nor in functions of
-        other modules that the bodies call.
+        """Return True if the fragment is found nowhere: neither in the modules that contain the
+        bodies, nor in functions of other modules that the bodies call.
         """
         # On a Megatron with the hazard a body mostly has the fragment: then no more is parsed.
         if any(body.contains(fragment) for body in self.values()):
@@ -65,8 +64,9 @@ class Bodies(dict[str, Body]):
 
 
 def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies], bool]:
-    """Make a function for `Patch.fixed_when`: True if a body contains one of the fragments. With
-    `outside_loops` code in loops does not count.
+    """Return a function for `Patch.fixed_when`. It returns True if one of the target functions'
+    bodies contains one of the fragments; with `outside_loops`, only code that is not in a loop is
+    searched.
     """
     return lambda bodies: any(
         body.contains(fragment, outside_loops=outside_loops)
@@ -76,8 +76,8 @@ def a_body_has(*fragments: str, outside_loops: bool = False) -> Callable[[Bodies
 
 
 def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
-    """Make a function for `Patch.fixed_when`: True if neither the modules of the bodies nor
-    functions of other modules that the bodies call contain the fragment.
+    """Return a function for `Patch.fixed_when`. It returns True if the fragment is neither in the
+    modules of the target functions, nor in functions of other modules that these functions call.
     """
     return lambda bodies: bodies.lack(fragment)
 

@@ -70,7 +70,9 @@ class Holder(NamedTuple):
     """False if `owner` keeps the object alive, so that the holder must not be remembered."""
 
     def is_at(self, other: Holder) -> bool:
-        """Tell if two holders are one name in one place, or one object."""
+        """Return whether both holders describe the same name in the same module or class, or the
+        same object.
+        """
         return (self.label, self.name) == (other.label, other.name) and (
             self.owner() is other.owner()
         )
@@ -142,8 +144,9 @@ def references(
 
 
 def _kinds(container: Any, functions: Sequence[Any]) -> Iterator[tuple[str, int]]:
-    """Count a container's references to one function. Yield ("__wrapped__", 1) if a dictionary has
-    the function under that key, and ("", number) for all other references.
+    """Sort a container's references to one function into kinds. Yield ("__wrapped__", 1) if the
+    container is a dictionary with the function under that key, and ("", their number) for other
+    references.
 
     Args:
         container: any object.
@@ -178,7 +181,9 @@ def _is_namespace(container: Any) -> bool:
 
 
 def _contents(container: Any) -> list[Any]:
-    """Return the objects that a container refers to; those of a function without its globals."""
+    """Return the objects to which a container refers. If the container is a function, its globals
+    and builtins are left out.
+    """
     items = gc.get_referents(container)
     if isinstance(container, types.FunctionType):
         function: Any = container  # not every version of mypy knows __builtins__
@@ -206,8 +211,8 @@ def _is_ours(value: Any) -> bool:
 
 
 class Climb:
-    """Finds the objects that refer to some values, then what refers to those, up to names.
-    The names are in modules and classes.
+    """Finds what refers to some values: first their direct referrers, then the referrers of these,
+    until it reaches names in modules and classes.
 
     Args:
         values: the objects.
@@ -290,8 +295,8 @@ class Climb:
 
 
 def with_attribute(holder: Holder, function_id: int) -> Holder:
-    """Return a copy of a holder whose label also names the holder's attribute that leads to a
-    function.
+    """If a holder is an object with an attribute that leads to the function, return a copy of the
+    holder whose label also names that attribute; else return the holder unchanged.
 
     Args:
         holder: any holder; one with a name, or that is a container, is returned unchanged.

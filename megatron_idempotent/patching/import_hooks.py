@@ -205,8 +205,8 @@ def _register(name: str, action: _Action) -> None:
 
 
 def _imported(name: str, module: ModuleType, action: _Action) -> None:
-    """Call `action` for a module in `sys.modules`, at once or when its import ends. If the end of
-    the import cannot be observed, a later import calls `action`.
+    """Call `action` for a module in `sys.modules`: at once if its import has ended, else when it
+    ends. If that end cannot be observed, check again when any module is imported later.
     """
     if is_complete(name):
         _hooked.discard(name)

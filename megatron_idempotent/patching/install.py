@@ -197,9 +197,9 @@ def _accepted(patch: Outline, reason: str) -> Row:
 
 
 def site_of(target: Place) -> PatchPoint | None:
-    """Return the `PatchPoint` of a target: the record of its replaced function in this process.
-    If upstream has moved the function, its patch point is found as well. Return None if there is
-    none.
+    """Return the `PatchPoint`, the record of a replaced function in this process, for a target's
+    function. It is found also if upstream has moved the function; None if that function was not
+    replaced.
     """
     return state.sites.get(state.homes.get(target.address, target.address))
 
@@ -251,8 +251,8 @@ def prepare(patch: Patch, verdict: decide.Verdict) -> list[tuple[Target, PatchPo
 
 
 def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
-    """Remove the patches with these ids from the functions that they wrap, latest patch point
-    first, and stop waiting for their modules. Return the patches' report rows.
+    """Take the patches with these ids off the functions that they wrap, the last replaced function
+    first, and stop waiting for their modules. Return the report rows of these patches.
 
     Args:
         names: collects the patch points whose names are to be rebound; None rebinds them at once.
@@ -289,15 +289,15 @@ def landed(patch: Outline) -> bool:
 
 
 def missing(patch: Outline) -> list[str]:
-    """Return the names of the modules with the patch's target functions that are not fully imported
-    yet.
+    """Return, sorted, the names of the modules that have target functions of the patch but whose
+    import has not ended, or not begun.
     """
     return sorted({t.module for t in patch.targets if not import_hooks.is_complete(t.module)})
 
 
 def detours() -> dict[str, list[str]]:
-    """Return clauses about live code that bypasses the patched functions of this process, as a list
-    for each function's address.
+    """Return, for the address of each patched function that live code of this process bypasses,
+    texts that name this code.
     """
     if not state.sites:
         return {}

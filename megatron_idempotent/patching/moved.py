@@ -64,8 +64,8 @@ def definition(
 def called(
     body: Body, module: str, sources: Sources, worth: Callable[[str], bool]
 ) -> Iterator[tuple[str, Body]]:
-    """Yield (module, body) of each function of another module that a body calls, directly or
-    through one more call.
+    """Yield (module, body) of each function that `body` calls, directly or through one more call,
+    and that is defined outside of `body`'s own module.
 
     A method counts if the call names a module or a class. `self.name()` does not count: such a
     method is mostly in the same module.
@@ -118,7 +118,9 @@ def _called_names(body: Body) -> set[str]:
 
 
 def _origins(text: str, module: str, name: str, sources: Sources) -> Iterator[tuple[str, str]]:
-    """Yield (module, name) pairs from which `name` in a module may be imported or assigned."""
+    """Yield (module, name) pairs from which `name` in `module` may come: by an import statement, a
+    `*` import, or an assignment `name = other`.
+    """
     package = module if sources.is_package(module) else module.rpartition(".")[0]
     for statement in imports_of(text):
         if isinstance(statement, ast.Import):
