@@ -333,7 +333,8 @@ class _Terms:
     method `touched_by` tells if other code uses any of them.
 
     Attributes count by name, on any object. Strings count, and so do return statements if a
-    fragment has one. A name that the function binds counts where it is bound, any other name at every use.
+    fragment has one. A name that the function binds counts where it is bound, any other name at
+    every use.
     """
 
     def __init__(self, fragments: Iterable[str], bound_here: set[str]) -> None:

@@ -36,15 +36,15 @@ class Need(NamedTuple):
 
 
 def providers(name: str) -> list[Outline]:
-    """Return the outlines of all patches that provide the fact `name`, a key of `PROVIDED`, applied
-    or not.
+    """Return the `Outline` of each patch that provides the guarantee `name`, a key of `PROVIDED`,
+    whether the patch is applied or not.
     """
     return [patch for patch in outlines().values() if name in patch.provides]
 
 
 def is_provided(name: str) -> bool:
-    """Return True if a patch that provides the fact `name`, a key of `PROVIDED`, is in place in
-    this process.
+    """Return True if a patch that provides the guarantee `name`, a key of `PROVIDED`, is in place
+    in this process.
     """
     return any(map(landed, providers(name)))
 

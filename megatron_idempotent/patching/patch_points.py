@@ -48,8 +48,9 @@ class StaleReferences:
         self._sites.append(site)
 
     def rebind(self) -> None:
-        """Set module names that hold a collected patch point's old function to its new one.
-        The new one is its `current` function. All collected patch points are dropped.
+        """Find the names in modules that still refer to the function which a collected patch point
+        has taken out of use, and bind them to its `current` function. Then no patch point is
+        collected any more.
 
         Afterwards each patch point's `left` lists such names in modules that it may not change.
 
@@ -101,7 +102,9 @@ def modules(
 
 
 def references(holder: dict[str, Any], name: str) -> int:
-    """Count the references to the value `holder[name]`, without the one that `holder` has."""
+    """Count the references to the object `holder[name]` in this process, other than that of the
+    dictionary `holder` itself.
+    """
     return _references(holder, name) - _ALONE
 
 
@@ -117,8 +120,8 @@ _ALONE = _references({"value": object()}, "value")
 def _held(
     sites: Sequence[PatchPoint], modules: _Modules, names: Iterable[str] | None = None
 ) -> Iterator[tuple[PatchPoint, tuple[str, types.ModuleType, str]]]:
-    """Yield each name of a module that refers to a patch point's outdated function.
-    The items are (patch point, (module name, module, name)).
+    """Yield (patch point, (module name, module, name)) for each name in a module that refers to a
+    function which the patch point has taken out of use.
 
     That is upstream's function while the patch point is installed, and our function afterwards.
 
@@ -242,8 +245,8 @@ class PatchPoint:
 
     @property
     def bound_before(self) -> list[str]:
-        """Names in other modules that still refer to the old function, so that calls bypass ours.
-        We may not change these modules.
+        """Names that modules bound to the function before it was patched, and that still refer to
+        it because we may not change these modules; calls by these names bypass our function.
 
         They refer to upstream's function, or to another package's wrapper around it.
         """
@@ -259,9 +262,9 @@ class PatchPoint:
         return None if reached is None else reached[0]
 
     def family(self) -> Iterator[PatchPoint]:
-        """Yield this patch point, and the patch points below it.
-        Below are the one of the same address before a module reload, and the one of the function
-        inside other packages' wrappers.
+        """Yield this patch point and, recursively, the patch points below it: the one that had this
+        address before the module was reloaded, and the one of upstream's function inside other
+        packages' wrappers.
         """
         yield self
         for site in self._below():
@@ -358,8 +361,9 @@ class PatchPoint:
             self.left.append(full_name)
 
     def is_held_by_more_than(self, names: int) -> bool:
-        """Return True if more than `names` names may refer to the function that was replaced.
-        They were counted before the installation.
+        """Return True if, before the installation, the replaced function may have had more than
+        `names` references besides its owner's, so that some names that refer to it are yet to be
+        found.
 
         The count from before the installation answers the first call; later calls return True.
         """
@@ -367,8 +371,8 @@ class PatchPoint:
         return holders is None or holders > names
 
     def install(self, prefixes: Iterable[str], names: StaleReferences) -> None:
-        """Bind the target's name to our function, and add this patch point to `names`.
-        The object `names` rebinds other names later.
+        """Bind the target's name in its module or class to our function. Add this patch point to
+        `names`, whose `rebind()` then changes the other names that refer to upstream's function.
 
         Args:
             prefixes: packages whose early-bound names are rebound; names elsewhere are `left`.
@@ -407,8 +411,8 @@ class PatchPoint:
 
     @property
     def leftover(self) -> str | None:
-        """A clause for the report if our function is still bound, although no patch uses it.
-        There is also one if another package may bind our function again. Otherwise None.
+        """A sentence for the report if no patch uses our function any more, but it is bound again,
+        or another package's object may bind it again; None otherwise.
         """
         if self.is_installed:
             return None
@@ -467,7 +471,7 @@ def open_patch_point(target: Target, body: Body | None) -> PatchPoint:
 
 def check_patch_point(target: Target, body: Body | None) -> tuple[list[Any], Any]:
     """Check that the target's live function was compiled from its source, or is a wrapper around
-    such a function. Return the wrappers and that function; make no patch point.
+    such a function; make no patch point.
 
     A patch point refers to itself: one that is dropped would keep the function alive until the next
     garbage collection.
@@ -555,7 +559,7 @@ def _foreign(raw: Any, module: types.ModuleType, body: Body, qualname: str) -> s
 def _undecorated(function: Any, module: types.ModuleType, body: Body, qualname: str) -> str | None:
     """Return None if a function, without decorators around it, was compiled from `body`, which is
     upstream's source. Otherwise say what the function is instead, as the end of a sentence for an
-    error message, such as `other from file.py:12`.
+    error message, such as `other_function from file.py:12`.
     """
     from .source import difference  # with the body's source, which apply() may do without
 

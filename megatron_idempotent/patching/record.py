@@ -225,8 +225,8 @@ class Target(Place):
             raise ValueError(f"target {self.address} has parts of nothing: give fragments too")
 
     def at(self, homes: Mapping[str, str]) -> Target:
-        """Return a copy of the target with the address that `homes` has for the target's address.
-        Return the target itself if `homes` lacks that address.
+        """Return a copy of the target with the address to which upstream has moved the function.
+        `homes` maps old addresses to new ones; if it lacks the target's, return the target itself.
         """
         home = homes.get(self.address)
         if home is None:
@@ -236,8 +236,8 @@ class Target(Place):
         return moved
 
     def label(self, body_hash: str) -> str:
-        """Return the releases whose function has the body with this hash; "" for an unknown hash.
-        The body was reviewed for this or another patch.
+        """Return the releases in which the function has the body with this hash, if a person has
+        reviewed that body, for this patch or another; "" otherwise.
 
         Example: `target.label("0123456789ab") == "0.12.0 to 0.15.3"`.
         """
@@ -340,8 +340,9 @@ class Hazard(Record):
         return getattr(sys.modules[self.module], "control", None)
 
     def raises(self, text: str) -> bool:
-        """Return True if an error's text matches the hazard's pattern `stock_error`.
-        Return False if the pattern is only the name of an exception's type.
+        """Return True if an error's text matches `stock_error`, the hazard's pattern of the error
+        that Megatron raises. Return False also if that pattern is only the name of an exception's
+        type, which would match too many errors.
         """
         pattern = self.stock_error
         names_a_type_alone = re.fullmatch(r"\^?\w+:? ?\$?", pattern) is not None
@@ -486,7 +487,9 @@ class Limit(Hazard):
 
 
 def takes_help(program: Any) -> bool:
-    """Return whether a case file's `reproduce` or `control` has the parameter `helped`."""
+    """Return whether a program of a case file (`reproduce` or `control`) has the parameter
+    `helped`, which says whether to call the function that avoids the hazard.
+    """
     code = getattr(program, "__code__", None)
     # The names of local variables follow those of parameters.
     return (

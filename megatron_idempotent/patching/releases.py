@@ -88,8 +88,8 @@ UNKNOWN = Installed(text="unknown", release=())
 
 
 def absence(distribution: str) -> str:
-    """Return a clause why `installed(distribution)` is None: it is not installed, or its version
-    cannot be read.
+    """Return the reason why `installed(distribution)` is None, for a message: it is not installed,
+    or its version cannot be read.
     """
     info = _PACKAGE_INFO.get(distribution)
     path = None if info is None else find(info)
@@ -264,7 +264,9 @@ def digest_of(content: bytes) -> str:
 
 
 def modules_in(package: str, files: Iterable[str]) -> list[str]:
-    """Return the modules whose files are in `files`, the file names in the folder of `package`."""
+    """Return the full names of the modules of `package`. `files` are the file names in the folder
+    of the package; those that do not end in `.py` are left out.
+    """
     stems = sorted(name[:-3] for name in files if name.endswith(".py"))
     return [package if stem == "__init__" else f"{package}.{stem}" for stem in stems]
 
@@ -280,7 +282,9 @@ class OnPath:
         self._digests: dict[str, str | None] = {}
 
     def text(self, module: str) -> str | None:
-        """Return the module's source, or None if it has none, or that cannot be read."""
+        """Return the module's source; None if the module is not found, has no source, or the source
+        cannot be read.
+        """
         from .source import read_text  # imports ast, which apply() on a release may not need
 
         if module not in self._texts:
@@ -296,8 +300,8 @@ class OnPath:
         return (find(module) or "").endswith("__init__.py")
 
     def digest(self, module: str) -> str | None:
-        """Return the shortened SHA-256 (`digest_of`) of the module's file; None if there is none,
-        or it cannot be read.
+        """Return the shortened SHA-256 (`digest_of`) of the module's file; None if the module has
+        no file, or it cannot be read.
         """
         if module not in self._digests:
             path = find(module)
@@ -365,7 +369,8 @@ class Table:
         )
 
     def matching(self, files: Sources, claimed: str) -> Release | None:
-        """Return the release that has exactly these files; None if there is no such release.
+        """Return the release whose files are all equal to the installed ones, which `files` reads;
+        None if there is no such release.
 
         Args:
             files: reads the files.
@@ -378,8 +383,8 @@ class Table:
         return None
 
     def _of(self, index: int, runs: Sequence[str]) -> str:
-        """Return a module's digest in the release at `index`.
-        `runs` alternates between a release and the digest that holds from that release on.
+        """Return the digest that a module's file has in the release at `index`. `runs` is a flat
+        list of pairs: a release, and the digest that the file has from this release on.
         """
         digest = _ABSENT
         for since, value in zip(runs[::2], runs[1::2], strict=True):

@@ -578,7 +578,8 @@ def as_compiled(function: object, module: ModuleType, qualname: str) -> bool:
 @lru_cache(maxsize=256)  # apply() asks before it changes anything, and again for each function
 def difference(code: CodeType, body: Body, qualname: str) -> str | None:
     """Return None if a live function's code was compiled from `body`. Otherwise say what the code
-    is instead, as the end of a sentence for an error message, such as `other from file.py:12`.
+    is instead, as the end of a sentence for an error message, such as `other_function from
+    file.py:12`.
     """
     location = f"{code.co_filename}:{code.co_firstlineno}"
     if code.co_name != body.qualname.rpartition(".")[2]:
@@ -591,9 +592,9 @@ def difference(code: CodeType, body: Body, qualname: str) -> str | None:
 
 
 def _compiled(body: Body, qualname: str, like: CodeType) -> Iterator[CodeType]:
-    """Yield the code objects to which Python compiles a function's body.
-    The first is from the .pyc file, if there is one; the others are compiled below the module's
-    imports, and with the whole module.
+    """Yield the code objects that Python may have made of a function's body: first the one in the
+    .pyc file, if there is one; then the body compiled alone, below its module's imports; then the
+    body compiled as part of the whole module.
     """
     code_like = _inside(kept(like.co_filename), qualname)
     if code_like is not None:

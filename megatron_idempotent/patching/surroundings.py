@@ -71,8 +71,9 @@ class Need(Record):
         )
 
     def is_met(self, sources: Sources) -> bool:
-        """Return True if the sources define the name; for a need with a `use`, if no definition in
-        them forbids that use.
+        """Return True if the sources fulfil this need. If `use` is empty, they have to define the
+        name. Otherwise no definition of the name may forbid that use; a name that is not defined is
+        accepted.
         """
         texts = (sources.text(module) for module in self.modules)
         if not self.use:
@@ -193,8 +194,8 @@ def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
 def unmet(
     patch: Patch, release: Installed | None, sources: Sources, *, of_commit: bool = False
 ) -> str | None:
-    """Check that the sources have the names that a patch's wrappers use.
-    Return a clause about a missing name, or about code that bypasses the patch; else None.
+    """Check that the sources have the names that a patch's wrappers use, and no code that bypasses
+    the wrappers. Return the first fault as a text for the verdict's reason; None if there is none.
 
     Args:
         patch: the patch.
@@ -227,9 +228,9 @@ def unmet(
 
 
 def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...], bool]]:
-    """Return keys (`key_of`) of the versions to check, newest first.
-    The versions are the first in the patch's range, and those at which one of the needs begins or
-    ends.
+    """Return the keys (`key_of`) of the versions to check, newest first: the first version in the
+    patch's range, and within the range each version from which on one of `needs` begins or ceases
+    to apply.
     """
     first, end = _key(patch.since or "0"), _key(patch.before)
     bounds = {_key(bound) for need in needs for bound in (need.since, need.before) if bound}
@@ -382,9 +383,9 @@ def has_slots(text: str, owner: str) -> bool:
 
 
 def fits(text: str, owner: str, name: str, use: str) -> bool | None:
-    """Return whether a module or class allows a wrapper's use of a name, such as setting it.
-    Other uses are passing keywords, and taking its result apart. Return None if the name is not
-    there.
+    """Return whether the definition of a name in a module or class allows what a wrapper does with
+    it: set it, call it with certain keywords, or unpack its result. Return None if it is not
+    defined there.
 
     Args:
         text: the module's source.
@@ -479,7 +480,9 @@ def parameters(text: str, owner: str, name: str) -> frozenset[str] | None:
 
 @lru_cache(maxsize=256)
 def returned(text: str, owner: str, name: str) -> str | None:
-    """Return a hash of the statements that make a function's result; None if it is not there."""
+    """Return a hash of the statements of a function that make its result. Return None if the module
+    or class does not define the function.
+    """
     body = parse_body(text, f"{owner}.{name}" if owner else name)
     if body is None:
         return None
@@ -500,9 +503,9 @@ def _results(tree: Any) -> Iterator[ast.AST]:
 
 
 def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
-    """Yield a clause for each piece of code that bypasses a wrapper around the target function.
-    Such code is a second reference to the function in its module or class, or a subclass that
-    overrides the method without calling it.
+    """Yield a text for each piece of code that bypasses a wrapper around the target function: an
+    assignment in its module or class that refers to the function, or a subclass whose method
+    overrides it without calling it.
     """
     owner, _, name = target.qualname.rpartition(".")
     text = sources.text(target.module) or ""
@@ -555,8 +558,8 @@ _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
 
 @lru_cache(maxsize=1024)
 def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return, as text, the assignments that refer to a function without calling it.
-    Only assignments in the function's module or class are searched.
+    """Return the source of each assignment that refers to a function without calling it, so that it
+    keeps the unpatched function. Only the function's module, or its class, is searched.
     """
     scope_lines = class_text(text, owner) if owner else text
     if not any(_mentions(part, name) for part in _open_statements(scope_lines, bool(owner))):
@@ -565,7 +568,9 @@ def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
 
 
 def _mentions(text: str, name: str) -> bool:
-    """Tell if a text has the name as an expression of its own that is not called."""
+    """Tell if a text uses the name as a variable that is not called. An attribute, as in `x.name`,
+    and a name in quotes do not count.
+    """
     return any(
         text[start - 1 : start] not in (".", '"', "'") and text[end : end + 2].lstrip()[:1] != "("
         for start, end in words(text, name)

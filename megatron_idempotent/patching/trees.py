@@ -45,7 +45,9 @@ class Files(Protocol):
         """Return the text of one of the tree's files."""
 
     def inside(self, folder: str) -> list[str]:
-        """Return the names of the files directly in a folder of the tree."""
+        """Return the names of the files, or files and folders, that are directly in a folder of the
+        tree.
+        """
 
     def all(self) -> list[str]:
         """Return the relative paths of the tree's files."""
@@ -66,7 +68,9 @@ class Folder:
         return read_text(self._path / name)
 
     def inside(self, folder: str) -> list[str]:
-        """Return the names of the files and folders directly in the subfolder `folder`."""
+        """Return the names of the files and folders that are directly in `folder`, a path in the
+        tree.
+        """
         return [path.name for path in (self._path / folder).glob("*")]
 
     def all(self) -> list[str]:
@@ -93,7 +97,7 @@ class Listed:
         return file in self._folders.get(folder, ())
 
     def inside(self, folder: str) -> list[str]:
-        """Return the names of the files directly in a folder."""
+        """Return the names of the files that are directly in `folder`."""
         return list(self._folders.get(folder, ()))
 
     def all(self) -> list[str]:

@@ -57,7 +57,8 @@ def verify(group: Any = None) -> Report:
 
 def verify_at_start() -> None:
     """Check once, in this rank's first schedule call, that all ranks of the job have the same
-    patches. The ranks exchange them through the store, not by a collective.
+    patches. The ranks send their lists of patches through the process group's store, not by a
+    collective.
 
     A rank without patches would not enter a collective. So each rank writes its patches to the
     default process group's store; rank 0 compares them, and prints the result to standard error.
@@ -128,8 +129,8 @@ def _checked_here() -> tuple[Report, PatchError | VerificationError | None]:
 def _told(
     rank: int, result: Report, failure: Exception | None
 ) -> tuple[int, dict[str, str], str | None]:
-    """Return what this rank sends to others: its number, a digest for each patch, and its failure.
-    The failure is a text, or None.
+    """Return what this rank sends to other ranks: its rank number, patch id → digest of the patch's
+    report row, and the message of the error that `verify` found on this rank, or None.
     """
     failure_text = None if failure is None else str(failure)
     return rank, {row.id: _digest(row) for row in result}, failure_text
