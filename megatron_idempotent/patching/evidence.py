@@ -83,8 +83,8 @@ def no_body_has(fragment: str) -> Callable[[Bodies], bool]:
 
 
 def _may_contain(text: str, fragment: str) -> bool:
-    """Tell if a text contains all names of a fragment.
-    It is a quick test, before the text is parsed.
+    """Return whether a text has all the names that a fragment has. If not, it cannot contain the
+    fragment, and need not be parsed.
     """
     return all(word in text for word in _names(fragment))
 

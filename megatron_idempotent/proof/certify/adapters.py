@@ -112,7 +112,8 @@ class Stateful:
 
     def offload(self, *, only: Part | None = None) -> None:
         """Move this rank's parameters and optimizer state to the host, and free the memory of its
-        gradients, by Megatron's functions. `only` names one of the three to offload alone.
+        gradients, by Megatron's functions. With `only`, do this for "weights", "optimizer" or
+        "gradients" alone.
         """
         self._away = {*self.parts} if only is None else {only}
         # The optimizer first: the distributed one's float32 parameters are views of the model's.
@@ -415,9 +416,10 @@ def microbatches(subject: Subject, rows: Rows) -> list[Rows]:
 
 @contextlib.contextmanager
 def _auxiliary_losses(subject: Subject) -> Iterator[Callable[[Any], None]]:
-    """Yield a function to call before a microbatch's forward. If the loss is a mean over sequences,
-    the function multiplies the coefficients of MoE and MTP losses by the microbatch's sequences ÷
-    positions.
+    """Yield a function to call with each microbatch before its forward. If the subject's loss is a
+    mean over sequences, it sets the coefficients of MoE and MTP losses to their values times the
+    number of sequences in the microbatch ÷ the number of its positions. The values are restored at
+    exit.
 
     Megatron multiplies each loss by the positions of its microbatch, and divides by the number that
     the loss functions return. If that counts sequences, the result is positions / sequences times

@@ -120,8 +120,8 @@ def token_fields(pack: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return two tensors [1, S]: each token's weight in its sequence's mean, and 1 at the first
-    token of a sequence, else 0.
+    """Return two tensors [1, S] for the S tokens of a pack: the weight of each token's loss in the
+    mean of its sequence, and a mask that is 1 at the first token of each sequence.
 
     Both are 0 throughout a sequence of which no position counts.
     """

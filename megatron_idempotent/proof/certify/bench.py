@@ -363,8 +363,9 @@ class Bench(LayoutModel, LayoutRows):
         finished: Finished,
         everybody: Sequence[Rows],
     ) -> None:
-        """Raise `Wrong` unless a step has changed the parameters as the right gradient would,
-        within a bound. `coasting` are the parameters after a step with a zero gradient.
+        """Raise `Wrong` unless `actual`, the parameters after a step, are within a bound of
+        `expected`. `coasting` are the parameters that a step with a zero gradient would have given:
+        the difference to them is what the gradient has moved.
         """
         names = list(expected)
 
@@ -413,8 +414,8 @@ class Bench(LayoutModel, LayoutRows):
     def _miscounted(
         self, everybody: Sequence[Rows], truth: Truth, moved: Tensor, right: Tensor, near: float
     ) -> str:
-        """Return a hint for an error: the calls whose rows count more or less than once in a wrong
-        gradient, and how many times they count. Return "" if no such counts explain the gradient.
+        """Return a hint for the error about a wrong gradient: which calls' rows count in it more or
+        less than once, and how many times. Return "" if no such counts explain the gradient.
 
         All ranks take part. A step is the sum of its calls, each of which may have a factor.
         """

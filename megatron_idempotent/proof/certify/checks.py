@@ -57,8 +57,9 @@ Run = TypeVar("Run", bound=Callable[..., None])
 
 
 def entering(checks: dict[str, Check], **defaults: Any) -> Callable[..., Callable[[Run], Run]]:
-    """Return a function that makes decorators: a function decorated with `@check(summary)` is
-    registered as a `Check` in `checks`, under its own name or `name`.
+    """Return a function `check` that makes decorators: `@check("a summary")` above a function adds
+    a `Check` that runs this function to the dictionary `checks`. Its key is `name`, or else the
+    function's name with hyphens.
 
     The decorator takes the check's summary and other fields of `Check`, for which there are
     `defaults`.
@@ -473,8 +474,8 @@ def nan(bench: Bench) -> None:
 
 
 def _not_finite(bench: Bench, replica: int, point: Point, number: float | None) -> str:
-    """Run a step with a loss or gradient that is not finite; raise `Wrong` if a rank updates, or if
-    some ranks raise and others do not. Return in words what was not finite.
+    """Run a step with a loss or gradient that is not finite; raise `Wrong` if a rank updates its
+    parameters, or if only some of the ranks raise. Return in words what was not finite.
 
     The loss of a row of the replica is multiplied by `number`. If that is None, the loss stays as
     it is, and a gradient is NaN on one rank of the replica.

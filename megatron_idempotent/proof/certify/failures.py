@@ -53,8 +53,8 @@ class Point:
 
     @classmethod
     def drawn(cls, bench: Bench, span: tuple[int, int]) -> Point:
-        """Draw at random a call from the range `span`, one of its microbatches, and all calls'
-        sizes.
+        """Draw a `Point`: a random call with an index in the range `span`, one of that call's
+        microbatches, and the number of microbatches of each call of the step.
         """
         draw, multiple = bench.draw, bench.multiple
         call = draw.number(*span)
@@ -136,8 +136,8 @@ def failures(bench: Bench) -> list[Failure]:
 
 def fail(bench: Bench, failure: Failure) -> None:
     """Run a step with `failure` injected; raise `Wrong` if a rank finishes the step, or if a
-    parameter changes. If the failure never occurred, because the adapter makes other microbatches,
-    the step must be right.
+    parameter changes. If the failure never occurred, because the adapter runs other microbatches
+    than were planned for, raise `Wrong` unless the step is right.
     """
     seed = bench.draw.number(1, 10**5)
     point = failure.point

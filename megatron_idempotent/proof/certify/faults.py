@@ -48,7 +48,9 @@ def first_line(error: BaseException) -> str:
 
 
 def _replace(blocks: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of `owner`, and restore the old value when `blocks` closes."""
+    """Set an attribute of `owner`, and register with the exit stack `blocks` that the old value is
+    put back when the stack closes.
+    """
     blocks.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
@@ -334,8 +336,8 @@ Stamps = Mapping[Path, tuple[int, int]]
 
 
 def stamps(bench: States) -> Stamps:
-    """Return the time of the last change and the size of each checkpoint file, by path. A
-    collective.
+    """Return, for each checkpoint file's path, the time of its last change in ns, and its size in
+    bytes. A collective.
     """
     bench.gather(None)  # all have written
     files = [path for path in bench.folder.rglob("*") if not path.name.endswith(LATER)]
@@ -377,8 +379,8 @@ def _kind_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def no_memory(calls_before: float) -> Iterator[list[str]]:
-    """Let copies and moves of tensors in the block raise `MemoryError`, after `calls_before` that
-    succeed.
+    """Make copies and moves of tensors in the block raise `MemoryError`, from the copy or move
+    after the first `calls_before` on.
 
     Yield a list that gets the name of each call.
     """

@@ -55,11 +55,12 @@ class Forwards:
 
     @contextmanager
     def failing(self, count: int | None, phase: Phase) -> Iterator[None]:
-        """Make one microbatch of the first chunk fail within the block, the one after `count`
-        training forwards: its forward or backward raises, or its gradient is NaN.
+        """Make one microbatch of the first chunk fail within the block: the one whose training
+        forward comes after `count` others. `phase` says how it fails.
 
-        It raises `Planted` at its end, or in its backward, when only the first layer is left; with
-        the phase "gradient" its backward begins with NaN instead. With `count` None nothing fails.
+        With "forward" the forward raises `Planted` at its end; with "backward" the backward raises
+        it, when only the first layer is left; with "gradient" the backward begins with a gradient
+        of NaN, and nothing is raised. With `count` None nothing fails.
         """
         self._plan = None if count is None else (count, phase)
         self._forwards_done, self.has_failed = 0, False
@@ -241,8 +242,8 @@ def _sequences(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _joined(shares: Sequence[SeenPart], missing: dict[tuple[int, ...], Tensor]) -> PackSeen | None:
-    """Join the ranks' parts of one pack, and remove the rows in it from `missing`, in place. Return
-    None if the pack has none of the rows in `missing`.
+    """Join the parts of one pack that the context-parallel ranks recorded, and return the whole
+    pack. Rows that are in it are removed from `missing`, in place; if there are none, return None.
     """
     first = shares[0]
     size = first.starts[-1]

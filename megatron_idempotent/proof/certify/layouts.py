@@ -265,8 +265,8 @@ STATE_LAYOUTS = ("dp2-distopt", "dp2-bf16-distopt", "dp2-fp16-distopt", "ep2-bf1
 
 
 def resharded(start: Layout, word: str) -> Layout | None:
-    """Return a layout like `start` with another number for `word`, such as "tp"; None if no other
-    number fits.
+    """Return a layout that differs from `start` in the size named by `word`, such as "tp" for
+    tensor parallel; None if no other size fits.
 
     1 becomes 2, and any other number 1. Replicas and expert-parallel ranks are doubled if that
     fits, and else halved. A `word` of "" gives the layout itself.

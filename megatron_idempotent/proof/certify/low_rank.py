@@ -48,8 +48,8 @@ class LowRank(Bench):
     """
 
     def __init__(self, host: Bench, *, rank: int, **kinds: bool) -> None:
-        """Build a model with low-rank factors in the layout of `host`, and a new adapter of its
-        class. `kinds` are arguments of `add`.
+        """Build a model with low-rank factors of rank `rank` in the layout of `host`, and give it
+        to a new adapter of the class of `host.adapter`. `kinds` are further arguments of `add`.
         """
         self._rank, self._kinds = rank, kinds
         self._frozen_factors: tuple[str, ...] = ()
@@ -119,8 +119,8 @@ class LowRank(Bench):
 
     @property
     def _rounded(self) -> dict[str, Tensor]:
-        """The base model's parameters and the factors in float64, first rounded to 16 bits if the
-        model computes with them in 16 bits.
+        """The base model's parameters and the factors in float64. If the model computes with 16-bit
+        values of them, they are rounded to these values first.
         """
         wide = not self.half or self._kinds.get("wide")
         dtype = None if wide else self.subject.config.params_dtype
@@ -211,8 +211,9 @@ class _Adapter(nn.Module):
         self.linear_in, self.linear_out = linear_in, linear_out
 
     def forward(self) -> Tensor | None:
-        """Return DoRA's magnitudes, or None for LoRA. `Adapted.forward` calls this module to get
-        them, because DDP's hook on a module's forward gathers its updated parameters.
+        """Return DoRA's magnitudes, or None for LoRA. `Adapted.forward` calls this module instead
+        of reading the attribute: the call runs DDP's forward pre-hook, which sees that the updated
+        magnitudes are gathered.
         """
         return getattr(self, "weight_magnitude", None)
 

@@ -22,8 +22,8 @@ class Memories:
         self._adapter, self._subject = adapter, subject
 
     def offload(self, *, freeing: bool = True, **kwargs: Any) -> None:
-        """Call the adapter's `offload`. If `freeing` is true, raise `Wrong` unless the call has
-        moved or freed a tensor.
+        """Call the adapter's `offload` with `kwargs`. If `freeing` is true, raise `Wrong` if the
+        call has neither moved nor freed any tensor.
 
         Raises:
             Wrong: `freeing` is true, and no tensor was moved or freed.

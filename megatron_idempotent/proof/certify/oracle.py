@@ -74,7 +74,9 @@ class Truth:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PackSeen:
-    """Holds one pack of sequences on which a model was trained. S: its tokens, with padding."""
+    """Holds one pack of sequences on which a model was trained. S is the number of its tokens,
+    those of padding included.
+    """
 
     tokens_S: Tensor
     positions_S: Tensor
@@ -341,8 +343,9 @@ class _Auxiliary:
     def _predict(
         self, losses_BT: Tensor, predicted_BT: Tensor, mask_BT: Tensor, unit: float
     ) -> None:
-        """Add a microbatch's MTP loss, times MTP_FACTOR. With `mtp_sum` it is the sum of the
-        tokens' losses, else the mean of these losses times the number of positions that count.
+        """Add a microbatch's MTP loss, times MTP_FACTOR and `unit`, to `predicted`. With `mtp_sum`
+        that loss is the sum of the tokens' losses, otherwise their mean times the number of
+        positions that count.
         """
         total, number = losses_BT.sum(), float(mask_BT.sum())
         if not self._mtp_sum:
@@ -477,7 +480,8 @@ def balance(logits_BTE: Tensor) -> Tensor:
 
 
 def decided(name: str, shape: Sequence[int]) -> Tensor:
-    """Return a tensor to add to a whole parameter, so that routers choose experts by wide margins.
+    """Return what to add to the unsharded parameter `name`, so that routers choose experts by wide
+    margins; zeros for most parameters.
 
     Each token of the vocabulary gets an order of the experts, written into the first E hidden
     values of its embedding so large that no layer changes it; routers read these values, and the

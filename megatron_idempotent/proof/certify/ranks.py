@@ -44,7 +44,8 @@ class Ranks:
             raise Wrong(faults[0])
 
     def refused(self, refusal: str | None, event: str, goes_on: str) -> bool:
-        """Return True if all ranks pass a `refusal`, and False if none does. A collective.
+        """Return True if every rank passes as `refusal` the message of an error by which it refused
+        a step or a save; False if every rank passes None. A collective.
 
         Raises:
             Wrong: some ranks pass a refusal and others None. The error is `event`, the first rank

@@ -47,16 +47,16 @@ class LayoutRows:
         return shorten(rows, [3 * T // 4] * number) if self.layout.packs else rows
 
     def alike(self, seed: int, *numbers: int) -> Calls:
-        """Return a step in which call i has `numbers[i]` rows on each replica. The step is a
-        function from a replica's number to the list of its calls' rows.
+        """Return a step as a function from a replica's number to a list with the rows of each call.
+        On each replica, call i has `numbers[i]` random rows.
         """
         return lambda replica: [
             self.rows(replica, 10 * seed + call, number) for call, number in enumerate(numbers)
         ]
 
     def mixed(self, replica: int, seed: int, number: int) -> dict[str, Any]:
-        """Return rows of lengths from 1 to T for a replica. The loss leaves out row 1, and a span
-        of positions in row 2.
+        """Return `number` rows of lengths from 1 to T for a replica. In the loss the whole row 1
+        does not count, nor does a span of positions in row 2.
 
         For a mean over sequences lengths are from 2: in a sequence of length 1 nothing counts.
         """

@@ -347,8 +347,8 @@ def _checks_in_order(checks: Iterable[str]) -> list[str]:
 
 
 def alike(layout: str) -> str:
-    """Return a layout's name without the word for its replicas, such as "dp2"; "dp" if no word is
-    left.
+    """Return a layout's name without the word for the number of replicas, such as "dp2"; "dp" if no
+    other word is left.
     """
     return (
         "-".join(word for word in layout.split("-") if not re.fullmatch("dp[0-9]+", word)) or "dp"
@@ -358,12 +358,12 @@ def alike(layout: str) -> str:
 def outcome_of(
     pool: RankPool, adapter: str, check: Check, layout: Layout, options: Options | None = None
 ) -> tuple[str, float, str]:
-    """Run one check of an adapter on fresh ranks of a pool: `Check.run`, and then `Check.then` if
-    the check has it.
+    """Run one check of an adapter on fresh ranks of a pool: `Check.run`. If that finds no fault and
+    the check has `Check.then`, run this afterwards, in another layout or in a new pool.
 
     Returns:
-        The fault in one line, or an empty string; the largest error of a step, as a part of its
-        bound; and the digest of `same-bits`.
+        The fault in one line, or an empty string; the largest error of a step, divided by the error
+        that is allowed; and the digest of the parameters' bits, of `same-bits`.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = dataclasses.replace(options or Options(), folder=folder)
@@ -424,13 +424,15 @@ def _waits(stacks: str) -> str:
 
 def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[int, str, float, str]:
     """Run one check of an adapter on this rank; all ranks of the layout call this function. Return
-    the fault ("" if none) and two measurements, after a number: the fault with the least number on
-    any rank is the cause.
+    (order, fault, error, digest).
 
     Returns:
-        A number, the fault, the largest error of a step as a part of its bound, and the digest of
-        bits. The fault with the least number among ranks is the cause: an error by which a rank
-        learns that another one has left, or stopped the step, has a larger one.
+        The order of the fault among those of all ranks: the one with the least order is the cause,
+            and an error by which a rank learns that another one has left, or stopped the step, has
+            a larger order.
+        The fault in words; "" if there is none.
+        The largest error of a step, divided by the error that is allowed.
+        The digest of the parameters' bits, of `same-bits`; "" for other checks.
     """
     from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 

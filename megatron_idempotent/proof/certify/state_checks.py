@@ -147,8 +147,9 @@ def _saved(bench: States, save: str = "save") -> Any:
 
 
 def _save_aside(bench: States) -> tuple[Any, Snapshot]:
-    """Call the adapter's `save`, then undo what it has changed in other state than weights and
-    optimizer. Return the result of `save`, and a snapshot of the state before the call.
+    """Call the adapter's `save`. Then put back what the call may have changed in other state than
+    weights and optimizer state. Return the result of `save`, and a snapshot of the state before the
+    call.
 
     The state is put back: `save_and_go_on` judges a save that changes it.
     """
@@ -164,8 +165,8 @@ def _saves(bench: States) -> list[str]:
 
 
 def hold_kept(bench: States) -> None:
-    """Raise `Wrong` if a load during the finished check lost a kind of state, such as random
-    states, that a plain save and load of the adapter restores.
+    """Raise `Wrong` if a load in the check that has just ended lost a kind of state, such as random
+    states, although a plain save and load of the adapter, which is tried here, restores that kind.
 
     If every load loses the kind, the check of its name reports that.
     """
@@ -249,7 +250,9 @@ def load_into_new_process(bench: States) -> None:
 
 
 def _handover_of(bench: States, rank: int) -> Any:
-    """Read the file that rank `rank` of the saving processes wrote for the processes that load."""
+    """Read what rank `rank` of the first part of a check, which saved, left in a file for this
+    second part, which loads.
+    """
     import torch
 
     return torch.load(bench.folder / f"{rank}-{LATER}", weights_only=False)
@@ -414,8 +417,9 @@ def offload_again(bench: States) -> None:
 
 
 def _fail_to_offload(bench: States, calls_before: int, cause: str) -> None:
-    """Make an offload fail after `calls_before` copies of tensors; raise `Wrong` unless `onload()`
-    then restores all state.
+    """Make an offload fail with `MemoryError` after `calls_before` tensors are copied or moved;
+    raise `Wrong` unless `onload()` then restores all state. `cause` describes the failure in the
+    error.
     """
     with bench.keeping(cause):
         with no_memory(calls_before):

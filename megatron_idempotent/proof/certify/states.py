@@ -155,8 +155,8 @@ class States(Bench):
             total.zero_()
 
     def begin_in(self, folder: str) -> None:
-        """Call `begin_again` with the subfolder `folder` for checkpoints, because a new adapter
-        would use the names of earlier saves again.
+        """Use the subfolder `folder` for checkpoints from now on, and call `begin_again`. In the
+        same folder the new adapter would give its saves the names of earlier ones.
         """
         self.folder /= folder
         self.folder.mkdir(exist_ok=True)
@@ -394,8 +394,8 @@ class States(Bench):
         self.stop_at(difference and f"after {cause} the whole model has another {difference}")
 
     def groups_at(self, rates: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the options of each optimizer group. The learning rate and weight decay are those
-        of `rates`, times the group's own multipliers.
+        """Return the options of each optimizer group, with the learning rate of `rates` times the
+        group's `lr_mult`, and the weight decay of `rates`, or 0 if the group's `wd_mult` is 0.
         """
         return [
             {
@@ -452,11 +452,10 @@ class States(Bench):
                     state["step"] = torch.tensor(float(steps + _SKIPPED))
 
     def _shards(self) -> Iterator[tuple[ParameterPart, str, int, Tensor]]:
-        """Yield (part, key, start, tensor) for this rank's shards of the weight, the main values
-        and the moments of each parameter. `key` is the kind, such as "weight".
-
-        Each comes with the `ParameterPart`, the tensor's name, and its first index in the
-        parameter.
+        """Yield (part, key, start, tensor) for this rank's shard of each weight, main value and
+        moment: the `ParameterPart` of the model parameter, the kind of tensor, such as "weight",
+        the index of the shard's first element in this rank's flattened part of the parameter, and
+        the shard itself.
         """
         kept_of = {kept.parameter: kept for kept in kept_by(self.model.optimizer)}
         for chunk in self.model.chunks:
