@@ -79,8 +79,7 @@ def outlines() -> dict[str, Outline]:
 
 
 def lost() -> dict[str, Outline]:
-    """Return id → `Outline` of each patch that the index lists although its case file is missing.
-    """
+    """Return id → `Outline` of each patch that the index lists, but whose case file is missing."""
     outlines()
     return _lost
 

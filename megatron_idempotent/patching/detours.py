@@ -207,9 +207,9 @@ class _Original:
         return holders
 
     def add(self, holder: Holder, counts: References) -> bool:
-        """Count a holder's references to the function as known ones, and name the holder in the
-        report. A holder is a name or an object. Return True if the holder has references that were
-        not counted before.
+        """Count a holder's references to the function as known ones, and note the holder for the
+        report. A holder is a name or an object. Return True if it has references that were not
+        accounted for before.
 
         A table with two names is listed by both. An object without a name is listed only for
         references that no other holder has. A `__wrapped__` is not listed: a replacement has it
