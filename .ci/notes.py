@@ -11,7 +11,7 @@ CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 
 
 def notes(changelog: str, tag: str) -> str:
-    """Return the section of the version that `tag` names, without its heading.
+    """Return the changelog's section about the version that `tag` names, without its heading.
 
     Raises:
         ValueError: the changelog says nothing of that version.

@@ -42,7 +42,9 @@ def text_of(root: Path, name: str) -> str:
 
 
 def sources(root: Path, *folders: str) -> Iterator[Path]:
-    """Yield the paths of all Python files below these folders of the project."""
+    """Yield the paths of all Python files in `folders`, which are relative to `root`, and in their
+    subfolders.
+    """
     for folder in folders:
         yield from sorted((root / folder).rglob("*.py"))
 
@@ -53,7 +55,9 @@ def project(root: Path) -> dict[str, Any]:
 
 
 def table(root: Path) -> dict[str, Any]:
-    """Return the releases, torches, commits and sources that pyproject.toml names for tests."""
+    """Return pyproject.toml's table `tool.megatron-idempotent`, such as the releases and commits of
+    Megatron to test with.
+    """
     return project(root)["tool"]["megatron-idempotent"]  # type: ignore[no-any-return]
 
 
@@ -111,8 +115,9 @@ def docstrings_are_sentences(root: Path) -> Iterator[str]:
 
 @rule
 def the_map_shows_what_is_there(root: Path) -> Iterator[str]:
-    """Yield faults of CONTRIBUTING.md: files in its map that do not exist, and packages that its
-    pictures lack.
+    """Yield faults of CONTRIBUTING.md: missing files that its table of questions and files names;
+    folders of the package that its picture of the wings or its tree lacks, and folders in its tree
+    that the package lacks.
     """
     package, page = root / "megatron_idempotent", text_of(root, "CONTRIBUTING.md")
     rows = page.split("| question | file |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
@@ -155,7 +160,9 @@ def code_lines(path: Path) -> int:
 
 @rule
 def readme_says_how_large_each_part_is(root: Path) -> Iterator[str]:
-    """Yield parts whose numbers of files or lines are off by a tenth in README's table."""
+    """Yield the rows of README's table of sizes (the shim, `proof/`, `rl/`) whose number of files
+    or of lines of code differs from the true number by more than a tenth.
+    """
     package = root / "megatron_idempotent"
     shim = [*package.glob("*.py"), *sources(root, "patches"), *sources(package, *SHIM)]
     parts = {
@@ -179,7 +186,9 @@ READERS = {"layout", "step", "train"}
 
 @rule
 def blocks_import_what_they_name(root: Path) -> Iterator[str]:
-    """Yield names of this package, torch or Megatron that a page's blocks use and do not import."""
+    """Yield names of this package, torch or Megatron that a Python block of a Markdown page uses,
+    but neither that block nor an earlier one of the page imports or defines.
+    """
     stubs = (root / "megatron_idempotent").rglob("__init__.pyi")
     lines = (line.split() for stub in stubs for line in stub.read_text().splitlines())
     names = {words[3] for words in lines if words[:1] == ["from"]} | MODULES

@@ -17,8 +17,9 @@ PATH = _grid.FOLDER / "certify.json"
 
 
 def grid() -> Iterator[_grid.Section]:
-    """Yield the three sections of the grid in docs/certify.md, each a table: the checks of a step,
-    the checks of state, and the words, such as "tp", of which a layout's name is made.
+    """Yield the three sections for the grid of docs/certify.md. Each is a table with a sentence for
+    every check of a step, for every check of state, and for every word in layouts' names, such as
+    "tp".
     """
     for title, checks in (("Checks of a step", CHECKS), ("Checks of state", STATE_CHECKS)):
         rows = [(f"`{check.name}`", check.summary) for check in checks.values()]

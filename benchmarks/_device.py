@@ -56,7 +56,8 @@ def in_turn(
     limit_s: float | None = None,
 ) -> Seconds:
     """Time several programs, `sides`, on a rank. Each round runs all programs, in an order that
-    changes from round to round. Return each program's time per step in each round, by each clock.
+    changes from round to round. Return, for each program, a tuple per round: the seconds per step
+    that each of `clocks` measured.
 
     `before` is called with a program's name before its measurement. The program then runs `steps`
     times, and the results are divided by `steps`. Results of `warm_up` rounds are dropped.

@@ -32,7 +32,9 @@ class Bar:
 
 
 def picture(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """Return the text of an SVG file with this size and title, which shows the elements `parts`."""
+    """Return the text of an SVG file with this size and title; `parts` are the SVG elements in it,
+    as text.
+    """
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" font-family="system-ui, sans-serif" font-size="13" '
@@ -41,7 +43,9 @@ def picture(width: float, height: float, title: str, parts: Sequence[str]) -> st
 
 
 def words(x: float, y: float, text: str, more: str = "") -> str:
-    """Return an SVG element that shows the line `text`, with its baseline at y."""
+    """Return an SVG element that shows one line of text, whose baseline is at y; `more` are further
+    attributes.
+    """
     return f'<text x="{x:.6g}" y="{y:.6g}"{more}>{html.escape(text)}</text>'
 
 

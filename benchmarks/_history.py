@@ -80,8 +80,9 @@ def main(argv: list[str], root: Path) -> int:
 
 
 def pinned(found: dict[str, Any], root: Path) -> list[dict[str, Any]]:
-    """Return the commits of Megatron's own repository that frameworks pin, as pyproject.toml lists
-    them. Leave out commits with the name of a branch in `found`.
+    """Return those commits in pyproject.toml's list that frameworks pin in Megatron's own
+    repository. The list also has the tips of branches; entries named like a branch in `found` are
+    left out.
     """
     table = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     commits = table["tool"]["megatron-idempotent"]["commits"]

@@ -149,9 +149,10 @@ def _table(runs: Mapping[str, Verdicts]) -> _grid.Block:
 
 
 def _bits(runs: Mapping[str, Verdicts]) -> list[_grid.Block]:
-    """Return two blocks of a grid, an explanation and a table: on which numbers of replicas
-    training gave equal bits. A row stands for the layouts that differ only in their number of
-    replicas.
+    """Return an explanation and a table about the check `same-bits`, which trains twice on the same
+    microbatches. A row is for the layouts that differ only in their number of replicas; for each
+    Megatron a cell lists the numbers of replicas with equal bits, or says "differ" if the check
+    failed for one.
     """
     alike: dict[str, list[str]] = {}
     for layout in dict.fromkeys(layout for run in runs.values() for layout in run):
@@ -177,8 +178,9 @@ def _bits(runs: Mapping[str, Verdicts]) -> list[_grid.Block]:
 
 
 def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
-    """Return a line for each distinct fault of the checks whose verdict is in `counted`. The line
-    lists the Megatrons, layouts and checks that have the fault, and then the fault.
+    """Return a line for each distinct error message of checks with a verdict in `counted`, such as
+    "failed". The line lists the Megatrons, layouts and checks with this message, and then the
+    message.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for name, layouts in runs.items():
@@ -195,8 +197,9 @@ def faults(runs: Mapping[str, Verdicts], *counted: str) -> list[str]:
 
 
 def _others(found: Found) -> Iterator[_grid.Section]:
-    """Yield one grid section with a table of `TrainStep`'s checks: for each run, how many of the
-    layouts in which a check was made passed it. Yield nothing without a run of `TrainStep`.
+    """Yield one grid section with a table of `TrainStep`'s checks. For each Megatron a cell says in
+    how many layouts the check passed, of those with a verdict "passed" or "failed". Yield nothing
+    if `TrainStep` was not run.
     """
     runs = {
         name: adapters["SplitStep"] for name, adapters in found.items() if "SplitStep" in adapters

@@ -57,7 +57,7 @@ class Case:
 
 
 class Given(NamedTuple):
-    """The inputs of one run of an implementation, which may overwrite the logits."""
+    """The inputs of one run of an implementation. The implementation may overwrite the logits."""
 
     inputs: tuple[Any, ...]
     """`(logits [N, V],)`, or `(hidden [N, H], weight [V, H])`."""

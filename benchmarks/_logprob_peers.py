@@ -49,7 +49,9 @@ def _skyrl(case: Case) -> list[Side]:
 
 @functools.cache
 def _from_file(path: Path) -> Any:
-    """Import a file as a module, without its package, which imports a trainer's dependencies."""
+    """Import a single file as a module and return it. The package of the file is not imported,
+    because that would need all dependencies of a trainer.
+    """
     spec = importlib.util.spec_from_file_location(f"_peer_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ModuleNotFoundError(f"no file {path}")
@@ -187,8 +189,8 @@ def _trl(case: Case) -> list[Side]:
     from trl.trainer import utils
 
     def logits(given: Given) -> tuple[Any, Any]:
-        """Call TRL's functions that compute log-probs from logits, with the tokens as four
-        sequences.
+        """Return log-probs and entropies, None if not asked for, by TRL's functions that take
+        logits; the tokens are passed to them as four sequences.
         """
         logits_BTV = given.inputs[0].unflatten(0, (4, -1))
         targets_BT = given.targets.unflatten(0, (4, -1))
@@ -200,7 +202,10 @@ def _trl(case: Case) -> list[Side]:
         return found[0].flatten(), found[1].flatten()
 
     def hidden(given: Given) -> tuple[Any, Any]:
-        """Call TRL's function as its output layer does without Triton: without a token mask."""
+        """Return log-probs and entropies, None if not asked for, by TRL's function that takes
+        hidden states. The arguments are those of TRL's output layer without Triton; no token mask
+        is passed.
+        """
         chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
         wanted = () if given.entropy == "none" else ("entropy",)
         arguments = (*given.inputs, None, given.targets, 1.0, chunk, None, 1.0, wanted)

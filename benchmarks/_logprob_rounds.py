@@ -18,7 +18,9 @@ _COMPARED = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The seconds, memory, collectives and errors of one implementation on one rank."""
+    """The seconds, peak memory, number of collectives, and errors against float64 of one
+    implementation on one rank.
+    """
 
     seconds: list[float]
     """Seconds of forward and backward in each round."""

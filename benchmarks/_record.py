@@ -26,8 +26,8 @@ _NAMES = {"tokens": "{} tokens", "kept": "{:.0%} kept"}
 
 
 def options(doc: str) -> argparse.ArgumentParser:
-    """Return an argument parser with the option `--json`, described by the first line of the
-    docstring `doc`.
+    """Return an argument parser with the option `--json`. The parser's description is the first
+    line of `doc`, a benchmark's docstring.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")

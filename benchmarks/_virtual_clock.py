@@ -172,7 +172,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._measure()
 
     def _measure(self) -> None:
-        """Set the clock's resolution to one ulp of its time, so that timers run exactly on time."""
+        """Set the loop's clock resolution to one ulp of the virtual time: asyncio runs timers early
+        by up to the resolution, and must run them exactly on time.
+        """
         self._clock_resolution = math.ulp(self._now)
 
 

@@ -141,8 +141,8 @@ def _with_megatron(part: str, environ: dict[str, str], rounds: int) -> dict[str,
 
 
 def main() -> None:
-    """Print the median and least CPU time of each program, and the median ÷ that of a reference
-    program.
+    """Print the CPU times of imports and of `apply()`: for each measured program the median, the
+    least, and the median ÷ that of a program which does not use this package.
     """
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=6, help="a third of them import Megatron")

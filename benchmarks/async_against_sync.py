@@ -30,7 +30,9 @@ SKIPPED = 4
 
 
 def write_task(tokens: int, folder: Path) -> Path:
-    """Write a prompt file whose answers have the maximum response length; return its path."""
+    """Write a file of prompts that ask for an answer of `tokens` tokens, the maximum response
+    length; return its path.
+    """
     rng = random.Random(0)
     rows = []
     for number in range(200):

@@ -95,7 +95,9 @@ class Engine:
     """
 
     def __init__(self, name: str, drawn: Counter[int]) -> None:
-        """Take the engine's name, and a counter of sampled tokens per group for all engines."""
+        """Take the engine's name, and the counter of sampled tokens by group id, which all engines
+        share and add to.
+        """
         self.name = name
         self._drawn = drawn
         self._version = self._staged = self._running = 0
@@ -239,8 +241,8 @@ class WatchedFleet(Fleet):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """The results of one simulated run. All except the two sums cover only the steps after the
-    window of staleness was full.
+    """The results of one simulated run. `busy`, `thrown_away` and `staleness` leave out the first
+    steps, in which weights cannot be as stale as allowed; the two sums are over all steps.
     """
 
     busy: float

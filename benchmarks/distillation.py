@@ -35,7 +35,8 @@ Run = Callable[[Any, Any], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """The results of one implementation of one computation, in one dtype.
+    """The time, memory and errors of one implementation (`side`) of one computation (`what`, such
+    as top-k) in one dtype.
 
     Example:
         Row(what="K targets", side="PyTorch", seconds=1.2, memory=3.0, ...)

@@ -107,9 +107,9 @@ def measured(packer: Packer, lengths: Sequence[int], budget: int, ranks: int) ->
 
 
 def bins(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure each packer on lengths drawn with several seeds. Return the means over the seeds by
-    packer, or the reason why a packer is missing; of `above`, the fullest microbatch ÷ the budget,
-    the maximum.
+    """Measure each packer on lengths drawn with several seeds. Return by packer the mean over the
+    seeds of each number that `measured` returns, but the maximum of `above`, the fullest microbatch
+    ÷ the budget; for a missing packer the reason.
     """
     sides: dict[str, Packer | str] = {
         "ours, of the whole batch": whole(0.0),

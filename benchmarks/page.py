@@ -124,8 +124,8 @@ def _each(machines: Mapping[str, Runs], name: str) -> Iterator[Runs]:
 
 
 def _decided(name: str, template: str, run: Mapping[str, Any]) -> str:
-    """Return a table cell: the template filled with this machine's ratios; "" if a ratio in the
-    template was not measured.
+    """Return a table cell about one machine: `template`, a text of meanings.toml, with the ratios
+    of `run` filled in; "" if a ratio was not measured. It says "busy" if the machine was.
     """
     told = _filled(template, ratios(name, run["found"])) if run else None
     return "" if told is None else f"{told}{', busy' if _busy(run) else ''}"
@@ -198,7 +198,9 @@ def _filled(template: str, numbers: Mapping[str, float]) -> str | None:
 
 
 def _bars(name: str, shown: Runs) -> list[Bar]:
-    """Return the bars of a benchmark's picture, sorted so that the bars of a group are adjacent."""
+    """Return the bars of a benchmark's picture, one per ratio and machine that meanings.toml
+    selects. Bars with the same heading (`group`) are adjacent.
+    """
     meaning = MEANINGS[name]
     found = []
     for label, run in shown.items():

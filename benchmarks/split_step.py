@@ -89,8 +89,8 @@ def _sides(hidden: int, microbatches: int, rows: int, **options: Any) -> Any:
 
 
 def _in_turn(rounds: int, sides: Any, clocks: Any, limit_s: float | None = None) -> Seconds:
-    """Measure the kinds of steps alternately. Before each measurement, one step of the same kind
-    runs unmeasured, to warm the caches.
+    """Time the steps in `sides`, such as a plain one and one in eight calls, alternately. Before
+    each measurement, the same step runs once unmeasured, to warm the caches.
     """
     how = {"clocks": clocks, "steps": STEPS, "warm_up": WARM_UP, "limit_s": limit_s}
     return in_turn(rounds, sides, before=lambda name: sides[name](), **how)
@@ -104,8 +104,8 @@ def times(
     rows: int = 2,
     limit_s: float | None = None,
 ) -> Seconds:
-    """Measure all kinds of steps on a rank. Return for each kind and round: wall seconds, CPU
-    seconds, and wall seconds within the call of Megatron's schedule or of `microbatch`.
+    """Time all steps of `_sides` on a rank. Return for each of them and each round: wall seconds,
+    CPU seconds, and the wall seconds inside of Megatron's schedule or of `TrainStep.microbatch`.
     """
     built, sides = _sides(hidden, microbatches, rows, **options)
     clocks = (time.perf_counter, time.process_time, lambda: built.call_s)

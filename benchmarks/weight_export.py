@@ -37,11 +37,10 @@ LAYOUTS = {"tensor parallel": {"tp": 2}, "two stages": {"pp": 2}}
 
 
 def make_source(megabytes: int, layout: dict[str, int], senders: Sequence[int] = (1,)) -> list[Any]:
-    """Make a float32 model of about `megabytes` on a rank; return one source that exports its
-    weights for each number of sending ranks in `senders`.
+    """Make a float32 model of about `megabytes` on a rank, and weight sources that export it.
 
     Returns:
-        A source of its weights for each number in `senders`.
+        A `MegatronWeights` of the same model for each number of sending ranks in `senders`.
     """
     import logging
 

@@ -89,7 +89,10 @@ def _write_checkpoint(folder: Path, hidden: int) -> None:
 
 
 async def measure(engines: int, rounds: int, checkpoint: Path, folder: Path) -> dict[str, Any]:
-    """Measure weight updates to `engines` engines; return median seconds by sending process."""
+    """Measure weight updates to `engines` engines, sent from rank 0 and through the controller.
+    Return median seconds for both, and two ratios between them: of the controller's CPU time, and
+    of total time.
+    """
     spec = WorkerSpec(factory="benchmarks.weight_fan_out:make", argument=str(checkpoint))
     ranks = EmbeddedRanks(spec, RANKS, preload=("torch",))
     await ranks.start()
@@ -137,7 +140,9 @@ async def measure(engines: int, rounds: int, checkpoint: Path, folder: Path) -> 
 
 
 def main() -> None:
-    """Print the seconds of a weight update for each number of engines, by sending process."""
+    """Print the seconds of a weight update for each number of engines: sent from rank 0, and
+    through the controller.
+    """
     parser = options(__doc__)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)

@@ -45,8 +45,9 @@ def measure(
     """Measure weight syncs from a rank to an engine, while requests run on the engine.
 
     Returns:
-        The seconds of pauses and syncs, the numbers of requested and sampled tokens, and the most
-        versions of weights in one response.
+        By name: the model's megabytes; the seconds of each pause and of each whole sync, for each
+        way of syncing ("staged", "inline", "deltas"); the numbers of requested and sampled tokens;
+        the most weight versions in one response; on a GPU, the GB/s of a copy within its memory.
     """
     if device == "cuda":
         fast_kernels()

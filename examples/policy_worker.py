@@ -21,7 +21,8 @@ MODEL = AutoConfig.for_model("qwen3", architectures=["Qwen3ForCausalLM"], **SIZE
 
 
 class PolicyGradient:
-    """Sums -ratio x advantage over sampled tokens; `TrainStep` divides by the sequences' number."""
+    """Sums -ratio · advantage over sampled tokens; `TrainStep` divides by the number of sequences.
+    """
 
     kind, normalizers = "sequence", {"ratio": "sequences"}
 

@@ -31,7 +31,9 @@ class StepModelWrapper(skyrl.MegatronModelWrapper):
 
 
 class StepWorker:
-    """Has an `optim_step` that ends the open step; put it before `MegatronPolicyWorkerBase`."""
+    """A mixin whose `optim_step` ends the open step; list it before `MegatronPolicyWorkerBase` in
+    the worker's base classes.
+    """
 
     def optim_step(self):
         """Update the weights once; if any rank has failed, raise on all, and undo the step."""

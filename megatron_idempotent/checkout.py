@@ -13,7 +13,9 @@ PACKAGE = "megatron_idempotent.patches"
 
 
 def load_case_files(path: list[str]) -> None:
-    """Import this tree's case files as `megatron_idempotent.patches`, unless an install finds them.
+    """Import the case files in the folder `patches` beside the package, as in a source tree, under
+    the name `megatron_idempotent.patches`. Import nothing if that name finds the same files anyway,
+    or if there are none beside the package and an install has them.
 
     An editable install of another tree would import that tree's case files under the same name;
     importing these first prevents it.

@@ -149,9 +149,9 @@ def _label(distribution: str, label: str | None, tree: SourceTree) -> str:
 def _extend(
     reviews: Reviewed, patch: Patch, target: Target, body: Body | None, release: Installed
 ) -> None:
-    """Note in `reviews` that `release`, too, has this body of the target function.
-    Note it also for the reviewed part of the body. A body or part that `reviews` does not list yet
-    is left out.
+    """Add `release` to the label, a range of releases, that `reviews` has for this body of the
+    target function, and to that of the body's reviewed part. A body or part without a label gets
+    none.
 
     A body of a release before the hazard is recorded without a review: a commit with that body does
     not have the hazard yet.

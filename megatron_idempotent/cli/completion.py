@@ -74,8 +74,8 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _words(action: argparse.Action) -> tuple[str, ...]:
-    """Return the words with which a shell completes a command-line argument.
-    The words belong to the argument's metavar, or are the allowed values of a trainer's setting.
+    """Return the words with which a shell completes a command-line argument: those of its metavar,
+    such as the ids of hazards, or the allowed values of a trainer's setting; () if there are none.
     """
     if action.metavar == "SECTION.KEY=VALUE":
         return tuple(f"{name}=" for name in _settings())

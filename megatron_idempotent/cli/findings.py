@@ -22,7 +22,9 @@ Proven = Mapping[str, Mapping[str, str]]
 
 
 class Meaning(NamedTuple):
-    """Describes what a verdict about a hazard means, for tables and for people."""
+    """Describes a verdict about a hazard: a mark for table cells, a sentence for readers, and
+    whether the hazard exists.
+    """
 
     mark: str
     """The word or sign for the verdict in the table."""

@@ -24,8 +24,8 @@ Version = tuple[tuple[int, ...], bool]
 def accepted_needs(
     needs: Mapping[str, Needs], trees: Iterable[SourceTree], ids: Collection[str]
 ) -> dict[str, Needs]:
-    """Return patch → the names that the patch's wrappers need from upstream.
-    The needs of the patches in `ids` are updated to the reviewed source trees.
+    """Return patch → the names that its wrappers need from upstream. For the patches in `ids`,
+    update these needs to what the reviewed source trees have, such as a release that lacks a name.
 
     Args:
         needs: the contents of `reads.txt`, by patch.
@@ -50,8 +50,8 @@ def by_version(trees: Iterable[SourceTree]) -> list[SourceTree]:
 
 
 def fits(patch: Patch, tree: SourceTree, *, read: bool) -> bool:
-    """Return True if `apply()` would install a patch on a source tree.
-    With `read`, changed function bodies that nobody has reviewed are accepted.
+    """Return True if `apply()` would install a patch on a source tree. If `read` is true, changed
+    function bodies count as reviewed.
     """
     bodies = {t.address: tree.body(t.module, t.qualname) for t in patch.targets}
     return judge(patch, bodies, None, release_of(tree), named=read).status is None
@@ -79,8 +79,8 @@ def versions_with(need: Need, trees: Iterable[SourceTree]) -> tuple[set[Version]
 
 
 def merged(need: Need, trees: Sequence[SourceTree]) -> set[Need]:
-    """Return what replaces `need`, a name that a wrapper reads from Megatron, in `reads.txt`:
-    mostly one need, whose range of releases is limited to those that define the name in `trees`.
+    """Return the needs that replace `need`, a name that a wrapper reads from Megatron, in
+    `reads.txt`. It is mostly one, limited to the range of releases that define the name in `trees`.
 
     If releases in between lack the name these are two needs: for releases before them, and for
     those after them if the installed Megatron has the name again.

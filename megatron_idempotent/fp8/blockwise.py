@@ -205,8 +205,8 @@ def _blocks(length: int) -> int:
 
 
 def _slabs(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut a weight [E, R, C] into parts of bounded size; yield each part's slices.
-    The three slices select experts, blocks of 128 rows, and rows.
+    """Cut a weight [E, R, C] into parts of bounded size. Yield three slices for each part: its
+    experts, its blocks of 128 rows, and the rows in these blocks.
     """
     experts, rows, columns = shape
     row_bytes = BLOCK * max(1, _blocks(columns)) * BLOCK * 4
@@ -221,8 +221,8 @@ def _slabs(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _as_blocks(slab_ERC: Tensor) -> Tensor:
-    """Return a float32 copy of a slab as blocks [E, r, K, c, K].
-    Zeros fill the blocks beyond the weight's edges.
+    """Return a float32 copy of a slab [E, R, C] as blocks of 128 × 128, [E, R / 128, 128, C / 128,
+    128]. R and C are first padded with zeros to multiples of 128.
     """
     experts, rows, columns = slab_ERC.shape
     shape = (experts, _blocks(rows) * BLOCK, _blocks(columns) * BLOCK)
@@ -245,7 +245,7 @@ def _scale(largest: Tensor, scales: Scales) -> Tensor:
 
 
 def _refuse_not_finite(name: str, weight: Tensor, dtype: torch.dtype, largest_Erc: Tensor) -> None:
-    """Raise `ValueError` with the place of the first value that is not finite.
+    """Raise `ValueError` with the index and value of a weight's first element that is not finite.
 
     It is called when there is one, and reads its block alone.
     """

@@ -32,8 +32,8 @@ _FUSED = {"gate_up_proj": 2, "qkv_proj": None, "query_key_value": None, "qkv": N
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Export:
-    """Quantizes a model's weight matrices for an engine that computes in FP8, and names those that
-    stay unquantized for its config.json.
+    """Quantizes a model's weight matrices for an engine that computes in FP8, and returns the
+    config.json entry that tells the engine which modules stay unquantized.
 
     Example:
         export = Fp8Export(scales="ue8m0", modules_to_not_convert=("visual",))

@@ -27,7 +27,8 @@ RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAlignment:
-    """Holds the multiples of tokens to pad to, counted over all context- and tensor-parallel ranks.
+    """Holds the numbers of tokens to whose multiples a sequence and a pack are padded. They count
+    the tokens of all context- and tensor-parallel ranks together.
 
     Example: `TokenAlignment(sequence=4, pack=64).of_pack([3, 5]) == 64`.
     """
@@ -91,7 +92,8 @@ class TokenAlignment:
 def token_alignment(
     recipe: str | None, tp: int, cp: int, sequence_parallel: bool
 ) -> TokenAlignment:
-    """Return the multiples that sequences and packs are padded to, in tokens over all ranks.
+    """Return the `TokenAlignment` for a recipe and numbers of ranks: the multiples to which
+    sequences and packs are padded, counting the tokens of all ranks together.
 
     Context parallelism cuts each sequence into 2 · cp pieces. Sequence parallelism cuts the tokens
     of a context-parallel rank into tp pieces, across sequences; without it kernels get no such

@@ -38,7 +38,9 @@ def quantize_kernel(
     EXPORTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write the codes [E, R, C], scale and largest magnitude [E, r, c] of block `program_id`."""
+    """Quantize one block, that of this program: write its codes into `codes` [E, R, C], and its
+    scale and largest magnitude into tensors [E, r, c], with one entry for each block.
+    """
     row_blocks, column_blocks = tl.cdiv(rows, BLOCK), tl.cdiv(columns, BLOCK)
     program = tl.program_id(0)
     in_row = program % column_blocks

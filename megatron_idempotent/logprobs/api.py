@@ -15,8 +15,9 @@ from .truncated_vocab import Sampling, columns_above_boundary, columns_of_ids
 
 
 class TokenStats(NamedTuple):
-    """Holds log-prob, entropy and log-sum-exp of each token, in the shape of the rows: float32, or
-    float64 for float64 logits.
+    """Holds log-prob, entropy and log-sum-exp of each token, in float32, or in float64 for float64
+    logits. Entropy and log-sum-exp have the shape of the logits or hidden states without their last
+    dimension.
 
     They are zero for tokens that are masked or ignored.
     """
@@ -52,7 +53,8 @@ def token_logprobs(
     triton: bool | None = None,
     workspace_bytes: int | None = None,
 ) -> TokenStats:
-    """Compute log-probs of the targets, and entropies, over a vocabulary that ranks may share.
+    """Compute log-probs of the targets, and entropies, from logits or from hidden states. The
+    vocabulary may be split over the ranks of a tensor-parallel group.
 
     Given logits, it reads them once; the backward reads them again and writes the gradient. Besides
     that gradient it takes O(tokens) memory and the workspace. Given hidden states and the output

@@ -139,7 +139,9 @@ class Call:
             self._position_K = kept_places(self.kept_N, self.count)
 
     def _accept_form(self) -> None:
-        """Check and store the logits, or hidden states, weight and their layout."""
+        """Check that the caller gave either logits, or hidden states and a weight, of shapes and
+        types that fit; store the logits or hidden states as `self.input`.
+        """
         weight = self.weight
         forms: dict[str, Any] = {"logits": self.logits, "hidden": self.hidden, "weight": weight}
         names = [name for name, value in forms.items() if value is not None]
@@ -271,7 +273,9 @@ class Call:
             raise misfit(caller, argument, remedy)
 
     def _leave_repeats_out(self, order_K: Tensor, repeated_K: Tensor) -> None:
-        """Replace repeated ids by -1, and store the index of each id's first occurrence."""
+        """Replace by -1 each id in `self.ids` [..., K] that the same token has at a lower index;
+        store in `self.first`, for each entry, the index at which the token first has that id.
+        """
         position_K = torch.arange(order_K.shape[-1], device=order_K.device)
         start_K = position_K.expand_as(order_K).clone()
         start_K[..., 1:] = torch.where(repeated_K, 0, start_K[..., 1:])
@@ -285,8 +289,8 @@ class Call:
         return per_token if self.computed is None else torch.where(self.computed, per_token, value)
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """Return what a source reads: the logits [..., V], or the hidden states [N, H] of the
-        computed tokens and the weight.
+        """Return the tensors that `source_of` makes a source from: the logits [..., V], or the
+        weight and the hidden states [N, H] of the computed tokens.
 
         Under sequence parallelism the group's ranks take part in one all-gather.
         """
@@ -310,7 +314,8 @@ class Call:
         return TokenBatch(targets, self.ordered(self.temperature), self.columns, options)
 
     def source_of(self, *, in_cache: bool = False) -> Callable[..., Source]:
-        """Return a function that makes a source of logits from what `inputs` returns.
+        """Return a function that takes the tensors of `inputs`, and returns a source: a `Logits`,
+        or the `Products` of hidden states and weight.
 
         With `in_cache` the parts of given logits stay in the cache. Otherwise they are larger: few
         operations are computed with each.

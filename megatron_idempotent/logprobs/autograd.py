@@ -56,7 +56,8 @@ class Logprobs(torch.autograd.Function):
         sampler: Sampler | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Compute log-prob, entropy and log-sum-exp; `batch` has an entry for each kept token.
+        """Compute log-prob, entropy and log-sum-exp of each kept token; `batch` has the targets and
+        temperatures of these tokens.
 
         `source_of` makes a source of logits from the inputs, and again in the backward.
         """

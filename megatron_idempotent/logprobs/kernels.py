@@ -151,8 +151,10 @@ def _sums(
     *,
     subtract_max: bool,
 ) -> None:
-    """Add up exp(logit - largest), or exp(logit), over each token's columns, into `partial`.
-    The targets' columns are left out. Moments are added up, too, if entropies are computed.
+    """For each kept token, write into `partial` the sum of exp((logit - largest) / temperature)
+    over all columns except the targets', which are `apart_NK`; also the sum's moment if entropies
+    are computed. Without `subtract_max` nothing is subtracted; with it, `origin` gets the largest
+    logit (of all columns or, with several targets per token, of the others).
     """
     per_token = partial.origin[:, None], apart_NK, partial.exponentials, partial.moments
     many = partial.target.dim() == 2
@@ -223,8 +225,8 @@ def _blocks_with(
     temperature: Tensor | float,
     *per_token: Tensor | None,
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield each block of the panels' kept rows, followed by the values of the block's tokens.
-    The values are the temperature and the tensors in `per_token`.
+    """Yield (block, temperature, *values) for each `RowBlock` of the kept rows. The values are the
+    entries of each `per_token` tensor for the block's tokens.
 
     A tensor of temperatures is yielded as [n, 1], None as None.
     """
@@ -240,8 +242,8 @@ def _blocks_with(
 def _scaled(
     logits_nV: Tensor, origin_n1: Tensor | None, temperature: Tensor | float, out_nV: Tensor
 ) -> Tensor:
-    """Return z = (logits - origin) / temperature, written to `out_nV`.
-    Return the logits themselves if z is equal to them.
+    """Return (logits - origin) / temperature, written to `out_nV`. Without an origin and with
+    temperature 1, return `logits_nV` itself, and write nothing.
 
     A tensor of temperatures is [n, 1].
     """

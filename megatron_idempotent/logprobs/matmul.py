@@ -59,9 +59,8 @@ class WeightGradient:
             self._sum[written if parts else 0 :].zero_()
 
     def add(self, rows: slice | Tensor, d_logits_nv: Tensor, hidden_nH: Tensor) -> None:
-        """Add some tokens' part to rows `rows` of the weight's gradient.
-        The part is the product of the logits' gradients, in those rows' columns, with the hidden
-        states.
+        """Add the product of some tokens' logit gradients [n, v] and hidden states [n, H] to the v
+        rows `rows` of the weight's gradient; if each row gets one product only, store it there.
         """
         if self._sum is None:
             return

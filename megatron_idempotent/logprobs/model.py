@@ -161,7 +161,8 @@ def model_logprobs(
     routed_experts: Tensor | None = None,
     **forward: Any,
 ) -> TokenStats | Tensor:
-    """Run one forward of a GPTModel, and compute log-probs from its hidden states, part by part.
+    """Run one forward of a GPTModel, and compute log-probs from its last hidden states, without
+    ever having the logits of all tokens in memory.
 
     The result, and the gradients, are those of `token_logprobs` with the model's logits, which are
     never made. The model is called with an `output_processor`, and its output layer with all of its

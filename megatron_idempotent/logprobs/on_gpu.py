@@ -71,7 +71,8 @@ def global_statistics(partial: Partial, batch: TokenBatch) -> VocabStatistics:
 
 def grad_coefficients(outputs: OutputGradients) -> tuple[GradCoefficients, Tensor]:
     """Compute each token's `GradCoefficients` with Triton, as `GradCoefficients.from_outputs` does
-    with torch. Return them, and the index of each token, [N].
+    with torch. Return them and, [N], 0 to N - 1 with -1 in place of tokens whose outputs have zero
+    gradients.
 
     The index is -1 if the token's outputs have no gradient. The host does not wait.
     """
@@ -232,7 +233,8 @@ def coefficients_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write factor, slope and `of_target` of `GradCoefficients`, [3, N], and indices [N].
+    """Write each token's factor, slope and `of_target` of `GradCoefficients` into [3, N], and its
+    index into [N].
 
     An index is the token's own, or -1 if its outputs have no gradient.
     """

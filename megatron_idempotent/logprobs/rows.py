@@ -176,8 +176,9 @@ def rows_of_a_block(columns: int, workspace_bytes: int, buffers: int, dtype: tor
 def flat_indices(
     panels: list[Tensor], kept_N: Tensor | None, token_E: Tensor
 ) -> Iterator[tuple[Tensor, slice | Tensor, Tensor]]:
-    """Yield, for each panel, the panel, and which entries of `token_E` have tokens in the panel.
-    The entries are given as indices or a slice. The third item has the tokens' rows in the panel.
+    """Yield (panel, entries, rows) for each panel: `entries`, indices or a slice, selects the
+    entries of `token_E` whose tokens are in this panel; `rows` has the panel's row of each of these
+    tokens.
 
     `token_E` has indices among the kept tokens.
     """

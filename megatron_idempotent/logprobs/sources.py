@@ -112,8 +112,9 @@ class Logits:
         return local_statistics(self._order.rows(self._logits), self._kept_N, batch)
 
     def saved(self, *, sampled: bool) -> tuple[Tensor, ...]:
-        """Return the inputs that the backward needs. With a sampler it needs only the shape of the
-        logits, unless their memory is consumed.
+        """Return the tensors to save for the backward: the logits or, if the tokens were sampled
+        from a part of the vocabulary (`sampled`) and the logits are not consumed, a meta tensor of
+        their shape.
         """
         if sampled and not self._consume:
             return (torch.empty_like(self._logits, device="meta"),)
@@ -337,12 +338,15 @@ class Products:
         return d_hidden_NH, d_weight_VH
 
     def _of_tokens(self, tokens: int, columns: int) -> Iterator[slice]:
-        """Yield slices of the tokens; each slice is multiplied with all of these columns."""
+        """Cut 0 to `tokens` into slices, so small that the logits of one slice, in `columns`
+        columns, fit into `logits_bytes`; yield them.
+        """
         rows = rows_of_a_block(columns, self._logits_bytes, 1, self.dtype)
         return _slices(tokens, rows // TILE * TILE or rows)
 
     def _of_columns(self, tokens: int, columns: int) -> Iterator[slice]:
-        """Yield slices of the columns; all of these tokens are multiplied with each slice.
+        """Cut 0 to `columns` into slices, so small that the logits of one slice, of `tokens`
+        tokens, fit into `logits_bytes`; yield them.
 
         A part fits `logits_bytes` in the type in which it is computed, which may be wider.
         """

@@ -63,7 +63,8 @@ class TokenBatch(NamedTuple):
 
     @property
     def local(self) -> Tensor:
-        """The targets' columns on this rank, in the targets' shape.
+        """The numbers of the targets' columns, counted from this rank's first column; in the
+        targets' shape.
 
         If another rank has the target, the number is below 0 or not below that of the columns.
         """
@@ -71,7 +72,9 @@ class TokenBatch(NamedTuple):
 
     @property
     def owner(self) -> Tensor:
-        """The ranks in the group that have the targets' columns, in the targets' shape."""
+        """For each target, the number in the group of the rank that has its column; in the targets'
+        shape.
+        """
         return self.targets // self.columns.per_rank
 
     def select(self, tokens: slice | Tensor) -> TokenBatch:

@@ -74,7 +74,8 @@ def shift_targets(
 def context_parallel_part(
     values: Tensor, *, rank: int, size: int, cu_seqlens: Tensor | None = None, dim: int = -1
 ) -> Tensor:
-    """Return this rank's positions under context parallelism, as Megatron's attention takes them.
+    """Return the part of `values` at the positions that Megatron's context parallelism gives to
+    rank `rank`.
 
     Each sequence is cut into 2 · size pieces, of which rank r has the r-th from the front and the
     r-th from the back, so that causal attention costs all ranks alike.
@@ -192,8 +193,9 @@ def _positions_of(
 
 
 class _GatheredParts(torch.autograd.Function):
-    """Autograd function: gathers all ranks' parts as [size, ...].
-    The gradient is that of this rank's part, summed over the ranks if `adds_up`.
+    """Autograd function: gathers the tensors of all ranks as [size, ...]. Its backward returns the
+    slice of the gradient for this rank's tensor; if `adds_up`, summed over the gradients of all
+    ranks.
     """
 
     @staticmethod

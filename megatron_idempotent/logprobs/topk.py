@@ -96,7 +96,8 @@ def vocab_topk(
 
 
 def largest(logits_nV: Tensor, count: int) -> Tensor:
-    """Return the columns of the largest logits in each row, the largest first, [n, C].
+    """Return the columns of the C = `count` largest logits in each row, [n, C], the largest logit
+    first.
 
     Of equal logits those in the lowest columns are chosen, and come first.
     """
@@ -117,8 +118,9 @@ def largest(logits_nV: Tensor, count: int) -> Tensor:
 
 
 def _lowest_of_equal(logits_bV: Tensor, values_bC: Tensor, column_bC: Tensor) -> Tensor:
-    """Among chosen columns that tie with the last one, choose the lowest columns of that logit.
-    Columns with a larger logit stay chosen.
+    """Return `column_bC`, the columns of each row's C largest logits, with ties resolved: of all
+    columns whose logit equals the smallest chosen one, the lowest are chosen. Columns with larger
+    logits stay.
     """
     last_b1 = values_bC[:, -1:]
     above_b = (values_bC > last_b1).sum(-1)

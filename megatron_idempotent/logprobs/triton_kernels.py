@@ -161,7 +161,9 @@ def _absorb(
     UNIT: tl.constexpr,
     ENTROPY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Add a tile of logits to each lane's largest logit, sum and moment; return the three."""
+    """Update each lane's running largest logit, sum and moment with the lane's U logits of a tile
+    [U, L]; return the three, each [L].
+    """
     previous_L = largest_L
     largest_L = tl.maximum(previous_L, tl.max(x_UL, 0))
     z_UL = scaled(x_UL - largest_L[None, :], temperature, inverse, UNIT)

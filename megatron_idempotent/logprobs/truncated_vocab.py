@@ -115,8 +115,8 @@ class Sampling:
         beyond_n: Tensor | None,
         temperature: Tensor | float,
     ) -> tuple[Tensor, Tensor]:
-        """Return, for each token, the lowest logit that top-k and top-p keep, and whether these
-        candidates suffice to be certain of it; both [n].
+        """Return for each token the lowest logit that top-k and top-p keep, and whether it is
+        certain: no column that is not a candidate could change it; both [n].
 
         `logits_nW` are all ranks' candidates. `mass_n`, which is used without top-k only, is
         Σ exp((logit - max) / temperature) over the whole vocabulary, in float64. No logit that is
@@ -248,8 +248,9 @@ def columns_above_boundary(
     kept_columns: list[KeptColumns] = []
 
     def settle(token_s: Tensor, parts: Iterator[tuple[slice, Tensor]], width: int) -> Tensor:
-        """Send `width` candidates of these tokens, and compute the tokens for which they suffice.
-        Return the other tokens.
+        """Gather `width` candidates of these tokens from each rank, and store the statistics and
+        kept columns of the tokens for which so many suffice. Return the tokens that need more
+        candidates.
         """
         sent_sX, column_sC = _candidates(batch.select(token_s), sampling, parts, width, dtype)
         sent_RsX = all_gathered(sent_sX, columns.group)

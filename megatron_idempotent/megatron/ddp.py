@@ -383,8 +383,8 @@ def versions(chunk: Any) -> tuple[int, ...]:
 
 
 def reducing_on_host(chunks: Iterable[Any]) -> int | None:
-    """Return how many gradients have registered in bucket groups whose reduction is in flight on
-    CPU tensors; None if no group has one.
+    """Count the gradients that are registered in those bucket groups of these chunks whose
+    reduction runs on CPU tensors at present; return None if there is no such group.
 
     gloo writes the reduced gradients in a thread, which raises their version counters at any time
     until `finish_grad_sync`; NCCL's are raised when a reduction starts. `zero_grad_buffer` drops

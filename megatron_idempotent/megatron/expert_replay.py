@@ -254,8 +254,9 @@ def _has_route(experts: Tensor) -> Tensor:
 
 
 def _lacking(routed_BTL: Tensor, spans: Sequence[Span]) -> str | None:
-    """Return an error text about the first of `spans` with a token that lacks experts in a layer.
-    A span is a part of a row. Return None if every token of the spans has experts in every layer.
+    """Return an error text about the first span, (row, start, stop), in which some token has no
+    given experts in some layer; None if there is none. `routed_BTL` is True where experts are
+    given.
     """
     for index, (row, start, stop) in enumerate(spans):
         routed_L = routed_BTL[row, start:stop].sum(0)

@@ -93,7 +93,8 @@ def watched_chunks() -> list[Any]:
 
 
 def updating(original: Callable[..., Any], self: Any) -> Any:
-    """Wrap an optimizer's update: mark the bucket groups that it writes, then run the update.
+    """Wrap an optimizer's update: `mark` the bucket groups whose parameters it writes as not
+    gathered, then run the update.
 
     The marks are set first, because without overlap_param_gather upstream gathers in the update.
     """
@@ -103,8 +104,8 @@ def updating(original: Callable[..., Any], self: Any) -> Any:
 
 
 def start_param_sync(original: Callable[..., Any], self: Any, force_sync: bool = False) -> Any:
-    """Wrap a bucket group's `start_param_sync`: run the gather, and clear the group's mark.
-    The mark stays if the gather was in flight before, with old values.
+    """Wrap a bucket group's `start_param_sync`: run the gather, and undo `mark`. If a gather was in
+    flight before the call, whose values may be old, the group stays marked.
     """
     stale_in_flight = force_sync and self.param_gather_handle is not None
     result = original(self, force_sync=force_sync)
@@ -125,7 +126,8 @@ def wait(group: Any) -> None:
 
 
 def gather(chunk: Any) -> None:
-    """Gather the parameters of the marked bucket groups of `chunk`, and wait for gathers in flight.
+    """Gather the parameters of those bucket groups of `chunk` that are `marked` as updated and not
+    gathered. Wait for these gathers, and for those in flight before.
 
     All ranks of the chunk's data-parallel groups must enter if any group is marked: the
     all-gathers below hang otherwise.

@@ -22,8 +22,8 @@ def reset_shared_experts(shared: Any) -> None:
 
 
 def forget_tokens(chunk: Any) -> None:
-    """Zero the token counts that a chunk's routers add up over the microbatches of a window.
-    The counts are used for the expert bias, the global auxiliary loss and quantile balancing.
+    """Zero the token counts that a chunk's routers add up over the microbatches of a step, for the
+    expert bias, the global auxiliary loss and quantile balancing.
     """
     for module in chunk.modules():
         counted = getattr(module, "local_tokens_per_expert", None)

@@ -100,9 +100,9 @@ _STEPPED = (
 
 
 def stepped(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (model parameter, stepped tensor) for each parameter that an optimizer updates.
-    These are the parameters that this rank updates. Yield nothing for Megatron-FSDP, or for an
-    optimizer that is not Megatron's.
+    """Yield (model parameter, tensor that the inner torch optimizer steps for it) for each
+    parameter that this rank updates; the tensor is for example a float32 main parameter or its
+    shard. Yield nothing for Megatron-FSDP, or for an optimizer that is not Megatron's.
     """
     for names in _STEPPED:
         lists = (chain.from_iterable(getattr(optimizer, name, ())) for name in names)
@@ -155,8 +155,9 @@ def leave_out(inner: Any, mains: Iterable[Any]) -> None:
 
 
 def count_step(inner: Any, mains: Iterable[Any]) -> None:
-    """Set the step counts of main parameters that `leave_out` skipped to that of a stepped one.
-    All main parameters then have one count.
+    """Give the main parameters `mains`, whose step `leave_out` skipped, the step count of a
+    parameter that was stepped, so that all counts are equal. Do nothing if no parameter was
+    stepped.
 
     Megatron saves one count for all. A tensor that was never stepped gets an optimizer state like
     that of a stepped one, with moments of zero.
@@ -184,8 +185,9 @@ def count_step(inner: Any, mains: Iterable[Any]) -> None:
 
 
 def outdated(model: Tensor, main: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask of the elements that were written into `model` after the last optimizer step.
-    Also return `model` itself on the device of `main`.
+    """Return a mask of the elements of parameter `model` that something other than the optimizer
+    has written since the last step, so that `main` lacks their values. Also return `model` on the
+    device of `main`.
 
     The main parameter of such an element does not round to the model's value, as it does after a
     step.

@@ -27,7 +27,9 @@ def alive() -> Any:
 
 
 def held(groups: list[Any]) -> list[bool]:
-    """Return, for each group, whether an object other than torch and `groups` refers to it."""
+    """Return, for each process group, whether any object refers to it except for torch's tables and
+    the list `groups`.
+    """
     # The reference count of an object without other references depends on the interpreter.
     unheld = object()
     (free,) = _references([unheld])

@@ -24,7 +24,9 @@ class ReplicaMismatchError(RuntimeError):
 
 
 class _Numbers(NamedTuple):
-    """Holds the three 64-bit integers of one bucket group that ranks compare with each other."""
+    """Holds three integers about a bucket group, which ranks send each other to find out if they
+    differ. To compare only parameters, one field has a checksum and the others are 0.
+    """
 
     reductions: int
     """The number of reductions that finished since `zero_grad_buffer`."""
@@ -103,9 +105,8 @@ def _compare_replicated(params: Sequence[tuple[Any, Tensor]], process_group: Any
 
 
 def _first_mismatch(tensors: Sequence[Tensor], process_group: Any) -> tuple[int, str] | None:
-    """Return the index of the first tensor that differs between ranks, and a text that names ranks.
-    The named ranks are those whose tensor differs from that of the group's first rank. Return None
-    if no tensor differs.
+    """Return the index of the first tensor whose checksum is not equal on all ranks, and a text
+    that names the ranks which differ from the group's first. Return None if all tensors are equal.
 
     All ranks of the group take part.
     """

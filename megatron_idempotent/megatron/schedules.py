@@ -37,7 +37,9 @@ def config_of(model: Any) -> Any:
 
 
 class Window(Protocol):
-    """Protocol of an open window, an object that runs the schedule calls of its model chunks."""
+    """Protocol of an accumulation window, such as a `TrainStep`, which a schedule's wrapper calls
+    in place of the schedule while the window is open.
+    """
 
     def holds(self, chunk: Any) -> bool:
         """Return whether `chunk` is one of this window's chunks."""

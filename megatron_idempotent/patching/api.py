@@ -26,8 +26,8 @@ def apply(
     strict: bool | None = None,
     dry_run: bool = False,
 ) -> Report:
-    """Install the enabled patches whose hazards, the defects that they repair, the Megatron on the
-    path has. A patch whose module is not imported yet is installed when that module is imported.
+    """Install the enabled patches that repair defects (hazards) of the Megatron on the import path.
+    A patch whose module is not imported yet is installed when that module is imported.
 
     Safe to call any number of times and from any thread. Every process calls it for itself: forked
     children inherit the patches, spawned ones and Ray workers do not.
