@@ -21,8 +21,7 @@ MODEL = AutoConfig.for_model("qwen3", architectures=["Qwen3ForCausalLM"], **SIZE
 
 
 class PolicyGradient:
-    """Sums -ratio · advantage over sampled tokens; `TrainStep` divides by the number of sequences.
-    """
+    """Sums -ratio · advantage over sampled tokens; `TrainStep` divides by the sequences' count."""
 
     kind, normalizers = "sequence", {"ratio": "sequences"}
 

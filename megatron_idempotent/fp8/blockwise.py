@@ -221,7 +221,7 @@ def _slabs(shape: torch.Size) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _as_blocks(slab_ERC: Tensor) -> Tensor:
-    """Return a float32 copy of a slab [E, R, C] as blocks of 128 × 128, [E, R / 128, 128, C / 128,
+    """Return a float32 copy of a slab [E, R, C] as blocks of 128 × 128, in shape [E, r, 128, c,
     128]. R and C are first padded with zeros to multiples of 128.
     """
     experts, rows, columns = slab_ERC.shape

@@ -151,7 +151,7 @@ def _sums(
     *,
     subtract_max: bool,
 ) -> None:
-    """For each kept token, write into `partial` the sum of exp((logit - largest) / temperature)
+    """Write into `partial`, for each kept token, the sum of exp((logit - largest) / temperature)
     over all columns except the targets', which are `apart_NK`; also the sum's moment if entropies
     are computed. Without `subtract_max` nothing is subtracted; with it, `origin` gets the largest
     logit (of all columns or, with several targets per token, of the others).

@@ -71,8 +71,8 @@ def global_statistics(partial: Partial, batch: TokenBatch) -> VocabStatistics:
 
 def grad_coefficients(outputs: OutputGradients) -> tuple[GradCoefficients, Tensor]:
     """Compute each token's `GradCoefficients` with Triton, as `GradCoefficients.from_outputs` does
-    with torch. Return them and, [N], 0 to N - 1 with -1 in place of tokens whose outputs have zero
-    gradients.
+    with torch. Return them, and the token indices 0 to N - 1, with -1 in place of tokens whose
+    outputs' gradients are zero.
 
     The index is -1 if the token's outputs have no gradient. The host does not wait.
     """

@@ -72,9 +72,7 @@ class TokenBatch(NamedTuple):
 
     @property
     def owner(self) -> Tensor:
-        """For each target, the number in the group of the rank that has its column; in the targets'
-        shape.
-        """
+        """The number in the group of the rank with each target's column; in the targets' shape."""
         return self.targets // self.columns.per_rank
 
     def select(self, tokens: slice | Tensor) -> TokenBatch:

@@ -37,8 +37,8 @@ def config_of(model: Any) -> Any:
 
 
 class Window(Protocol):
-    """Protocol of an accumulation window, such as a `TrainStep`, which a schedule's wrapper calls
-    in place of the schedule while the window is open.
+    """Protocol of an open window, of `accumulation_window()` or of a `TrainStep`. While it is open,
+    wrappers of the schedules call its `run` for its model chunks, instead of the schedule.
     """
 
     def holds(self, chunk: Any) -> bool:
