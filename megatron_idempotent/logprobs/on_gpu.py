@@ -74,7 +74,7 @@ def grad_coefficients(outputs: OutputGradients) -> tuple[GradCoefficients, Tenso
     with torch. Return them, and the token indices 0 to N - 1, with -1 in place of tokens whose
     outputs' gradients are zero.
 
-    The index is -1 if the token's outputs have no gradient. The host does not wait.
+    The host does not wait.
     """
     batch, total, d_logprob_N, d_entropy_N = outputs
     tokens = len(total.origin)
