@@ -101,7 +101,7 @@ def release(session: nox.Session, megatron: str) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("version", RELEASES[NEWEST]["also"])
 def newest(session: nox.Session, version: str) -> None:
-    """Test the newest release on another Python: `nox -s "newest(version='3.13')"`."""
+    """Test the newest release of Megatron on another Python: `nox -s "newest(version='3.13')"`."""
     folder = WORK / f"python-{version}"
     if _run_release(session, NEWEST, version, folder):
         _prove(session, folder, folder / "proven.json")
@@ -112,7 +112,7 @@ def newest(session: nox.Session, version: str) -> None:
     ("torch", "version"), [(t, each) for t in TORCHES for each in TORCHES[t].get("suites", ())]
 )
 def older(session: nox.Session, torch: str, version: str) -> None:
-    """Test the newest release with an older torch.
+    """Test the newest release of Megatron with an older torch.
 
     `nox -s "older(torch='2.11.0', version='3.12')"`
     """
@@ -123,7 +123,7 @@ def older(session: nox.Session, torch: str, version: str) -> None:
 
 @nox.session(venv_backend="none")
 def untried(session: nox.Session) -> None:
-    """Test the newest release with the newest torch on the package index, even above our bound."""
+    """Test the newest Megatron release with the newest torch of all, even above our bound."""
     folder = WORK / "untried"
     version = RELEASES[NEWEST]["python"]
     if _run_release(
@@ -166,7 +166,8 @@ def patching(session: nox.Session, version: str) -> None:
 
 @nox.session(venv_backend="none")
 def dist(session: nox.Session) -> None:
-    """Build and check the wheel and the sdist, and install each on every Python of the classifiers.
+    """Build and check wheel and sdist; install each on every Python of pyproject.toml's
+    classifiers.
 
     They stay in dist/, with an SBOM of the packages that an installation of the wheel includes.
     `tests/packaging/test_wheel.py` tests their contents.
@@ -299,7 +300,7 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gate(session: nox.Session) -> None:
-    """Run the tests `GATE` and prove all hazards on the older releases that .ci/run checks."""
+    """Run the tests in `GATE` and prove all hazards on the older Megatrons that .ci/run checks."""
     _run_all(session, _releases(TABLE["gate"]), session.posargs or ["gate"])
 
 
@@ -346,7 +347,9 @@ def head(session: nox.Session, branch: str) -> None:
 
 
 def _newest_commit(session: nox.Session, branch: str) -> str:
-    """Return the newest commit of a branch of Megatron-LM, in MEGATRON_LM's clone if it is set."""
+    """Return the id of the newest commit of a branch of Megatron-LM: in the first clone that
+    MEGATRON_LM names, or else on GitHub.
+    """
     where = os.environ.get("MEGATRON_LM", "").split(os.pathsep)[0] or UPSTREAM
     listed = session.run("git", "ls-remote", where, branch, "HEAD", external=True, silent=True)
     commits = {name: commit for commit, name in map(str.split, str(listed).splitlines())}
@@ -420,7 +423,7 @@ def _commit(session: nox.Session, wants: dict, folder: Path) -> tuple[Path, dict
 @nox.session(venv_backend="none")
 @nox.parametrize("where", ["pinned", "newest"])
 def repairs(session: nox.Session, where: str) -> None:
-    """Prove upstream/ on Megatron's main: `nox -s "repairs(where='pinned')" -- [ID]…`.
+    """Prove upstream/'s repairs on Megatron's main: `nox -s "repairs(where='pinned')" -- [ID]…`.
 
     Pinned is the commit of main in pyproject.toml. The sources come from a clone that MEGATRON_LM
     names, or from the network.
@@ -438,7 +441,7 @@ def repairs(session: nox.Session, where: str) -> None:
 
 @nox.session(venv_backend="none")
 def downstream(session: nox.Session) -> None:
-    """Run tests/downstream on frameworks' sources: `nox -s downstream -- [pytest arguments]`.
+    """Run tests/downstream on RL frameworks' sources: `nox -s downstream -- [pytest arguments]`.
 
     The sources come from the clones that MEGATRON_LM names, separated by colons, or from the
     network. If all tests of a recipe pass, the recipe's page gets today's date.
@@ -468,7 +471,7 @@ def entries(session: nox.Session) -> None:
 def _downstream(
     session: nox.Session, environment: str, options: list[str], tests: list[str], *more: str
 ) -> None:
-    """Run `tests` on the frameworks' sources, in an environment with `more` packages."""
+    """Run `tests` on RL frameworks' sources, in an environment with the packages `more`."""
     folder = WORK / "commits"
     python = _with_newest(session, folder / environment, *more)
     env = {**ENVIRON, "OMP_NUM_THREADS": "1"}
@@ -482,7 +485,7 @@ def _downstream(
 
 @nox.session(venv_backend="none")
 def layouts(session: nox.Session) -> None:
-    """Run `certify` for docs/layouts.md: `nox -s layouts -- [release or commit]...`.
+    """Certify layouts of ranks for docs/layouts.md: `nox -s layouts -- [release or commit]...`.
 
     It checks steps in one call and in three, all checks of `TrainStep`, and equal bits on any
     number of replicas; on the newest release also FSDP2.
@@ -502,7 +505,7 @@ def layouts(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def states(session: nox.Session) -> None:
-    """Run `certify --state` for docs/state.md: `nox -s states -- [release or commit]...`."""
+    """Certify saved states for docs/state.md: `nox -s states -- [release or commit]...`."""
     core = ("DPReshardable", "Persistent", "FullyReshardable", "ModelSpace", "OnHost", "LowRank")
     for name in session.posargs or ("0.16.1", "0.18.2", NEWEST):
         training = RELEASES.get(name, {}).get("training", True)
@@ -543,7 +546,9 @@ def _certify(
 
 
 def _refused(ours: list[str], tree: Path) -> list[str]:
-    """Return the ids of the patches that `apply()` refuses on a source tree, as drifted."""
+    """Return the ids of the patches that `apply()` would refuse on a source tree, because the code
+    that they patch has changed.
+    """
     done = subprocess.run([*ours, "drift", "--json", str(tree)], stdout=subprocess.PIPE, text=True)
     rows = json.loads(done.stdout)
     return [row["id"] for row in rows if row["standing"] == "drifted"]
@@ -647,7 +652,7 @@ def _in_a_process(name: str, arguments: list[str]) -> tuple[str, int, float, str
 
 @nox.session(venv_backend="none")
 def drift(session: nox.Session) -> None:
-    """Compare all release wheels, and source trees given as arguments, with the case files."""
+    """Compare all release wheels, and source trees given as arguments, with patches' case files."""
     wheels = WORK / "wheels"
     pythons = {name.rpartition(".")[0]: wants["python"] for name, wants in RELEASES.items()}
     for megatron in (*TABLE["read"], *RELEASES):

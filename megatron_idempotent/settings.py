@@ -88,8 +88,8 @@ def settings(error: type[ValueError], prefix: str = "") -> Callable[[type[Record
 
 
 def refused(record: Any, *keys: str, allowed: str) -> ValueError:
-    """Return the error of a check of several fields, for a `__post_init__` to raise: the fields,
-    their values, and what is allowed.
+    """Return the `ValueError` that a `__post_init__` raises if several fields do not fit together.
+    Its message has the fields, their values, and what is allowed.
 
     Args:
         record: the record of settings.
@@ -107,8 +107,8 @@ def refused(record: Any, *keys: str, allowed: str) -> ValueError:
 
 
 class SettingsReader(Generic[Record]):
-    """Builds a record of settings from a TOML file, and from texts `key=value` that override the
-    file.
+    """Builds a record (an instance of a class made by `settings`) from a TOML file, and from texts
+    `key=value` that override the file.
 
     Example: `SettingsReader(Config, ConfigError, path).set("optimizer.lr=1e-4").build()`.
     """
@@ -205,8 +205,8 @@ class SettingsReader(Generic[Record]):
 
 @functools.cache
 def schema(kind: Any) -> dict[str, Any]:
-    """Return the JSON schema of a record, with the docstrings of its fields.
-    It is cached: do not change it.
+    """Return the JSON schema of a settings class, with the docstrings of its fields. The dict is
+    cached: do not change it.
     """
     return _adapter(kind).json_schema()
 
@@ -283,7 +283,9 @@ def _unknown(
 
 
 def _keys(kind: Any) -> Iterator[KeyPath]:
-    """Yield all keys of a record's fields, those of its sections as (section, key)."""
+    """Yield the key of each field of a settings class, as (key,), and of each field of its
+    sections, as (section, key).
+    """
     for key in schema(kind)["properties"]:
         yield (key,)
         yield from ((key, inner) for inner in _schema_of(kind, (key,)).get("properties", {}))

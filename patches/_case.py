@@ -126,8 +126,9 @@ def backward(model: Any, *, data_seed: int, summed: bool = False) -> int:
 
 
 def of_context_rank(chunk: Any, tokens_BT: Any, mask_BT: Any) -> Any:
-    """Run the chunk on this context-parallel rank's part of the rows, and return its token losses.
-    The chunk may have MTP layers. `mask_BT` is the loss mask of that part.
+    """Run the chunk, which may have MTP layers, on the positions of rows `tokens_BT` that this
+    context-parallel rank computes, and return the tokens' losses. `mask_BT` is the loss mask at
+    these positions.
     """
     import torch
 

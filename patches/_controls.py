@@ -41,8 +41,8 @@ ALL = (
 
 
 def run_all() -> list[bytes]:
-    """Run the correct step sequences in `ALL`, and return the parameters after each step, as bytes.
-    The bytes are those of this rank's parameters.
+    """Run the step sequences in `ALL`, which stock Megatron runs correctly; return this rank's
+    parameters after each step, as bytes.
 
     Raises:
         Fault: a step differs from the same step without overlap.
@@ -69,9 +69,10 @@ def _run(steps: Steps) -> list[bytes]:
 
 
 def build(*, overlap: bool, distributed: bool, wired: bool = True) -> Any:
-    """Return a one-layer model whose schedules do not reduce gradients; `step` reduces them itself.
+    """Build a one-layer model without a finalize function in its config, so that schedule calls do
+    not reduce gradients. `step` reduces them.
 
-    It does not clip, because other buckets would sum the norm in another order.
+    Its optimizer does not clip, because other buckets would sum the norm in another order.
     """
     model = bench(
         overlap_grad_reduce=overlap,
@@ -105,5 +106,7 @@ def step(model: Any, calls: tuple[int, ...], *, held: bool = False, data_seed: i
 
 
 def learns(model: Any) -> bool:
-    """Return whether bucket groups of this Megatron learn gradient counts from a first batch."""
+    """Return whether bucket groups of this Megatron learn from a first batch how many gradients
+    each parameter gets in a step.
+    """
     return hasattr(bucket_groups(model.chunks[0])[0], "is_first_batch")

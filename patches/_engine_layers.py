@@ -133,7 +133,9 @@ def _linear() -> Any:
     from torch import nn
 
     class Linear(nn.Module):
-        """Stands in for Transformer Engine's `Linear`: creates a weight that is marked a shard."""
+        """Stands in for Transformer Engine's `Linear`: only creates a weight, marked as a
+        tensor-parallel shard.
+        """
 
         def __init__(
             self,

@@ -167,8 +167,8 @@ def _forget(saves: Any) -> None:
 
 
 def abort_all(original: Original, self: Any, abort: bool = False) -> None:
-    """Wrap the closing of the queue of saves.
-    With `abort`, also drop the saves and their results, so that later saves do not get them.
+    """Wrap the `close` of a queue of asynchronous saves. With `abort`, also drop the queued saves
+    and their results, so that later saves do not get them.
     """
     processes = [call.async_caller.process for call in self.async_calls]
     original(self, abort)
@@ -255,9 +255,9 @@ def ends(module: Any) -> None:
 
 
 def lives(module: Any) -> object:
-    """Run saves with writer processes that stay alive, and check when they end.
-    Among these saves, one is written by rank 0 alone, two take 0.2 s, and one is checked without a
-    collective. Return the indices of finished saves, in order, and whether the last save was done.
+    """Run asynchronous saves with writer processes that stay alive, as a control. One is written by
+    rank 0 alone, two take 0.2 s, and the last one is checked without a collective. Return the
+    indices of the finished saves, in order, and whether the last save was done.
     """
     import torch
 

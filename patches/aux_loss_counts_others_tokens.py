@@ -42,9 +42,9 @@ from ._case import Fault, Original, Patch, address, target
 def count(
     original: Original, routing_map: Any, reduce_group: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap the router's count of tokens: with a padding mask, correct this rank's number of tokens.
-    The new number is the mean over the ranks of the group. Before 0.19 it is multiplied by the
-    number of ranks that share a sequence.
+    """Wrap the router's count of tokens: with a padding mask, replace this rank's number of tokens
+    by the mean over the ranks of the group. Before 0.19 the mean is multiplied by the number of
+    ranks that share a sequence.
     """
     counts = original(routing_map, reduce_group, *args, **kwargs)
     global_tokens_per_expert, local_num_tokens, total_num_tokens = counts

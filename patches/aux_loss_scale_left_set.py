@@ -38,7 +38,7 @@ _AUXILIARY = ("num_moe_experts", "mtp_num_layers", "experimental_attention_varia
 
 
 def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Run a schedule, then restore the loss scales of auxiliary losses that were set before it."""
+    """Run a schedule, then set the scales of auxiliary losses back to their values before it."""
     model = kwargs["model"]
     original = schedules.around(original, model)
     config = schedules.config_of(model)

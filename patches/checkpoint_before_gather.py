@@ -73,7 +73,9 @@ def _parameter_storages(chunk: Any) -> Iterator[int]:
 
 
 def step(original: Original, self: Any) -> Any:
-    """Wrap an optimizer's update: register its chunks for later saves, mark its bucket groups."""
+    """Wrap an optimizer's update: watch its chunks, and mark their updated bucket groups, so that a
+    later save gathers the parameters first.
+    """
     for chunk in self.model_chunks:
         if hasattr(chunk, "bucket_groups"):
             gather.watch(chunk)

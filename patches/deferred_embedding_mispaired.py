@@ -65,8 +65,9 @@ def drain(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Wrap the computation of the deferred gradient: reverse the order of each microbatch's inputs.
-    With MTP layers, the output gradients come in reverse order; without, nothing is reversed.
+    """Wrap the computation of the deferred gradient: with MTP layers, reverse the order of the
+    output layer's kept inputs within each microbatch, because the kept output gradients are in
+    reverse order.
     """
     inputs = embedding_activation_buffer
     calls = 1 + (getattr(config, "mtp_num_layers", None) or 0)

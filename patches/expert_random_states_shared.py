@@ -56,7 +56,9 @@ def get_rng_state(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def load_base_checkpoint(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Read a checkpoint; give its random states this rank's own random stream for expert layers."""
+    """Wrap the read of a checkpoint: in its random states, replace the stream for expert layers by
+    the one that was saved for this expert-parallel rank.
+    """
     from megatron.core import parallel_state
 
     loaded = original(*args, **kwargs)

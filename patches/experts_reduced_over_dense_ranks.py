@@ -54,8 +54,9 @@ def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _split_otherwise(config: Any) -> bool:
-    """Return whether experts have a different tensor-parallel size than dense layers, with EP 1.
-    Then other ranks have copies of an expert's part than of a dense layer's part.
+    """Return whether, with EP 1, experts are split over another number of tensor-parallel ranks
+    than dense layers. Copies of an expert's shard are then on other ranks than copies of a dense
+    shard.
     """
     split = getattr(config, "expert_tensor_parallel_size", None)
     return (

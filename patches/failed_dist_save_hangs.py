@@ -99,8 +99,8 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _join(path: Path, folder: Path) -> None:
-    """Enter the collectives in which, on stock Megatron, the other rank waits for the failed one.
-    So the test does not hang. `path` is the file or folder that could not be written.
+    """After a save that raised, enter the collectives in which, on stock Megatron, the other rank
+    waits, so that the test does not hang. `path` is the file or folder that rank 0 could not write.
     """
     import torch
     from megatron.core import dist_checkpointing

@@ -40,7 +40,7 @@ class Options:
 
 
 class LocalFailure(Exception):
-    """Reports that this rank failed with `error` where no collective makes other ranks wait."""
+    """Is raised if this rank failed with `error` and no other rank waits for it in a collective."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -97,16 +97,17 @@ class Backend(ABC):
 
     @property
     def narrow(self) -> bool:
-        """True if gradients may overflow their dtype, as in fp16, when the loss is summed over a
-        whole step and divided only at the step's end.
+        """True if gradients may overflow their dtype, as in fp16. They are those of a sum of
+        losses, which is divided only at the end of the step.
         """
         return False
 
     @property
     @abstractmethod
     def alignment(self) -> TokenAlignment:
-        """The multiples of tokens to which packs are padded: those of the options, or the model's.
-        Raise `ValueError` if they are unknown.
+        """The multiples of tokens to which packs, and the sequences in them, are padded: those of
+        the option `alignment` or, without it, those that the model needs. Raise `ValueError` if
+        they are unknown.
         """
 
     @property
@@ -146,7 +147,9 @@ class Backend(ABC):
 
     @abstractmethod
     def _start(self) -> None:
-        """Zero gradients, switch to training mode, and refuse training by other code."""
+        """Put the model into training mode with gradients of zero, and make its training by other
+        code raise an error until the step ends.
+        """
 
     @abstractmethod
     def writes(self) -> Writes:
@@ -189,19 +192,20 @@ class Backend(ABC):
     def run(
         self, microbatches: Sequence[Microbatch], loss: StepLoss, *, reduce: bool, dummies: bool
     ) -> list[LossResult]:
-        """Run forward and backward for each microbatch, starting at the undivided sum of the loss.
-        Return what the loss returned for each microbatch, on ranks that compute the loss.
+        """Run forward and backward of each microbatch. A backward starts at the microbatch's loss,
+        a sum that is not divided by a count. Return one `LossResult` per microbatch on ranks that
+        compute the loss, [] on others.
 
-        Ranks that compute the loss return one result per microbatch. With `reduce`, reductions
-        start as they would in the last microbatch of a one-shot step. With `dummies` the
-        microbatches must not change any gradient. Raises `LocalFailure` for a failure on this rank
-        for which no other rank waits, and `WindowAborted` for a failure that all ranks know of.
+        With `reduce`, reductions start as they would in the last microbatch of a one-shot step.
+        With `dummies` the microbatches must not change any gradient. Raises `LocalFailure` for a
+        failure of this rank for which no other rank waits, and `WindowAborted` for a failure that
+        all ranks know of.
         """
 
     @abstractmethod
     def check_ready(self, increment: int | None) -> None:
-        """Raise `RuntimeError` if the step cannot end in an update, such as without an optimizer.
-        Start no collective.
+        """Raise `RuntimeError` if the step cannot end in an update, for example because there is no
+        optimizer. Start no collective.
 
         Raise `ValueError` if the scheduler needs a batch size to advance by, and `increment` is
         None.
@@ -240,8 +244,8 @@ class Backend(ABC):
         """
 
     def check_gradients(self) -> None:  # noqa: B027  not all reductions refuse gradients
-        """Raise on this rank if the reduction would refuse one of its gradients, such as a NaN. It
-        is called before any rank enters the reduction.
+        """Raise on this rank if the reduction would raise for one of its gradients, for example for
+        a NaN. Each rank calls this before any rank enters the reduction.
         """
 
     @abstractmethod
@@ -283,7 +287,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _drop_gradients(self) -> None:
-        """Drop the gradients that the step has added up, and end its reductions."""
+        """Drop the gradients that the step has added up, and leave no reduction in flight."""
 
     def _drop_failed(self) -> None:
         """Drop the gradients of a step that has failed, perhaps inside of a collective."""

@@ -77,8 +77,8 @@ def _is_mark(value: Any) -> bool:
 
 
 def _zeros(description: tuple[Any, ...], device: Any) -> Any:
-    """Make an object from its description in a `template`.
-    A tensor is made of zeros; a `Pack`, or its `cu_seqlens`, gets the described borders.
+    """Make what one description in a `template` describes: a tensor of zeros; or a `Pack` of
+    sequences of the described lengths; or a `cu_seqlens` tensor with the described values.
     """
     match description:
         case _, "pack", lengths, segments:
@@ -94,12 +94,12 @@ def _zeros(description: tuple[Any, ...], device: Any) -> Any:
 
 
 def fingerprint(batch: Any) -> dict[str, Any]:
-    """Return path → checksum or description, for each item of a batch or list of microbatches.
-    Two batches are compared by them.
+    """Describe the items of a batch or list of microbatches, so that two batches can be compared.
+    Return each item's path in the batch, such as `batch['input_ids']`, → its description.
 
-    There is an item for each tensor, number, string and None in the batch, by its path: for a
-    tensor its shape, type and a checksum, which stays on the device, so that the host does not
-    wait. Other objects are described by their type alone.
+    Items are the tensors, numbers, strings and Nones at any depth of the batch. A tensor's
+    description is its shape, type and a checksum, which stays on the device, so that the host does
+    not wait. Other objects are described by their type alone.
     """
     return dict(_leaves(batch, "batch"))
 
@@ -131,8 +131,8 @@ def _tensor_leaf(value: Tensor) -> tuple[Any, ...]:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Return an item of a `fingerprint` as text.
-    The host waits until the device has the checksum.
+    """Return one value of a `fingerprint` as text, None as "not there". The host waits until the
+    device has computed a checksum.
     """
     if leaf is None:
         return "not there"

@@ -271,8 +271,8 @@ def tokens_forward(model: Any, microbatch: Batch) -> torch.Tensor:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class FSDPTrainStep(SplitStep):
-    """Runs one optimizer step in any number of pieces, by `TrainStep`'s methods, on a model that
-    torch's `fully_shard` shards; needs no Megatron.
+    """Runs one optimizer step, whose batches come in any number of `microbatch()` calls, as with
+    `TrainStep`, on a model that torch's `fully_shard` shards; needs no Megatron.
 
     The gradient is, bit for bit, that of one loop over all microbatches in the same order that
     reduces in the last backward. The loss is summed, and the gradient divided by what is valid on
@@ -334,7 +334,8 @@ class FSDPTrainStep(SplitStep):
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
-        """Yield the model for log-probs, evaluation or export, whether or not a step is open.
+        """Context manager that yields the model for log-probs, evaluation or export, also while a
+        step is open.
 
         It comes in a list, as `TrainStep` gives its chunks. Inside, parameters are DTensors with
         the values of the last update; modules are in eval mode and no gradient is recorded.

@@ -75,8 +75,8 @@ class Shards:
 
     @property
     def is_part(self) -> bool:
-        """True if this model has run as a submodule of a larger sharded model.
-        That model then holds the state of FSDP2's iteration.
+        """True if this model has run as a submodule of a larger sharded model. FSDP2 then keeps the
+        state of forwards and backwards in the larger model.
         """
         return self._root._is_root is False
 
@@ -138,7 +138,9 @@ class Shards:
         ]
 
     def progress(self) -> str:
-        """Describe how far this rank is in the model's collectives, to be compared with others."""
+        """Return a text that tells how far this rank is in the model's collectives. Ranks have
+        stopped at the same place if their texts are equal.
+        """
         order = len(getattr(self._root._comm_ctx, "post_forward_order", ()))
         groups = (
             f"{group._training_state.name} {group._sharded_state.name} "
@@ -380,7 +382,9 @@ class FSDPCall:
 
     @property
     def stopped(self) -> bool:
-        """True if this rank has left the model in the middle and can run nothing more."""
+        """True once this rank has failed where it could not even send zeros on through the model,
+        such as inside of the model. It then runs no more microbatches.
+        """
         return self._progress is not _THROUGH
 
     def run(self, microbatch: Microbatch, loss: StepLoss | None) -> LossResult | None:
@@ -449,8 +453,8 @@ class FSDPCall:
             return functools.partial(_send, zeros_for(output)), None
 
     def _zeros_after(self, error: Exception, inputs: Batch) -> Zeros:
-        """Return zero gradients, with graph edges, for a backward after `forward` has failed.
-        The list is empty if the forward failed inside of the model.
+        """Return (graph edge, zero gradient) pairs from which a backward can start after `forward`
+        has raised `error`. The list is empty if `forward` failed inside of the model.
         """
         if self._watch.inside:
             self._stop(error, "forward of the model")

@@ -63,8 +63,8 @@ def _by_one_thread(call: _Call) -> _Call:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class SplitStep(Options):
-    """Base class of `TrainStep` and `FSDPTrainStep`: the calls `begin`, `microbatch`, `finish` and
-    `abort` of an optimizer step in pieces.
+    """Base class of `TrainStep` and `FSDPTrainStep`: an optimizer step in several calls, which are
+    `begin`, `microbatch` for each batch, and `finish` or `abort`.
 
     One process per rank calls it, one thread at a time. Every rank makes the same `begin` and
     `finish` or `abort` calls; ranks may get different numbers of batches, see `microbatch`.
@@ -205,7 +205,8 @@ class SplitStep(Options):
         last: bool = False,
         microbatch_id: str | None = None,
     ) -> BatchResult:
-        """Run forward and backward of some rows of the step, or of microbatches that are ready.
+        """Run forward and backward of a batch, which has some of the step's rows, or of
+        microbatches that the caller has made.
 
         Nothing is updated. A batch is cut into microbatches of `micro_batch_size` rows, or packed
         into microbatches of `max_tokens_per_microbatch`; `microbatches` are run as they are, of any
@@ -272,8 +273,8 @@ class SplitStep(Options):
         divisor: Divisor | None = None,
         lr: float | None = None,
     ) -> StepResult:
-        """End the step: reduce gradients once, divide them by what is valid on all ranks (or by
-        `divisor`), update, advance the scheduler.
+        """End the step: reduce gradients once, divide them by the number of valid tokens, sequences
+        or groups on all ranks (or by `divisor`), update parameters, advance the scheduler.
 
         All ranks take part, those without data too, and give the same arguments. A step in which
         nothing is valid is skipped, or updates, as the step's `nothing_valid` says.
@@ -404,8 +405,8 @@ class SplitStep(Options):
 
 
 def _argument_of_step(step: OpenStep, name: str, value: Any) -> Any:
-    """Return the value of an argument that `begin()` or `finish()` takes. If both were given one,
-    raise `ValueError` unless they are equal.
+    """Return the value of the argument `name`, which `begin()` or `finish()` takes; `value` is what
+    `finish()` was given. Raise `ValueError` if both were given one, and the two differ.
     """
     earlier = step.begun_with[name]
     if value is None or earlier is None:

@@ -119,8 +119,8 @@ class StepLoss(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """The unit, such as tokens, whose number in the step divides the gradients.
-        The units of all ranks are counted.
+        """The unit whose number divides the gradients: valid tokens, valid sequences or groups,
+        counted over the step on all ranks; "none" if the loss is divided already.
         """
 
     @property
@@ -385,7 +385,8 @@ _REMEDIES: Mapping[type[BaseException], str] = {
 
 
 def call_user(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that the user gave, and return its result. Errors call the function `name`.
+    """Call a function that the user gave, and return its result. Error messages name the function
+    `name`.
 
     Raises:
         RuntimeError: it raised StopIteration or SystemExit, and not from a signal's handler.
@@ -483,8 +484,8 @@ def _detached_copy(value: Any) -> Any:
 
 
 def _by_sequence(name: str, value: Any, microbatch: Microbatch) -> tuple[Tensor, ...]:
-    """Split an output of the loss into a tuple with a tensor for each sequence.
-    The output has an entry for each sequence, or for each token of a pack.
+    """Split `value`, an output of the loss, into a tuple with a tensor for each sequence. `value`
+    has an item for each sequence or, if the microbatch is a pack, possibly for each token.
     """
     spans, number = microbatch.spans, microbatch.entries
     is_listed = isinstance(value, (list, tuple)) and len(value) == number
@@ -557,8 +558,9 @@ class StepTotals:
         groups: Iterable[Sequence[int]],
         rows: Sequence[tuple[int, Sequence[Mapping[str, float]]]],
     ) -> None:
-        """Add up the counts, groups and rows of metrics of all ranks. Each argument has an item per
-        rank; an item of `rows` also has the rank's replica.
+        """Add up the counts, groups and metrics of all ranks. By rank, `counts` has (valid
+        sequences, valid tokens), `groups` the ids of the groups, and `rows` the replica and a row
+        of metrics for each microbatch.
 
         Under context parallelism several ranks of a replica have rows of the same microbatches.
         """
@@ -674,8 +676,8 @@ class Update:
 
 
 def reason_to_skip(grad_norm: float, rule: NonFinite) -> str | None:
-    """Return the reason to skip the update if the norm is NaN or infinite and the rule is "skip";
-    None if the update is to be made.
+    """Return the reason to skip the update if `grad_norm` is NaN or infinite and `rule`, the step's
+    option `non_finite`, is "skip"; None if the update is to be made.
 
     All ranks decide the same, because the norm is that of all ranks.
 

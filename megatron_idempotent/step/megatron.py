@@ -461,8 +461,9 @@ def _position_fault(config: Any, size: int, microbatch: Microbatch) -> str | Non
 
 
 class _StepWindow:
-    """Refuses training by other code on the chunks of an open step.
-    Megatron's patched schedules call `run` first.
+    """Refuses training by other code on the chunks of an open step. For these chunks, Megatron's
+    patched schedules call this object's `run`, which raises unless the call is the step's own or
+    forward-only.
 
     See `megatron/schedules.py`.
     """
@@ -493,7 +494,8 @@ class _StepWindow:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TrainStep(SplitStep):
-    """Runs one Megatron optimizer step in any number of pieces, and is safe to stop anywhere.
+    """Runs one Megatron optimizer step, whose batches come in any number of `microbatch()` calls. A
+    step may stop anywhere: `abort()` drops it, after a failed update only with `undo`.
 
     The gradient is, bit for bit, that of one schedule call with all microbatches in the same order.
     The loss is summed, and the gradient divided by what is valid on all ranks. Gradients are
@@ -570,7 +572,8 @@ class TrainStep(SplitStep):
 
     @contextmanager
     def reading(self) -> Iterator[list[Any]]:
-        """Yield the chunks for log-probs, evaluation or export, whether or not a step is open.
+        """Context manager that yields the chunks for log-probs, evaluation or export, also while a
+        step is open.
 
         Inside, parameters are those of the last update on all ranks, also under
         overlap_param_gather; modules are in eval mode and no gradient is recorded. Afterwards

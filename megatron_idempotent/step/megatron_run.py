@@ -249,8 +249,8 @@ class MegatronModel(Backend):
         return results
 
     def _replace_functions(self, stack: ExitStack, reduce: bool) -> None:
-        """Replace the models' config functions (finalize, no_sync, loss scale) for one call.
-        The call is one of a schedule; closing `stack` puts the functions back.
+        """Replace functions in the chunks' configs (finalize, no_sync, parameter gather, loss
+        scale) for one schedule call; closing `stack` puts the old ones back.
         """
 
         def note_finalize(model: Any, num_tokens: Any = None, **options: Any) -> None:
@@ -284,8 +284,8 @@ class MegatronModel(Backend):
                     set_for(stack, config, name, _times(2.0**-self.shift, scale))
 
     def _use_own_functions(self, stack: ExitStack) -> None:
-        """Replace config functions of another model's DDP or optimizer by those of this model.
-        They are replaced for one schedule call.
+        """Replace config functions that belong to another model's DDP or optimizer by those of this
+        model, until `stack` is closed at the end of the schedule call.
 
         Functions that are methods of neither a DDP nor an optimizer are the caller's, and stay.
         """
@@ -465,8 +465,8 @@ def _times(factor: float, scale: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _tell_no_rank(failure: str | None) -> dict[int, str]:
-    """Ignore a failure of this rank, and return {}.
-    Other ranks learn of the failure in `finish` or `abort`.
+    """Return {}, i.e. no failures. This stands in for `exchange` where no other rank waits for this
+    one; others learn of this rank's failure in `finish` or `abort`.
     """
     return {}
 

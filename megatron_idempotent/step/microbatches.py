@@ -81,14 +81,18 @@ class Microbatch:
 
     @property
     def sequences(self) -> int:
-        """The number of sequences, masked ones included: rows, or a pack's that are not empty."""
+        """The number of sequences, masked ones included: the rows or, in a pack, all sequences that
+        are not empty.
+        """
         if self.spans is None:
             return self.shape[0]
         return sum(length > 0 for _, length in self.spans)
 
     @property
     def entries(self) -> int:
-        """The number of sequences, empty ones of a pack included."""
+        """The number of sequences, masked ones included: the rows or, in a pack, all sequences,
+        also empty ones.
+        """
         return self.shape[0] if self.spans is None else len(self.spans)
 
     @property
@@ -115,7 +119,8 @@ Calls = Sequence[Sequence[Microbatch]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedBatch:
-    """Holds a batch that was cut into microbatches, and its valid sequences and tokens.
+    """Holds the microbatches of a batch, by schedule call, and the numbers of its valid sequences
+    and tokens.
 
     Example: `cut_rows(batch, 4, (), grouped=False)`.
     """
@@ -221,7 +226,9 @@ def checked_rows(batch: Any, shared: Collection[str] = (), *, one_more: bool = T
 
 
 def _check_rows_of(name: str, value: Any, rows: int, shared: bool) -> None:
-    """Raise `ValueError` for a value with a pack, or with another number of items than rows."""
+    """Raise `ValueError` if `value`, one of the values of a batch, is or lists a `Pack`, or if its
+    number of items is not `rows`. That number is not checked for scalars and with `shared`.
+    """
     is_listed = isinstance(value, (list, tuple))
     for item in value if is_listed else (value,):
         if isinstance(item, Pack):
@@ -336,8 +343,8 @@ def check_masks(batch: Any, *, packed: bool = False, one_more: bool = False) -> 
 
 
 def nan_if_wrong(counts: Tensor, batch: Any) -> Tensor:
-    """Return the counts [2], or NaN if a mask of the batch has a value other than 0 and 1.
-    Only masks on a device are checked; the host does not wait.
+    """Return `counts` [2], the valid sequences and tokens of `batch`; NaN instead if a mask of
+    `batch` on a device has a value other than 0 and 1. The host does not wait for the device.
 
     The host reads counts at the end of a step, and waits for the device no more often.
     """
@@ -347,8 +354,9 @@ def nan_if_wrong(counts: Tensor, batch: Any) -> Tensor:
 
 
 def _wrong_in_masks(batch: Any, *, host: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, mask, marks) for each mask that is not bool, on the host or, without `host`, on
-    devices. The marks are True where a value is neither 0 nor 1.
+    """Yield (name, mask, marks) for the sample and token masks that are not bool. With `host` these
+    are the masks on the CPU, otherwise those on devices. The marks are True where a value is
+    neither 0 nor 1.
     """
     for name in (SAMPLE_MASK, TOKEN_MASK):
         mask = field_of(batch, name)
@@ -533,8 +541,8 @@ def distinct_groups(groups: Iterable[Groups]) -> tuple[int, ...]:
 
 
 def call_shape(microbatches: Sequence[Microbatch]) -> CallShape:
-    """Describe one call's microbatches: their number, largest rows and positions, and a checksum.
-    The checksum is over the shapes of all of them.
+    """Describe one schedule call's microbatches: their number, the largest number of rows and of
+    positions in a row, and a checksum over the shapes of all, 0 if all are rows of one shape.
     """
     shapes = [microbatch.shape for microbatch in microbatches]
     spans = [microbatch.spans for microbatch in microbatches if microbatch.spans is not None]

@@ -63,10 +63,10 @@ from .status import (
 
 
 def failures_of(statuses: Sequence[RankStatus], group: Any = None) -> dict[int, str]:
-    """Return global rank → the reason for which this rank stops the step.
-    Reasons are failures, aborts, another step, and other arguments.
+    """Return global rank → the reason, for each rank because of which the step stops: a failure, an
+    abort, another step or number of updates than others, or other arguments than the first rank.
 
-    `group` is the group whose statuses they are, None for all ranks.
+    `group` is the group of the ranks that sent `statuses`, None for all ranks.
     """
     ids = {status.step_id for status in statuses}
     updates = {status.updates for status in statuses}
@@ -91,8 +91,9 @@ def failures_of(statuses: Sequence[RankStatus], group: Any = None) -> dict[int, 
 
 
 def differing_arguments(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> dict[int, str]:
-    """Return, for each global rank that began the step with other arguments than the first rank
-    that has them, a sentence that names both values; empty if all agree.
+    """Compare the arguments with which ranks began the step. Return global rank → a sentence with
+    both values, for each rank whose value of an argument differs from the value of the first rank;
+    empty if all agree.
     """
     first_of: dict[str, tuple[int, str]] = {}
     differences: dict[int, str] = {}
@@ -242,8 +243,9 @@ class OpenStep:
     def _prepare(
         self, batch: Batch | None, ready: Sequence[Any] | None
     ) -> tuple[PreparedBatch, PackedRows | None]:
-        """Return a `PreparedBatch`: of a batch, cut or packed, or of the caller's own microbatches.
-        If the batch is packed, also return its `PackedRows`, else None.
+        """Make the microbatches of `batch` (cut by rows, or packed within a budget of tokens) or of
+        `ready`, the caller's own microbatches, and return them as a `PreparedBatch`. If `batch` is
+        packed, also return its `PackedRows`, else None.
 
         Raises:
             ValueError: both were given, or one that cannot be run or counted.
@@ -589,8 +591,8 @@ class OpenStep:
         uneven: bool = False,
         packs: int = 0,
     ) -> list[RankStatus]:
-        """Tell the group what this rank is about to run, and return the status of each rank.
-        Raise if any rank cannot run its part.
+        """Tell the ranks of `group` (None: all ranks) what this rank is about to run, and return
+        the status of each of them. Raise on all of them if any cannot run its microbatches.
 
         If ranks may have an `uneven` number of microbatches, also send a template of this rank's.
         """
@@ -625,9 +627,8 @@ class OpenStep:
         return statuses
 
     def _shift_for(self, calls: Calls) -> int | None:
-        """Return an exponent n, so that the step divides losses by 2 ** n.
-        That power is at least the number of terms in a replica's gradient sum. None if nothing has
-        to be divided.
+        """Return n, so that the step divides losses by 2 ** n, which is at least the number of
+        losses that a replica's gradient sums; None if the step does not divide losses.
 
         Divided by that power, gradients are no larger than those of a mean. It is chosen once in a
         step, with the first batch, because gradients of all batches are added up; it grows with the
@@ -716,8 +717,9 @@ class OpenStep:
     def _run(
         self, calls: Calls, statuses: list[RankStatus], reduces: bool
     ) -> tuple[int, list[LossResult]]:
-        """Run forward and backward of this rank's calls, and dummies for calls of other ranks only.
-        Return the number of this rank's own microbatches, and their results.
+        """Run forward and backward of this rank's calls and, where only other ranks have
+        microbatches left, of dummy microbatches. Return the number of this rank's own microbatches,
+        and their results.
 
         `statuses` are those of ranks that run in lockstep; empty if this rank runs by itself.
         Results, one per microbatch, are empty if this rank does not have the loss.

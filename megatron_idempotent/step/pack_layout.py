@@ -186,8 +186,8 @@ def _borders(params: Any) -> Any:
 
 
 def own_routes(microbatch: Any) -> Tensor:
-    """Return a microbatch's routed experts [B, T, L, K] at the positions that this rank computes.
-    These are the `own_positions`.
+    """Return a microbatch's routed experts [B, T / ranks, L, K] at the positions that this
+    context-parallel rank computes, as `own_positions` cuts them.
     """
     routes: Tensor = field_of(microbatch, ROUTED_EXPERTS)
     routes = routes[None] if routes.dim() == 3 else routes
@@ -278,7 +278,8 @@ def own_positions(values: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = N
 
 
 def all_positions(part: Tensor, *, dim: int = 1, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Gather the parts that `own_positions` cut, for a loss over whole sequences. A collective.
+    """Join the parts of a tensor that `own_positions` cut, one from each context-parallel rank, for
+    a loss over whole sequences. A collective.
 
     All ranks of a context-parallel group take part. In the backward each rank keeps the gradient of
     its own positions, without a collective: all of these ranks compute the same loss of whole

@@ -191,7 +191,8 @@ def pack_batches(
     attention: float = 0.0,
     shared: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Pack a batch's rows into microbatches of at most `max_tokens`, as a budgeted step does.
+    """Pack a batch's rows into microbatches of at most `max_tokens`, as a step with
+    `max_tokens_per_microbatch` does.
 
     For frameworks that make their microbatches themselves: a `TrainStep` takes the list as
     `microbatches`, and `gpt_forward` runs each.
@@ -319,8 +320,8 @@ class PackedRows:
 def _values_of(
     name: str, value: Any, rows: tuple[int, ...], source_N: Tensor, pack: Pack, tokens_BT: Tensor
 ) -> Any:
-    """Return the part of one of the batch's values that belongs to one pack.
-    Values with an entry per token are laid out as the pack's tokens are.
+    """Return what belongs to one pack of `value`, one of the batch's values: the items of the
+    pack's `rows`. An item per token is laid out as the pack's tokens are.
     """
     if isinstance(value, (list, tuple)):
         items = [value[row] for row in rows]

@@ -18,7 +18,8 @@ from .results import StepResult
 
 
 class StepSchedule:
-    """Takes the calls of Megatron's schedules, and accumulates them into one optimizer step.
+    """Is called in place of Megatron's schedule function, and accumulates the gradients of several
+    calls into one optimizer step.
 
     Use it in code that calls `get_forward_backward_func()` with a forward step of its own. Each
     call that trains runs its microbatches in the open step of a `TrainStep`, opens one if none is
@@ -88,7 +89,8 @@ class StepSchedule:
         forward_only: bool = False,
         **options: Any,
     ) -> list[Any]:
-        """Run forward and backward of the next `num_microbatches`; do not reduce or update.
+        """Run forward and backward of the next `num_microbatches` items of the data iterator; do
+        not reduce gradients or update parameters.
 
         The arguments are those of Megatron's schedules; of an interleaved pipeline's iterators,
         which yield the same, the first one is read.

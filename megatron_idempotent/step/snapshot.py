@@ -203,8 +203,9 @@ _BUCKET_METHODS = ("start_grad_sync", "start_param_sync", "register_grad_ready",
 def keep_megatron(
     chunks: list[Any], optimizer: Any = None, scheduler: Any = None, *, auxiliary: bool = True
 ) -> list[Restore]:
-    """Copy what a step changes apart from modules, gradients, parameters and the optimizer's state;
-    with `auxiliary` also logs and scales of auxiliary losses.
+    """Copy what a step changes apart from modules, gradients, parameters and the optimizer's state,
+    such as random states, config functions and the scheduler; with `auxiliary` also logs and scales
+    of auxiliary losses.
 
     Return functions that put the copies back.
     """

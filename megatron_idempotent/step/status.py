@@ -114,7 +114,7 @@ def _all_gather_bytes(message: bytes, group: Any) -> list[bytes]:
 
 
 def _all_gather_padded(message: bytes, size: int, group: Any) -> list[bytes]:
-    """Gather a message from each rank, padded with zeros to `size` bytes. A collective."""
+    """Return each rank's message, by rank, padded with zeros to `size` bytes. A collective."""
     own_bytes = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
     shape = dist.get_world_size(group), size
     by_rank = list(torch.empty(shape, dtype=torch.uint8, device="cpu"))
@@ -148,8 +148,8 @@ def _describe_batch(status: RankStatus) -> str:
 def calls_in_lockstep(
     calls: Calls, statuses: Sequence[RankStatus], device: object
 ) -> Iterator[tuple[Sequence[Microbatch], bool]]:
-    """Yield the schedule calls that this rank makes in lockstep with the ranks of `statuses`.
-    Each is (microbatches, whether they are dummies).
+    """Yield the schedule calls that this rank makes so that they match those of the other ranks in
+    `statuses`. Each item is (microbatches, whether these are dummies).
 
     Ranks that share a model's collectives make calls of the same sizes in the same order: up to
     the fewest microbatches that a rank has, up to the second fewest, and so on. A rank that ran

@@ -21,7 +21,7 @@ from megatron_idempotent.patching.needs import Need, check_applied
 
 
 def configs_of(chunks: Sequence[Any]) -> list[Any]:
-    """Return the different config objects of the chunks; chunks mostly share one."""
+    """Return the config objects of the chunks, each once; chunks mostly share one."""
     return list({id(config): config for config in map(get_model_config, chunks)}.values())
 
 
@@ -147,11 +147,11 @@ def _positions(function: Callable[..., Any]) -> tuple[int, int, int | None]:
 
 
 def multiplies_by_ranks() -> bool:
-    """Return whether this Megatron multiplies losses by the number of context-parallel ranks.
-    Return True for 0.12, which does so even under `dividing_by(context_parallel=False)`.
+    """Return whether schedules multiply losses by the number of context-parallel ranks even under
+    `dividing_by(context_parallel=False)`. This is so in 0.12 only.
 
-    0.12 still multiplies a loss that comes with its tokens by the number of context-parallel ranks:
-    it looks the number up twice, the second time for losses without tokens.
+    0.12 multiplies losses that come with a number of tokens, too: it looks the number of ranks up
+    twice, the second time for losses without tokens.
     """
     if hasattr(schedules, "forward_step_calc_loss"):
         return False
@@ -260,7 +260,9 @@ class AccumulationWindow:
             finalize(model, self._num_tokens, **options)
 
     def _let_finalize(self, stack: ExitStack) -> None:
-        """Let the schedule call the config's finalize function with the tokens of all calls."""
+        """Until `stack` is closed, pass the tokens of all the window's calls to the config's
+        finalize function, in place of the tokens of the call that runs it.
+        """
         for config in self._configs:
             finalize = config.finalize_model_grads_func
 

@@ -109,7 +109,8 @@ def agree(error: BaseException | None = None, *, deadline_s: float = DEADLINE_S)
 
 
 def checked_deadline(deadline_s: Any) -> float:
-    """Return a deadline in seconds as a float; raise unless a process group can keep it.
+    """Return a deadline in seconds as a float; raise unless it is a possible timeout of a process
+    group.
 
     Raises:
         ValueError: it is no number, not positive, or longer than `LONGEST_S`.
@@ -199,8 +200,8 @@ def as_one(consequence: str) -> Iterator[None]:
 
 @contextmanager
 def as_one_at_barriers(consequence: str) -> Iterator[None]:
-    """Raise on all ranks if the block raises on one rank, as `as_one`, and also at barriers.
-    In the block, `dist.barrier()` without arguments exchanges the failures by `meet`.
+    """Raise on all ranks if the block raises on one, as `as_one` does at the end of the block. Here
+    each `dist.barrier()` without arguments in the block also exchanges failures, by `meet`.
     """
     barrier = dist.barrier
 
@@ -295,8 +296,8 @@ def shared_group(name: str, key: object, deadline_s: float) -> Any:
 
 
 def poison(reason: str) -> SessionPoisoned:
-    """Mark this process's session as poisoned, and return the error to raise.
-    All further guarded windows of the process are refused.
+    """Refuse all further guarded windows of this process, because its ranks may have left a window
+    at different points, for `reason`. Return the `SessionPoisoned` error to raise.
     """
     first = _heard_of()
     if _session.poisoned is None:

@@ -101,8 +101,9 @@ def gradient_like(input_tensor: Any) -> Any:
 
 
 def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the setting by which ranks communicate in a layer, such as `context_parallel_size=2`.
-    Also return whether those ranks run in lockstep, that is, the same code on one batch.
+    """Return the setting that makes ranks communicate inside of a layer, such as
+    `context_parallel_size=2`, and whether those ranks run in lockstep, that is, the same code on
+    one batch.
 
     The setting is None without such communication. Tensor and context parallel ranks run in
     lockstep. Other ranks have batches of their own, so that one rank can fail alone.
@@ -122,8 +123,8 @@ def _shared(config: Any, arguments: Mapping[str, Any]) -> tuple[str | None, bool
 
 
 def across_replicas(config: Any) -> str | None:
-    """Return the setting by which data-parallel replicas communicate inside a layer, as name=value.
-    Return None if the replicas do not communicate there.
+    """Return, as name=value, the setting that makes data-parallel replicas communicate inside of a
+    layer; None if they do not communicate there.
     """
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
         return "moe_router_load_balancing_type=global_aux_loss"
@@ -329,8 +330,9 @@ class GuardedCall:
         self._skipping = True
 
     def _require_that_nobody_waits(self, error: Exception, location: str) -> None:
-        """Raise unless all ranks that share the layers raised the same error at the same place.
-        Return at once if no layer communicates between ranks.
+        """Raise unless no rank can wait for this one inside of a layer: either layers do not
+        communicate, or all tensor- and context-parallel ranks raised the same error at the same
+        place.
 
         A rank that failed alone left a layer that the others may still wait in.
 

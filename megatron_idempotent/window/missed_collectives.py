@@ -109,7 +109,8 @@ class MissedCollectives:
                 group.start_grad_sync()
 
     def _is_last(self, chunk_index: int) -> bool:
-        """Count a skipped backward; return whether peers' hooks start reductions in this backward.
+        """Count a backward that this rank skips; return whether this is the backward in which hooks
+        on the peers start reductions.
 
         From 0.16 on several backwards may precede that one in a step: calls outside of `no_sync`,
         or microbatches without it.

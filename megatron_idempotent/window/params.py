@@ -122,8 +122,8 @@ def _sync(chunk: Any) -> int:
 
 
 def _is_tracked(group: Any) -> bool:
-    """Return whether patches track a bucket group.
-    Then the group's mark tells if a gather of its parameters is pending.
+    """Return whether patches mark a bucket group when its parameters are updated, and clear the
+    mark when they are gathered. Then the mark tells whether a gather is pending.
 
     Before the first mark upstream's flag is used. If this returns False, the caller assumes that
     the gather is pending.
@@ -137,7 +137,9 @@ def _is_tracked(group: Any) -> bool:
 
 
 def _watch_of(group: Any) -> str:
-    """Return the key of `PROVIDED` for patches that track a bucket group's updates and gathers."""
+    """Return the key in `PROVIDED` for the patches that mark the updates of a bucket group, and
+    clear the mark in its gathers.
+    """
     if gather.gathers_by_lists(group):
         return "list-gathers-watched"
     return "layer-wise-gathers-watched" if gather.is_layer_wise(group) else "gathers-watched"

@@ -29,8 +29,8 @@ BESIDE = 16 << 10
 
 
 def dump(value: Any) -> list[Bytes]:
-    """Pickle a value into a list of buffers: the pickle, followed by large buffers, which are not
-    copied.
+    """Pickle a value into a list of buffers: the pickle, followed by the value's large buffers,
+    such as the memory of large tensors, which are not copied.
 
     Tensors are sent dense, without the rest of their storage; two views of one storage become two
     tensors. `load` does not need Megatron.
@@ -112,8 +112,8 @@ _MAPPED = 1 << 20
 
 
 def packed(kind: bytes, parts: Sequence[Bytes]) -> list[Bytes]:
-    """Return the buffers to send for a frame (a kind and its parts), with a header; large parts are
-    not copied.
+    """Return the buffers to send for a frame: a header with the kind and the lengths of the parts,
+    then the parts. A small frame is one buffer; the parts of a large frame are not copied.
     """
     lengths = [len(part) for part in parts]
     head = struct.pack(HEAD, kind, len(parts)) + struct.pack(f"!{len(parts)}Q", *lengths)

@@ -40,7 +40,7 @@ class RankGroup(Protocol):
         """The number of ranks."""
 
     async def start(self) -> None:
-        """Start all ranks and construct their workers; after a loss, replace all ranks.
+        """Start all ranks and construct their workers; ranks of an earlier start are ended first.
 
         Raises:
             RanksLost: the ranks cannot be started.

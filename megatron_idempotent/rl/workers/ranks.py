@@ -64,8 +64,9 @@ class _Session:
                 self._on_lost(rank)
 
     def lose(self, reason: str, rank: int | None = None) -> None:
-        """End all ranks because of a loss. Running and later calls then raise `RanksLost` with the
-        reason of the first loss. `rank` is the lost rank, or None if no single rank was lost.
+        """End all ranks for a `reason`, such as the death of a rank. Running and later calls then
+        raise `RanksLost` with the first reason given. `rank` is the rank that died, or None if no
+        single rank did.
         """
         if self.ending is None:
             for link in self.links:
@@ -73,8 +74,8 @@ class _Session:
             self.ending = asyncio.get_running_loop().create_task(self._end(reason, rank))
 
     async def loss(self) -> RanksLost:
-        """Wait until all ranks have ended after a loss, and return the `RanksLost` error for the
-        caller to raise.
+        """Wait until `lose` has ended all ranks, and return the `RanksLost` error for the caller to
+        raise.
         """
         return RanksLost(await asyncio.shield(self.lost))
 
@@ -85,8 +86,8 @@ class _Session:
         per_rank: Sequence[Any] | None,
         timeout_s: float | None,
     ) -> list[Any]:
-        """Call a worker's method on all ranks, and return the results by rank; the caller must hold
-        `turn`.
+        """Call a worker's method on all ranks, and return the results by rank. The caller must hold
+        the lock `turn`, so that only one call runs at a time.
         """
         if self.ending is not None:
             raise await self.loss()
@@ -144,7 +145,7 @@ class _Session:
             await asyncio.gather(*(link.leave() for link in self.links))
 
     def _calls(self, common: Any, per_rank: Sequence[Any] | None) -> list[list[Bytes]]:
-        """Return for each rank the parts of its CALL frame.
+        """Return for each rank the parts (byte buffers) of its CALL frame.
 
         First comes the number of parts of `common`, which is the called method's name and the
         arguments that are the same on all ranks. Then come the parts of `common`, and then, if
@@ -271,7 +272,9 @@ class Ranks:
         await self._release()
 
     async def _drop(self, reason: str) -> None:
-        """End the ranks, if any; running and waiting calls raise `RanksLost` with this reason."""
+        """End the ranks, if there are any; running and waiting calls then raise `RanksLost` with
+        `reason`.
+        """
         session, self._session = self._session, None
         if session is not None:
             session.lose(reason)

@@ -65,8 +65,7 @@ class Meeting:
 
 
 def places(nodes: Sequence[str], *, shows_own_gpus: bool) -> list[tuple[int, dict[str, str]]]:
-    """Assign a rank to each actor, such that the ranks of a node are consecutive. Return in the
-    order of ranks the index of each actor, and the environment variables of its rank.
+    """Assign a rank to each actor, such that the ranks of a node are consecutive.
 
     Args:
         nodes: the node of each actor.
@@ -74,7 +73,7 @@ def places(nodes: Sequence[str], *, shows_own_gpus: bool) -> list[tuple[int, dic
             GPUs. Its local rank is then 0.
 
     Returns:
-        For each rank the index of its actor, and the variables that torchrun would set.
+        By rank, the index of its actor, and the environment variables that torchrun would set.
     """
     assignments: list[tuple[int, dict[str, str]]] = []
     for node in dict.fromkeys(nodes):
@@ -189,8 +188,8 @@ _SIOCGIFADDR = 0x8915
 def _store(
     address: str, port: int, size: int, timeout_s: float, listening: socket.socket | None
 ) -> Any:
-    """Start a TCPStore on a listening socket, which it takes over; without a socket, connect to the
-    store at the address.
+    """Return a TCPStore. With a `listening` socket, it is a new server, which takes over the
+    socket; without one, a client of the server at `address` and `port`.
     """
     import torch.distributed as dist
 
@@ -508,8 +507,8 @@ class _ActorLink:
                 await self._answer(self._actor.ping.remote)
 
     async def _answer(self, call: Callable[[], Any]) -> Any:
-        """Await `call()`, a call of the actor's method, and return the reply. If the actor is lost,
-        end the link, and wait until this coroutine is cancelled.
+        """Run `call`, which calls the actor's method, and return the reply. If the actor is lost,
+        report that the link has ended, and never return: the caller then cancels this coroutine.
         """
         try:
             answer = _future(call())
