@@ -292,7 +292,9 @@ def _keys(kind: Any) -> Iterator[KeyPath]:
 
 
 def _schema_of(kind: Any, key_path: KeyPath) -> Mapping[str, Any]:
-    """Return the JSON schema of the value of a key; empty if the record has no such key."""
+    """Return the JSON schema of a field's value, by the field's key; empty if the settings class
+    has no such key.
+    """
     root = schema(kind)
     field = root
     for key in key_path:

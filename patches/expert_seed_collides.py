@@ -32,7 +32,9 @@ _OFFSET = 2**20
 
 
 def add(original: Original, self: Any, name: str, seed: int) -> None:
-    """Wrap the adding of a random stream: shift the experts' seed if another stream has it."""
+    """Wrap the adding of a random stream: add an offset to the seed of experts if another stream
+    has the same seed.
+    """
     from megatron.core.tensor_parallel.random import _EXPERT_PARALLEL_RNG_TRACKER_NAME
 
     if seed in self.seeds_ and name == _EXPERT_PARALLEL_RNG_TRACKER_NAME:

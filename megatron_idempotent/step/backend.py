@@ -160,7 +160,8 @@ class Backend(ABC):
         """
 
     def gradient_bits(self) -> Any:
-        """Return a checksum of the gradients' bits, for a comparison with that of a later call.
+        """Return a checksum of the gradients' bits; if a later call returns another, gradients were
+        written in between.
 
         It may be a tensor on the device, and the host does not wait. None if the backend compares
         no gradients.
@@ -175,8 +176,8 @@ class Backend(ABC):
 
     @abstractmethod
     def lockstep_group(self) -> tuple[bool, Any]:
-        """Return whether other ranks join in the collectives of this rank's microbatches.
-        Also return the gloo group of this rank and those ranks.
+        """Return whether other ranks take part in collectives within the forward and backward of
+        this rank's microbatches, and the gloo group of this rank and those ranks.
 
         The group is None if all ranks are in it. The first call is a collective of all ranks.
         """

@@ -122,7 +122,9 @@ class CurrentMicrobatch:
         return 0.0 if self._microbatch is None else self._weigh(self._microbatch, self._is_masked)
 
     def note_mask(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of a chunk: record whether the chunk is given a padding mask."""
+        """Forward pre-hook of a chunk: record whether the chunk is given the mask that tells it of
+        padding.
+        """
         # Without experts only MTP heads are told of padding, by `loss_mask`.
         name = "padding_mask" if get_model_config(model).num_moe_experts else "loss_mask"
         self._is_masked = kwargs.get(name) is not None

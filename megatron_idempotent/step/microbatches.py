@@ -531,7 +531,9 @@ def group_ids(batch: Any, sequences: int, shared: Collection[str] = ()) -> Group
 
 
 def distinct_groups(groups: Iterable[Groups]) -> tuple[int, ...]:
-    """Return the ids of groups with a valid sequence, each once; read from the device once."""
+    """Return the ids of all groups that have a valid sequence, each id once. The host waits for the
+    device only once.
+    """
     valid = [ids_n if mask_n is None else ids_n[mask_n] for ids_n, mask_n in groups]
     if not valid:
         return ()

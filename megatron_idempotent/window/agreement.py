@@ -348,8 +348,8 @@ def _remedy() -> str:
 
 
 def _heard_of() -> str | None:
-    """Return a text from torch's store: the first rank that poisoned its session, and the reason.
-    Return None if the store has no such text.
+    """Return the text that the first poisoned rank has written to torch's store: its rank number
+    and the reason. Return None if no rank has written one, or the store is gone.
     """
     with contextlib.suppress(RuntimeError, ValueError):
         store = distributed_c10d._get_default_store()

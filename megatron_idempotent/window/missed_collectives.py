@@ -274,6 +274,6 @@ def _starts_from_hooks(group: Any) -> bool:
 
 
 def _no_check(**_: Any) -> None:
-    """Do nothing.
-    It replaces a bucket group's gradient check that has run already, or would check zeros.
+    """Do nothing, in place of a bucket group's gradient check that has run already, or would check
+    zeros.
     """

@@ -114,9 +114,9 @@ def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
 
 
 def _replace_in(holder: Any, substitutes: _Substitutes) -> None:
-    """Replace `holder`'s references to old objects by the new ones.
-    `holder` is a container, a function or an object. A frame of an ended call and a cache are
-    cleared instead.
+    """Replace the references of `holder`, which is a container, a function or an object, to old
+    objects by references to the new ones. If `holder` is the frame of an ended call, or a cache of
+    results, clear it instead.
     """
     if isinstance(holder, types.FrameType):
         # A traceback keeps frames of ended calls. Clearing a generator's frame would end it.

@@ -448,8 +448,8 @@ class _Carrier:
         self._last: tuple[Sequence[Bytes], asyncio.Future[Any], list[None]] | None = None
 
     async def carried(self, parts: Sequence[Bytes]) -> Any:
-        """Return a call's parts as an argument of an actor's method: small ones directly, large
-        ones as a reference to Ray's object store.
+        """Return a call's parts as an argument of an actor's method: directly if they are small, or
+        else as a reference to Ray's object store, to which they are copied once for all ranks.
         """
         if sum(map(len, parts)) < BESIDE:
             return _for_ray(parts)
