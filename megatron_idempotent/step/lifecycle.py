@@ -419,8 +419,7 @@ def _argument_of_step(step: OpenStep, name: str, value: Any) -> Any:
 
 
 def _already_updated(step_id: str, call: str) -> RuntimeError:
-    """Return the error for a call other than `finish` in a step whose update all ranks have made.
-    """
+    """Return the error for a call other than `finish` after all ranks have updated in the step."""
     return RuntimeError(
         f"{call}(): all ranks have updated in step {step_id!r}; finish() it again for its result"
     )
