@@ -86,8 +86,9 @@ def make_plan(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Plan:
-    """Gather from all ranks which parts of tensors each rank has, and choose for each part the rank
-    that sends it. A collective of the group, if there is one.
+    """Gather from all ranks of `group` which parts of tensors each rank has, and choose for each
+    part the rank that sends it. A collective of `group`; without torch.distributed, of this process
+    alone.
 
     Args:
         shapes: the shapes of all tensors, in order.
@@ -151,7 +152,9 @@ def make_plan(
 
 
 def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
-    """Return True if a tensor's parts cover one of its dimensions without gaps or overlap."""
+    """Return True if a tensor's parts are ranges along one dimension that follow one another
+    without gaps or overlap, from the dimension's start to its end.
+    """
     end = 0
     for part in parts:
         if part.dim != parts[0].dim or part.start != end:
@@ -161,8 +164,8 @@ def _covers(parts: Sequence[TensorPart], shape: Sequence[int]) -> bool:
 
 
 class Shipping:
-    """Sends each part of a tensor from the rank that has it to the tensor's keeper, the rank that
-    gets the complete tensor. It is a `Fetch` for `BucketStream`.
+    """Sends each part of a tensor to the tensor's keeper, the rank that gets the complete tensor.
+    `BucketStream` calls a `Shipping` to fetch the tensors of a bucket.
 
     Contiguous parts are sent without a copy. Parts that are not contiguous, or have another dtype,
     are packed first; the packed bytes never exceed the largest part that a rank sends, or the
@@ -178,8 +181,8 @@ class Shipping:
         *,
         senders: int | None = 1,
     ) -> None:
-        """Choose the keeper of each tensor, and compute how much memory this rank may need for
-        packed parts, i.e. contiguous copies of parts.
+        """Choose the keeper of each tensor, and set the most bytes that packed parts (contiguous
+        copies of parts) may take on this rank at a time.
 
         Args:
             plan: the result of `make_plan`.
@@ -264,15 +267,14 @@ class Shipping:
         parts: Sequence[tuple[int, TensorPart]],
         deltas: Mapping[tuple[int, TensorPart], EncodedDelta],
     ) -> Sequence[tuple[int, EncodedDelta | None]]:
-        """Send the deltas of tensors' parts to the ranks that keep these tensors. Return for each
-        part its contribution to the tensor's checksum and, on the keeper, its delta or None if
-        nothing changed.
+        """Send the delta of each part in `parts` to the keeper of the part's tensor. Return, for
+        each part, how much it contributes to the tensor's checksum, and its delta.
 
         A collective: all ranks call it with the same parts.
 
         Returns:
-            For each part its `after` checksum, on all ranks, and its delta. The delta is None if
-            the part has not changed, and on ranks other than its keeper.
+            For each part the `after` checksum of its delta, on all ranks, and the delta. The delta
+            is None if the part has not changed, and on ranks other than the keeper.
         """
         sent = [
             deltas[part].data if part in deltas and deltas[part].changed else None for part in parts
@@ -315,10 +317,12 @@ class Shipping:
 
 
 def _keepers(plan: Plan, senders: int | None) -> list[int]:
-    """Choose for each tensor its keeper, the rank that gets the complete tensor, among up to
-    `senders` ranks.
+    """Return the keeper of each tensor, the rank that gets the complete tensor. At most `senders`
+    different ranks are keepers; None for no limit.
 
-    This is the owner of the tensor's first part, or the first owner in that owner's group.
+    Without a limit, a tensor's keeper is the rank that sends its first part. Otherwise these ranks
+    and rank 0 are divided into `senders` groups of consecutive ranks, and the first rank of a group
+    keeps all tensors of the group.
     """
     owners = sorted({0, *(parts[0].rank for parts in plan.parts)})
     count = min(senders or len(owners), len(owners))
@@ -329,8 +333,8 @@ def _keepers(plan: Plan, senders: int | None) -> list[int]:
 
 
 class Changes:
-    """Computes and fetches the deltas of the tensors that changed since the last export. It is a
-    `Fetch` for `BucketStream`.
+    """Finds the tensors that changed since the last export, and brings their deltas to their
+    keepers. `BucketStream` calls a `Changes` to fetch the changes of a bucket's tensors.
 
     Each rank keeps a copy in host memory of the parts that it sends, and computes their deltas. If
     a part boundary splits an 8-byte word, the keeper fetches the entire tensor, and drops it if it
@@ -360,8 +364,9 @@ class Changes:
         return self._shipping(members)
 
     def __call__(self, members: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """Compute the changes of the tensors `members` on all ranks. Return the changed tensors
-        that this rank keeps: as deltas, or complete if a part boundary splits an 8-byte word.
+        """Find out on all ranks which of the tensors `members` have changed. Return the changed
+        tensors that this rank keeps: each as one delta or, if the border between two parts splits
+        an 8-byte word, in full. A collective.
         """
         unsplit = [member for member in members if not self._split[member]]
         parts = [(member, part) for member in unsplit for part in self._plan.parts[member]]
@@ -397,8 +402,8 @@ class Changes:
 
 
 class _Flight:
-    """Collects point-to-point messages, then sends and receives them together. It limits the memory
-    of packed parts, i.e. of contiguous copies of parts, in the messages.
+    """Collects point-to-point messages, then sends and receives them together. The packed parts
+    (contiguous copies of parts) of the collected messages take at most `most` bytes.
     """
 
     def __init__(self, most: int, group: dist.ProcessGroup | None) -> None:
@@ -479,8 +484,8 @@ class MegatronWeights:
         lora: Lora | None = None,
         senders: int | None = 1,
     ) -> None:
-        """Plan the export: gather which rank has which part of each tensor. A collective of the
-        group.
+        """Gather from all ranks which rank has which part of each tensor, and plan the export. A
+        collective of `group`.
 
         Args:
             chunks: this rank's chunks, bare or wrapped in DDP and Float16Module. DDP's pending
@@ -541,8 +546,8 @@ class MegatronWeights:
 
     @property
     def finds_changes(self) -> bool:
-        """True if `buckets` can yield only the changes since the last export, as with `deltas`; see
-        `ChangesSource`.
+        """True if the source was made with `deltas` and without `fp8`: `buckets(whole=False)` then
+        yields only the changes since the last export; see `ChangesSource`.
         """
         return self._changes is not None
 
@@ -594,8 +599,8 @@ class MegatronWeights:
 
 
 def _outputs(info: TensorInfo, fp8: Fp8Export | None) -> tuple[TensorInfo, ...]:
-    """Return the name, shape and dtype of each tensor that is sent for the tensor `info`: of that
-    tensor or, if it is converted to FP8, of its FP8 codes and their scales.
+    """Return the name, shape and dtype of what is sent for the tensor `info`: the tensor itself or,
+    if `fp8` converts it, its FP8 codes and their scales.
     """
     if fp8 is None or not fp8.converts(info.name, torch.empty(info.shape, device="meta")):
         return (info,)

@@ -45,8 +45,8 @@ class SlotPart(NamedTuple):
 
     @property
     def place(self) -> tuple[str, int, int, int]:
-        """The name, dimension, start and size: a key that is equal on all ranks with a replica of
-        the same elements.
+        """The tensor's name, and the part's dimension, start and size: a key that is equal on all
+        ranks that have the same elements.
         """
         return self.name, self.dim, self.start, self.size
 
@@ -75,17 +75,17 @@ class ParameterSlot:
 
     @property
     def size(self) -> int:
-        """The size of the unsharded parameter along `dim`."""
+        """The size of the unsharded matrix or vector along `dim`, with padding."""
         return sum(block.size for block in self.blocks)
 
     @property
     def local_size(self) -> int:
-        """The size of this rank's shard along `dim`."""
+        """The size along `dim` of this rank's shard of the matrix or vector."""
         return self.size // self.count
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of the slot's elements in the parameter `tensor`, oriented as in Hugging
-        Face.
+        """Return this rank's shard of the slot's matrix or vector, as a view of the parameter
+        `tensor`. A matrix is [outputs, inputs], as in Hugging Face.
         """
         if self.grouped is None:
             return tensor
@@ -97,7 +97,7 @@ class ParameterSlot:
 
     def shares(self) -> tuple[SlotPart, ...]:
         """Return the part of each Hugging Face tensor that this rank's shard has, in the order of
-        blocks.
+        `blocks`; padding is left out.
         """
         pieces_of: dict[str, list[tuple[int, int, int]]] = {}
         for name, start, local, size in self._pieces():
@@ -137,7 +137,9 @@ class Placed(NamedTuple):
 
     @property
     def view(self) -> torch.Tensor:
-        """The slot's elements in the parameter's memory, oriented as in Hugging Face."""
+        """This rank's shard of the slot's matrix or vector, as a view of the parameter's memory. A
+        matrix is [outputs, inputs], as in Hugging Face.
+        """
         return self.slot.view(self.parameter.detach())
 
 
@@ -244,8 +246,8 @@ _PROJECTIONS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """Describes the low-rank adapters of a model (their rank and layers), in the form of
-    Megatron-Bridge's LoRA.
+    """Describes the LoRA adapters that Megatron-Bridge has put into a model: their rank, and the
+    layers that have adapters.
 
     Example: `Lora(rank=16, layers=("linear_qkv", "linear_proj"))`.
     """
@@ -297,7 +299,7 @@ class Names:
         self, name: str, rows: int, *, layers: Sequence[int], experts: Sequence[int] = ()
     ) -> tuple[ParameterSlot, ...]:
         """Return the slots of a parameter, i.e. the parts of Hugging Face tensors that make up the
-        parameter; none if the parameter's name has no counterpart.
+        parameter; () if no Hugging Face tensor corresponds to the parameter's name.
 
         Args:
             name: the parameter's name in the chunk.

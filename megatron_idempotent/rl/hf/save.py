@@ -189,8 +189,9 @@ class _Writer:
 
 
 def _check_like(like: Path, infos: Sequence[TensorInfo]) -> None:
-    """Raise `CheckpointMismatch` unless the configuration in the folder `like` describes these
-    tensors. If the configuration's architecture is not supported, accept any tensors.
+    """Raise `CheckpointMismatch` unless the tensors `infos` have exactly the names and shapes that
+    the config.json in the folder `like` implies. If that architecture is not supported, accept any
+    tensors.
     """
     try:
         expected = hf_shapes(Architecture.read(like))

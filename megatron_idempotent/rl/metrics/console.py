@@ -42,8 +42,8 @@ class Progress:
         self._live.start()
 
     def draw(self, texts: Mapping[str, str], *, due: bool) -> None:
-        """Redraw the live table, a row per text; without a table, print all texts as one line if
-        `due`.
+        """Redraw the live table, a row per text. Without a table, print the texts as one line if
+        `due` is True, except the one named `_only_in_tables`.
         """
         if self._live is not None:
             from rich.table import Table
@@ -118,8 +118,8 @@ class StatusTable(Progress):
         self._metrics = {**self._metrics, **metrics}
 
     def show(self, status: Mapping[str, Any], at_s: float) -> None:
-        """Draw the table of a run's status. Without a terminal, print a line if the last one was
-        printed `every_s` seconds ago or earlier, or if the run has ended.
+        """Draw the table of a run's status. Without a terminal, print a line if the run has ended,
+        or if the last line was printed at least `every_s` seconds ago.
 
         `status` has the fields of `controller.Status`, and `at_s` is the time of a monotonic clock.
         """

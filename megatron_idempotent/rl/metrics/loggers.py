@@ -22,10 +22,12 @@ class SettingsError(ValueError):
 
 
 class Logger(Protocol):
-    """The protocol of a logger, which records the metrics of each optimizer step."""
+    """The protocol of a logger, which records the metrics of each step of a run."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Record the metrics of version `step`, by name. Training continues if this raises."""
+        """Record metrics by name. `step` is the weight version that the step made or, in a
+        synchronous run, the number of completed rollouts. Training continues if this method raises.
+        """
 
     def close(self) -> None:
         """Write the records that are still buffered, and release all resources."""
@@ -75,8 +77,8 @@ class Loggers:
         self._do(self._with_each, list(loggers), self._build)
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Pass metrics to every logger that has not failed. With a thread, only queue the metrics,
-        and discard them if the queue is full.
+        """Pass metrics to every logger that has not failed. With `threaded`, the background thread
+        does that later; if its queue is full, the metrics are discarded.
 
         After `close` they are discarded.
         """
@@ -88,8 +90,8 @@ class Loggers:
         self.left_out += 1
 
     def flush(self, timeout_s: float = 10.0) -> bool:
-        """Wait up to `timeout_s` seconds until the loggers have all records; return True if they
-        have, or if there is no thread.
+        """Wait up to `timeout_s` seconds until the background thread has passed all queued metrics
+        to the loggers. Return True if it has, or if there is no such thread.
         """
         if self._thread is None or not self._thread.is_alive():
             return True
@@ -98,8 +100,8 @@ class Loggers:
         return reached.wait(timeout_s)
 
     def close(self) -> None:
-        """Pass the queued records to the loggers, and close every logger that has not failed,
-        unless the loggers are lent. A second call is a no-op.
+        """Pass the queued metrics to the loggers, then close every logger that has not failed; with
+        `lent`, leave the loggers open. A second call is a no-op.
 
         With a thread it blocks for up to `close_timeout_s` seconds: do not call it in the thread of
         an event loop.
@@ -160,11 +162,11 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's `metrics.jsonl` by ascending step; of a step that was logged again
-    after a resume, only the last row. Return none if there is no file.
+    """Return the rows of a run's `metrics.jsonl`, by ascending step; [] if there is no file. A row
+    removes all earlier rows of the same or a later step: a resumed run, or one that lost ranks,
+    repeats steps.
 
-    A truncated last line is ignored, and so are rows of steps that were repeated later because
-    ranks were lost. `null` is read as NaN.
+    A truncated last line is ignored. `null` is read as NaN.
 
     Raises:
         ValueError: a line is damaged; the message has its number.
@@ -259,7 +261,8 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Logs the metrics of each step to a run of Weights & Biases, which has the directory's name.
+    """Logs the metrics of each step to a run in Weights & Biases, which gets the name of the output
+    directory.
 
     Project, entity and mode come from the environment (`WANDB_PROJECT`, `WANDB_ENTITY`,
     `WANDB_MODE=offline`), and credentials from `wandb login`. The x-axis of charts is `step`, which
@@ -269,8 +272,8 @@ class WandbLogger:
     """
 
     def __init__(self, directory: Path, *, first_step: int = 0) -> None:
-        """Start a run of Weights & Biases; with a `first_step` above 0, continue the directory's
-        run.
+        """Start a run in Weights & Biases, and write its id to the directory. With a `first_step`
+        above 0, continue the run whose id is already there, if any.
 
         Raises:
             ModuleNotFoundError: wandb is not installed.
@@ -311,7 +314,8 @@ _BUILT_IN: Mapping[str, tuple[Callable[..., Logger], str]] = {
 def logger_factories(
     names: Sequence[str], directory: Path, *, first_step: int = 0
 ) -> list[Callable[[], Logger]]:
-    """Return for each of `names` a function that makes this logger, as arguments for `Loggers`.
+    """Return a list with a function for each logger in `names`, which makes the logger when it is
+    called; pass the list to `Loggers`.
 
     A name is `"jsonl"`, `"tensorboard"`, `"wandb"` or `"package.module:callable"`; the callable
     gets the directory and `first_step`, the step from which a resumed run continues.

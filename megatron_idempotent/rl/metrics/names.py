@@ -95,8 +95,8 @@ def counts_metrics(
     dropped: Mapping[str, int] | None = None,
     retries: Mapping[str, int] | None = None,
 ) -> dict[str, float]:
-    """Return a run's counts of groups as metrics by name, with the fraction of all ended groups
-    that were filtered or evicted, and the numbers of drops and retries.
+    """Return as metrics by name: a run's counts of groups, the fraction of ended groups that were
+    filtered or evicted, how many groups were dropped after errors, and how many calls were retried.
 
     `counts` are those of `controller.Counts`, by name. `rollouts/unaccounted` is submitted −
     trained − filtered − evicted − running, and always 0; `rollouts/wasted_fraction` is (filtered +
@@ -115,7 +115,8 @@ def counts_metrics(
 
 
 class InflightClock:
-    """Integrates the number of groups being generated over the event loop's time.
+    """Measures how long groups are being generated, in the event loop's time: the seconds with at
+    least one such group, and the seconds summed over groups.
 
     Example: `clock.now(loop.time(), counts.generating)` at each change.
     """
@@ -132,8 +133,8 @@ class InflightClock:
         self._at_s, self._running = at_s, running
 
     def take(self, at_s: float) -> tuple[float, float]:
-        """Return the totals since the last call of `take`, up to the time `at_s`, and reset them:
-        the seconds in which any group was being generated, and the seconds summed over all groups.
+        """Return two totals for the time between the last call of `take` and `at_s`, and reset them
+        to 0.
 
         Returns:
             Seconds in which at least one group was being generated, and group-seconds: the seconds

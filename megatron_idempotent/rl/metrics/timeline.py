@@ -90,8 +90,8 @@ class Timeline:
 
     @property
     def dropped(self) -> int:
-        """The number of events that were recorded, and dropped since because there were more than
-        `capacity`.
+        """The number of recorded events that are no longer kept, because more than `capacity`
+        events were recorded.
         """
         return self._recorded - len(self._events)
 
@@ -111,8 +111,9 @@ class Timeline:
         write_whole(path, f"{head}\n{events}\n]}}\n")
 
     def _track_order(self, track: str) -> tuple[int, str, int]:
-        """Return the key by which a trace sorts `track`: the position that the constructor's
-        `tracks` give it, its name, and the number at its end.
+        """Return the key by which a trace sorts `track`: the position of its name in the
+        constructor's `tracks` (names that are not there come last), its name without a number, and
+        the number at its end.
 
         A number at the end of a name is compared as a number: `rollouts 2` comes before
         `rollouts 10`, and both have the position that `tracks` gives to `rollouts`.
