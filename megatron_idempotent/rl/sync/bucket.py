@@ -241,8 +241,8 @@ class BucketPublisher:
         self._staged = None
 
     def _clean(self, index: Index | None) -> None:
-        """Remove all objects from the bucket that no update in the index needs; the store's listing
-        may miss the newest objects.
+        """Remove from the storage bucket all objects that no update in the index needs. The newest
+        objects may stay until a later call, because the store may not list them yet.
         """
         self._objects.remove_partials()
         listed = index.updates if index else ()

@@ -347,7 +347,8 @@ class RemoteWeights:
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the workers on all ranks, and return the results by rank; await this in
-        the ranks' event loop. An error of a transport on a rank is raised as the same type here.
+        the ranks' event loop. A `TransportError` or `TransportTimeout` on a rank is raised as the
+        same type here.
 
         Raises:
             RanksLost: ranks are gone.
@@ -404,8 +405,8 @@ class RemoteBuckets(Iterator[Bucket]):
 
 
 class _Inbound:
-    """Receives the data of the ranks' buckets in the controller's process, in the thread of the
-    export.
+    """Brings the data of the ranks' buckets to the controller's process. Its methods block, and are
+    called in the thread that iterates over `RemoteBuckets`.
     """
 
     def __init__(self, weights: RemoteWeights, make: MakeSender) -> None:
@@ -484,8 +485,8 @@ class _RankSender(Sender):
 
 
 def _opened(announcements: Sequence[Announcement | None]) -> tuple[Sequence[int], Announcement]:
-    """Return the numbers of the ranks that have a sender, and the combined announcement of these
-    senders.
+    """Combine the announcements of the ranks' senders, given by rank, with None for a rank that
+    does not send. Return the ranks that send, and the combined announcement.
     """
     opened = {rank: sender for rank, sender in enumerate(announcements) if sender is not None}
     return tuple(opened), opened_together(list(opened.values()))
@@ -493,8 +494,8 @@ def _opened(announcements: Sequence[Announcement | None]) -> tuple[Sequence[int]
 
 @contextlib.contextmanager
 def _without_close(export: Iterator[Bucket]) -> Iterator[None]:
-    """Replace `close` of an export's stream by a no-op during the `with` block, so that the stream
-    does not close itself after an error.
+    """Make `close()` of a `BucketStream` a no-op during the `with` block, so that the stream does
+    not close itself after an error. Other iterators stay as they are.
 
     Closing is a collective, which the other ranks do not enter before `export_end`.
     """

@@ -156,8 +156,8 @@ class WeightSync:
         return report
 
     async def recover(self) -> Mapping[str, EngineHealth]:
-        """Resume the engines that are paused and have one known version, such as those that an
-        earlier trainer left paused. Return the health of all engines afterwards.
+        """Resume every paused engine that reports the version of its weights, such as one that an
+        earlier trainer left paused. Return the health of all engines afterwards, by name.
 
         Call it at the start of a run. It does not touch DIRTY and DEAD engines: the next update,
         which sends everything, repairs DIRTY ones.
@@ -319,7 +319,8 @@ class UpdateAttempt:
 
     async def _switch(self, stamp: Stamp | None) -> None:
         """Pause the engines, commit the update on all, check by `health` that each has the new
-        version, call `stamp`, and resume the engines. Requests wait from the pause to the resume.
+        version, call `stamp` with the version and the engines' names, and resume the engines.
+        Requests wait from the pause to the resume.
 
         Failed engines are repaired afterwards, so that they do not delay the others.
         """
@@ -497,8 +498,9 @@ async def attempts(
     is_done: Callable[[EngineHealth], bool],
     settings: SyncSettings,
 ) -> str:
-    """Repeat a call of an engine until `is_done` accepts the engine's health, up to
-    `settings.attempts` times; return the last error, or "" after a success.
+    """Repeat a call of an engine until `is_done` accepts the engine's health, at most
+    `settings.attempts` times; stop if the engine is DEAD. Return "" after a success, else the last
+    error.
 
     The health is checked after every attempt, even a failed one: a call that timed out may have
     taken effect, and a call that returned may not have.
@@ -531,13 +533,12 @@ async def settle(
     *,
     had_staged: bool,
 ) -> EngineOutcome:
-    """Roll back an update on an engine where the update failed, and resume the engine with one
-    known version. If that is not possible, quarantine the engine. Return the engine's outcome.
+    """Roll back an update on an engine where the update failed. If the engine then reports a
+    version of its weights, resume it, otherwise quarantine it. Return the engine's outcome.
 
-    The engine is rolled back, which is a no-op if the commit was complete, and resumed only if it
-    then reports one version; a DIRTY engine is never resumed. `had_staged` is False for an engine
-    that had not staged the update: it does not have the update, even if its version has the same
-    number.
+    The rollback is a no-op if the commit was complete. A DIRTY engine is never resumed.
+    `had_staged` is False for an engine that had not staged the update: it does not have the update,
+    even if its version has the same number.
     """
     await attempts(
         engine,
@@ -560,8 +561,8 @@ async def settle(
 async def resume(
     engine: RolloutEngine, version: int, reason: str, settings: SyncSettings
 ) -> EngineOutcome:
-    """Resume an engine that has the known version `version`. Return the outcome: `committed`
-    without a `reason`, `behind` with one, or `quarantined` if the engine does not resume.
+    """Resume an engine whose weights have the version `version`. Return the outcome: `committed` if
+    `reason` is "", `behind` otherwise, or `quarantined` if the engine does not resume.
 
     `reason` is why the version is not the newest; "" if it is the newest.
     """

@@ -179,7 +179,9 @@ class PolicyWorker(Exports):
         self._policy.step.abort()
 
     def save(self, directory: str, iteration: int) -> str:
-        """Write a Megatron checkpoint to `directory`; return a SHA-256 digest of the weights."""
+        """Write a Megatron checkpoint to `directory`; return a SHA-256 digest of the entire model's
+        weights. A collective.
+        """
         return save_weights(self._policy, Path(directory), iteration=iteration)
 
     def load(self, directory: str) -> int:

@@ -223,8 +223,8 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _transport(job: Job) -> Callable[[], Sender] | None:
-    """Return a factory of senders that send weights to engines in this process; None if no engine
-    is in this process.
+    """Return a factory of senders that send the ranks' weights to this process, for the engines in
+    it; None if no engine is in this process.
     """
     here = job.config.rollout.engine == "transformers" and job.config.controller.cluster != "ray"
     return local_sender(job) if here else None

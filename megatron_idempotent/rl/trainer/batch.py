@@ -178,8 +178,8 @@ def pack_rows(rows: Sequence[Row], *, positions: int, pad_id: int, replays: bool
 
 
 def _routes(rows: Sequence[Row], lengths: Sequence[int], width: int) -> torch.Tensor:
-    """Return the experts that the engine selected for each token, [B, width, layers, topk]; 0 for
-    tokens without recorded experts.
+    """Return the experts that the engine selected for each token, [B, width, layers, topk]. They
+    are 0 for the last token, for padding, and for samples without a response.
     """
     routes_of_rows = [sample.routed_experts for _, sample, _ in rows]
     like = next((routes for routes in routes_of_rows if routes is not None), None)

@@ -54,7 +54,7 @@ def save_checkpoint(job: Job, policy: MegatronPolicy, rollouts: int) -> None:
 
 def save_weights(policy: MegatronPolicy, directory: Path, *, iteration: int) -> str:
     """Write Megatron's checkpoint of weights, optimizer, schedule and random states; return a
-    digest of the weights. A collective.
+    digest of the entire model's weights. A collective.
 
     Returns:
         A digest of the entire model's weights: of this rank's chunks if every rank has the entire
@@ -100,8 +100,8 @@ def load_weights(stock: MegatronModel, directory: Path) -> int:
 
 
 def weights_digest(modules: Sequence[torch.nn.Module]) -> str:
-    """Return the SHA-256 over the names and bits of all parameters of these modules, each module's
-    in order of name.
+    """Return the SHA-256 over the names and bits of all parameters: module after module, and within
+    a module in order of name.
     """
     digest = hashlib.sha256()
     for module in modules:
@@ -152,8 +152,9 @@ class CheckpointStore:
         await asyncio.to_thread(seal)
 
     async def restore(self) -> Mapping[str, Any] | None:
-        """Restart all ranks, unless they have just started to resume a run, and load the newest
-        checkpoint; return the controller's state in it. See `controller.Store.restore`.
+        """Restart all ranks, and load the newest complete checkpoint; return the controller's state
+        in the checkpoint, or None if there is none. The first call in a resumed run does not
+        restart the ranks, because they have just started. See `controller.Store.restore`.
 
         Raises:
             CheckpointError: the checkpoint is damaged.

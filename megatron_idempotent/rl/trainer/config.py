@@ -128,8 +128,8 @@ class ParallelConfig:
         return self.tp * self.cp * self.pp
 
     def rounded(self, positions: int) -> int:
-        """Return `positions`, rounded up to a length that context- and sequence-parallel ranks can
-        split evenly.
+        """Return a row's number of positions, rounded up to a number that context- and
+        sequence-parallel ranks can split evenly.
         """
         divisor = (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
         return -(-positions // divisor) * divisor
@@ -545,8 +545,8 @@ class Config:
 
     @property
     def chunks(self) -> int:
-        """The number of calls of `TrainStep.microbatch` over which the microbatches of an optimizer
-        step are divided.
+        """The number of calls of `TrainStep.microbatch` in an optimizer step. Each call gets an
+        equal number of the step's microbatches.
         """
         optimizer, stages = self.optimizer, self.parallel.pp
         if optimizer.chunks_per_step:
@@ -588,8 +588,8 @@ class Config:
 
     @property
     def chunk_size(self) -> int:
-        """The number of sequences that a replica passes in each of the `chunks` calls of an
-        optimizer step.
+        """The number of sequences that each of the `chunks` calls of `TrainStep.microbatch` gets on
+        a replica.
         """
         return self.rank_batch_size // self.chunks
 
@@ -602,8 +602,8 @@ SECTIONS: dict[str, Any] = {
 
 @functools.cache
 def declared(mark: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return the values that were passed to `setting` as its argument `mark`, such as "flag", by
-    section and key. Settings declared without that argument are left out.
+    """Return by section and key what `setting` got as its argument `mark`, such as "flag". Settings
+    declared without this argument are left out.
 
     Example: `declared("with_async")["run"]["rollouts"]` is 600.
     """

@@ -197,8 +197,9 @@ class SpreadBuckets(Iterator[Bucket]):
 
 
 def make_engines(job: Job, policy: MegatronPolicy) -> Engines:
-    """Return this rank's `Engines`: an engine on every rank or, with vLLM, clients of servers on
-    rank 0, which samples for all ranks. A collective.
+    """Return this rank's `Engines`. Without vLLM, each rank has one engine, a model in its process.
+    With vLLM, only rank 0 has engines, which are clients of the servers, and samples for all ranks.
+    A collective.
     """
     config = job.config
     if config.rollout.engine != "transformers":
@@ -285,7 +286,8 @@ def files_sender(out: Path) -> Callable[[], Sender]:
 
 
 async def make_async_engines(job: Job, weights: RemoteWeights) -> Sequence[RolloutEngine]:
-    """Make the engines of an asynchronous run: servers, actors, or models in this process.
+    """Make the engines of an asynchronous run: clients of the servers in `rollout.engine_url`,
+    engines in Ray actors, or models in this process.
 
     They load a model from the job's initial checkpoint; the first publish updates them to the
     policy's weights, from the ranks of `weights`.
@@ -311,8 +313,8 @@ async def make_async_engines(job: Job, weights: RemoteWeights) -> Sequence[Rollo
 
 
 def _in_actor(job: Job, checkpoint: Path, name: str) -> RolloutEngine:
-    """Make the inference engine within a Ray actor: a model in the actor's process, or a vLLM
-    server.
+    """Make an inference engine in the Ray actor that calls this function: a model in the actor's
+    process, or a vLLM server that the actor starts.
     """
     config, gpus = job.config, job.config.controller.gpus_per_engine
     if config.rollout.engine == "transformers":
@@ -335,8 +337,8 @@ def _in_actor(job: Job, checkpoint: Path, name: str) -> RolloutEngine:
 
 
 def local_sender(job: Job) -> Callable[[], Sender]:
-    """Return a factory of weight senders to receivers on this machine: through shared memory if it
-    has room for the two buckets of an update, else through files.
+    """Return a factory of senders that send weights to receivers on this machine: through shared
+    memory if it has room for two buckets, else through files.
     """
     files = files_sender(job.out)
     if not DIRECTORY.is_dir():  # as on macOS

@@ -55,7 +55,7 @@ class RankLayout:
         return tuple(rank for rank in range(self.ranks) if self.replica(rank) == replica)
 
     def share(self, items: Sequence[Item], rank: int) -> tuple[Item, ...]:
-        """Return the part of `items`, such as prompts for all ranks, that is assigned to `rank`.
+        """Return those of `items`, such as the prompts for all ranks, that are assigned to `rank`.
 
         Replica r gets items r, r + `replicas`, …; of those, its member m gets every `members`-th
         item, from the m-th on.
@@ -104,7 +104,9 @@ class Replica:
         self.group = group
 
     def share(self, items: Sequence[Item]) -> tuple[Item, ...]:
-        """Return this rank's items, such as prompts to sample, from the items of all ranks."""
+        """Return those of `items`, such as the prompts for all ranks, that are assigned to this
+        rank; see `RankLayout.share`.
+        """
         return self._layout.share(items, self._rank)
 
     def gather(self, results: Sequence[Item]) -> list[Item]:

@@ -173,8 +173,8 @@ def importance_correction(
 def with_logprobs(
     batch: Batch, logprobs: Mapping[LogprobsOf, torch.Tensor], config: LossConfig
 ) -> tuple[Batch, Mapping[str, float]]:
-    """Return a copy of a batch that `pack_rows` made, with all that the loss needs; also return the
-    correction's metrics, {} without a correction.
+    """Return a copy of a batch of `pack_rows` to which the log-probs and weights that the loss
+    needs are added; also return the metrics of the importance correction, {} without a correction.
 
     The copy has reference log-probs if there is a KL penalty. If old log-probs are recomputed, it
     has the policy's as old log-probs, importance weights, and a loss mask without rejected tokens.

@@ -335,7 +335,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _shown(default: object) -> str:
-    """Return a default as it is written on the command line."""
+    """Return a setting's default as text for the help: a bool in lower case, "empty" for an empty
+    text.
+    """
     return str(default).lower() if isinstance(default, bool) else str(default) or "empty"
 
 

@@ -42,7 +42,7 @@ class MegatronModel:
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
-        """The models of the chunks, without DDP."""
+        """This rank's model chunks, each without its DDP wrapper."""
         return tuple(chunk.module for chunk in self.chunks)
 
 

@@ -199,8 +199,8 @@ def remove_old(directory: Path, keep: int) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its list of files first, so that a partly removed checkpoint does not
-    count as complete.
+    """Remove a checkpoint, beginning with its COMPLETE.json, so that a partly removed checkpoint
+    does not count as complete.
     """
     (checkpoint / MARKER).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)
@@ -366,7 +366,8 @@ def is_unused(out: Path) -> bool:
 
 
 def run_to_resume(out: str) -> Path:
-    """Return the directory `out` or, if `out` is empty, that of the last numbered run.
+    """Return the directory `out` or, if `out` is empty, the directory `runs/train-NUMBER` with the
+    highest number.
 
     Raises:
         OutputError: there is no such directory.
@@ -385,7 +386,8 @@ def run_to_resume(out: str) -> Path:
 
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[IO[str]]:
-    """Redirect this process's output to a file; yields the terminal's standard error.
+    """Redirect this process's output to a file during the `with` block; yield the original standard
+    error.
 
     It redirects descriptors 1 and 2, because Megatron's libraries also print from C++.
     """

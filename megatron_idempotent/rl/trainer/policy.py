@@ -253,11 +253,11 @@ class MegatronPolicy:
         return logprobs_BT[:rows].cpu()
 
     def _decoded(self, module: Any, weights: _Weights | None, batch: Batch) -> torch.Tensor:
-        """Return a chunk's output for a batch, on the last stage the logits. Compute with `weights`
-        or, if that is None, with the chunk's own weights, and with the experts that the engine
-        selected if router replay is on.
+        """Run a model chunk on a batch; return the chunk's output, on the last stage the logits.
+        `weights` replace the chunk's parameters. With None, the chunk uses its own parameters and,
+        with router replay, the experts that the engine selected.
 
-        The reference has other weights, and selects its own experts.
+        The reference model is the chunk with the initial weights, and selects its own experts.
         """
         inputs = step.gpt_inputs(module, {"input_ids": batch.tokens_BT})
         logits_BTV: torch.Tensor
@@ -342,8 +342,8 @@ def training_metrics(results: Sequence[megatron_idempotent.StepResult]) -> dict[
 
 
 def training_positions(config: Config, prompts: PromptSet, tokenizer: TextTokenizer) -> int:
-    """Return the length T of training sequences, rounded up for the ranks: one less than the
-    longest possible sequence, whose last token is only a target.
+    """Return the length T of training rows: the tokens of the longest possible sequence but its
+    last, which is only a target, rounded up so that the ranks can split a row evenly.
     """
     return config.parallel.rounded(longest_sequence(config, prompts, tokenizer) - 1)
 

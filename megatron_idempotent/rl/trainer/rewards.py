@@ -109,8 +109,8 @@ class Scorer:
 
 
 def group_sums(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Return the sum of rewards, and the numbers of samples, solved samples, groups and tied
-    groups, for `group_means`.
+    """Return the sum of rewards, and the numbers of samples, solved samples, groups and tied groups
+    (all rewards are equal), for `group_means`.
 
     Sums of several ranks can be added first.
     """

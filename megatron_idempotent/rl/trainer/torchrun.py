@@ -107,8 +107,8 @@ def join(config: Config, job: Job | None = None) -> Job:
 
 
 def _store_of_this_start(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Return `store`, `rank` and `world_size` for `init_process_group`: torchrun's store, with a
-    prefix for this start of the ranks.
+    """Return `store`, `rank` and `world_size` for `init_process_group`. The store is torchrun's,
+    with a key prefix that is new whenever the ranks are started or restarted.
 
     torchrun's store survives a restart, with addresses of dead ranks. Its restart counter is no
     prefix, because it is per machine, and may differ between machines.

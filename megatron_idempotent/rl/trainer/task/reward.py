@@ -25,8 +25,8 @@ class Reward(Protocol):
 
 
 class Verifier:
-    """Calls a reward function with those fields of a data row for which it has parameters; with
-    `**name`, with all fields.
+    """Calls a reward function with the fields of a data row. The function gets the fields for which
+    it has parameters, or all fields if it has `**name`.
 
     Example: `Verifier(reward).score("c b a", prompt, finished=True)`.
     """

@@ -118,8 +118,8 @@ class TextTokenizer:
         self._tokenizer.save(str(path))
 
     def encode_prompt(self, text: str | Messages) -> tuple[int, ...]:
-        """Return the token ids of a prompt, text or messages, including the tokenizer's special
-        tokens.
+        """Return the token ids of a prompt, which is a text or a list of chat messages, including
+        special tokens.
 
         Messages are formatted with the checkpoint's chat template, which has its own special
         tokens, up to the beginning of the assistant's answer.
