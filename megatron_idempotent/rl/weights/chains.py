@@ -307,9 +307,10 @@ class Chain:
         yield Bucket(index=index, tensors=tensors, checksums=checksums)
 
     def _newest(self, name: str) -> tuple[str, torch.Tensor, int]:
-        """Return a tensor as the chain leaves it: in full if an update of the chain has it in full,
-        otherwise as one delta merged from all deltas. The result is the name in a bucket, the data,
-        and the checksum.
+        """Return the tensor `name` as it is after the last update of the chain: complete if an
+        update of the chain has the complete tensor, otherwise as one delta, joined from the
+        updates' deltas. The result is the name for a bucket (a delta's ends in `DELTA`), the tensor
+        or the delta's bytes, and the checksum.
         """
         deltas: list[EncodedDelta] = []
         for manifest in reversed(self._manifests):

@@ -146,9 +146,10 @@ class EncodedDelta:
         return at_K, by_K
 
     def pieces(self, blocks: int) -> Iterator[tuple[int, Any, Any]]:
-        """Decode the delta in groups of `blocks` consecutive blocks. Yield for each group the index
-        of its first element, the changed positions counted from there, int64 [K], and the
-        differences new - old at these positions.
+        """Decode the delta in groups of `blocks` consecutive blocks, which are ranges of the
+        tensor's elements (see the method `blocks`). Yield for each group the index of its first
+        element, the changed positions counted from there, int64 [K], and the differences new - old
+        at these positions.
         """
         left = self.blocks()
         while some := list(itertools.islice(left, blocks)):
@@ -226,10 +227,10 @@ class Patch:
 
 
 def _there(tensor: torch.Tensor, at_K: Any, by_K: Any) -> tuple[Any, Any, Any]:
-    """Return a view of a contiguous tensor's bits as integers, [N], and the arguments `at_K` and
-    `by_K` on the tensor's device.
+    """Return the bits of a contiguous tensor as a flat view [N] with the integer type of `by_K`;
+    also return `at_K` and `by_K` on the tensor's device.
 
-    They are NumPy arrays for a tensor on the host.
+    All three are NumPy arrays for a tensor on the host, torch tensors otherwise.
     """
     bytes_N = tensor.detach().reshape(-1).view(torch.uint8)
     if in_host_memory(bytes_N):
@@ -422,8 +423,9 @@ def merged(deltas: Sequence[tuple[Part, EncodedDelta]], *, before: int, after: i
 def _joined(
     deltas: Sequence[EncodedDelta], before: int, after: int, *, sign: int = 1
 ) -> EncodedDelta:
-    """Add up several deltas of one tensor, and return the sum times `sign` as one delta. The sum is
-    computed one block at a time to bound the memory.
+    """Add up several deltas of one tensor, multiply the sum by `sign`, and return it as one delta,
+    with the checksums `before` and `after` in its header. One block at a time is computed, to bound
+    the memory.
     """
     elements, itemsize = deltas[0].elements, deltas[0].itemsize
     sealed = []
@@ -464,11 +466,12 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 
 def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
-    """Return the contribution of the elements `new_B`, which begin at element `start` of a tensor,
-    to that tensor's checksum. With `part`, the elements begin in that part of a tensor, and
-    contribute to the checksum of the complete tensor.
+    """Return how much the elements `new_B` of a tensor contribute to the tensor's checksum. They
+    are consecutive in the tensor, from element `start` on, or with `part` in that part of the
+    tensor.
 
-    With `part`, `start` counts from the beginning of that part.
+    With `part`, `start` counts from the beginning of the part, and the checksum is the one of the
+    complete tensor.
     """
     itemsize = new_B.dtype.itemsize
     first = start * itemsize // 8
@@ -483,8 +486,8 @@ def _share(new_B: torch.Tensor, start: int, part: Part | None = None) -> int:
 def _sealed(
     blocks: Iterable[tuple[int, list[Any]]], kind: tuple[int, int], before: int, after: int
 ) -> EncodedDelta:
-    """Assemble a delta from a header and its encoded blocks; `kind` is the bytes per element and
-    the element count.
+    """Assemble a delta from a header and encoded blocks, each as `_block` returns it. `kind` is the
+    number of bytes per element, and the number of elements of the tensor.
     """
     counts, parts = zip((0, []), *blocks, strict=True)
     header = struct.pack(DELTA_HEADER, _MAGIC, *kind, sum(counts), before, after)

@@ -190,8 +190,9 @@ def word_blocks(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
 
 
 def words_share(start: int, words_W: Any, at_W: Any = None) -> int:
-    """Return the contribution of the 8-byte words `words_W` of a tensor to the tensor's checksum.
-    They are consecutive words from word `start` on, or the words with the indices `at_W`.
+    """Return how much the 8-byte words `words_W` of a tensor contribute to the tensor's checksum.
+    The words are consecutive from word `start` on or, with `at_W`, are the words with these
+    indices.
 
     Args:
         start: the index of the first word.
@@ -246,8 +247,8 @@ def _odd(numbers_N: Any) -> Any:
 
 
 def _factors(last: int, device: torch.device | None = None) -> Any:
-    """Return the odd numbers by which the checksum multiplies the sums of blocks 0 to `last`.
-    Numbers for further blocks follow, up to a power of two.
+    """Return the odd numbers by which the checksum multiplies the sums of blocks: of blocks 0 to
+    `last`, and of a few more, so that the count is a power of two.
     """
     return _odds(0, 1 << last.bit_length(), device)
 
@@ -331,8 +332,9 @@ class TensorInfo:
 def refuse_misfits(
     update_id: str, came: Iterable[TensorInfo], expected: Mapping[str, TensorInfo]
 ) -> None:
-    """Raise `UpdateMismatch` unless an update's tensors have the names, shapes and dtypes of the
-    model's, and its deltas have a plausible size.
+    """Raise `UpdateMismatch` if an update has a tensor that the model does not have, or that
+    differs in shape or dtype from the model's, or a delta that is larger than any delta of its
+    tensor can be.
 
     Args:
         update_id: the update's id, for the error.
@@ -361,8 +363,8 @@ def refuse_misfits(
 
 
 def check_kv_scales(kv_scales: Mapping[str, float]) -> None:
-    """Raise `ValueError` unless `kv_scales` has an entry, each name ends in `.k_scale`, `.v_scale`
-    or `.q_scale`, and each value is a finite number above 0.
+    """Raise `ValueError` if `kv_scales` is empty, a name does not end in `.k_scale`, `.v_scale` or
+    `.q_scale`, or a value is not a finite number above 0.
     """
     wrong = [
         f"{name} is {value!r}"
@@ -417,8 +419,8 @@ class WeightUpdate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Bucket:
-    """Some unsharded tensors of an update with their checksums, which are sent together; the
-    tensors must not be changed.
+    """Unsharded tensors and deltas of an update that are sent together, with the checksum of each;
+    the tensors must not be changed.
 
     Example: `Bucket.of(0, {"model.norm.weight": tensor})`.
     """

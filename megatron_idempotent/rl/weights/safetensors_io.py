@@ -110,7 +110,8 @@ class SafetensorsFile:
         return not self._missing
 
     def close(self) -> None:
-        """Check that all tensors are written, flush the file to the disk, and close the file.
+        """Flush the file to the disk and close it, if all tensors of the header are written;
+        otherwise raise an error.
 
         Raises:
             ValueError: tensors are missing.
@@ -134,8 +135,7 @@ class CheckpointDamaged(WeightsError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file of a checkpoint, and return the object in the file. Raise
-    `CheckpointDamaged` if the file is missing or has no object.
+    """Read a JSON file of a checkpoint, and return its content, a JSON object, as a dict.
 
     Raises:
         CheckpointDamaged: the file is missing or is not a JSON object.
@@ -392,8 +392,8 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 
 def copy_settings(source: Path, target: Path) -> None:
-    """Copy the files at the top of a checkpoint's folder, such as config.json and the tokenizer, to
-    the folder `target`, except weights, their indexes and hashes, and hidden files.
+    """Copy config.json, the tokenizer and other files from a checkpoint's folder to the folder
+    `target`. Subfolders, hidden files, weights, indexes of weights and SHA256SUMS are not copied.
     """
     for path in sorted(source.iterdir()):
         left_out = path.name.endswith((*_WEIGHTS, ".index.json", "SHA256SUMS"))

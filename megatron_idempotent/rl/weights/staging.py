@@ -116,8 +116,9 @@ class Staging:
         return self._tensors
 
     def _decoded(self, came: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor | Patch]:
-        """Return a received tensor unchanged under its name. If it is a delta, check it against the
-        served tensor, and return the decoded patch or new tensor under the served tensor's name.
+        """Return a received tensor unchanged, with its name. For a delta, check it against the
+        served tensor that it changes, and return the patch or the new tensor to which it was
+        decoded, with that tensor's name.
         """
         name, tensor = came[0].removesuffix(DELTA), came[1]
         if name == came[0]:

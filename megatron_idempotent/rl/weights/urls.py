@@ -32,8 +32,8 @@ SCHEMES = frozenset({"file", "s3", "gs", "az", "abfs", "hf"})
 
 
 def place_of(url: str) -> tuple[str, ...]:
-    """Return the location of a store as a tuple: the scheme of its URL ("file" for a path),
-    followed by the folders.
+    """Return the location of a store as a tuple: the scheme of its URL ("file" for a path), then
+    the names between the slashes, such as the bucket and its folders.
 
     Raises:
         ValueError: the scheme is not allowed, or the URL has parts that a file system may

@@ -109,7 +109,7 @@ class EmbeddedRanks(Ranks):
 
     async def _end(self, rank: int | None) -> str:
         """Wait until all ranks have ended, and kill those that take too long. Return a text that
-        says how `rank` ended, or "" if unknown.
+        says how rank `rank` ended; "" if that is unknown, or if `rank` is None.
 
         The ranks' pipes are already closed, which makes a rank end by itself.
         """

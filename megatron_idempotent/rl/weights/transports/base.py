@@ -83,7 +83,7 @@ class Session:
 
     def announce(self, layout: BucketLayout, bucket: Bucket) -> Mapping[str, Any]:
         """Prepare a bucket for the receivers, such as by writing it to a file. Return the JSON
-        fields with which receivers find the bucket, in addition to those of its layout.
+        fields with which receivers find the bucket; the sender adds the fields of `layout`.
         """
         return {}
 

@@ -144,8 +144,8 @@ class Objects:
         self._do(f"writing {key}", replace)
 
     def read(self, key: str, nbytes: int | None = None) -> bytes | None:
-        """Return the content under a key, at most `nbytes` + 1 bytes; None if there is no
-        such key.
+        """Return the content under a key; None if there is no such key. With `nbytes`, read at most
+        one byte more than `nbytes`, which shows the caller that the content is too long.
         """
         path = f"{self._root}/{key}"
         part = {} if nbytes is None else {"start": 0, "end": nbytes + 1}
@@ -189,8 +189,9 @@ class Objects:
                     partial.unlink()
 
     def _do(self, doing: str, call: Callable[[], Any], *, absent: Any = _FAILS) -> Any:
-        """Call `call`, which accesses the store, and return the result. If the store has no such
-        key, return `absent`, if given; any other error becomes a `TransportError` without secrets.
+        """Call `call`, which accesses the store, and return its result. With `absent`, return
+        `absent` if the store does not have the key. Any other error becomes a `TransportError`
+        without secrets.
         """
         try:
             return call()

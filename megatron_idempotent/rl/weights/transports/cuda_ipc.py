@@ -97,7 +97,9 @@ class CudaDriver:
 
 # Made on demand: a module with such types cannot be pickled by value.
 def _handle_type() -> Any:
-    """Make the ctypes structure `CUipcMemHandle`, which the driver takes by value."""
+    """Return the ctypes class `CUipcMemHandle`, a structure with the bytes of a handle, which the
+    driver takes by value.
+    """
     fields = {"_fields_": (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)}
     return type("CUipcMemHandle", (ctypes.Structure,), fields)
 

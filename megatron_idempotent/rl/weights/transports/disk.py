@@ -63,8 +63,8 @@ class DiskSender(Sender):
 
 
 def remove_stale_folders(directory: pathlib.Path) -> None:
-    """Remove the folders of updates whose sender has died, on whichever machine it ran: those whose
-    lock file is no longer locked.
+    """Remove the folders of updates whose sender has died, on this or another machine. A sender
+    holds a lock on its folder's lock file, and has died if the lock is free.
 
     Folders of live senders, and folders without a lock file, are kept.
     """
@@ -83,8 +83,8 @@ def remove_stale_folders(directory: pathlib.Path) -> None:
 
 
 def _lock(path: pathlib.Path) -> int:
-    """Create a file and lock it; return the file descriptor. Closing the descriptor releases the
-    lock. On a file system without locks, the file is removed again.
+    """Create a file and lock it; return the file descriptor, whose closing releases the lock. If
+    the file system has no locks, remove the file, and return the descriptor nevertheless.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
