@@ -105,8 +105,9 @@ def _misshapen(placed: Placed, names: Names) -> str | None:
 
 
 def _unused(model: Any, names: Names, placed: Sequence[Placed]) -> list[str]:
-    """List the checkpoint's tensors that belong to this chunk's layers and that no parameter of the
-    chunk holds.
+    """Return an error text for each Hugging Face tensor that no parameter of this chunk takes,
+    although the tensor belongs to a layer of the chunk, or to the chunk's embedding, last norm or
+    output layer.
     """
     layers = {f"model.layers.{layer.layer_number - 1}.": layer for layer in model.decoder.layers}
     mapped = {block.name for slot_of_parameter in placed for block in slot_of_parameter.slot.blocks}

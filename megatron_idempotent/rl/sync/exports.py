@@ -311,7 +311,7 @@ class RemoteWeights:
 
     def ask(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the workers on all ranks, block until the method has ended, and return
-        the results by rank. Call this in another thread than that of the ranks' event loop.
+        the results by rank. Never call this in the thread of the ranks' event loop.
 
         Raises:
             Exception: as in `tensors` and `call`.
@@ -320,7 +320,7 @@ class RemoteWeights:
 
     def wait_for(self, calling: Coroutine[Any, Any, _T], doing: str) -> _T:
         """Run a coroutine in the ranks' event loop, block until the coroutine has ended, and return
-        its result. Call this in another thread than that loop's.
+        its result. Never call this in the thread of that event loop.
 
         Raises:
             Exception: as in `tensors` and `call`.
