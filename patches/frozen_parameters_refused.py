@@ -39,8 +39,8 @@ from ._case import Fault, Original, Patch, address, bench, target
 
 
 def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `finish_grad_sync`: first start a reduction that waits only for frozen parameters.
-    Such parameters register no gradient, which upstream's hooks wait for.
+    """Wrap `finish_grad_sync`: first start a reduction that only frozen parameters hold up.
+    Upstream's hooks start it when all parameters have a gradient; frozen ones never get one.
     """
     if (
         self.ddp_config.overlap_grad_reduce
@@ -55,13 +55,13 @@ def finish_grad_sync(original: Original, self: Any, *args: Any, **kwargs: Any) -
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Wrap `zero_grad_buffer`: also reset the records of dispatched reductions."""
+    """Wrap `zero_grad_buffer`: also forget which reductions of the chunk have started."""
     original(self)
     ddp.ended(self)
 
 
 def make_hook(original: Original, self: Any) -> Any:
-    """Return DDP's forward pre-hook, during which frozen parameters require gradients.
+    """Return DDP's forward pre-hook, wrapped: while it runs, frozen parameters require gradients.
     Upstream's hook asserts that all parameters do.
     """
     wait = original(self)

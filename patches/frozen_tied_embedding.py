@@ -35,7 +35,8 @@ def add_up(original: Original, model: list[Any], config: Any) -> None:
 
 def _is_shared() -> bool:
     """Return whether this rank sums shared embedding gradients with other pipeline stages.
-    If not, the caller must not inspect the model: upstream does not, so it may be any module.
+    If it does not, upstream never looks into the model, which may be any module; the caller must
+    not either.
     """
     import torch
     from megatron.core import parallel_state

@@ -30,7 +30,9 @@ from ._case import Fault, Original, Patch, address, arguments, bench, target
 
 
 def linear(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the product with a frozen weight: add a trained bias outside, where autograd sees it."""
+    """Wrap the product with a frozen weight: leave out a trained bias, and add it to the result.
+    The product's own backward returns no gradient of a bias.
+    """
     call = arguments(original, args, kwargs)
     bias = call["bias"]
     if bias is None or not bias.requires_grad:

@@ -33,9 +33,9 @@ from ._case import Fault, Patch, address, bench, target
 
 
 def reproduce() -> None:
-    """Run a schedule inside of Megatron-FSDP's `no_sync`; then, inside of a new `no_sync`, exit an
-    earlier one. On stock Megatron the schedule and the exit each turn reductions on again, although
-    a `no_sync` is open.
+    """Run a schedule inside of Megatron-FSDP's `no_sync`; then exit an older context in a new one.
+    The older `no_sync` was entered before the gradients were zeroed. On stock Megatron the schedule
+    and the exit each turn reductions on again, although a `no_sync` is open.
     """
     model = bench(fsdp="optim")
     (chunk,) = model.chunks

@@ -54,8 +54,8 @@ _captured: dict[str, tuple[list[Callable[[], Any]], list[Any]]] = {}
 
 def replay(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap `FullCudaGraphWrapper.__call__`: first drop a CUDA graph captured from other arguments.
-    A graph is kept only if model chunks, functions and numbers of the call are those of its
-    capture.
+    A graph is kept only if the call has the same model chunks, functions, number and size of
+    microbatches, and sequence lengths as its capture.
     """
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
@@ -155,7 +155,9 @@ def stand_in() -> None:
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
-    """Run the forward of one microbatch; the iterator yields dicts, as static buffers need."""
+    """Run the forward of one microbatch; return the model's output and the loss function.
+    A microbatch is a dict, because upstream copies dicts into its static input buffers.
+    """
     import torch
 
     tokens_BT = next(data_iterator)["tokens"]

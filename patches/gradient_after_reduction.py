@@ -79,7 +79,7 @@ def _never_starts(group: Any) -> bool:
 
 
 def zero_grad_buffer(original: Original, self: Any) -> None:
-    """Wrap `zero_grad_buffer`: also reset the records of dispatched reductions."""
+    """Wrap `zero_grad_buffer`: also forget the started reductions and the gradients after them."""
     original(self)
     ddp.ended(self)
 

@@ -34,7 +34,8 @@ _TWO: dict[str, Any] = {"tensor_model_parallel_size": 2}
 
 def reproduce(*, helped: bool) -> None:
     """Initialize the same process groups twice, which upstream refuses with an assertion.
-    With `helped` it calls `ensure_initialized` twice instead, for other globals as well.
+    With `helped`, call `ensure_initialized` twice instead, which also sets up the microbatch
+    calculator and the rerun state machine.
     """
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine

@@ -40,8 +40,8 @@ from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the layer-wise `shard_params`: also shard experts where only experts have replicas.
-    Upstream shards nothing in that case.
+    """Wrap the layer-wise `shard_params`: also shard experts if the dense layers have no replicas.
+    In that case upstream divides no parameters among replicas.
     """
     original(self, optimizers, *args, **kwargs)
     groups = self.pg_collection
@@ -56,9 +56,9 @@ def shard(original: Original, self: Any, optimizers: Any, *args: Any, **kwargs: 
 
 
 def _deal(optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Assign each expert's parameters to one replica, in order of size, to balance the replicas.
-    The replicas take turns in rank order, then in reverse order, and so on. `groups` then hold this
-    replica's own experts only.
+    """Assign each expert parameter to one replica, in order of size, to balance the replicas.
+    The replicas take turns in rank order, then in reverse order, and so on. Afterwards the experts'
+    parameter groups have only the parameters of this replica.
 
     `shard_params` of 0.17.1 does the same with experts.
     """

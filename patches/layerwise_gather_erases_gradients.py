@@ -68,8 +68,8 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def step(original: Original, self: Any) -> Any:
-    """Wrap a layer-wise optimizer's update: record that its gradients do not wait any more.
-    The bucket groups are also marked for a new gather.
+    """Wrap a layer-wise optimizer's update: record that no gradients wait for it any more.
+    Gathers may then overwrite them. The bucket groups are also marked for a new gather.
     """
     for group in gather.deferred_groups(self):
         if gather.gathers_by_lists(group):

@@ -55,8 +55,9 @@ def step(original: Original, self: Any) -> Any:
 
 
 def start(original: Original, self: Any, force_sync: bool = False) -> Any:
-    """Wrap a bucket group's `start_param_sync`: with `force_sync`, only finish a gather in flight.
-    In all other cases run the gather, also for groups that do not gather lists of parameters.
+    """Wrap a bucket group's `start_param_sync`, which starts a gather, or waits for one in flight.
+    With `force_sync`, only wait for a gather of lists of parameters that is in flight. In all other
+    cases run upstream's function; unless it only waited, clear the group's mark.
     """
     if force_sync and self.param_gather_handle is not None and gather.gathers_by_lists(self):
         gather.wait(self)

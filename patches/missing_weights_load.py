@@ -125,7 +125,7 @@ def _load_changed(
 
 
 def reproduce() -> None:
-    """Load a checkpoint that lacks a weight, and one that has half of it.
+    """Load a checkpoint that lacks a weight, and one that has only every second row of it.
     On stock Megatron both loads end without an error.
     """
     name = "embedding.word_embeddings.weight"

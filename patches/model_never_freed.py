@@ -82,8 +82,8 @@ def schedule(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Train a step, delete the model and its optimizer, and check that a chunk is freed.
-    On stock Megatron models with experts or fp32 parameters stay alive.
+    """Train a model for a step, delete it and its optimizer, and check that its memory is freed.
+    Do so in fp32, and with experts. On stock Megatron both models stay alive.
     """
     import gc
     import weakref

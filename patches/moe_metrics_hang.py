@@ -36,8 +36,8 @@ from ._case import Fault, Original, Patch, a_body_has, target
 
 
 def reduce(original: Original, track_names: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Wrap the reduction of MoE metrics: first give all pipeline stages equal metrics in one order.
-    A collective over the ranks of the pipeline.
+    """Wrap the reduction of MoE metrics: first give all pipeline stages the same list of metrics.
+    A metric that a stage lacks is zero there. A collective over the ranks of the pipeline.
     """
     import torch
 

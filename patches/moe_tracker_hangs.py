@@ -35,8 +35,8 @@ from ._case import Fault, Original, Patch, address, target
 
 
 def sync(original: Original, self: Any, metric_names: list[str], pg_collection: Any = None) -> None:
-    """Wrap the reduction of the MoE tracker: first give all pipeline stages equal metrics.
-    A collective over the ranks of the pipeline.
+    """Wrap the MoE tracker's reduction: first give all pipeline stages the same list of metrics.
+    A stage creates the metrics that it lacks. A collective over the ranks of the pipeline.
     """
     sizes = moe.agreed_metrics(
         {n: len(self._metrics[n].values) if n in self._metrics else 0 for n in metric_names},

@@ -103,8 +103,9 @@ def _shift(group: Any, packed: Any, later: dict[str, Any]) -> Callable[[Any], An
 
 
 def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> Any:
-    """Return the loss mask with which upstream begins; None without tokens to predict.
-    If there are no labels, upstream shifts it once first.
+    """Return the loss mask that upstream starts from; None if it computes no MTP loss.
+    It computes none without labels and token ids. With token ids alone it shifts the mask once
+    first.
     """
     import torch
 
@@ -117,10 +118,10 @@ def _mask(shift: Callable[[Any], Any], mask: Any, labels: Any, tokens: Any) -> A
 
 
 def _factors(shift: Callable[[Any], Any], mask: Any, config: Any, group: Any) -> Iterator[Any]:
-    """Return an iterator with, for each MTP layer, the factor that corrects this rank's loss.
-    Upstream has divided the loss by the rank's own token count. After the factor it is divided by
-    the count on all context-parallel ranks, and multiplied by CP (or, per token, by the main loss's
-    tokens).
+    """Return an iterator with one factor per MTP layer, by which to multiply this rank's loss.
+    Upstream has divided the loss by the rank's own token count. The factor replaces that count by
+    the count on all context-parallel ranks, and multiplies by CP; with `calculate_per_token_loss`
+    it multiplies by the main loss's token count on these ranks instead.
     """
     import torch
 
@@ -149,8 +150,9 @@ class _Weighing:
 
 
 def _logging(helper: Any, config: Any) -> Any:
-    """Return Megatron's logging helper, which logs with the model's own `calculate_per_token_loss`.
-    The config that is passed to upstream in this call has another value.
+    """Return a subclass of Megatron's logging helper that logs with `config`'s per-token option.
+    Upstream itself gets a copy of the config in which `calculate_per_token_loss` is off. A helper
+    without a method `save_loss_*` is returned unchanged.
     """
     # 0.17, 0.18 and the branch dev have `save_loss_to_tracker`, 0.19 has another name for it.
     name = next(
@@ -169,7 +171,7 @@ def _logging(helper: Any, config: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run an MTP model with one token that counts: one context rank has it, the other predicts it.
+    """Run an MTP model with a loss on one token: one context rank has it, the other predicts it.
     On stock Megatron the MTP layer gets no gradient.
     """
     import torch

@@ -33,8 +33,8 @@ from ._case import Fault, Original, Patch, address, arguments, target
 
 
 def roll(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `roll_tensor`, the shift of MTP tokens: use packed sequences' borders with padding.
-    Upstream uses the borders without padding.
+    """Wrap `roll_tensor`, the shift of MTP tokens: use `cu_seqlens_q_padded` of packed sequences.
+    Upstream uses `cu_seqlens_q`, the sequences' borders without padding.
     """
     call = arguments(original, args, kwargs)
     packed = call["packed_seq_params"]

@@ -73,7 +73,7 @@ def reproduce() -> None:
 
 
 def _context_group() -> dict[str, Any]:
-    """Return the context-parallel group as a keyword argument, if `roll_tensor` takes one."""
+    """Return `roll_tensor`'s keyword arguments: `cp_group`, or none if it takes no group."""
     from megatron.core import parallel_state
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 

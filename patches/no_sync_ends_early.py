@@ -36,9 +36,9 @@ from ._case import Fault, Patch, address, bench, target
 
 
 def reproduce() -> None:
-    """Leave an inner `no_sync` of DDP; then exit an old context inside of a new `no_sync`.
-    On stock Megatron each of the two turns reductions on again, inside of the `no_sync` that is
-    still open.
+    """Exit an inner `no_sync` of DDP; then exit an older context inside of a new one.
+    The older `no_sync` was entered before the gradients were zeroed. On stock Megatron each of the
+    two exits turns reductions on again, although a `no_sync` is open.
     """
     model = bench(distributed_optimizer=False)
     (chunk,) = model.chunks
@@ -60,8 +60,8 @@ def _expect_held(chunk: Any, when: str) -> None:
 
 
 def control() -> object:
-    """Use `no_sync` as a decorator, leave one by an exception, never enter one, as a control.
-    Return the parameters' bytes after each step.
+    """Use `no_sync` as a decorator, leave it by an exception, and create one that is never entered.
+    This is a control. Return the parameters' bytes after each step.
     """
     from . import _controls
 

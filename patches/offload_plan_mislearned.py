@@ -113,9 +113,9 @@ def _no_backward() -> bool:
 
 
 def offloading(**layout: Any) -> Any:
-    """Build a tiny model that offloads the activations that attention and its norm save.
-    It also replaces Transformer Engine's offload flag, and 0.19's check that tensors are on a
-    device, so that no GPU is needed.
+    """Build a tiny model that offloads the activations saved by attention and the norm before it.
+    So that no GPU is needed, also replace Transformer Engine's `cpu_offload`, and 0.19's check that
+    a tensor is on a device.
     """
     from types import SimpleNamespace
 

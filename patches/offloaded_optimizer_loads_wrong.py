@@ -48,7 +48,9 @@ def update_fp32(original: Original, self: Any) -> None:
 
 
 def load_state_dict(original: Original, self: Any, state_dict: dict[str, Any]) -> None:
-    """Run upstream's load; set an offloaded optimizer's step counts and copies to loaded values."""
+    """Run upstream's load; then give a CPU-offloaded optimizer the loaded step count.
+    Also copy the model's parameters into the optimizer's host copies of the same precision.
+    """
     import torch
 
     original(self, state_dict)

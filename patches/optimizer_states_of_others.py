@@ -40,8 +40,8 @@ from ._case import Fault, Original, Patch, a_body_has, address, bench, target
 
 
 def init(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the distributed optimizer's constructor: number parameters in the order of its groups.
-    Upstream's numbers are wrong if a group has both fp32 and 16-bit parameters.
+    """Wrap the distributed optimizer's constructor: correct parameters' positions in their groups.
+    Upstream's positions are wrong if a group has both fp32 and 16-bit parameters.
     """
     original(self, *args, **kwargs)
     # A stub has no parameters, and with Megatron-FSDP the optimizer numbers none.
@@ -64,7 +64,7 @@ def set_states(original: Original, self: Any, *args: Any, **kwargs: Any) -> None
 
 
 def keep_norms_in_32_bits(module: Any) -> None:
-    """Convert the weights of a model's LayerNorms to float32, and let these compute in float32."""
+    """Let a model's LayerNorms hold float32 weights, compute in float32, and return bfloat16."""
     import torch
 
     def enter(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -57,9 +57,9 @@ def reorder(original: Original, current_groups: Groups, state_dict_groups: Group
 
 @contextmanager
 def _matched(current: Groups, saved: Groups) -> Iterator[None]:
-    """Make upstream match parameter groups by an index inside the `with` block.
-    A current group has the index of the saved group that equals it with learning rates or, if none
-    does, without them.
+    """In the `with` block, let upstream match parameter groups by an index stored in each group.
+    A current group gets the index of a saved group with the same keys and learning rates or, if
+    there is none, with the same keys.
     """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 

@@ -36,8 +36,8 @@ from ._case import Fault, Original, Patch, a_body_has, gathered, target
 
 
 def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) -> Any:
-    """Wrap Megatron's seeding: if all pipeline stages have the same random states, add an offset.
-    A collective over the pipeline.
+    """Wrap Megatron's seeding: if all pipeline stages have the same random states, seed again.
+    Each stage then adds an offset of its own to the seed. A collective over the pipeline.
     """
     result = original(seed, *args, **kwargs)
     offset = _missing_offset()
@@ -48,8 +48,9 @@ def seed_all_stages(original: Original, seed: int, *args: Any, **kwargs: Any) ->
 
 
 def _missing_offset() -> int | None:
-    """Return the seed offset that this stage lacks; None if the stages' random states differ.
-    A collective over the pipeline.
+    """Return what this stage has to add to its seed; None if no stage has to add anything.
+    That is so without pipeline stages, or if the stages' random states differ already. A collective
+    over the pipeline.
     """
     import torch
     from megatron.core import parallel_state

@@ -48,7 +48,7 @@ def following(original: Original, self: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Run a step three times with `RerunDataIterator`; a step removes an entry of each microbatch.
+    """Run a step three times with `RerunDataIterator`; a step removes a key of each microbatch.
     On stock Megatron the reruns have other gradients than the first run.
     """
     from megatron.core.rerun_state_machine import (
@@ -76,7 +76,7 @@ def reproduce() -> None:
 
 
 def _tokens(data: Any) -> Iterator[Any]:
-    """Yield token ids of the microbatches of `data`, and remove an entry from each microbatch."""
+    """Yield each microbatch's token ids plus its `shift`; remove `shift` from the microbatch."""
     from megatron_idempotent.proof.cpu import tiny
 
     while True:

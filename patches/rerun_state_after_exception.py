@@ -45,7 +45,7 @@ from ._case import Broken, Fault, Original, Patch, bench, target
 
 
 def should_run_forward_backward(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `should_run_forward_backward`: first reset the machine if its last step raised."""
+    """Wrap `should_run_forward_backward`: first reset the rerun machine if its last step raised."""
     training.abandon_if_left(self)
     runs = original(self, *args, **kwargs)
     if runs:

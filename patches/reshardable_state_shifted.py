@@ -32,7 +32,9 @@ from ._case import Fault, Original, Patch, a_body_has, bench, target
 
 
 def sharded_state(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap the making of the fully reshardable state: count positions without buckets' padding."""
+    """Wrap the making of the optimizer's fully reshardable state.
+    Meanwhile, parameters' positions in DDP's buffers are counted without the padding of buckets.
+    """
     padded = [(buffer, buffer.param_index_map) for buffer in self.buffers]
     for buffer, positions in padded:
         buffer.param_index_map = _without_padding(buffer.buckets, positions)

@@ -134,7 +134,7 @@ def zero_grad_buffer(original: Original, self: Any) -> None:
 
 
 def _inexact(group: Any) -> str | None:
-    """Return why another reduction of a bucket group's gradients would be wrong; None if not."""
+    """Return why a second reduction of a bucket group's gradients would be wrong; None if right."""
     config = group.ddp_config
     if not config.use_distributed_optimizer:
         ranks = group.data_parallel_group.size()
@@ -150,9 +150,9 @@ def _inexact(group: Any) -> str | None:
 
 
 def _sums_elsewhere(chunks: Sequence[Any], num_tokens: Any) -> str | None:
-    """Return a text: what `finalize_model_grads` would do a second time to reduced gradients.
-    The text names a sum over ranks, or the division by the number of tokens. Return None if there
-    is no such repetition.
+    """Return why `finalize_model_grads` must not run again on reduced gradients; None if it may.
+    It must not if it would sum them over tensor-parallel ranks or pipeline stages, or divide them
+    by the number of tokens, a second time.
     """
     from megatron.core import parallel_state
     from megatron.core.utils import get_attr_wrapped_model, get_model_config
@@ -241,7 +241,9 @@ def control() -> object:
 
 
 def _shards(model: Any) -> bytes:
-    """Return this rank's gradient shards as bytes. They are right only after a reduce-scatter."""
+    """Return the bytes of this rank's shard of each bucket's gradients.
+    After a reduce-scatter the rank has the right sum in this shard only.
+    """
     import torch
 
     shards = [

@@ -31,9 +31,9 @@ from ._case import Original, Patch, a_body_has, arguments, expect_weight_per_tok
 
 
 def apply(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Apply the load balancing loss per sequence multiplied by the microbatch's number of rows.
-    This is done only for losses per token. The logged loss does not change, because upstream
-    divides it by the coefficient.
+    """Wrap "seq_aux_loss", the load balancing loss per sequence: multiply it by the number of rows.
+    Do so only with `calculate_per_token_loss`. The logged loss does not change, because upstream
+    divides it by the coefficient, which is multiplied, too.
     """
     call = arguments(original, args, kwargs)
     router = call["self"]

@@ -35,7 +35,7 @@ from ._case import Original, Patch, address, bench, expect_gradients, target
 
 
 def pre_forward_comm(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap the first part of overlapped shared experts: first reset an interrupted forward."""
+    """Wrap `pre_forward_comm` of overlapped shared experts: first reset an interrupted forward."""
     reset_shared_experts(self)
     original(self, *args, **kwargs)
 

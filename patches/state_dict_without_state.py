@@ -144,7 +144,9 @@ def reproduce() -> None:
 
 
 def _expect_refused(model: Any, moments: list[Any], which: str) -> None:
-    """Raise a `Fault` if a step runs while the optimizer's moments differ from `moments`."""
+    """Raise a `Fault` unless the optimizer has the moments `moments`, or refuses to step.
+    `which` says in the error which moments a step has used instead.
+    """
     if all(a.equal(b) for a, b in zip(moments, _moments(model), strict=True)):
         return
     try:

@@ -75,7 +75,7 @@ class _Nothing:
 
 @contextmanager
 def _nothing_in_stubs(chain: Any) -> Iterator[list[int]]:
-    """Replace a chain's optimizers without parameters in the block, and yield these indices."""
+    """In the block, replace a chain's optimizers without parameters; yield their indices in it."""
     parts = chain.chained_optimizers
     stubs = [index for index, part in enumerate(parts) if _is_stub(part)]
     if not stubs:

@@ -35,7 +35,7 @@ _ended: dict[str, Any] = PerProcessDict(__name__, "_ended")
 
 
 def end_job_spans(original: Original) -> None:
-    """Wrap `_end_otel_job_spans`: also shut down a new telemetry handle after an earlier one."""
+    """Wrap `_end_otel_job_spans`: shut down every telemetry handle, not only the first."""
     from megatron.training import training
 
     handle = training.get_telemetry()

@@ -64,7 +64,9 @@ def clip_grad_norm(original: Original, self: Any, *args: Any, **kwargs: Any) -> 
 
 
 def step_with_ready_grads(original: Original, self: Any) -> Any:
-    """Wrap the update: record that its gradients are unscaled, even if the caller clipped them."""
+    """Wrap the update: record that the gradients are unscaled in the state that they have now.
+    The caller may have clipped them after `prepare_grads`.
+    """
     if hasattr(self, _MEMORY):
         _remember(self)
     return original(self)

@@ -16,8 +16,8 @@ from megatron_idempotent.patching.trees import SourceTree
 
 
 def renewed_texts(lines: Sequence[str], trees: Iterable[SourceTree]) -> list[str]:
-    """Return the lines of `texts.txt`: the digest of a function's text, and the hash of its body.
-    Reviewed functions in these trees are added, and lines of unreviewed bodies dropped.
+    """Return the updated lines of `texts.txt`: a digest of a function's text, its body's hash.
+    Functions in `trees` whose bodies are reviewed are added; lines of other bodies are dropped.
     """
     bodies = {name for names in reviewed().bodies.values() for name in names}
     texts = dict(line.split() for line in lines)

@@ -181,8 +181,8 @@ def messages(symptom: str) -> list[str]:
 
 
 def _cells(hazard: Hazard) -> tuple[str, str, str]:
-    """Return the cells of a hazard's row: releases, loudness, and "on" or "off" for a patch.
-    For a hazard without a patch the last cell is its `answer`.
+    """Return cells of a hazard's row: releases, whether it is silent or loud, its patch's default.
+    The default is "on" or "off". For a hazard without a patch, the last cell is its `answer`.
     """
     versions = hazard.versions
     if hazard.distribution != MEGATRON:
@@ -216,7 +216,7 @@ def read_findings(folder: Path) -> Proven:
 
 
 def merged(older: Proven, newer: Proven) -> Proven:
-    """Merge two tables of verdicts, by release or commit and then by hazard.
+    """Merge two tables of verdicts, which map a release or commit to the verdicts by hazard id.
     Where both tables have a verdict, that of `newer` is taken.
 
     Hazards without a case file are left out.
@@ -244,7 +244,7 @@ def first_untried(releases: Sequence[Mapping[str, Any]]) -> str:
 def naming_releases(
     texts: Mapping[Path, str], releases: Sequence[Mapping[str, Any]]
 ) -> dict[Path, str]:
-    """Return path → text of the files that name the tested releases, such as README, updated.
+    """Update the files that name the tested releases, such as README; return path → new text.
     The package's version is updated, too.
 
     Raises:
@@ -344,7 +344,7 @@ def doctors_first_line(root: Path) -> str:
 
 
 def with_first_line(text: str, line: str, newest: str) -> str:
-    """Replace the first line of `doctor` in the text of docs/use.md.
+    """Return the text of docs/use.md with another first line of `doctor`'s output.
 
     Args:
         text: the page.
@@ -433,7 +433,8 @@ def page(
 
 
 def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a Markdown list of the hazards whose patches `apply()` refuses on a pinned commit."""
+    """Return a Markdown list of hazards whose patches `apply()` refuses on frameworks' Megatrons.
+    """
     names = dict.fromkeys(name for entry in project["frameworks"] for name in entry["megatron"])
     refused = dict.fromkeys(id for name in names for id in coverage(proven[name])[1])
     if not refused:

@@ -19,13 +19,15 @@ from megatron_idempotent.patching.source import own_nodes
 
 
 def contract_lines(patches: Iterable[Patch]) -> list[str]:
-    """Return the lines of `contracts.txt`, one for each wrapper of these patches."""
+    """Return the lines of `contracts.txt`: each wrapper's assumptions about its function."""
     wrappers = {name_of(target.wrapper): target.wrapper for p in patches for target in p.targets}
     return [line_of(name, derived(wrapper)) for name, wrapper in sorted(wrappers.items())]
 
 
 def derived(wrapper: Callable[..., Any]) -> Contract:
-    """Return the contract derived from a wrapper's code, or a contract with the reason why not."""
+    """Return as a `Contract` what a wrapper's code assumes of the function that it wraps.
+    If that is unclear, the contract has only the reason, in `unclear`.
+    """
     try:
         return _derived(wrapper)
     except ValueError as error:
@@ -70,7 +72,7 @@ def _reads(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> Iterator[s
 
 def _items(tree: ast.FunctionDef, parents: dict[ast.AST, ast.AST]) -> tuple[tuple[str, ...], bool]:
     """Return the names into which a wrapper unpacks the wrapped function's result.
-    Also return if the result may have more items.
+    Also return whether the result may have more items than these.
     """
     results = set()
     for node in ast.walk(tree):

@@ -61,8 +61,8 @@ def derived(patch: Patch) -> tuple[frozenset[tuple[Read, str]], bool]:
 def renewed(
     present: Mapping[str, Needs], trees: Iterable[SourceTree], ids: Collection[str] | None = None
 ) -> dict[str, Needs]:
-    """Return patch → its `Needs`, the new contents of `reads.txt`.
-    They are updated by the names that wrappers use now, and by source trees.
+    """Return the new contents of `reads.txt`: patch → the names that its wrappers need of upstream.
+    The old contents are updated by the wrappers' present code and by source trees.
 
     Args:
         present: the present contents. Names that wrappers no longer use are removed; entries about
@@ -118,8 +118,9 @@ def needs_of(
 
 
 def _kind(use: str) -> str:
-    """Return how a wrapper uses a name, without the hashes that `reads.txt` has in brackets.
-    So an entry of that file can be compared with a use derived from the wrapper's code.
+    """Return how a wrapper uses a name, in a form in which two uses can be compared.
+    A use in `reads.txt` may have hashes in brackets, which the wrapper's code cannot tell: return
+    "[]" for it, and any other use unchanged.
     """
     return "[]" if use.startswith("[") else use
 
@@ -127,8 +128,9 @@ def _kind(use: str) -> str:
 def _needs(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree], only_new: bool
 ) -> Iterator[Need | None]:
-    """Yield a `Need` for each place that binds a newly used name, with the releases that have it.
-    Yield None for a place whose releases form no range.
+    """Yield a `Need` for each place in upstream that binds a name which wrappers newly use.
+    It has the range of releases that have the name. Yield None, or nothing, for a place without
+    such a range.
     """
     if not read.use:
         for binding in _bindings_of(read, of_class, patch, trees):
@@ -199,7 +201,7 @@ def _defines(text: str | None, owner: str, read: Read) -> bool:
 def _bindings_of(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree]
 ) -> list[_Binding]:
-    """Return the modules and classes of upstream that bind a name which a wrapper reads."""
+    """Return the (modules, class, name) places where upstream binds a name that a wrapper reads."""
     if read.module:
         return [_imported(read, trees)]
     module, _, owner = of_class.partition(":")
@@ -242,8 +244,8 @@ def _binds(binding: _Binding, tree: SourceTree) -> bool:
 
 
 def _imported(read: Read, trees: Sequence[SourceTree]) -> _Binding:
-    """Return where a name that a wrapper imports from a module is bound.
-    The name may itself be a module, and `read.module` may name a class.
+    """Return the (modules, class, name) place that binds a name which a wrapper imports.
+    The name may itself be a module: class and name are then empty. `read.module` may name a class.
     """
     if any(tree.text(f"{read.module}.{read.name}") is not None for tree in trees):
         return (f"{read.module}.{read.name}",), "", ""
@@ -256,8 +258,8 @@ def _imported(read: Read, trees: Sequence[SourceTree]) -> _Binding:
 def _bindings(
     name: str, near: Sequence[str], owners: Iterable[tuple[str, str]], trees: Sequence[SourceTree]
 ) -> list[_Binding]:
-    """Return the modules and classes that bind an attribute which a wrapper reads from an object of
-    unknown class.
+    """Return the (modules, class, name) places where upstream binds an attribute called `name`.
+    A wrapper reads the attribute from an object of unknown class.
 
     The wrapped classes are searched first, then their modules (`near`), then all others, for
     definitions and then for code that sets the attribute on another object. If `near` has only such
@@ -280,8 +282,8 @@ def _bindings(
 
 
 def _in_modules(name: str, near: Sequence[str], trees: Sequence[SourceTree]) -> list[_Binding]:
-    """Return the bindings of a name in the modules `near`, or in all modules if `near` is empty.
-    Only the newest tree that has any is searched.
+    """Return a name's bindings in the modules `near`; if `near` is empty, in all of upstream's.
+    They are those of the newest tree that has any.
 
     If there are many, a few that are in all trees are returned.
     """
@@ -307,7 +309,8 @@ def _classes_that_bind(text: str, name: str) -> list[str]:
 
 
 def _bounded(binding: _Binding, trees: Sequence[SourceTree], only_new: bool) -> Need | None:
-    """Return the need for a name, with the range of releases that have it; None without a range.
+    """Return the `Need` for a bound name, with the range of releases that have the name.
+    Return None if no tree has the name, or those that have it form no range.
 
     Args:
         binding: the binding of the name.

@@ -35,7 +35,7 @@ _HOW = "`python tools/casebook.py .nox/wheels` reads the wheels that `make drift
 def renewed_table(
     lines: Sequence[str], trees: Iterable[SourceTree], needs: dict[str, Needs]
 ) -> list[str]:
-    """Return the lines of `releases.txt`, updated by source trees.
+    """Return the new lines of `releases.txt`: the present ones, updated by source trees.
 
     Args:
         lines: the present lines. Releases that are not among the trees are kept.
@@ -99,7 +99,7 @@ def _release(
     folders: Sequence[str],
     wrapping: Sequence[Patch],
 ) -> Release:
-    """Return a release's entry in the table, updated by trees; `present` is the old entry."""
+    """Return a release's new table entry, from its source trees and its old entry `present`."""
     digests: dict[str, str | None] = {}
     for module in modules:
         digests[module] = next(filter(None, (tree.digest(module) for tree in trees)), None)

@@ -81,8 +81,8 @@ def repaired() -> list[str]:
 
 
 def in_order(ids: Iterable[str]) -> list[str]:
-    """Return the given hazards, and those whose repairs theirs build on, in the order of repairing.
-    Each hazard comes after the ones that its repair builds on.
+    """Return these hazards, and those that their repairs build on, in the order of repairing.
+    A hazard comes after all that its own repair builds on.
     """
     order: list[str] = []
 
@@ -327,7 +327,10 @@ def faults(
 
 
 def _is_right(status: str, repair: Repair) -> bool:
-    """Tell if a repaired hazard's patch may have this status; see `Repair.leaves`."""
+    """Return whether `apply()` may give a repaired hazard's patch this status.
+    With `Repair.leaves` it still has to install or refuse the patch; else the patch has to be
+    `fixed_upstream`.
+    """
     return status in ("applied", "drifted") if repair.leaves else status == "fixed_upstream"
 
 
@@ -342,7 +345,8 @@ def changed_statuses(stock: Result, mended: Result, but: set[str]) -> Iterator[s
 
 
 def prove(clone: Path, ids: list[str], *, together: bool, everything: bool) -> int:
-    """Prove repairs by results before and after them, and return the exit code.
+    """Prove repairs: compare what tests give on the stock tree and on the repaired tree.
+    Print the faults of each repair; return 1 if there are any, else 0.
 
     Args:
         clone: the checkout.
@@ -377,7 +381,7 @@ def prove(clone: Path, ids: list[str], *, together: bool, everything: bool) -> i
 
 
 def _arguments(ids: Iterable[str], everything: bool, *, own_tests: bool = True) -> list[str]:
-    """Return the arguments of tools/repair_proof.py for these repairs, after tree and result.
+    """Return the arguments of tools/repair_proof.py that come after its tree and its result file.
     Without `own_tests`, the repairs' own unit tests are left out.
     """
     repairs = {name: repair_of(name) for name in ids}
@@ -390,8 +394,8 @@ def _arguments(ids: Iterable[str], everything: bool, *, own_tests: bool = True) 
 
 
 def _faults_together(plain: Path, ids: list[str], everything: bool) -> list[str]:
-    """Make repairs in one copy of the tree `plain`, train there in three calls, and return the
-    faults of all.
+    """Make all repairs in one copy of the tree `plain`, and return a sentence for each fault.
+    A fault is also a training in three calls of `train()` that differs from one in a single call.
     """
     tree = copied(plain, plain.with_name("together"))
     wrong = [f"{i}: {o}" for i, o in make(tree, ids) if o != "applied"]

@@ -229,8 +229,8 @@ def _matrix(proven: Proven, project: Mapping[str, Any]) -> str:
 
 
 def _ready(proven: Proven) -> str:
-    """Return the page about repairs of upstream's own code: a table row for each hazard.
-    A row has the state of the hazard's repair.
+    """Return the page about repairs of upstream's own code: a table of hazards for each state.
+    A state is, for example, that a repair is ready, or that upstream has a pull request.
     """
     rows: dict[str, list[str]] = {name: [] for name in _STATES}
     for hazard in hazards().values():

@@ -112,7 +112,7 @@ def _is_module(name: str) -> bool:
 
 def reads_of(wrapper: Callable[..., Any], *, of_class: bool) -> tuple[frozenset[Read], bool]:
     """Return the names of upstream that a wrapper reads, calls or sets.
-    It does so itself, or through the functions of this package that it uses.
+    Names in functions of this package that the wrapper uses, also indirectly, are included.
 
     Args:
         wrapper: a plain function of a module.
@@ -232,13 +232,16 @@ class _Definition:
                     self._add(text, True, None, "!")
 
     def table_use_of(self, module: str, name: str) -> str:
-        """Return how this code uses the names in a table: `get` or `set`; "" if it is no table."""
+        """Return whether this code gets or sets attributes that a table of its module names.
+        The table is a tuple, list, set or dict called `name`. Return `get` or `set`; "" if there is
+        no such table, or the code reads and sets no attribute by a variable.
+        """
         table = self._source.definitions.get(name) if module == self._source.module else None
         is_table = isinstance(table, (ast.Tuple, ast.List, ast.Set, ast.Dict))
         return self._table_use if is_table else ""
 
     def _call(self, node: ast.Call, guarded: bool, is_taken_apart: bool) -> None:
-        """Note a call of upstream: its keywords, and whether its result is unpacked."""
+        """Record a call of upstream: its keywords, and if its result is unpacked or indexed."""
         keywords = sorted(keyword.arg for keyword in node.keywords if keyword.arg is not None)
         uses = [*([f"({','.join(keywords)})"] if keywords else ()), *["[]"][:is_taken_apart]]
         for use in uses:

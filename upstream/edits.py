@@ -398,7 +398,9 @@ def _wrap(lines: list[str], owner: ast.AST, edit: Edit) -> list[str]:
 def _last_of(
     block: list[ast.stmt], fragment: str, earlier: ast.stmt, owner: ast.AST, edit: Edit
 ) -> ast.stmt:
-    """Return the statement of a block that a fragment names; `earlier` if there is no fragment."""
+    """Return a range's last statement, which `fragment` names; `...` names the block's last one.
+    Without a fragment, return `earlier`, the first statement of the range.
+    """
     if not fragment:
         return earlier
     statement = block[-1] if fragment == "..." else _anchored(owner, fragment, edit)

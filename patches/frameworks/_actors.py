@@ -47,8 +47,9 @@ def use_actor(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def switches_back(bodies: Mapping[str, Body]) -> bool:
-    """Return whether a framework's own weight update and save check whose weights the model holds.
-    Without such a check, these methods may use the reference's weights.
+    """Return whether upstream's methods need no patch to send and save the actor's own weights.
+    That is, whether each body, except that of the load of another checkpoint, reads the tag of the
+    loaded weights or switches to the actor's.
     """
     readers = [body for address, body in bodies.items() if not address.endswith(_LOAD)]
     return all(
@@ -129,7 +130,7 @@ class Actor:
             self._as_after_init()
 
     def update_weights(self) -> float:
-        """Run the actor's `update_weights`, and return the weight that inference engines got."""
+        """Run the actor's `update_weights`; return the parameter's value that the engines got."""
         if self._takes_engines:
             self.actor.update_weights(_standins.Off(rollout_engines=[None]))
             return self.sent[-1]
@@ -145,7 +146,7 @@ class Actor:
         return self.sent[-1]
 
     def save_model(self) -> float:
-        """Run the actor's `save_model`, and return the weight that was saved."""
+        """Run the actor's `save_model`; return the parameter's value that was saved."""
         self.actor.save_model(0)
         return self.saved[-1]
 
@@ -229,9 +230,9 @@ class Actor:
 
 
 def reproduce(framework: str, *, by_init: bool) -> None:
-    """Send weights to engines and save a checkpoint after a pass of the reference that raises.
-    With `by_init`, also do so right after slime's `init`. Without the patch the engines and the
-    checkpoint get the reference's weights.
+    """Check the weights that engines and a checkpoint get after a reference pass that raises.
+    Also check those that engines get right after the start; with `by_init`, once more right after
+    slime's `init`. Without the patch they get the reference's weights.
     """
     for start in (True, False) if by_init else (False,):
         actor = Actor(framework, by_init=start)
@@ -274,7 +275,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 def _watching(decorated: Any) -> Any:
-    """Return a function unchanged if given one; for a name, return an empty context.
-    It replaces the framework's timers, which are decorators and contexts.
+    """Stand in for a framework's timer, which is used as a decorator and in `with` statements.
+    Return a decorated function unchanged; for a timer's name, return an empty context.
     """
     return decorated if callable(decorated) else contextlib.nullcontext()

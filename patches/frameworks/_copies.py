@@ -27,8 +27,8 @@ def forget_no_sync(config: Any, chunks: Sequence[Any]) -> None:
 
 
 def is_megatrons_no_sync(installed: Any) -> bool:
-    """Return whether `installed`, a `no_sync_func`, is `no_sync` of Megatron's wrappers of chunks.
-    It is one bound method or a list of them. The wrappers may be those of any model.
+    """Return whether a `no_sync_func` is the method `no_sync` of a model wrapper such as DDP.
+    It may also be a list of such methods, one per chunk. The wrappers may be those of any model.
     """
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
@@ -108,7 +108,8 @@ def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:
 def cleans_up(
     by: str = "", *, after: str = "", in_handler: bool = False
 ) -> Callable[[Mapping[str, Body]], bool]:
-    """Make a function for `Patch.fixed_when`: True if every body has a `try` with a `finally`.
+    """Return a function for `Patch.fixed_when`: True if all wrapped functions clean up on errors.
+    A function cleans up if its body contains a `try` statement with a `finally`.
 
     Args:
         by: a statement that the `finally` must have; empty for any.
@@ -131,5 +132,5 @@ def cleans_up(
 
 
 def _has(statements: Sequence[ast.stmt], statement: str) -> bool:
-    """Return whether a statement is among others; for an empty one, whether there are others."""
+    """Return whether `statements` contain `statement`; if it is empty, whether there are any."""
     return statement in map(ast.unparse, statements) if statement else bool(statements)

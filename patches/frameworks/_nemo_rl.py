@@ -92,20 +92,22 @@ class NemoRL(Windows):
         self.worker.begin_train_step(self._loss_of)
 
     def chunk(self, seed: int) -> None:
-        """Run one call of the policy worker's `train_microbatch` on microbatches of `seed`."""
+        """Run one call of the policy worker's `train_microbatch` on data drawn with `seed`."""
         self.worker.train_microbatch(self._data(seed))
 
     def logprobs(self, seed: int) -> bytes:
-        """Run the policy worker's `get_logprobs` on a seed's data; return the result's bytes."""
+        """Return the bytes of the policy worker's `get_logprobs` on data drawn with `seed`."""
         return _bits(self.worker.get_logprobs(data=self._data(seed))["logprobs"])
 
     def reference(self, seed: int) -> bytes:
-        """Run the worker's `get_reference_policy_logprobs`; return the result's bytes."""
+        """Return the bytes of the worker's `get_reference_policy_logprobs` on data drawn with
+        `seed`.
+        """
         result = self.worker.get_reference_policy_logprobs(data=self._data(seed))
         return _bits(result["reference_logprobs"])
 
     def values(self, seed: int) -> bytes:
-        """Run the value worker's `get_values` on a seed's data; return the result's bytes."""
+        """Return the bytes of the value worker's `get_values` on data drawn with `seed`."""
         return _bits(self.worker.get_values(self._data(seed))["values"])
 
     def exported(self) -> bytes:

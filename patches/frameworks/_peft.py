@@ -74,21 +74,21 @@ _MODEL = {
 
 
 def unfuse(*layers: Any) -> None:
-    """Turn off fused gradient accumulation in layers, so that hooks see the weight gradients."""
+    """Turn off `gradient_accumulation_fusion` in `layers`, so that hooks see weight gradients."""
     for layer in layers:
         if hasattr(layer, "gradient_accumulation_fusion"):
             layer.gradient_accumulation_fusion = False
 
 
 def own_rows(layer: Any, _inputs: Any, outputs: Any) -> Any:
-    """Forward hook: pad this rank's part of a layer's output with zeros in place of other parts."""
+    """Forward hook: pad this rank's output features with zeros for other ranks' features."""
     output, bias = outputs
     return among_zeros(output, layer.tp_group), bias
 
 
 def among_zeros(tensor: Any, group: Any) -> Any:
-    """Pad a tensor [..., D] with zeros to [..., D * ranks], and return the result.
-    The tensor stays at this rank's place; zeros stand for the parts of other ranks of `group`.
+    """Pad this rank's part [..., D] of a tensor with zeros to [..., D * ranks], and return that.
+    The part is at the place that this rank has in `group`; zeros stand for other ranks' parts.
     """
     from torch.nn.functional import pad
 
@@ -107,7 +107,7 @@ def drops(adapter: Any) -> bool:
 
 
 def normalizing(base: Any, norm: Any) -> Any:
-    """Return a layer that applies `norm`, then `base`, and returns the output and the normed input.
+    """Return a layer that computes `base(norm(x))`, and returns it together with `norm(x)`.
     It has the class and attributes of Transformer Engine's `TELayerNormColumnParallelLinear`.
     """
     engine = grouped_layers()["TELayerNormColumnParallelLinear"]()
@@ -230,7 +230,10 @@ def expect_balance(chunks: Any) -> None:
 
 
 def expect_norms(chunks: Any) -> None:
-    """Raise a `Fault` unless each DoRA layer's norms are those of its complete merged rows."""
+    """Raise a `Fault` unless DoRA computes the row norms of each layer's complete merged weight.
+    The merged weight is the base weight plus the product of the adapter's factors, all gathered
+    from the tensor-parallel ranks.
+    """
     import torch
     from megatron.core import parallel_state as ps
 
@@ -249,8 +252,8 @@ def expect_norms(chunks: Any) -> None:
 
 
 def expect_products(chunks: Any) -> None:
-    """Raise a `Fault` unless each expert adapter's output and gradients are those of its factors.
-    The expected values come from the product of the complete factors, which several ranks share.
+    """Raise a `Fault` unless each expert adapter's output and gradients fit its complete factors.
+    The expected values come from the product of the factors, which are gathered from the ranks.
 
     The input is the same on all ranks, or split by columns; outputs are split by columns, or are
     summed over ranks. The gradients are compared too. All ranks of the expert, or of the shared

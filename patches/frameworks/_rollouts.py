@@ -101,7 +101,7 @@ class Rollouts:
             )
 
     def _data(self, first: int, steps: int) -> list[Data]:
-        """Return the data iterators of a rollout over `steps` steps from `first`."""
+        """Return the list with one data iterator for `steps` steps from step number `first` on."""
         stop = (first + steps) * MICROBATCHES
         while len(self._batches) < stop:
             self._batches.append(next(self.program.data[0]))
@@ -159,8 +159,8 @@ def run_twice(framework: str) -> None:
 
 
 def with_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Forward pre-hook of a model: add the positions and the causal mask of rows to its arguments.
-    slime and miles leave both to models with rotary embeddings.
+    """Forward pre-hook: pass a model position ids and a causal mask, and drop its `loss_mask`.
+    slime and miles pass neither ids nor mask: models with rotary embeddings need none.
     """
     import torch
 

@@ -13,7 +13,7 @@ ABSENT = ("mcore_bridge", "modelscope", "transformers")
 
 
 def trainer(options: Sequence[str]) -> Any:
-    """Return a stand-in for ms-swift's Megatron trainer, with the methods of ms-swift's own.
+    """Return an object with the methods of ms-swift's Megatron trainer, around a small model.
 
     Args:
         options: options of Megatron, as on a command line.

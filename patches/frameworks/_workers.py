@@ -21,7 +21,8 @@ SITES = ("data", "loss", "backward")
 
 
 class Windows:
-    """Holds a tiny model and its data; a chosen microbatch raises at the point that `fail` names.
+    """Holds a tiny model and its data, and can let one microbatch of a training window raise.
+    `fail` says which microbatch, and where: when its data are read, in its loss or its backward.
 
     Args:
         layout: arguments of `cpu.tiny.build`.
@@ -38,7 +39,7 @@ class Windows:
         self._read = 0
 
     def batches(self, seed: int) -> list[dict[str, Any]]:
-        """Return this data-parallel rank's `MICROBATCHES` microbatches for a seed."""
+        """Return this data-parallel rank's `MICROBATCHES` microbatches, drawn with `seed`."""
         from megatron_idempotent.proof.cpu import tiny
 
         _, positions_BT, hidden = tiny.inputs(seed)
@@ -72,15 +73,14 @@ class Windows:
         return logits_BTV, lambda output: (self.loss(output, row["tokens"]), {})
 
     def measured(self, logits_BTV: Any, target_BT: Any) -> tuple[Any, Any]:
-        """Compute the stand-in's loss (`self.loss`) and the targets' log-probs [B, T - 1] from
-        logits. Stand-ins hand them to the framework's code in place of what it would compute
-        itself.
+        """Return the loss (`self.loss`) of logits [B, T, V], and the targets' log-probs [B, T - 1].
+        Stand-ins return both to the framework in place of what it would compute itself.
         """
         return self.loss(logits_BTV, target_BT), target_logprobs(logits_BTV, target_BT)[:, :-1]
 
     def failing(self, site: tuple[str, int], call: Callable[[], Any]) -> None:
-        """Run `call()` with a failure at `site`, a (point, microbatch) pair, and catch the error.
-        Drop the losses of the call. Raise `AssertionError` if nothing failed.
+        """Run `call()` so that it fails at `site`, a (point, microbatch) pair, and catch the error.
+        Forget the losses that the call has recorded. Raise `AssertionError` if nothing failed.
 
         All ranks call it at once: a rank that fails alone leaves the others waiting for it.
         """
@@ -96,8 +96,8 @@ class Windows:
         raise AssertionError(f"nothing failed at {site}")
 
     def outcome(self) -> tuple[list[float], bytes]:
-        """Return the losses of all microbatches, and the bytes of this rank's parameters.
-        Updates that are not gathered yet are gathered first.
+        """Return the losses recorded so far, and the bytes of this rank's parameters.
+        With overlap_param_gather, first gather the parameters.
         """
         for chunk in self.bench.chunks:
             if chunk.ddp_config.overlap_param_gather:

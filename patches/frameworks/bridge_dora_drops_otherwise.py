@@ -86,8 +86,9 @@ def _of_weight(layer: Any, x: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare the outputs of DoRA layers with dropout with DoRA's formula for one dropout mask.
-    The layers are with and without a norm. Without the patch an output differs from the formula.
+    """Check that a DoRA layer with dropout follows DoRA's formula for one dropout mask.
+    The layer runs once without and once with a norm before it. Without the patch an output differs
+    from the formula.
     """
     import torch
 

@@ -100,8 +100,8 @@ def load_and_export(
 
 
 def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
-    """Return Hugging Face weight name → DoRA's magnitudes [rows], for all stages and experts.
-    A collective over the ranks of the model.
+    """Return Hugging Face weight name → DoRA's magnitudes, one for each row of the whole weight.
+    They are gathered from tensor-, pipeline- and expert-parallel ranks, which all take part.
     """
     import torch
     from megatron.bridge.models.conversion.model_bridge import _megatron_local_name_to_global
@@ -138,9 +138,9 @@ def _by_weight(bridge: Any, chunks: list[Any]) -> dict[str, Any]:
 
 
 def reproduce() -> None:
-    """Export a model with DoRA twice, as merged weights and as adapter factors.
-    One layer's magnitudes must equal the row norms of its merged weight, and the magnitudes among
-    the factors. Without the patch the factors come without magnitudes.
+    """Export a DoRA model as merged weights and as adapter factors; check one layer's magnitudes.
+    They must equal the row norms of the merged weight, and be exported with the factors. Without
+    the patch the factors come without magnitudes.
     """
     import torch
 

@@ -63,7 +63,7 @@ def begin(original: Original, self: Any, value: Any) -> None:
 
 
 def reproduce() -> None:
-    """Compare DoRA's norms of layers on two tensor-parallel ranks with those of complete rows.
+    """Check DoRA's row norms, and gradients of replicated parameters, on two tensor-parallel ranks.
     Without the patch a rank has the norms of its own part of the rows.
     """
     bench = _peft.build("DoRA", {"tp": 2, "sequence_parallel": True})

@@ -37,8 +37,8 @@ from . import _peft
 
 
 def compute(original: Original, self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an adapter; where ranks split the features, draw dropout from this rank's random state.
-    Ranks that replicate the features draw equal dropout.
+    """Run an adapter; if ranks split the features it drops, draw from this rank's random state.
+    Ranks that all hold the same features draw equal dropout.
     """
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel import random

@@ -38,8 +38,9 @@ _SIZE = "1 if is_expert else parallel_state.get_tensor_model_parallel_world_size
 
 
 def split(original: Original, *args: Any, **kwargs: Any) -> Any:
-    """Wrap Bridge's split of a fused factor into gate and up: split each rank's part separately.
-    The parts of expert-tensor-parallel ranks follow each other in the factor.
+    """Wrap Bridge's split of an expert's fused `linear_out` weight into gate and up.
+    The weight is joined from expert-tensor-parallel ranks' parts, each with gate rows, then up
+    rows. Split each part, then join the gates and the ups.
     """
     import torch
     from megatron.core import parallel_state

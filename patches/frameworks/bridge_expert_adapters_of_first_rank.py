@@ -39,7 +39,9 @@ _EXPERT = re.compile(r"(?<=\bexperts\.)\d+")
 def list_adapters(
     original: Original, self: Any, megatron_model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return Bridge's list of adapters, with experts' numbers over all ranks in the names."""
+    """Return Bridge's list of adapters, with experts' numbers in the model, not on this rank.
+    The numbers are in the adapters' names.
+    """
     from megatron.core.utils import unwrap_model
 
     chunks = megatron_model if isinstance(megatron_model, list) else [megatron_model]
@@ -114,7 +116,7 @@ def stream(
 
 
 def _experts(config: Any) -> tuple[int, int]:
-    """Return the number of this rank's first expert, and the number of experts per rank.
+    """Return the number in the model of this rank's first expert, and how many experts a rank has.
     Return (0, 0) if each rank has all experts, or the model has none.
     """
     from megatron.core import parallel_state as ps

@@ -55,7 +55,10 @@ def _summing() -> Any:
     from torch.overrides import TorchFunctionMode
 
     class Summing(TorchFunctionMode):
-        """Lets the backward of `torch._grouped_mm` sum the gradients of its inputs over ranks."""
+        """Lets the backward of `torch._grouped_mm` sum the first argument's gradient over ranks.
+        The layer's first product is left out if its input is split over ranks, or if sequence
+        parallelism sums the gradient already.
+        """
 
         def __init__(self, layer: Any) -> None:
             super().__init__()

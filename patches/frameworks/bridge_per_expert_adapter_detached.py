@@ -32,7 +32,7 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an adapter of grouped experts, with the hook `_sum` between its factors.
+    """Build an adapter of grouped experts, with the pre-hook `_sum` between its factors.
     The hook sums over the ranks that share the experts.
     """
     original(self, *args, **kwargs)
@@ -43,8 +43,9 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _sum(group: Any, summed: bool, _activation: Any, inputs: tuple[Any]) -> Any:
-    """Pre-hook on the tensor between an adapter's factors: sum its gradient over ranks in backward.
-    With `summed`, also sum the tensor over ranks in the forward.
+    """Pre-hook of an adapter's activation: in the backward, sum its input's gradient over `group`.
+    With `summed`, also sum the input itself in the forward. The input is the tensor between the
+    adapter's factors.
     """
     from megatron.core.tensor_parallel import mappings
 

@@ -43,7 +43,7 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reproduce() -> None:
     """Load the checkpoint of step 1 twice, with training between; save step 3, and load the latest.
-    Without the patch the step after a load is wrong, because Bridge returns a cached one.
+    Without the patch Bridge returns the step number that it cached at an earlier load.
     """
     import tempfile
 

@@ -42,8 +42,8 @@ def register(original: Original, self: Any) -> None:
 
 
 def reproduce() -> None:
-    """Compare shared adapters' gradients of two expert-parallel ranks, with the fused kernel.
-    Without the patch the two ranks' gradients differ.
+    """Check that shared adapters' gradients are equal on two expert-parallel ranks.
+    Gradient accumulation is fused. Without the patch the gradients differ.
     """
     bench = _peft.build("LoRA", {"ep": 2, "experts": 4}, grouped=True, fused=True)
     bench.forward_backward(2, data_seed=0)

@@ -34,7 +34,7 @@ from . import _peft
 
 
 def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Build an adapter with a shared outer factor, and turn off fused gradient accumulation.
+    """Build an adapter with a factor that all experts share; turn off fused gradient accumulation.
     The factor's gradient then passes through its hook.
     """
     original(self, *args, **kwargs)
@@ -42,7 +42,9 @@ def build(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def replicate(original: Original, weight: Any) -> None:
-    """Broadcast a shared factor to all expert-parallel ranks; let these ranks sum its gradient."""
+    """Broadcast a factor that all experts share from the first expert-parallel rank to the others.
+    Register a hook that sums the factor's gradient over these ranks.
+    """
     import torch
     from megatron.core import parallel_state
 
@@ -67,7 +69,7 @@ def _summed(gradient: Any) -> Any:
 
 
 def reproduce() -> None:
-    """Compare the gradients of both factors of shared outer adapters on two replicas.
+    """Check gradients of adapters in which all experts share one factor, on two replicas.
     Without the patch the gradient of the shared factor is twice the right one.
 
     The loss depends on the product of both factors alone, so that each factor times its gradient

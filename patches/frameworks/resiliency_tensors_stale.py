@@ -38,7 +38,9 @@ _addresses: dict[str, list[int]] = {}
 
 
 def prepare_write_data(original: Original, self: Any, plan: Any, planner: Any) -> None:
-    """Wrap the preparation of a save: if a tensor's memory has moved, send all tensors again."""
+    """Wrap the preparation of a save: send the writer process all tensors again if one has moved.
+    A tensor has moved if its memory address differs from that at the last save.
+    """
     from torch.distributed.checkpoint.planner import WriteItemType
 
     if self.use_cached_data_structure and not self.use_cpu_shm_for_gpu_tensors:

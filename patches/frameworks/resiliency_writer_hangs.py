@@ -50,8 +50,8 @@ _WRITER = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 
 
 def schedule_async_request(original: Original, self: Any, async_request: Any) -> Any:
-    """Wrap the start of a save: let the next save wait for this rank's writer process.
-    The next save waits before it writes into shared memory.
+    """Wrap the start of a save: register a callback that waits for this rank's writer process.
+    The next save calls it before it writes into the shared memory that this process reads.
     """
     if self.persistent:  # Megatron does not pass `cpu_shm_mode` to each of its queues
         writer = importlib.import_module(_WRITER).FileSystemWriterAsync
@@ -60,8 +60,9 @@ def schedule_async_request(original: Original, self: Any, async_request: Any) ->
 
 
 def reproduce() -> None:
-    """End rank 1's writer process before saves, before shared memory is reused, and with a cache.
-    Without the patch the next save hangs, or overwrites the memory of the previous one.
+    """Save while rank 1's writer process ends, reuse shared memory, and close a queue with a cache.
+    Without the patch the next save hangs, overwrites the memory of the previous one, or does not
+    send tensors that only the ended process had cached.
     """
     core = importlib.import_module(_CORE)
     _writers.ends(core)

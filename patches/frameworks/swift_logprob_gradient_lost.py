@@ -38,7 +38,7 @@ _SUM = "torch.distributed.all_reduce(sum_exp, op=torch.distributed.ReduceOp.SUM,
 
 
 def vocab_parallel_log_softmax(original: Original, logits: Any) -> Any:
-    """Return ms-swift's log-probs [..., V / ranks], with gradients over the whole vocabulary."""
+    """Return ms-swift's log-probs [..., V / ranks]; their backward uses the whole vocabulary."""
     import torch
     from megatron.core import parallel_state
 
@@ -72,7 +72,7 @@ def _log_softmax() -> Any:
 
 
 def reproduce() -> None:
-    """Compare gradients of log-probs, entropy and divergence with those of one complete vocabulary.
+    """Compare gradients of log-probs, entropy and KL divergence with those on a whole vocabulary.
     Without the patch the vocabulary shards' gradients are wrong.
     """
     import torch
@@ -125,8 +125,8 @@ def control() -> object:
 
 
 def _drawn() -> Any:
-    """Return ms-swift's module, random logits [1, 6, 8], and a function that cuts this rank's part.
-    The function takes the part of the vocabulary.
+    """Return ms-swift's module, random logits [1, 6, 8], and a function.
+    The function takes a tensor [..., V], and returns this rank's half of the vocabulary.
     """
     import torch
     from megatron.core import parallel_state

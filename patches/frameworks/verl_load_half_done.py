@@ -70,7 +70,9 @@ def _folders(self: Any, module: Any, path: str) -> Iterator[str]:
 
 
 def _check_files(folder: str) -> None:
-    """Raise if a file of a checkpoint folder is missing or too short; each rank checks a part."""
+    """Raise if a file of a checkpoint folder is missing or too short.
+    The files are divided among all ranks; each rank checks its own.
+    """
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 

@@ -39,8 +39,9 @@ def build_optimizer_state_dict(
     metadata: Any,
     is_loading: bool = False,
 ) -> Any:
-    """Wrap verl's building of the optimizer's sharded state: for a load, rebuild the model's first.
-    The load of the model has consumed the model's shards that were built before.
+    """Wrap verl's building of the optimizer's sharded state.
+    For a load, first build the model's sharded state again: the model's own load has consumed the
+    shards of the earlier one.
     """
     if is_loading and not self.use_megatron_fsdp:
         model_sharded_state_dict = self._build_model_sharded_state_dict(metadata)

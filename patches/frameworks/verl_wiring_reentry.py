@@ -45,8 +45,8 @@ from . import _copies
 
 def wire(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Run `register_megatron_training_hooks` so that second calls and shared configs do not fail.
-    First clear a `no_sync_func` of these chunks; chunks that share a config get copies for the
-    call.
+    First clear a `no_sync_func` of these chunks. During the call, a chunk that shares an earlier
+    chunk's config gets a copy of it.
     """
     chunks = arguments(original, args, kwargs)["model"]
     configs: list[Any] = []

@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel import schedules
 
 class TestDeferredEmbeddingWgradWithMTP:
     def _finish(self, inputs, mtp_num_layers, limit=0, output_weight="output weight"):
-        """Finish the deferred wgrad; return the inputs and the weight that it is computed with."""
+        """Run `finish_embedding_wgrad_compute`; return the inputs and the weight that it uses."""
         config = SimpleNamespace(
             defer_embedding_wgrad_compute=True,
             mtp_num_layers=mtp_num_layers,

@@ -7,7 +7,7 @@ _VALUE = "nemo_rl.models.value.workers.megatron_value_worker:MegatronValueWorker
 
 
 def _without_gradients(method: str) -> tuple[Edit, ...]:
-    """Replace the method's own calls of `torch.no_grad` by a decorator."""
+    """Return `Edit`s that replace a method's own use of `torch.no_grad` by a decorator."""
     return (
         replace(method, "no_grad = torch.no_grad()", ""),
         replace(method, "no_grad.__enter__()", ""),
@@ -17,7 +17,7 @@ def _without_gradients(method: str) -> tuple[Edit, ...]:
 
 
 def _restartable(method: str, label: str) -> Edit:
-    """Reset a timer before it is started."""
+    """Return an `Edit` that lets a method reset its timer `label` before it starts the timer."""
     return before(
         method,
         f'self.timer.start("{label}")',

@@ -14,7 +14,9 @@ class TestSecondWindowWithoutZeroing:
         Utils.destroy_model_parallel()
 
     def run_windows(self, zero_first, **options):
-        """Run windows, of which the last adds to the one before; return the gradients."""
+        """Run one window per item of `zero_first`, and a last one; return the gradients.
+        Gradients are zeroed before windows whose item is true, and not before the last.
+        """
         model = DistributedDataParallel(
             TransformerConfig(num_attention_heads=1, num_layers=1),
             DistributedDataParallelConfig(**options),

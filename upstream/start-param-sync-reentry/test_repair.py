@@ -23,7 +23,7 @@ class TestStartParamSyncTwice:
         Utils.destroy_model_parallel()
 
     def set_shard(self, factor):
-        """Write this rank's shard as an optimizer step does."""
+        """Fill this rank's shard of the parameter buffer, as an optimizer step does."""
         shards = self.model.buffers[0].param_data.chunk(Utils.world_size)
         with torch.no_grad():
             shards[self.rank].fill_(factor * (1 + self.rank))
