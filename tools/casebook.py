@@ -433,8 +433,7 @@ def page(
 
 
 def _lost(project: Mapping[str, Any], proven: Mapping[str, Mapping[str, str]]) -> str:
-    """Return a Markdown list of hazards whose patches `apply()` refuses on frameworks' Megatrons.
-    """
+    """Return a Markdown list of hazards with patches that `apply()` refuses on pinned Megatrons."""
     names = dict.fromkeys(name for entry in project["frameworks"] for name in entry["megatron"])
     refused = dict.fromkeys(id for name in names for id in coverage(proven[name])[1])
     if not refused:
