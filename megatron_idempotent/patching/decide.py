@@ -342,8 +342,8 @@ def _mended_by(patch: Patch, bodies: Mapping[str, Body], sources: Sources | None
 
 
 def _lacks_origin(patch: Patch, sources: Sources | None) -> str | None:
-    """If these sources lack the code that introduced the hazard (`came_with`), return a text that
-    says so, for the verdict's reason. Return None if they have that code, or if the patch names
+    """Return a text for the verdict's reason, which says that these sources lack the code that
+    introduced the hazard (`came_with`). Return None if they have that code, or if the patch names
     none.
     """
     from .evidence import Bodies

@@ -295,8 +295,8 @@ class Climb:
 
 
 def with_attribute(holder: Holder, function_id: int) -> Holder:
-    """If a holder is an object with an attribute that leads to the function, return a copy of the
-    holder whose label also names that attribute; else return the holder unchanged.
+    """Return a copy of a holder whose label also names its attribute that leads to the function.
+    A holder that is no object with such an attribute is returned unchanged.
 
     Args:
         holder: any holder; one with a name, or that is a container, is returned unchanged.

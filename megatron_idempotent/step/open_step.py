@@ -612,7 +612,7 @@ class OpenStep:
         failures = failures_of(statuses, group)
         difference = differing_replicas(statuses)
         if difference and not failures:
-            failures = {0: difference}
+            failures = {dist.get_process_group_ranks(group)[0]: difference}
         self.peers_wait = not failures
         in_other_step = any(
             peer.phase == "abort" or peer.step_id != self.step_id for peer in statuses
