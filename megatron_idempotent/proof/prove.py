@@ -140,11 +140,11 @@ def prove(
 
 
 def affected() -> list[str]:
-    """Return the ids of the hazards, known defects, that the installed Megatron has, judged as
-    `apply()` does.
+    """Return the ids of the hazards (known defects) that the installed Megatron has, and whose
+    reproductions find the packages that they need.
 
-    `apply()` judges by the contents of files. A hazard without a patch counts if the installed
-    release is in its range.
+    A hazard with a patch is judged by the contents of files, as `apply()` does; one without a patch
+    counts if the installed release is in its range.
     """
     decided = apply(dry_run=True)
     return [h.id for h in hazards().values() if _runs(h) and _left_out(h, decided) is None]
@@ -161,8 +161,8 @@ def _missing(hazard: Hazard) -> str:
 
 
 def _left_out(hazard: Hazard, decided: Report) -> str | None:
-    """Return the reason why `apply()` leaves a hazard's patch out, or why the installed release
-    lacks the hazard; None if neither is so.
+    """Return None if the installed release has the hazard, and the hazard's patch, if there is one,
+    fits; otherwise the reason, as `status: reason`.
     """
     if not isinstance(hazard, Patch):
         verdict = check_installed(hazard)
@@ -185,8 +185,8 @@ def outcome(
     applied: Iterable[str],
     helped: bool = False,
 ) -> str:
-    """Run a hazard's reproduction on ranks with the patches `applied`; return `ok`, or the error as
-    `Type: message`.
+    """Run a hazard's reproduction on ranks that have only the patches in `applied`; return `ok`, or
+    the error as `Type: message`.
 
     Args:
         run: `RankPool.run`, or the pytest fixture `megatron_ranks`.
@@ -199,9 +199,8 @@ def outcome(
 
 
 def control_outcome(run: Callable[..., list[Any]], hazard_id: str) -> str:
-    """Run a hazard's control, a correct program close to the hazard, on stock and with all patches.
-    Return "ok" if both runs succeed with the same bits, else the fault; "-" if the hazard has no
-    control.
+    """Run a hazard's control, a correct program close to the hazard, on stock Megatron and with all
+    patches. Both runs must succeed, and each rank must return the same bits from both.
 
     Args:
         run: as for `outcome`.
@@ -230,8 +229,8 @@ def control_result(
     applied: Iterable[str],
     helped: bool = False,
 ) -> tuple[str | None, list[Any]]:
-    """Run a hazard's control on ranks with the patches `applied`; return its error or None, and
-    what each rank returns. The arguments are those of `outcome`.
+    """Run a hazard's control on ranks that have only the patches in `applied`. Return the error, or
+    None, and each rank's return value. The arguments are those of `outcome`.
     """
     return _run_on_ranks(run, _control, hazard_id, applied, helped)
 

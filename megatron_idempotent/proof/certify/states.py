@@ -87,8 +87,9 @@ class States(Bench):
         return super().built(**{"before_ddp": getattr(self.adapter, "before_ddp", None), **more})
 
     def _settings(self) -> dict[str, Any]:
-        """Return settings of `tiny.build` as in training runs, such as dropout and clipping. Steps
-        are not compared with a definition.
+        """Return settings of `tiny.build` as training runs have them, such as dropout and clipping.
+        They are allowed here, because `States` compares runs with each other, and not with the
+        oracle's step.
         """
         config: dict[str, Any] = {"hidden_dropout": 0.1}
         if self.layout.experts:

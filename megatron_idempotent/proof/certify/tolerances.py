@@ -33,7 +33,9 @@ _FINER = {"bf16": 1.0, "fp16": 8.0}
 
 
 def of_logprobs(layout: Layout) -> float:
-    """Return the largest allowed error of log-probabilities in a layout, relative to their norm."""
+    """Return the largest allowed error of an adapter's log-probabilities in this layout: the norm
+    of their difference from the right ones, divided by the norm of the right ones.
+    """
     if layout.dtype in _FINER:
         return _HALF_LOGPROBS / _FINER[layout.dtype]
     if layout.dtype == "fp32":
@@ -43,7 +45,9 @@ def of_logprobs(layout: Layout) -> float:
 
 
 def of_gradient(layout: Layout, truth: Truth) -> float:
-    """Return the largest allowed error of a step's gradient in a layout, relative to its norm."""
+    """Return the largest allowed error of a step's gradient in this layout: the norm of its
+    difference from the right gradient (`truth`), divided by the norm of the right gradient.
+    """
     if layout.dtype in _FINER:
         bound = OF_BFLOAT16[layout.loss_kind, layout.auxiliary]
         return bound / _FINER[layout.dtype]

@@ -113,8 +113,8 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """Compute the attention output of this rank's queries. A collective of the context-parallel
-        ranks, if there are several.
+        """Compute the attention output of this rank's queries. With context parallelism, all of its
+        ranks must call this.
         """
         if attention_bias is not None:
             raise ValueError("ExactAttention got an attention_bias: pass None")
@@ -168,8 +168,8 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         return context.squeeze(1) if packed else context
 
     def _keys(self, block: QueryBlock, causal: bool | None) -> range:
-        """Return the range of keys that a block's queries may attend to; all keys if `causal` is
-        None.
+        """Return the range of a sequence's keys that contains all that the block's queries may
+        attend to; the range of all keys of the sequence if `causal` is None.
         """
         if causal is None:
             return range(block.keys)
@@ -179,15 +179,18 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
         return range(first, last if after_query >= 0 else block.keys)
 
     def _reach(self, causal: bool) -> tuple[int, int]:
-        """Return how many positions before and after itself a query attends to; -1 for all."""
+        """Return how many positions before itself, and how many after itself, a query may attend to
+        in this layer; -1 stands for no limit.
+        """
         before_query, after_query = self._window or (-1, -1)
         return before_query, 0 if causal else after_query
 
     def _hidden(
         self, queries: int, position: int, keys: range, causal: bool, device: torch.device
     ) -> Tensor | None:
-        """Return a mask, True at keys that a query may not attend to; None if nothing is hidden.
-        The first query is at `position`.
+        """Return a mask [1, 1, queries, keys], True at keys that a query may not attend to because
+        of `causal` or the layer's window; None if neither limits queries. `position` is the first
+        query's, and `keys` the keys' positions, in their sequence.
         """
         before_query, after_query = self._reach(causal)
         if before_query < 0 and after_query < 0:
@@ -205,8 +208,9 @@ class ExactAttention(DotProductAttention):  # type: ignore[misc]
     def _attend(
         self, query_QBND: Tensor, key_KBND: Tensor, value_KBND: Tensor, hidden: Tensor | None
     ) -> Tensor:
-        """Compute the attention [Q, B, N * D] of blocks, by Megatron's operations in Megatron's
-        order.
+        """Compute the attention of queries [Q, B, N, D] to keys and values [K, B, N, D], by
+        Megatron's operations in Megatron's order; return [Q, B, N * D]. B counts rows, or equal
+        blocks of a pack.
         """
         queries, rows, heads, _ = query_QBND.shape
         query = query_QBND.reshape(queries, rows * heads, -1).transpose(0, 1)
@@ -291,13 +295,15 @@ def _replace(spec: Any, seen_ids: set[int]) -> int:
 
 
 def _block_positions(starts: list[int], positions: int) -> Tensor:
-    """Return the indices [positions, G] of G blocks that begin at `starts`, on the host."""
+    """Return the positions [P, G] of G blocks of equal size P (`positions`), on the host: column g
+    counts up from `starts[g]`.
+    """
     return torch.arange(positions)[:, None] + torch.tensor(starts)
 
 
 def _states_at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
-    """Select the query, key or value states at the indices `place_PG`: return [P, B, N, D] for one
-    block of rows, or [P, G, N, D] for G blocks of a pack.
+    """Select the query, key or value states [T, B, N, D] of G blocks at the positions `place_PG`.
+    Return [P, B, N, D] for one block of rows, or [P, G, N, D] for G blocks of a pack (B = 1).
     """
     positions, number = place_PG.shape
     if number == 1:
@@ -310,8 +316,8 @@ def _states_at(states_TBND: Tensor, place_PG: Tensor) -> Tensor:
 def _in_order(
     parts: list[Tensor], position_parts: list[Tensor], query: Tensor, value: Tensor
 ) -> Tensor:
-    """Put the blocks' outputs [P, B, N * D] at their positions in one tensor [T, B, N * D], with
-    zeros elsewhere.
+    """Join the attention outputs of this rank's blocks (`parts`) in one tensor [T, B, N * D], each
+    at its positions (`position_parts`); positions of padding, which no block has, get zeros.
     """
     positions = len(query)
     place_P = torch.cat(position_parts) if position_parts else torch.arange(0)
@@ -327,8 +333,8 @@ def _in_order(
 
 
 def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
-    """Return how many positions before and after itself a query of this layer sees; None if there
-    is no limit.
+    """Return this layer's sliding window: how many positions before itself, and how many after
+    itself, a query may attend to (-1 for no limit). None for a layer without a window.
     """
     window = getattr(config, "window_size", None)
     if not window:
@@ -348,8 +354,8 @@ def _window(config: Any, layer_number: int) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowSpan:
-    """Says where one row or packed sequence begins among the positions of all sequences, and how
-    many positions (with padding), queries and keys it has.
+    """Locates one row, or one sequence of a pack: the position where it begins, how many positions
+    it has with padding, and how many queries and keys it has without padding.
 
     Example: `RowSpan(start=0, padded=8, queries=6, keys=6)`.
     """
@@ -387,8 +393,8 @@ class QueryBlock:
 
 
 def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
-    """Yield this rank's queries of each row or sequence as one block, or under context parallelism
-    as two.
+    """Yield this rank's queries of each row or sequence: one block, or with context parallelism the
+    two blocks of which this rank's part of the sequence consists.
     """
     for segment in segments:
         local = segment.padded // cp.size
@@ -407,8 +413,8 @@ def blocks(segments: Sequence[RowSpan], cp: Part) -> Iterator[QueryBlock]:
 
 
 class Part:
-    """Holds this rank's place in the context-parallel group, and gathers keys and values over it.
-    Without a group the size is 1.
+    """Holds this rank's number in the context-parallel group and the group's size (0 and 1 without
+    a group), and gathers the keys and values of all ranks of the group.
     """
 
     def __init__(self, group: Any) -> None:
@@ -433,8 +439,9 @@ class Part:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gathers each rank's part [T, …], and puts the positions in order; its backward reduces
-    and scatters the gradients.
+    """All-gathers the states [T, …] of each context-parallel rank's positions, and returns them in
+    sequence order. The backward reduce-scatters the gradients, so that each rank gets those of its
+    own positions.
     """
 
     @staticmethod
@@ -480,8 +487,8 @@ def row_segment(query: Tensor, key: Tensor, cp: Part) -> RowSpan:
 def pack_segments(
     packed: Any, query: Tensor, key: Tensor, cp: Part
 ) -> tuple[list[RowSpan], Tensor | None]:
-    """Check a pack's shapes; return a `RowSpan` for each sequence, and the boundaries [n + 1] of
-    the sequences with their padding.
+    """Check a pack's shapes; return a `RowSpan` for each of its n sequences, and the n + 1
+    positions at which the sequences begin and the last one ends, with padding counted.
     """
     if packed.qkv_format != "thd":
         raise ValueError(
@@ -562,8 +569,9 @@ def _ends(packed: Any, of_queries: str, of_keys: str) -> Tensor | None:
 
 
 def own_mask(mask_BNQK: Tensor | None, query: Tensor, key: Tensor, cp: Part) -> Tensor | None:
-    """Return the part of an attention mask (true where hidden) that this rank's queries need; None
-    if there is no mask.
+    """Return an attention mask (True where hidden) for this context-parallel rank's queries: those
+    queries' rows of a mask for all queries; any other mask, or None, unchanged. Raise `ValueError`
+    if the mask has the wrong shape.
     """
     if mask_BNQK is None:
         return None

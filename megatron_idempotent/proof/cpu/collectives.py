@@ -75,7 +75,8 @@ def with_listed_splits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_unequal_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all_gather so that it takes outputs of unequal sizes, as NCCL does, in one collective.
+    """Wrap all_gather so that its output tensors may differ in shape, which NCCL allows and gloo
+    does not. The ranks take part in one collective.
 
     Megatron gathers the tokens of tensor-parallel experts so, and whole parameters for the
     layer-wise optimizer. Each rank sends as much as the largest output holds.
@@ -213,8 +214,8 @@ def begin(device: str) -> None:
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """Return (owner, attribute, replacement) for torch's collectives and makers of groups. A
-    replacement calls the original until `begin`.
+    """Return (owner, attribute, replacement) for torch's collectives, and for its functions that
+    make process groups. A replacement calls the original until `begin` is called in this process.
     """
     on_gloo = {name: value for _, name, value in collective_replacements()}
     owners = {(owner, name) for owner, name, _ in collective_replacements()}

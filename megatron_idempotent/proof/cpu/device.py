@@ -404,8 +404,8 @@ def replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _elsewhere(original: Any, replacement: Any, owner: Any) -> list[tuple[Any, str, Any]]:
-    """Return (module, name, replacement) for each name in torch.cuda's modules, except `owner`,
-    that is bound to the object `original`.
+    """Return (module, name, replacement) for each other name of the object `original`: those that
+    torch.cuda and its submodules, except the module `owner`, bind to it.
     """
     return [
         (module, name, replacement)

@@ -27,8 +27,8 @@ VARIABLE = "MEGATRON_IDEMPOTENT_DEVICE"
 
 
 def chosen_device(device: str | None = None) -> Device:
-    """Return the device that the argument names, else the one that the environment variable names,
-    else "cpu".
+    """Return the device that `device` names; if it is None, the one that the environment variable
+    MEGATRON_IDEMPOTENT_DEVICE names; if that is not set, "cpu".
 
     Raises:
         ValueError: a name that is not in DEVICES.
@@ -107,7 +107,7 @@ def check_untouched(module: str) -> None:
 
 
 def driver_started(maps: Path = Path("/proc/self/maps")) -> bool:
-    """Return whether this process has called `cuInit`; ask the library only if it is loaded."""
+    """Return whether this process has called `cuInit`; False if it has not even loaded libcuda."""
     if "libcuda.so" not in maps.read_text(encoding="utf-8"):
         return False
     import ctypes
@@ -142,7 +142,9 @@ def settle(rank: int, world_size: int) -> None:
 
 
 def group_options(world_size: int) -> dict[str, Any]:
-    """Return arguments of `init_process_group` for ranks that `settle` has placed."""
+    """Return keyword arguments for `init_process_group`, once `settle` has selected this rank's
+    GPU: gloo if there are more ranks than GPUs, else NCCL on that GPU.
+    """
     import torch
 
     if world_size > torch.cuda.device_count():

@@ -187,7 +187,10 @@ class ForkedCall:
         return rank in self._exit_codes
 
     def _dump(self, ranks: list[int]) -> None:
-        """Make `ranks` write their Python stacks, by a signal; add the stacks to the outcome."""
+        """Signal the processes of `ranks` to write their Python stacks, wait until these are
+        complete or `STACKS_S` seconds are over, and keep each rank's text in `stacks` of the
+        outcome.
+        """
         for rank in ranks:
             if not self._has_exited(rank):
                 os.kill(self._pids[rank], signal.SIGUSR1)
@@ -242,8 +245,8 @@ def children() -> set[int]:
 
 
 def end_children(*, but: Set[int]) -> None:
-    """Kill and reap this process's children, except those in `but`, and the orphans that killed
-    children leave.
+    """Kill and reap all children of this process except those in `but`. This includes orphans of
+    the killed children, which become children of this process.
     """
     while strays := children() - but:
         for pid in strays:
@@ -390,8 +393,8 @@ def set_for_process(option: int, value: int) -> None:
 
 @contextlib.contextmanager
 def _reporting_failure(connection: Connection) -> Iterator[None]:
-    """Send a `RankFailure` to the pool, which waits for "ready", if the block raises; then re-raise
-    the error.
+    """If the block raises, send a `RankFailure` to the pool, which otherwise gets "ready" after the
+    block; then re-raise the error, or exit with status 1 after a `NoDeviceError`.
     """
     try:
         yield
@@ -420,8 +423,9 @@ def _import(name: str) -> None:
 
 
 def _read_ahead() -> None:
-    """Read and check the code that patches replace, once in the launcher, so that `apply()` on a
-    rank need not.
+    """Read the source of the functions that patches replace, and check that it is the source that
+    patches are made for, once in the launcher. Ranks inherit the results, which make `apply()`
+    fast.
     """
     import wrapt  # noqa: F401  patches that wait for an import need it
 

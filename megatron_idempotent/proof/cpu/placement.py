@@ -64,8 +64,8 @@ def on_cpu(device: Any) -> Any:
 
 
 class _OfGroup(str):
-    """Marks the string "cpu" as the device on which a process group exchanges Python objects. With
-    NCCL that device is the GPU, so tensors made for it do not count as host tensors.
+    """The string "cpu" as the name of the device on which a process group exchanges Python objects.
+    With NCCL that device is the GPU; so tensors made on this "cpu" do not count as host tensors.
     """
 
 
@@ -318,8 +318,9 @@ def _moved(tensor: torch.Tensor, memory: str) -> torch.Tensor:
 
 
 def _memory_meant(device: Any) -> str:
-    """Return the memory that a `device` argument means: "host", "device", or "unknown" for
-    `torch.device("cpu")`, which may be another tensor's `device`.
+    """Return the memory that an argument `device` asks for: "host" or "device". Return "unknown"
+    for `torch.device("cpu")`: outside of `naming_devices`, that is also the `device` of tensors in
+    emulated device memory.
     """
     if isinstance(device, torch.Tensor):
         return memory_of(device) or ("unknown" if _state.checked else "device")

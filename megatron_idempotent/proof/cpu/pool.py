@@ -269,7 +269,7 @@ def run_ranks(
 
 
 class _Launcher:
-    """The pool's end of the launcher process: starts the launcher, sends calls to it over a
+    """The pool's handle on its launcher process: starts the process, sends it calls over a
     connection, and receives their outcomes.
     """
 
@@ -411,7 +411,9 @@ class Call:
 
     @property
     def longest_s(self) -> float:
-        """The seconds after which the ranks are ended, even if they waited for processors."""
+        """The most seconds that a call may take. Between `timeout_s` and this, ranks may run on
+        only for as long as they have waited for free processors.
+        """
         return self.timeout_s * max(self.patience, 1.0)
 
 
@@ -590,8 +592,9 @@ def _load_storage(data: bytes) -> Any:
 
 
 def dump_result(result: Any, *, by_value: bool) -> bytes:
-    """Pickle a rank's result. The caller can load its tensors, on the CPU, without importing
-    Megatron. With `by_value`, cloudpickle pickles functions and classes typed into a session.
+    """Pickle a rank's result such that the caller can load it without importing Megatron, with its
+    tensors on the CPU. With `by_value`, the pickle includes functions and classes that were defined
+    at a prompt or in a notebook.
     """
     kind: type[pickle.Pickler] = StoragePickler
     if by_value:

@@ -33,10 +33,9 @@ def _events(run: Callable[[], Any], *, on_device: bool = False, **options: Any) 
 
 
 def peak_bytes(run: Callable[[], Any], *, runs: int = 3) -> int:
-    """Return the peak of the bytes that `run` has allocated at one time, without those allocated
-    before it; the least of several runs.
-
-    It calls `run` several times, and returns the least.
+    """Call `run` several times (`runs`), and return the least of the peaks: the most bytes that a
+    call has allocated and not yet freed at one time. Memory that was allocated before the call does
+    not count.
 
     Example:
         extra = peak_bytes(lambda: loss_of(logits).backward())
@@ -104,8 +103,8 @@ class Activity:
         }
 
     def added_to(self, base: Activity) -> dict[str, int]:
-        """Return the counts that are larger than in `base`, each with the difference; operators are
-        counted by name.
+        """Return how many more of each operator, launch, wait and copy this `Activity` counts than
+        `base` does. Counts that are not larger are left out, as is the total of operators.
         """
         more = {name: n - base.operators[name] for name, n in self.operators.items()}
         base_totals = base.totals()

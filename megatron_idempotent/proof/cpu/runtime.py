@@ -249,8 +249,8 @@ class _Forked:
 
 
 def _writers(module: ModuleType, complete: Complete) -> None:
-    """Replace `mp` in a checkpoint module, so that a CPU rank forks the writers of its asynchronous
-    saves.
+    """Replace `mp`, torch.multiprocessing, in a module that saves checkpoints asynchronously, so
+    that a CPU rank forks the processes that write them.
     """
     complete(module, "mp", _Forked())
 

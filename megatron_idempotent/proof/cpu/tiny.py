@@ -195,8 +195,9 @@ class Tiny:
         return forward_step
 
     def _inputs(self) -> tuple[Callable[[Any], Any], Any, Any, dict[str, Any]]:
-        """Return four inputs of the forward: a function that cuts [B, T] to this context-parallel
-        rank's positions, the position ids, the attention mask, and the keyword arguments for packs.
+        """Return what a forward needs besides tokens: a function that cuts [B, T] to this
+        context-parallel rank's positions; the position ids of these; the attention mask (None for
+        packs); and the keyword arguments for packs (none for rows).
         """
         # The runtime makes "cuda" the CPU.
         rows, length = self._shape
@@ -240,11 +241,11 @@ def own_part(values: Any, cu_seqlens: Any = None) -> Any:
 
 
 def mean_over_ranks(loss_BT: Any) -> tuple[Any, Any]:
-    """Return this rank's part of the mean loss over all context-parallel ranks, and that mean,
-    which is the sum of these ranks' parts. A collective of the context-parallel ranks.
+    """Return this rank's part of the mean loss over the positions of all context-parallel ranks,
+    and the mean itself, which is the sum of all these ranks' parts. All of them must call this.
 
-    A loss function without tokens returns such a share: shares add up over these ranks, because the
-    schedule multiplies by their number, and DDP then averages.
+    A loss function that returns no number of tokens returns such a part: the parts add up, because
+    the schedule multiplies by the number of these ranks, and DDP then averages.
     """
     from megatron.core import parallel_state
 
@@ -603,9 +604,9 @@ def has_layout() -> bool:
 def _layer_wise_layout(
     module: Any, ddp_config: Any, *, by_layout: bool, muon: bool
 ) -> dict[str, Any]:
-    """Mark a model's parameters for the layer-wise optimizer. Return keyword arguments for DDP,
-    which then lays out its buffers for that optimizer. Without `by_layout` change nothing, and
-    return {}.
+    """With `by_layout`, mark the parameters of `module` that the layer-wise optimizer updates, and
+    return keyword arguments with which DDP lays out its buffers for that optimizer. Without it,
+    change nothing and return {}.
 
     With Muon the vectors and embeddings go to a DistributedOptimizer of their own, as upstream
     routes them; without, the layer-wise optimizer has everything.
