@@ -202,9 +202,10 @@ class GroupBuffer:
 
     @property
     def free(self) -> int:
-        """The number of groups that can be added before `capacity` groups are generating or ready.
+        """How many more groups may be added: `capacity` minus the number of groups that are
+        generating or ready, but at least 0.
 
-        A lease frees room. Groups that are given back may exceed the capacity; then this is 0.
+        A lease frees room. Groups that are given back may exceed the capacity.
         """
         return max(self.capacity - len(self._generating) - len(self._ready), 0)
 
@@ -294,8 +295,9 @@ class GroupBuffer:
     def _need(
         self, group_ids: Iterable[int], groups: Mapping[int, Any], state: str, *, to: str
     ) -> list[int]:
-        """Raise `GroupStateError` unless all ids are in `groups`, the groups of the needed state,
-        and none is repeated; return the ids as a list.
+        """Return `group_ids` as a list, if they are distinct and all in `groups`, the buffer's
+        groups in the state `state`. Otherwise raise `GroupStateError`, whose message says what the
+        caller wanted (`to`).
         """
         ids = list(group_ids)
         for group_id in ids:

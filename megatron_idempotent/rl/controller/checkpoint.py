@@ -181,8 +181,8 @@ class Reporting:
             shared.measure.count(name, value)
 
     def release(self) -> None:
-        """Pass the row that `step` made to the loggers. If the row's version is the last published
-        one, first add the metrics of that publish. Without a row: no-op.
+        """Pass the row that `step` has kept to the loggers. If the row's version is the last one
+        that was published, first add the metrics of its publish. Without a row: no-op.
         """
         if self._row is None:
             return
@@ -212,7 +212,8 @@ started with it. If it raises, the version's row has `evaluation/failed` and the
 
 
 class Checkpoints:
-    """Evaluates versions, writes checkpoints (`capture`, then `save`), and restores the newest one.
+    """Has versions of the weights evaluated, writes checkpoints (`capture`, then `save`), and
+    restores the newest checkpoint.
 
     Example: `metrics = await checkpoints.before_release(version)`, later `await
     checkpoints.save()`.
@@ -236,13 +237,14 @@ class Checkpoints:
         self._captured: Mapping[str, Any] | None = None
 
     def work_at(self, version: int) -> bool:
-        """Return True if a version is to be evaluated or gets a checkpoint."""
+        """Return True if the weights of this version must be evaluated, or saved in a checkpoint.
+        """
         evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
         return self._due(version) or bool(evaluated(version))
 
     async def before_release(self, version: int) -> Mapping[str, float]:
-        """Evaluate a published version before any group starts with it, and return the metrics of
-        the evaluation (of version 0: log the metrics, and return none). If the version gets a
+        """Evaluate the weights of a published version before any group starts with them, and return
+        the metrics; for version 0, log the metrics and return {}. If a later version gets a
         checkpoint, also keep the controller's state for `save`.
 
         Raises:
@@ -279,8 +281,8 @@ class Checkpoints:
 
     @property
     def due_early(self) -> bool:
-        """True if a run that ends before its last version is to write a checkpoint: the run is
-        drained, or prompts have run out and checkpoints are written regularly.
+        """True if a run that ends before version `until` must still write a checkpoint: because it
+        is drained, or because prompts have run out and `checkpoint_every` is not 0.
         """
         shared = self._shared
         out_of_prompts = shared.exhausted and shared.trainer_version < self.until

@@ -131,8 +131,8 @@ class Fleet:
         return dataclasses.replace(sample, versions=versions)
 
     async def _leave_out_restarted(self) -> None:
-        """Quarantine the engines that serve a version that this run never published, as after a
-        restart, until they get this run's weights.
+        """Quarantine the engines that serve a version which this run has not published, such as
+        engines that were restarted, until they have taken this run's weights.
 
         Otherwise every group with a sample from such an engine would be lost, and a sampler that
         waits for all groups of a version would wait for ever.
@@ -197,8 +197,8 @@ class Fleet:
         }
 
     def _count_from(self, report: SyncReport) -> None:
-        """Raise `_engine_version`, the number of the last update, to the highest version that an
-        engine reports.
+        """Set `_engine_version`, the version number of the last update, to the highest version that
+        an engine reports, if that is higher.
 
         An engine that joined later may have served another run, with higher versions.
         """

@@ -251,8 +251,8 @@ class Generator(Protocol):
 
 
 class Policy(Protocol):
-    """The protocol of the model that is trained on all ranks. Repeating a call with the same ids
-    has no further effect.
+    """The protocol of the model that is trained on all ranks. A call that is repeated with the same
+    `step_id` and `microbatch_id` has no further effect.
 
     Raises:
         RanksLost: by every method, if ranks are gone. After any other error ranks are alive, and
@@ -264,7 +264,7 @@ class Policy(Protocol):
 
     async def logprobs(self, batch: Any, which: LogprobsOf) -> Any:
         """Return the log-probs of a batch's response tokens under the policy or the reference model
-        (`which`), in the recipe's format.
+        (`which`), in the form that `Recipe.batch` takes.
 
         May be called while a step is open.
         """
@@ -329,8 +329,8 @@ class Recipe(Protocol):
 
 
 class DataPlane(Protocol):
-    """The protocol of a store for complete groups until they are trained. Every method may be
-    repeated.
+    """The protocol of a store that keeps complete groups until they are trained. Every call may
+    safely be made again with the same arguments.
     """
 
     async def put(self, group: RolloutGroup) -> None:
@@ -391,16 +391,18 @@ class Sampler(Protocol):
         """True if all running groups must end before engines get new weights."""
 
     def required_capacity(self, groups_per_step: int) -> int:
-        """Return the smallest buffer capacity, in groups, with which training does not stall."""
+        """Return the smallest buffer capacity, in groups, at which training never waits for a group
+        that finds no room in the buffer.
+        """
 
     def room(self, admission: Admission) -> int:
-        """Return how many more groups may start now, before the limits of capacity and concurrency
-        apply.
+        """Return how many more groups the sampler allows to start now. The caller then also applies
+        the limits of capacity and concurrency.
         """
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
         """Return up to `count` ready groups for the optimizer step from `version` to `version` + 1,
-        the best first.
+        in the sampler's order of preference.
         """
 
     def evict(self, ready: Ready, *, version: int) -> Sequence[Held]:
@@ -451,8 +453,8 @@ class Stalled(ControllerError):
 
 
 class GroupsRejected(ControllerError):
-    """The recipe rejected as many groups in a row as several outer steps need, so that nothing can
-    train.
+    """The recipe rejected as many groups in a row as train in `rejected_steps` outer steps, so that
+    nothing can train.
     """
 
 

@@ -181,16 +181,16 @@ class RolloutPump:
             self._shared.buffer.renew(group_id, version=self._shared.rollout_version)
 
     def _aborted(self, group_id: int) -> bool:
-        """Return True if the buffer has dropped the group, although the group's task is still
-        running.
+        """Return True if the buffer no longer has the group, i.e. the group was aborted while it
+        was generated; its task must then end.
 
         A cancellation can get lost if the engine responds at the same moment.
         """
         return not self._shared.buffer.holds(group_id)
 
     def _reject(self, group: RolloutGroup, reason: str) -> None:
-        """Drop a group that the recipe rejects. Raise `GroupsRejected` once as many groups in a row
-        were rejected as `rejected_steps` outer steps need.
+        """Drop a group that the recipe rejects. Raise `GroupsRejected` once the number of groups
+        rejected in a row is that of the groups that train in `rejected_steps` outer steps.
         """
         settings = self._shared.settings
         _log.debug("group %d is rejected: %s", group.id, reason)

@@ -27,9 +27,8 @@ class SamplerError(ControllerError):
 def chosen(
     sampler: Sampler, method: Literal["select", "evict", "abort"], ready: Ready, **arguments: int
 ) -> tuple[Any, ...]:
-    """Call the sampler's method `select`, `evict` or `abort`, and return the groups that the method
-    selects. Raise `SamplerError` if the method selects a group twice, too many groups, or a group
-    that is not in the required state.
+    """Call the sampler's method `select`, `evict` or `abort`, check the groups that it returns, and
+    return them.
 
     `arguments` are the method's other arguments. A sampler without a method `abort` aborts none.
 
@@ -131,8 +130,8 @@ class FirstReadySampler:
 
 
 class _Windowed:
-    """The base class of samplers with a window: starts no more groups than can train before they
-    are older than `window` versions.
+    """The base class of samplers that start no more groups than can train before the groups' age
+    exceeds `window` versions.
     """
 
     def __init__(self, name: str, window: int) -> None:
@@ -153,8 +152,8 @@ class _Windowed:
         return groups_per_step * (self._window + 1)
 
     def room(self, admission: Admission) -> int:
-        """Return how many more groups may start, such that all groups can train before they are
-        older than the window.
+        """Return how many more groups may start, such that each group can train while it is at most
+        `window` versions old.
 
         This is (window + rollout_version + 1) x groups_per_step - accepted - running, or 0 if that
         is negative: an optimizer step uses groups_per_step groups and makes one version, so the
@@ -208,9 +207,9 @@ class WindowedSampler(_Windowed):
         self._order, self._gated, self._abort_stale = order, gated, abort_stale
 
     def room(self, admission: Admission) -> int:
-        """Return how many more groups may start, such that all groups can train within the window.
-        Without `gated`, the number is unlimited, or 0 while the engines' weights are older than the
-        window.
+        """With `gated`, return how many more groups may start such that each can train before it is
+        too old. Without, return a number above any capacity, or 0 while the engines' weights are
+        more than `max_staleness` versions behind the trainer's.
         """
         if self._gated:
             return super().room(admission)
@@ -251,8 +250,8 @@ class StrictSampler(WindowedSampler):
 
 
 class InOrderSampler(_Windowed):
-    """Trains groups in ascending order of id: a group waits until every lower id is trained,
-    filtered or in the same step.
+    """Trains groups in ascending order of id: a group trains only if every group with a lower id
+    has been trained or filtered, or trains in the same step.
 
     Steps are deterministic: the groups that a step trains, and the weights that sampled them,
     depend only on the prompts and the recipe's rejections, not on the order in which engines
@@ -280,8 +279,8 @@ class InOrderSampler(_Windowed):
         super().__init__("lookahead", lookahead)
 
     def select(self, ready: Ready, *, version: int, count: int) -> Sequence[Held]:
-        """Return up to `count` ready groups with the lowest ids, all below the lowest id that is
-        unfinished.
+        """Return up to `count` ready groups with the lowest ids. All ids must be below that of the
+        first group that is not complete.
         """
         del version
         limit = ready.lowest_unfinished

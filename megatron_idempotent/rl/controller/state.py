@@ -151,8 +151,8 @@ class ControllerSettings(ControllerLimits):
 
     @property
     def logprob_models(self) -> tuple[LogprobsOf, ...]:
-        """The models whose log-probs are computed before advantages: the policy, the reference
-        model, both or none.
+        """The models whose log-probs the policy computes for each group before the recipe computes
+        advantages: the policy, the reference model, both or none.
         """
         both: tuple[LogprobsOf, ...] = ("policy", "reference")
         return both if self.logprobs == "both" else tuple(m for m in both if m == self.logprobs)
@@ -435,7 +435,9 @@ class StoredGroups:
             self._owed.difference_update(ids)
 
     def owe(self, group_id: int) -> None:
-        """Make the next `clear` also clear this group, which the data plane may or may not have."""
+        """Have the next `clear` also remove this group from the data plane; it is unknown whether
+        the group was stored there.
+        """
         self._owed.add(group_id)
 
     async def _retry(

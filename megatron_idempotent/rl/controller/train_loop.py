@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
-    """Wait until a task is done, even if the caller is cancelled meanwhile, but then at most
-    `limit_s` seconds longer. Return True if the caller was cancelled.
+    """Wait until a task is done, and return True if the caller was cancelled meanwhile. The first
+    cancellation does not end the wait, but limits it to `limit_s` more seconds, if given.
 
-    The caller must then raise `CancelledError` itself. After the first cancellation, this waits up
-    to `limit_s` seconds; a task that is not done by then keeps running.
+    The caller must then raise `CancelledError` itself. A task that is not done in time keeps
+    running.
 
     Example: `await finish_despite_cancel(asyncio.ensure_future(policy.finish(step_id)), 300)`.
     """
@@ -59,12 +59,12 @@ async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None
 async def update_once(
     call: Callable[[str], Awaitable[StepOutcome]], step_id: str, *, limit_s: float
 ) -> tuple[StepOutcome, bool]:
-    """Await `call(step_id)`, which makes a step's update, to the end even if the caller is
-    cancelled, and repeat it once if it raises. Return the outcome, and True if the caller was
-    cancelled.
+    """Await `call(step_id)`, which makes the weight update of an optimizer step, and do not stop if
+    the caller is cancelled. Return the outcome, and True if the caller was cancelled.
 
-    A call that raises is repeated once with the same step id, because it may have made the update;
-    the policy never makes an update twice. After a cancellation it has `limit_s` seconds to end.
+    If the call raises, except for `RanksLost`, it is repeated once with the same step id, because
+    it may have made the update; the policy never makes an update twice. After a cancellation both
+    calls have `limit_s` seconds to end.
 
     Raises:
         CancelledError: the update failed, and the caller was cancelled.
@@ -322,8 +322,8 @@ class TrainPump:
         return ledger, outcome
 
     async def _next_groups(self, most: int) -> list[Held]:
-        """Wait until at least `min_groups_per_call` groups may train, lease up to `most` of these
-        groups from the buffer, and return the leased groups.
+        """Wait until the sampler selects at least `min_groups_per_call` groups, at most `most`;
+        lease these groups from the buffer, and return them.
 
         `most` is the number of groups that the step can still take. With a sampler that drains,
         whose steps are deterministic, it waits for exactly `most` groups.
@@ -369,8 +369,9 @@ class TrainPump:
         return list(chosen(shared.sampler, "select", ready, version=version, count=most))
 
     async def _add(self, step_id: str, call: int, *, lacking: int) -> list[RolloutGroup]:
-        """Train one batch of groups in the open step: fetch the groups, compute their log-probs,
-        make the batch, and run forward and backward on it. Return the groups.
+        """Run one call of the policy in the step `step_id`: fetch the groups that are leased for
+        `call`, compute their log-probs, make a batch of them, and run forward and backward on it.
+        Return the groups. The first call begins the step.
 
         `lacking` is the number of groups that the step lacked before this call.
         """
@@ -405,8 +406,9 @@ class TrainPump:
         return [group.id for call_groups in self._held for group in call_groups]
 
     def _may_try_again(self, step_id: str, error: BaseException) -> bool:
-        """Return whether a step that failed and was undone may be repeated. If the data plane has
-        lost a group, first remove that group from the step.
+        """Return whether to try a step again that failed and was undone. If it failed because the
+        data plane has lost a group, remove this group from the step and the buffer; another one
+        takes its place.
         """
         # These errors are not caused by the groups.
         if isinstance(error, (asyncio.CancelledError, PublishFailed, SamplerError, NoMoreGroups)):
@@ -435,10 +437,10 @@ class TrainPump:
     # Weights to the engines ---------------------------------------------------------------------
 
     async def _hand_over(self, *, last: bool) -> Mapping[str, float]:
-        """End an outer step: publish the weights to the engines, and let groups start with these
-        weights. The publish runs during the next step, unless the sampler's `drains` is True, or
-        this version is evaluated, saved or the last. Return the metrics of the evaluation; empty
-        without one.
+        """End an outer step: publish the weights to the engines, and let groups start with them.
+        Wait for the publish, and return the metrics of an evaluation, if the sampler's `drains` is
+        True, or this version is evaluated, saved or the last. Otherwise return {} at once; the
+        publish then runs during the next step.
         """
         shared = self._shared
         if not (shared.sampler.drains or last or self._checkpoints.work_at(shared.trainer_version)):
@@ -455,7 +457,9 @@ class TrainPump:
         return metrics
 
     async def _all_generated(self) -> None:
-        """Wait until all groups that may start with the current weights are complete."""
+        """Wait until all groups that may start with the engines' current weights have started and
+        are complete, or the run is drained.
+        """
         shared = self._shared
         with shared.measure.phase("exposed_generation"):
             while (shared.room() or shared.buffer.counts.generating) and not shared.draining:
@@ -514,8 +518,8 @@ class TrainPump:
         self._release_rollouts()
 
     async def _republish(self) -> None:
-        """Wait for a running publish; then, if an engine has recovered after all were lost, publish
-        again during the step.
+        """Wait for the publish that runs during the step, if there is one. Then, if all engines
+        were lost and one has recovered, publish the weights again, and wait for that.
 
         Raises:
             Exception: as in `_publish`, also for the publish that failed during the step.
@@ -532,7 +536,8 @@ class TrainPump:
         self._shared.progressed()
 
     async def _settled(self) -> None:
-        """Wait until a publish that runs during the step is done. Without one: no-op.
+        """Wait for the publish that `_hand_over` has left running during the step. If there is
+        none: no-op.
 
         Raises:
             Exception: as in `_publish`.

@@ -171,8 +171,8 @@ class EnginePool:
         return any(name not in self._out for name in self._engines)
 
     async def reprobe(self) -> None:
-        """Check the health of the engines that died, and send requests again to those that are
-        SERVING or PAUSED.
+        """Ask the engines that died for their health; those that are SERVING or PAUSED get requests
+        again.
         """
         lost = list(self._dead)
         healths = await asyncio.gather(*(self._engines[name].health() for name in lost))

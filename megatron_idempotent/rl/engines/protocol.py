@@ -99,9 +99,8 @@ class RoutedExperts:
         return flat.reshape(self.tokens, self.layers, self.topk)
 
     def then(self, longer: RoutedExperts) -> RoutedExperts:
-        """Return a record of all tokens of `longer`, whose first tokens are this record's tokens.
-        The first tokens have this record's experts, and the other tokens have the experts in
-        `longer`.
+        """Return a copy of `longer`, a record that begins with this record's tokens, in which these
+        tokens have this record's experts.
         """
         data = self.data + longer.data[len(self.data) :]
         return dataclasses.replace(longer, data=data)
@@ -323,8 +322,9 @@ def refuse_kv_scales(engine: str, update: WeightUpdate, reason: str) -> None:
 def refuse_out_of_turn(
     engine: str, update: WeightUpdate, *, least: int, serving: int | None, staging: str = ""
 ) -> None:
-    """Raise `UpdateRefused` if the update's version is below `least`, if the update builds on a
-    version that the engine does not serve, or if another update is being staged.
+    """Raise `UpdateRefused` if an engine must not stage an update now: another update is being
+    staged, the update's version is below `least`, or it builds on another version than the engine
+    serves.
 
     Args:
         engine: the engine's name, for the message.

@@ -58,8 +58,8 @@ class EngineActor:
                 answer.set_result(asyncio.ensure_future(self._engine.generate(request)))
 
     async def answer(self, ticket: int) -> Sample:
-        """Wait for the sample of the request with this ticket, and return it. The request may
-        arrive through `take` after this call.
+        """Wait for the sample of the request with this ticket, and return it. The caller may call
+        this before `take` has received the request.
         """
         sampling = await self._answer(ticket)
         try:

@@ -490,7 +490,9 @@ class Scheduler:
             self._task = asyncio.get_running_loop().create_task(self._serve())
 
     def _tell(self) -> None:
-        """Wake the pauses that wait for sampling to stop, or for the gate to open."""
+        """Wake the calls of `pause` that are waiting: the loop of forwards has ended, or `open` was
+        called.
+        """
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -526,8 +528,8 @@ class Scheduler:
 
     def _next_sequences(self) -> dict[tuple[int, ...], list[RequestSlot]]:
         """Choose the waiting requests that the next forward prefills, within the limits of rows and
-        positions. Return a map from each distinct token sequence to the requests that have this
-        sequence, so that a sequence is computed once.
+        positions. Return a map from the tokens to prefill to the requests that have exactly these
+        tokens, so that a sequence is computed once.
         """
         room = self.max_running - len(self._rows)
         slots_of: dict[tuple[int, ...], list[RequestSlot]] = {}

@@ -99,8 +99,8 @@ class _RowLengths:
         self.put(torch.zeros(0, dtype=torch.int64))
 
     def put(self, lengths_B: torch.Tensor) -> None:
-        """Set the cached length of each row, and compute the longest length. Only this method waits
-        for the device; the layers then read the longest length without a wait.
+        """Set the number of cached positions of each row, int64 [B], and read the largest one to
+        the host. Only this method waits for the device; the layers then use the number on the host.
         """
         self.lengths_B = lengths_B
         self.rows = len(lengths_B)
@@ -282,8 +282,9 @@ class RouteRecorder:
         return joined.to(getattr(torch, self.dtype)).cpu().numpy()
 
     def recorded(self, data: bytes) -> RoutedExperts:
-        """Return a `RoutedExperts` of one row, with this model's number of layers, top-k and dtype.
-        `data` is the row's bytes in the arrays that `take` returned, joined in order of tokens.
+        """Make a `RoutedExperts` of one sequence, with this model's number of layers, top-k and
+        dtype. `data` has the sequence's bytes from the results of `take`, joined in order of
+        tokens.
         """
         return RoutedExperts(data=data, layers=self.layers, topk=self.topk, dtype=self.dtype)
 
@@ -313,9 +314,9 @@ class DecodeBatch:
 
     @torch.no_grad()
     def join(self, sequences: Sequence[Sequence[int]], sequence_of_row: Sequence[int]) -> int:
-        """Prefill distinct token sequences in one forward, and append rows, of which several may
-        have one sequence; `sequence_of_row` has the index of each row's sequence. Return the number
-        of new rows.
+        """Prefill distinct token sequences in one forward, and append the new rows of
+        `sequence_of_row` to the batch. Several rows may have the same sequence, which is computed
+        once. Return the number of new rows.
 
         Args:
             sequences: the tokens to cache: those of a row except its last; may be empty.

@@ -119,9 +119,9 @@ class ServedWeights:
         return assembled
 
     def exchange(self, tensors: Mapping[str, torch.Tensor | Patch]) -> None:
-        """Replace the served tensors by `tensors`; patches are written into the served tensors in
-        place. On an error, put the old tensors back, and raise the error. If the old tensors cannot
-        be put back, `torn` is True.
+        """Write an update into the model: a tensor replaces the served one, and a `Patch` changes
+        some elements of the served one in place. On an error, put the old tensors back, and raise
+        the error. If they cannot be put back, `torn` is True.
         """
         try:
             for name, new in tensors.items():
@@ -169,8 +169,8 @@ class ServedWeights:
 
 
 def _checkpoint_slices(info: TensorInfo) -> list[_ModelSlice]:
-    """List the checkpoint's tensors that the model's tensor `info` holds: one, or for a tensor with
-    the fused experts of a layer, the matrices of all these experts.
+    """List the checkpoint's tensors that are in the model's tensor `info`: one tensor, or the
+    matrices of all experts if the model's tensor fuses the experts of a layer.
     """
     if (factor := _FACTOR.search(info.name)) is not None:
         # PEFT saves a factor without the adapter's name, below two wrappers that a bare model

@@ -288,9 +288,9 @@ class VllmEngine(VllmUpdates):
     def _routes(
         self, subject: str, request: Request, choice: Mapping[str, Any]
     ) -> RoutedExperts | None:
-        """Decode the selected experts in a response (base64 of an `.npy` array [tokens - 1, all
-        layers, topk]), and return those of the layers with routers. Return None for an engine
-        without `routing_layers`.
+        """Decode the experts in a response to [tokens of prompt and response - 1, all layers,
+        topk], from base64 of an `.npy` file, and return those of the layers in `routing_layers`.
+        Return None if the engine was made without `routing_layers`.
         """
         if not self._routing_layers:
             return None
@@ -313,9 +313,9 @@ class VllmEngine(VllmUpdates):
         return RoutedExperts(data=experts.tobytes(), layers=layers, topk=topk, dtype=kind)
 
     async def _check(self, request: Request) -> None:
-        """Raise an error if a request is too long for the model, if vLLM would raise the request's
-        temperature, or if the server returns log-probs before temperature and the temperature is
-        not 1.
+        """Raise an error for a request that is too long for the model; whose temperature is so low
+        that vLLM would replace it by a higher one; or whose temperature is not 1, if the server
+        returns log-probs before temperature.
         """
         async with self._asking:
             if self._longest is None:
@@ -351,8 +351,9 @@ class VllmEngine(VllmUpdates):
         return int((await self._control.get("/v1/models"))["data"][0]["max_model_len"])
 
     async def _is_tempered(self, prompt: Sequence[int]) -> bool:
-        """Return True if the server's log-probs are those after temperature. To find out, sample a
-        token at temperatures 1 and 2, and compare the highest log-probs of the two samples.
+        """Return True if the server returns log-probs after temperature. This is so if the first
+        token's highest log-prob differs between temperatures 1 and 2, at each of which one token is
+        sampled.
         """
         likeliest = []
         for temperature in (1.0, 2.0):
@@ -455,8 +456,8 @@ def sampling_params(request: Request) -> dict[str, Any]:
 
 
 def seed_at(seed: int, continued: int) -> int:
-    """Return a 63-bit seed, computed from a request's `seed`, for the part of the response that
-    begins at the response's token `continued`.
+    """Return a 63-bit seed for one request to vLLM, computed from the seed of the whole response
+    and from the number of tokens that the response has so far (`continued`).
 
     vLLM seeds its generator once per request. With the same seed for all parts, every part would
     reuse the same random numbers, and its tokens would be correlated.

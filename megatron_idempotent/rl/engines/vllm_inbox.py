@@ -142,8 +142,8 @@ class IncomingUpdate:
 
 class Patched(Mapping[str, torch.Tensor]):
     """A read-only mapping of names to the tensors after an update: the update's tensors (`came`),
-    and the served tensors that the update does not change. For a patch, each lookup makes a patched
-    copy of the served tensor.
+    and the served tensors that the update does not change. Where the update has a `Patch`, new
+    values of some elements, each lookup makes a changed copy of the served tensor.
 
     Example: `Patched(served, {"norm.weight": tensor, "head.weight": patch})`.
     """
@@ -166,8 +166,8 @@ class Patched(Mapping[str, torch.Tensor]):
         return len(self.served)
 
     def kept(self) -> dict[str, torch.Tensor]:
-        """Write the update's patches into the served tensors in place. Return all tensors of the
-        new version by name.
+        """Write each `Patch` of the update into its served tensor in place. Return all tensors of
+        the new version by name; a served tensor that is not in the update is unchanged.
         """
         for came in self.came.values():
             if isinstance(came, Patch):
@@ -398,8 +398,8 @@ def described(error: BaseException) -> dict[str, str]:
 
 
 class NotInPlace(Exception):
-    """An update cannot be written in place, because the model does not store a checkpoint's
-    elements unchanged; the message says why.
+    """An update cannot be written into the model's parameters in place, because they do not hold
+    the elements as a checkpoint has them; the message says why.
     """
 
 
@@ -490,8 +490,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _part(tensor: torch.Tensor, probe: torch.Tensor) -> torch.Tensor:
-    """Return the view of `tensor` that has the offset, shape and strides of `probe`, which is a
-    view of a meta tensor with the shape of `tensor`.
+    """Return the view of `tensor` with the offset, shape and strides that `probe` has in a meta
+    tensor, which is contiguous and has the shape of `tensor`.
     """
     contiguous = tensor.contiguous()
     start = contiguous.storage_offset() + probe.storage_offset()
@@ -504,8 +504,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _moved(at_K: Any, probe: torch.Tensor, to: torch.Tensor) -> tuple[Any, Any]:
     """Map flat indices of a checkpoint's tensor, [K], to flat indices in the storage of the
-    parameter `to`, into which the view `probe` of that tensor is copied. Return a mask of the
-    indices that are in `probe`, and the mapped indices.
+    parameter `to`. The loader copies only the view `probe` of that tensor into `to`, so some
+    indices may have no place there.
 
     Returns:
         bool [K], True for indices that the probe covers; and their indices in `to`, int64 [K].
@@ -551,9 +551,9 @@ class CacheScales:
         self._factor = 2.0 if doubled else 1.0
 
     def check(self, kv_scales: Mapping[str, float]) -> None:
-        """Raise an error unless the model has FP8 caches, and `kv_scales` has the scales of keys
-        and values for each layer. Names of other layers are an error too, except on a pipeline
-        stage.
+        """Raise an error unless layers of the model have FP8 caches, and `kv_scales` has the scales
+        of keys and values for each of them. A name of no such layer is an error if the model has
+        all layers; a pipeline stage ignores it.
 
         Raises:
             EngineUnsupported: no layer has a cache in FP8 with a scale per tensor.
@@ -593,8 +593,8 @@ class CacheScales:
     def write(
         self, previous: Mapping[str, LayerScales], kv_scales: Mapping[str, float] | None
     ) -> None:
-        """Set the scales of each layer's cache to those in `kv_scales`. A scale that is not in
-        `kv_scales` is set to that in `previous`.
+        """Set the scales of each layer's cache to those in `kv_scales`, or where that has none, to
+        those in `previous`, which `read` returned before the model was reloaded.
         """
         new = self._by_layer(kv_scales or {})[0]
         for name, layer in self._layers.items():

@@ -194,7 +194,9 @@ class Control(HttpClient):
         return results
 
     async def pause(self, mode: PauseMode) -> None:
-        """Make the server stop sampling, in the mode `mode`; its key-value caches are kept."""
+        """Make the server stop sampling; `mode` selects what happens to running requests. The
+        key-value caches are kept.
+        """
         limit = "wait_s" if mode == "wait" else "control_s"
         await self.post("/pause", limit=limit, mode=mode, clear_cache="false")
 
@@ -204,8 +206,8 @@ class Control(HttpClient):
         return bool((await self.get("/is_paused"))["is_paused"])
 
     async def stamp(self) -> str:
-        """Ask the server for the weight version with which vLLM currently stamps tokens, and return
-        it.
+        """Return the text that vLLM attaches to each token that it samples now, as the weight
+        version.
         """
         return str((await self.get("/weight_info"))["weight_version"])
 
@@ -380,8 +382,8 @@ class VllmServer:
         self.stop()
 
     def log(self, lines: int = 30) -> str:
-        """Return the last `lines` lines of the server's log, after the first earlier line that
-        names an exception, if there is one.
+        """Return the last `lines` lines of the server's log. If a line before these names an
+        exception, put the first such line at the beginning.
 
         The error of a worker is logged long before the server's last lines.
         """
@@ -423,8 +425,9 @@ class VllmServer:
 
 
 def _listens(session: int, port: int) -> bool | None:
-    """Return True if a process of the session `session` listens on the TCP port `port`, and False
-    if only others do. Return None if `/proc` shows no listener, or cannot be read.
+    """Return True if a process of the session `session` listens on the TCP port `port`; False if
+    only processes of other sessions do. Return None if that is unknown: `/proc` shows no listener,
+    or cannot be read.
     """
     sockets = set()
     try:

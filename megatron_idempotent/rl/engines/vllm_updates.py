@@ -137,7 +137,7 @@ class VllmUpdates:
 
     async def _state(self) -> WorkersState:
         """Ask all workers for their state, and return the combined state. Before the first commit,
-        the state's version is the one with which vLLM stamps tokens.
+        when workers know no version, its version is the one with which vLLM stamps tokens.
         """
         state = await self._tell({"do": "state"})
         if state.version is None and not state.dirty:
@@ -304,8 +304,9 @@ class VllmUpdates:
             pause_s = min(1.5 * pause_s, _POLL_S[1])
 
     async def _load(self, info: Mapping[str, Any], stamp: str) -> None:
-        """Make all workers load the weights that `info` selects (a `CommitInfo`), and vLLM stamp
-        tokens with `stamp`. Running requests then recompute their caches.
+        """Make all workers load the weights that `info` selects, the fields of a `CommitInfo`, and
+        make vLLM stamp tokens with the version `stamp`. Running requests then recompute their
+        caches.
 
         Workers first end a weight update that an earlier failure left unfinished.
 

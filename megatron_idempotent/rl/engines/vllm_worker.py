@@ -199,14 +199,14 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._scales_before = None
 
     def shutdown(self) -> None:
-        """Drop an update that is staged or arriving. vLLM calls this when it ends or closes the
-        trainer's connection.
+        """Drop an update that is staged or arriving. vLLM calls this when it ends, or when it
+        closes the connection to the trainer.
         """
         self.inbox.forget()
 
     def serve_adapter(self, worker: Any, card: Mapping[str, str]) -> None:
-        """Make updates replace the factors of a LoRA adapter, instead of the model's weights, from
-        now on. A second call is a no-op.
+        """From now on, make updates replace the factors of the LoRA adapter that `card` describes
+        (the server's entry for it), instead of the model's weights. A second call is a no-op.
         """
         if self._load_adapter is not None:
             return

@@ -24,8 +24,8 @@ A collective: all ranks call it with the same indices, each index once.
 
 
 def split(sizes: Sequence[int], most: int) -> list[range]:
-    """Split the indices of `sizes` into consecutive ranges, whose sizes sum to at most `most` each;
-    a larger size has a range of its own.
+    """Split the indices of `sizes` into consecutive ranges. The sizes of a range sum to at most
+    `most`, except that a size above `most` has a range of its own.
     """
     ranges: list[range] = []
     start = total = 0
@@ -133,8 +133,9 @@ class BucketStream(Iterator[Bucket]):
 def _side_by_side(
     units: Sequence[Sequence[TensorInfo]], keepers: Sequence[int], bucket_bytes: int
 ) -> Iterator[Sequence[Sequence[int]]]:
-    """Divide the units (tensors that stay together) into buckets. Yield for each bucket one list
-    per keeper, the rank that gets the tensors: the numbers of the keeper's next units.
+    """Divide units, tensors that must share a bucket, among buckets. Each unit has a keeper, the
+    rank that gets its tensors. Yield for each bucket one list per keeper: the indices of the
+    keeper's units in this bucket.
     """
     by_keeper: dict[int, list[int]] = {}
     for unit, keeper in enumerate(keepers):
@@ -159,8 +160,8 @@ def _warn_if_waited_for(feed: _Feed) -> None:
 
 
 class _Feed:
-    """Fetches an export's tensors in order, and counts them. With the count, a rank that stops
-    early can take part in the rest of the export's collective.
+    """Fetches an export's tensors in order, and counts how many were fetched. A rank that stops
+    early thus knows how many collective fetches of the other ranks it must still join.
     """
 
     def __init__(self, fetch: Fetch, count: int) -> None:

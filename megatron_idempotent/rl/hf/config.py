@@ -164,8 +164,8 @@ def _check_layers(fields: _Fields, name: Any, layers: int) -> None:
 
 
 def _rope(fields: _Fields) -> tuple[float, float | None]:
-    """Return RoPE's base, and the factor of Llama 3's scaling (None without this scaling), from a
-    config.json. Add values that GPTModel does not support to the list of invalid fields.
+    """Return RoPE's base from a config.json, and the factor of Llama 3's scaling (None without this
+    scaling). Add fields with values that GPTModel does not support to `fields.bad`.
     """
     config = fields.config
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
