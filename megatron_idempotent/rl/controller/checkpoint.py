@@ -237,8 +237,7 @@ class Checkpoints:
         self._captured: Mapping[str, Any] | None = None
 
     def work_at(self, version: int) -> bool:
-        """Return True if the weights of this version must be evaluated, or saved in a checkpoint.
-        """
+        """Return True if a checkpoint, or an evaluation of the weights, is due at this version."""
         evaluated = getattr(self._evaluate, "due", lambda _: self._evaluate is not None)
         return self._due(version) or bool(evaluated(version))
 
