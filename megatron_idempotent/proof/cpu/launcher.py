@@ -393,8 +393,8 @@ def set_for_process(option: int, value: int) -> None:
 
 @contextlib.contextmanager
 def _reporting_failure(connection: Connection) -> Iterator[None]:
-    """If the block raises, send a `RankFailure` to the pool, which otherwise gets "ready" after the
-    block; then re-raise the error, or exit with status 1 after a `NoDeviceError`.
+    """Send the pool a `RankFailure` if the block raises; the pool otherwise gets "ready" after the
+    block. Then re-raise the error, or exit with status 1 after a `NoDeviceError`.
     """
     try:
         yield

@@ -604,9 +604,9 @@ def has_layout() -> bool:
 def _layer_wise_layout(
     module: Any, ddp_config: Any, *, by_layout: bool, muon: bool
 ) -> dict[str, Any]:
-    """With `by_layout`, mark the parameters of `module` that the layer-wise optimizer updates, and
-    return keyword arguments with which DDP lays out its buffers for that optimizer. Without it,
-    change nothing and return {}.
+    """Mark the parameters of `module` that the layer-wise optimizer updates, and return keyword
+    arguments with which DDP lays out its buffers for that optimizer. Without `by_layout`, change
+    nothing and return {}.
 
     With Muon the vectors and embeddings go to a DistributedOptimizer of their own, as upstream
     routes them; without, the layer-wise optimizer has everything.

@@ -202,8 +202,8 @@ class GroupBuffer:
 
     @property
     def free(self) -> int:
-        """How many more groups may be added: `capacity` minus the number of groups that are
-        generating or ready, but at least 0.
+        """The number of groups that may still be added: `capacity` minus the number of groups that
+        are generating or ready, but at least 0.
 
         A lease frees room. Groups that are given back may exceed the capacity.
         """

@@ -207,9 +207,9 @@ class WindowedSampler(_Windowed):
         self._order, self._gated, self._abort_stale = order, gated, abort_stale
 
     def room(self, admission: Admission) -> int:
-        """With `gated`, return how many more groups may start such that each can train before it is
-        too old. Without, return a number above any capacity, or 0 while the engines' weights are
-        more than `max_staleness` versions behind the trainer's.
+        """Return how many more groups may start such that each can train before it is too old.
+        Without `gated`, return a number above any capacity instead, or 0 while the engines' weights
+        are more than `max_staleness` versions older than the trainer's.
         """
         if self._gated:
             return super().room(admission)

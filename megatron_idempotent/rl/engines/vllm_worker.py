@@ -205,7 +205,7 @@ class StagedTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.inbox.forget()
 
     def serve_adapter(self, worker: Any, card: Mapping[str, str]) -> None:
-        """From now on, make updates replace the factors of the LoRA adapter that `card` describes
+        """Make updates, from now on, replace the factors of the LoRA adapter that `card` describes
         (the server's entry for it), instead of the model's weights. A second call is a no-op.
         """
         if self._load_adapter is not None:
