@@ -31,6 +31,13 @@ def is_no_sync_of(installed: Any, chunks: Sequence[Any]) -> bool:
     )
 
 
+def innermost(chunk: Any) -> Any:
+    """Return a chunk's module without its wrappers, such as DDP and `Float16Module`."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
 def bucket_groups(chunk: Any) -> list[Any]:
     """Return all bucket groups of a chunk in Megatron's DDP, dense ones before those of experts.
 

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron_idempotent.megatron.ddp import innermost
 from megatron_idempotent.step import own_positions
 
 from .batches import padded_borders
 from .oracle import PackSeen, counted
-from .parameters import innermost
 from .protocol import Planted, Rows, Wrong
 
 Phase = Literal["forward", "backward", "gradient"]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_idempotent.megatron import optimizers
+from megatron_idempotent.megatron.ddp import innermost
 
 from . import oracle
 from .layouts import EXPERTS, Layout
@@ -61,11 +62,11 @@ class ParameterPart:
             shape[self.dimension] *= self.size
         return shape
 
-    def shard_of(self, whole: Tensor) -> Tensor:
+    def shard_of(self, tensor: Tensor) -> Tensor:
         """Return this rank's shard of a tensor with the shape of the whole parameter."""
         if self.dimension is None:
-            return whole
-        return whole.chunk(self.size, self.dimension)[self.rank]
+            return tensor
+        return tensor.chunk(self.size, self.dimension)[self.rank]
 
 
 def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
@@ -102,13 +103,6 @@ def parts(chunk: Any, layout: Layout) -> Iterator[ParameterPart]:
             size=size if sharded else 1,
             value=parameter,
         )
-
-
-def innermost(chunk: Any) -> Any:
-    """Return a chunk's module without its wrappers, such as DDP and `Float16Module`."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def numbered(module: Any, name: str) -> str:
@@ -208,11 +202,11 @@ def mains_of(optimizer: Any) -> dict[Any, Main]:
     parameters have none.
     """
     return {
-        kept.parameter: Main(
-            start=kept.start, values=kept.tensors["main"].detach().to("cpu", copy=True).flatten()
+        state.parameter: Main(
+            start=state.start, values=state.tensors["main"].detach().to("cpu", copy=True).flatten()
         )
-        for kept in kept_by(optimizer)
-        if kept.parameter.dtype != torch.float32
+        for state in kept_by(optimizer)
+        if state.parameter.dtype != torch.float32
     }
 
 
@@ -221,13 +215,13 @@ def copied_for_adam(optimizer: Any) -> list[Kept]:
     not have yet are zeros.
     """
     copies = []
-    for kept in kept_by(optimizer):
-        zeros = torch.zeros_like(kept.tensors["main"])
+    for state in kept_by(optimizer):
+        zeros = torch.zeros_like(state.tensors["main"])
         tensors = {
-            name: kept.tensors.get(name, zeros).detach().double()
+            name: state.tensors.get(name, zeros).detach().double()
             for name in ("main", "exp_avg", "exp_avg_sq")
         }
-        copies.append(dataclasses.replace(kept, tensors=tensors))
+        copies.append(dataclasses.replace(state, tensors=tensors))
     return copies
 
 
@@ -251,7 +245,7 @@ def not_of_adam(
     main_before, first_before, second_before = previous.tensors.values()
     main, first, second = current.tensors.values()
     pairs = ((main_before, main), (first_before, first), (second_before, second))
-    if all(torch.equal(before, after) for before, after in pairs):
+    if all(torch.equal(old, new) for old, new in pairs):
         return None
     rounding = 2.0**-24
     gradient = (first - beta1 * first_before) / (1 - beta1)

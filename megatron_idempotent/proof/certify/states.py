@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from megatron_idempotent.megatron.ddp import innermost
 from megatron_idempotent.megatron.optimizers import (
     grad_scalers,
     is_hybrid,
@@ -37,7 +38,6 @@ from .layouts import Layout
 from .parameters import (
     ParameterPart,
     inner_optimizers,
-    innermost,
     joined,
     kept_by,
     numbered,
@@ -342,9 +342,9 @@ class States(Bench):
 
         Yield the state. `cause` names the block in errors.
         """
-        before = self.snapshot()
-        yield before
-        self.hold(before, cause, before)
+        snapshot = self.snapshot()
+        yield snapshot
+        self.hold(snapshot, cause, snapshot)
 
     def follow(self, number: int, cause: str) -> None:
         """Run step `number` of the run; raise `Wrong` unless the step's result, and the state after
@@ -458,13 +458,13 @@ class States(Bench):
         the index of the shard's first element in this rank's flattened part of the parameter, and
         the shard itself.
         """
-        kept_of = {kept.parameter: kept for kept in kept_by(self.model.optimizer)}
+        state_of = {state.parameter: state for state in kept_by(self.model.optimizer)}
         for chunk in self.model.chunks:
             for part in parts(chunk, self.layout):
                 yield part, "weight", 0, part.value.detach()
-                if (kept := kept_of.get(part.value)) is not None:
-                    for key, value in kept.tensors.items():
-                        yield part, key, kept.start, value.detach()
+                if (state := state_of.get(part.value)) is not None:
+                    for key, value in state.tensors.items():
+                        yield part, key, state.start, value.detach()
 
 
 def first_fault(

@@ -17,13 +17,13 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
+from megatron_idempotent.megatron.ddp import innermost
 from megatron_idempotent.megatron.layer_specs import takes
 
 VOCABULARY, SEQUENCE, BATCH = 128, 32, 2
@@ -288,9 +288,7 @@ def mtp_labels(chunk: Any, labels_BT: torch.Tensor) -> dict[str, Any]:
 
     The commits that slime and miles pin do so.
     """
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    takes_labels = "mtp_kwargs" in inspect.signature(chunk.forward).parameters
+    takes_labels = takes(innermost(chunk).forward, "mtp_kwargs")
     return {"mtp_kwargs": {"mtp_labels": labels_BT}} if takes_labels else {}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_idempotent.megatron.ddp import innermost
 from megatron_idempotent.rl.weights.records import listed
 from megatron_idempotent.rl.weights.safetensors_io import Checkpoint
 from megatron_idempotent.window.agreement import DEADLINE_S
@@ -42,19 +43,13 @@ def placed_slots(
     placed: list[Placed] = []
     wrong: list[str] = []
     for chunk in chunks:
-        slots_of_chunk = _of_chunk(unwrapped(chunk), names, wrong)
+        model = innermost(chunk)
+        slots_of_chunk = _of_chunk(model, names, wrong)
         placed += slots_of_chunk
-        wrong += _unused(unwrapped(chunk), names, slots_of_chunk)
+        wrong += _unused(model, names, slots_of_chunk)
     if wrong:
         raise CheckpointMismatch(f"the model is not the checkpoint's {arch.name}: {listed(wrong)}")
     return placed
-
-
-def unwrapped(chunk: Any) -> Any:
-    """Return the GPTModel inside of DDP, Float16Module and other wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def _of_chunk(model: Any, names: Names, wrong: list[str]) -> list[Placed]:

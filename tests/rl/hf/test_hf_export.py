@@ -320,8 +320,8 @@ def adapters_alone(root: Any, name: str, layout: dict[str, int], cut: bool) -> N
 
     from megatron.core import parallel_state
 
+    from megatron_idempotent.megatron.ddp import innermost
     from megatron_idempotent.proof.certify.low_rank import SCALE, Adapted, add
-    from megatron_idempotent.rl.hf.load import unwrapped
 
     hf_programs.parallel(**layout)
     arch, _, chunks = hf_programs.loaded(root / name, params_dtype=torch.float32)
@@ -339,7 +339,7 @@ def adapters_alone(root: Any, name: str, layout: dict[str, int], cut: bool) -> N
                 factor.data = torch.randint(-3, 4, factor.shape, generator=generator).float()
 
     for chunk in chunks:
-        add(unwrapped(chunk), rank=4)
+        add(innermost(chunk), rank=4)
     draw()
     lora = Lora(rank=4)
     source = MegatronWeights(chunks, arch, lora=lora)
@@ -361,7 +361,7 @@ def adapters_alone(root: Any, name: str, layout: dict[str, int], cut: bool) -> N
     draw()
     found = hf_programs.exported(source)
     for chunk in chunks:
-        model = unwrapped(chunk)
+        model = innermost(chunk)
         for key, layer in list(model.named_modules()):
             if isinstance(layer, Adapted):
                 parent, _, own = key.rpartition(".")
