@@ -93,7 +93,8 @@ def refused(record: Any, *keys: str, allowed: str) -> ValueError:
 
     Args:
         record: the record of settings.
-        keys: the fields, such as "pp" or "parallel.pp"; an error names the first one's section.
+        keys: the fields: "pp", or "parallel.pp" for a field of a record in this one. The message
+            gets the section of `record`, if it has one, before the first key.
         allowed: what is allowed in the place of these values.
 
     Example: `raise refused(self, "vpp", "pp", allowed="2 or more stages, or vpp = 1")`.

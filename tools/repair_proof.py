@@ -97,7 +97,7 @@ def main() -> None:
         result.statuses[row.id], result.reasons[row.id] = row.status, row.reason
     for hazard_id in arguments.ids:
         outline = outlines().get(hazard_id)  # None for a hazard that a helper covers
-        if outline is not None and not outline.default:  # `apply()` says only that it is off
+        if outline is not None and not outline.default:  # `apply()` says only that the patch is off
             verdict = decide.check_bodies(outline, named=False)
             if verdict.status is not None:
                 result.statuses[hazard_id] = verdict.status

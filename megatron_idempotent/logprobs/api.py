@@ -106,7 +106,8 @@ def token_logprobs(
         stats = token_logprobs(logits=logits, targets=labels, entropy="metric")
         loss = -(stats.logprob * mask).sum()
     """
-    dense("token_logprobs", "targets", targets)  # `Call` also takes none, for `vocab_topk`
+    # `Call` also takes None as targets, for `vocab_topk`.
+    dense("token_logprobs", "targets", targets)
     # `Call` has a field for each argument of this function.
     call = Call(caller="token_logprobs", **locals())
     inputs = call.inputs()

@@ -30,12 +30,12 @@ class _Bytes(NamedTuple):
     """Holds the sizes of blocks of logits, in bytes, with which a device computes at full speed."""
 
     workspace: int
-    """The size of blocks that stay in a core's cache; on a GPU, that use the whole device."""
+    """The size of a block that stays in a core's cache or, on a GPU, keeps the device busy."""
     logits: int
-    """The size of parts of logits that are computed from hidden states."""
+    """The size of a part of the logits that is computed from hidden states."""
     logits_rows: int
-    """The size of such parts if they are whole rows. It is larger, because each part reads and
-    writes the weight's whole gradient."""
+    """The size of such a part if it consists of whole rows. On a GPU it is larger, because each
+    part reads and writes the weight's whole gradient."""
 
 
 _ON_CPU = _Bytes(workspace=1 << 20, logits=8 << 20, logits_rows=8 << 20)
@@ -104,7 +104,7 @@ class Call:
             raise misfit(caller, f"workspace_bytes={self.workspace_bytes}", "pass at least 1")
         self._accept_main_grad()
         self.columns = self._columns()
-        self._usual = _ON_CPU if self.input.device.type == "cpu" else _ELSEWHERE
+        self._sizes = _ON_CPU if self.input.device.type == "cpu" else _ELSEWHERE
         self._in_pieces = self.columns.ranks > 1 and self.hidden_layout == "sequence_parallel"
         shape = list(self.input.shape[:-1])
         if self._in_pieces:
@@ -290,7 +290,7 @@ class Call:
 
     def inputs(self) -> tuple[Tensor, ...]:
         """Return the tensors that `source_of` makes a source from: the logits [..., V], or the
-        weight and the hidden states [N, H] of the computed tokens.
+        hidden states [N, H] of the computed tokens and the weight.
 
         Under sequence parallelism the group's ranks take part in one all-gather.
         """
@@ -303,13 +303,15 @@ class Call:
     def batch(self, targets: Tensor) -> TokenBatch:
         """Return the batch of the computed tokens with these targets, [N] or [N, K]."""
         # Blocks of logits from hidden states stay in the cache, whatever the caller allows.
-        usual = self._usual.workspace
-        workspace_bytes = self.workspace_bytes or usual
+        block_bytes = self._sizes.workspace
+        workspace_bytes = self.workspace_bytes or block_bytes
         options = ComputeOptions(
             entropy=self.entropy != "none",
             entropy_gradient=self.entropy == "grad",
             backend=self.backend,
-            workspace_bytes=workspace_bytes if self.weight is None else min(workspace_bytes, usual),
+            workspace_bytes=(
+                workspace_bytes if self.weight is None else min(workspace_bytes, block_bytes)
+            ),
         )
         return TokenBatch(targets, self.ordered(self.temperature), self.columns, options)
 
@@ -320,10 +322,12 @@ class Call:
         With `in_cache` the parts of given logits stay in the cache. Otherwise they are larger: few
         operations are computed with each.
         """
-        usual = self._usual.logits_rows if self.backend == "triton" else self._usual.logits
+        sizes = self._sizes
+        part_bytes = sizes.logits_rows if self.backend == "triton" else sizes.logits
         if self.weight is None and in_cache:
-            usual = self._usual.workspace
-        common: Any = {"columns": self.columns, "logits_bytes": self.workspace_bytes or usual}
+            part_bytes = sizes.workspace
+        logits_bytes = self.workspace_bytes or part_bytes
+        common: Any = {"columns": self.columns, "logits_bytes": logits_bytes}
         if self.weight is None:
             consume = self._consumes()
             return functools.partial(Logits, kept_N=self.kept_N, consume=consume, **common)

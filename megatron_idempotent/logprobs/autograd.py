@@ -37,7 +37,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Sampler = Callable[[Source, TokenBatch], tuple[KeptColumns, VocabStatistics]]
-"""Returns the kept columns of this rank, and statistics over the kept columns of all ranks."""
+"""Returns the columns that it keeps on this rank, and statistics over those of all ranks."""
 
 
 class Logprobs(torch.autograd.Function):
@@ -45,7 +45,7 @@ class Logprobs(torch.autograd.Function):
     weight. Each output is [N], one entry per token, in the order in which rows lie in memory.
 
     The N tokens are those that are kept: neither masked nor ignored. With a sampler the outputs are
-    over what that kept.
+    over the columns that the sampler kept.
     """
 
     @staticmethod
@@ -85,8 +85,8 @@ class Logprobs(torch.autograd.Function):
     def backward(ctx: Any, d_logprob_N: Tensor | None, d_entropy_N: Tensor | None, _: Any) -> Any:
         """Compute the gradients of the inputs.
 
-        It makes no collective, because the forward has saved statistics of all ranks, except that
-        a source may add the hidden states' gradients up over the ranks.
+        The forward has saved statistics of all ranks, so that no collective is needed, except one
+        in which a source may add up the hidden states' gradients over the ranks.
         """
         saved, count = ctx.saved_tensors, len(VocabStatistics._fields)
         total, columns = VocabStatistics(*saved[:count]), saved[ctx.behind_inputs :]
@@ -95,9 +95,10 @@ class Logprobs(torch.autograd.Function):
             d_logprob_N = torch.where(total.logprob > -torch.inf, d_logprob_N, 0.0)
         outputs = OutputGradients(ctx.batch, total, d_logprob_N, d_entropy_N)
         if columns:
-            kept = KeptColumns(*columns)
-            gradient_E = kept.gradient(GradCoefficients.from_outputs(outputs), ctx.batch)
-            entries = kept.row.long(), kept.column.long(), gradient_E
+            kept_columns = KeptColumns(*columns)
+            slopes = GradCoefficients.from_outputs(outputs)
+            gradient_E = kept_columns.gradient(slopes, ctx.batch)
+            entries = kept_columns.row.long(), kept_columns.column.long(), gradient_E
             gradients = source.gradients_at(*entries, needed)
         else:
             gradients = source.gradients(outputs, needed)

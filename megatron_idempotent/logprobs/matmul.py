@@ -103,8 +103,9 @@ def product_into(
     if into.dtype == left_factor.dtype:
         return torch.addmm(into, left_factor, right_factor, beta=beta, out=into)
     if into.device.type == "cuda":
-        # By a text: cloudpickle pickles `torch.ops` as a module, and fails, where a function has
-        # `ops` among its names. From 2.8 on it sums in float32, and rounds to 16 bits once.
+        # Named in a text: cloudpickle pickles `torch.ops` as a module, and fails, if a function has
+        # `ops` among its names. From PyTorch 2.8 on this overload exists; it sums in float32, and
+        # rounds to 16 bits once.
         widened = getattr(operator.attrgetter("ops.aten.addmm")(torch), "dtype_out", None)
         if widened is not None:
             widened(into, left_factor, right_factor, into.dtype, beta=beta, out=into)

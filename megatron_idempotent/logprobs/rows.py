@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: The most times as many blocks that are accepted so that the rows of a block are contiguous.
+#: Rows with at least this many gaps for each block are copied into blocks by their indices; others
+#: are cut at their gaps, and need no copy.
 _SHORTER = 4
 
 

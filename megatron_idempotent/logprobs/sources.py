@@ -47,8 +47,9 @@ NARROWEST = 256
 #: Rows of a product's tiles on a GPU; the last one of a block may be empty for the most part.
 TILE = 128
 
-#: Which inputs need a gradient, and the gradients, None for those that need none.
+#: For each input of a source, True if it needs a gradient.
 Needed = tuple[bool, ...]
+#: For each input of a source, its gradient, or None if it needs none.
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -123,7 +124,7 @@ class Logits:
     def gradients(self, outputs: OutputGradients, needed: Needed) -> Gradients:
         """Return the logits' gradient for all columns, in the logits' memory if they are consumed.
 
-        It needs no collective, because the outputs are those of all ranks.
+        No collective is needed, because `outputs` has statistics over the columns of all ranks.
         """
         # An alias that shares the version counter: autograd tells others who have saved the logits.
         logits = self._logits.detach()
@@ -145,7 +146,7 @@ class Logits:
     def gradients_at(
         self, row_E: Tensor, column_E: Tensor, gradient_E: Tensor, needed: Needed
     ) -> Gradients:
-        """Return the logits' gradient, of which only these entries are not zero."""
+        """Return the logits' gradient: `gradient_E` in these entries, and zero elsewhere."""
         logits, device = self._logits.detach(), row_E.device
         gradient = logits.zero_() if self._consume else torch.zeros_like(logits, device=device)
         (into,) = as_matrices(self._order.rows(gradient))
@@ -244,7 +245,8 @@ class Products:
     def gradients_at(
         self, row_E: Tensor, column_E: Tensor, gradient_E: Tensor, needed: Needed
     ) -> Gradients:
-        """Return both gradients if only these entries of the logits' gradient are not zero.
+        """Return both gradients if the logits' gradient is `gradient_E` in these entries and zero
+        elsewhere.
 
         If the hidden states' gradients are summed, the group's ranks take part in one all-reduce.
         """

@@ -283,8 +283,8 @@ def _with_targets(
 
 
 class OutputGradients(NamedTuple):
-    """Holds what the gradient of the logits follows from: a forward's statistics, and the gradients
-    of its outputs, of which at least one is not None.
+    """Holds the values from which the logits' gradient is computed: a forward's statistics, and the
+    gradients of its outputs, of which at least one is not None.
     """
 
     batch: TokenBatch

@@ -283,9 +283,9 @@ def judge(
             )
             reason = f"{bodies_text}, and the hazard came with {patch.since}"
             return Verdict(status="unsupported_version", reason=reason)
-        came = _lacks_origin(patch, sources)
-        if came is not None and not _mended_by(patch, bodies, sources):
-            return Verdict(status="unsupported_version", reason=came)
+        lacking_origin = _lacks_origin(patch, sources)
+        if lacking_origin is not None and not _mended_by(patch, bodies, sources):
+            return Verdict(status="unsupported_version", reason=lacking_origin)
     mended = patch.fixed_when is not None and patch.fixed_when(bodies)
     if mended or _mended_by(patch, bodies, sources):
         return Verdict(status="fixed_upstream", reason=_FIXED)
@@ -333,8 +333,8 @@ def _mended_by(patch: Patch, bodies: Mapping[str, Body], sources: Sources | None
     for address, fragment in patch.fixed_by:
         body = bodies.get(address)
         if body is None and sources is not None:
-            place = Place(address=address)
-            place_and_body = definition(place.module, place.qualname, sources)
+            function = Place(address=address)
+            place_and_body = definition(function.module, function.qualname, sources)
             body = None if place_and_body is None else place_and_body[1]
         if body is not None and body.contains(fragment):
             return True

@@ -48,10 +48,11 @@ class LocalFailure(Exception):
 
 
 class Backend(ABC):
-    """Base class of what runs the model, optimizer and scheduler of this rank for a step.
+    """Base class of backends, which run the model, optimizer and scheduler of this rank for a step.
 
-    A step calls the methods in the order in which they are defined here; those that it does not
-    call begin with an underscore. A method that does nothing here is for models that need it.
+    A step calls the methods in the order in which they are defined here; methods whose
+    names begin with an underscore are called by the backend itself. A method that does nothing here
+    is overridden by backends whose models need it.
     """
 
     replica: int
@@ -182,7 +183,7 @@ class Backend(ABC):
         The group is None if all ranks are in it. The first call is a collective of all ranks.
         """
 
-    def divide_losses(self, shift: int) -> None:  # noqa: B027  not called on others
+    def divide_losses(self, shift: int) -> None:  # noqa: B027  called only on a `narrow` one
         """Divide the gradients that the step has added up so far, and the losses of later
         microbatches, by 2 ** shift.
 

@@ -38,8 +38,8 @@ class FSDPBackend(Backend):
     """Runs a step on this rank's FSDP2 model, torch optimizer and scheduler.
 
     Its gradients are not `narrow`, because a GradScaler finds the scale at which sums are in range.
-    `gradient_bits` is None: before the reduction gradients are unsharded, and no offload restores
-    unsharded gradients.
+    `gradient_bits` returns None, because gradients are unsharded before the reduction, and no
+    offload restores unsharded gradients.
     """
 
     options: FSDPTrainStep
@@ -134,7 +134,7 @@ class FSDPBackend(Backend):
                 # Buffers and random states stay as if no dummy microbatch had been run.
                 stack.callback(snapshot.keep_torch())
                 stack.callback(snapshot.keep_modules(self._model.modules()))
-            # An evaluation may have left it so, or only a part of the model.
+            # An evaluation may have left the model, or a part of it, in eval mode.
             if not all(module.training for module in self._model.modules()):
                 self._model.train()
             for number, microbatch in enumerate(microbatches, start=1):
@@ -223,7 +223,7 @@ class FSDPBackend(Backend):
         return grad_norm, None
 
     def close(self) -> None:
-        for restore in self._restore_flags:  # a step that has ended leaves all else
+        for restore in self._restore_flags:  # a step that has ended keeps its other changes
             restore()
         self._restore_flags = []
         super().close()
@@ -372,16 +372,16 @@ def _checked_shards(model: Any, optimizer: Any) -> Shards:
             "sharded model: pass that model"
         )
     shards.settle()  # a forward may have left parameters whole
-    names = [
+    unsharded = [
         name
         for name, parameter in shards.model.named_parameters()
         if parameter.requires_grad and not isinstance(parameter, DTensor)
     ]
-    if names:
+    if unsharded:
         raise ValueError(
-            f"FSDPTrainStep() got a model with {len(names)} parameters that are not sharded, whose "
-            f"gradients nothing reduces, such as {names[0]!r}: leave them out of ignored_params, "
-            "or freeze them"
+            f"FSDPTrainStep() got a model with {len(unsharded)} parameters that are not sharded, "
+            f"whose gradients nothing reduces, such as {unsharded[0]!r}: leave them out of "
+            "ignored_params, or freeze them"
         )
     if not hasattr(optimizer, "param_groups"):
         raise ValueError(

@@ -130,7 +130,7 @@ class Shards:
 
     def keep_flags(self) -> list[Restore]:
         """Copy FSDP2's flags (whether each group reduces gradients, whether the next backward is
-        the last), and return functions that put them back.
+        the last), and return functions that put the flags back.
         """
         return [
             keep_attributes(self._root._state_ctx, ["is_last_backward"]),

@@ -408,12 +408,12 @@ def _argument_of_step(step: OpenStep, name: str, value: Any) -> Any:
     """Return the value of the argument `name`, which `begin()` or `finish()` takes; `value` is what
     `finish()` was given. Raise `ValueError` if both were given one, and the two differ.
     """
-    earlier = step.begun_with[name]
-    if value is None or earlier is None:
-        return earlier if value is None else value
-    if value != earlier:
+    begin_value = step.begun_with[name]
+    if value is None or begin_value is None:
+        return begin_value if value is None else value
+    if value != begin_value:
         raise ValueError(
-            f"finish() got {name}={value!r}, and begin() {earlier!r}: give it once, or the same"
+            f"finish() got {name}={value!r}, and begin() {begin_value!r}: give it once, or the same"
         )
     return value
 

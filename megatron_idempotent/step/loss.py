@@ -585,12 +585,14 @@ class StepTotals:
             reported=merge(row for _, _, row in self._rows),
         )
         self.own_count = 0.0
-        """The valid tokens of this rank's replica or, for other kinds than "token", sequences."""
+        """The number of valid tokens of this rank's replica or, for a loss of another kind than
+        "token", of valid sequences."""
         self.divisor: float | None = None
         """The number that gradients are divided by, if one was given instead of a count."""
         self.bad_parameters: Mapping[int, str] = {}
         """Descriptions of parameters that are not finite, by global rank."""
         self.lr, self.weight_decay = 0.0, 0.0
+        """The learning rate and the weight decay of the step, the same on all ranks."""
         self._kind: Kind = loss.kind
         self._normalizers = loss.normalizers
 

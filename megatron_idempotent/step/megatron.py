@@ -225,7 +225,7 @@ class MegatronBackend(MegatronModel):
             self._sums.open()
 
     def writes(self) -> snapshot.Writes:
-        parameters = tuple(param._version for param in self._reduced())
+        parameters = tuple(param._version for param in self._ddp_parameters())
         return snapshot.Writes(self.gradient_writes(), parameters, reducing_on_host(self.chunks))
 
     def gradient_bits(self) -> Any:
@@ -259,7 +259,7 @@ class MegatronBackend(MegatronModel):
                     "batch with rows whose sample_mask is 0"
                 )
 
-    def _reduced(self) -> Iterator[Any]:
+    def _ddp_parameters(self) -> Iterator[Any]:
         """Yield the parameters that DDP was built with, whose gradients it reduces."""
         return (param for chunk in self.chunks for param in chunk.param_to_bucket_group)
 
@@ -268,9 +268,9 @@ class MegatronBackend(MegatronModel):
 
         Upstream asserts then, as it waits for gradients.
         """
-        if any(param.requires_grad for param in self._reduced()):
+        if any(param.requires_grad for param in self._ddp_parameters()):
             return
-        number = len(list(self._reduced()))
+        number = len(list(self._ddp_parameters()))
         if number:
             raise RuntimeError(
                 f"all {number} parameters that DDP was built with are frozen now "
@@ -432,18 +432,18 @@ def _spans_with_routes(microbatch: Microbatch) -> list[Span]:
     ]
 
 
-def _position_fault(config: Any, size: int, microbatch: Microbatch) -> str | None:
+def _position_fault(config: Any, context_ranks: int, microbatch: Microbatch) -> str | None:
     """Describe how a microbatch's rows, or the sequences of its pack, cannot be divided evenly
     among context-parallel and sequence-parallel ranks; None if they can.
-
-    There are `size` context-parallel ranks.
     """
-    sharing = size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    multiple = 2 * context_ranks
+    tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    sharing = context_ranks * tensor_ranks
     length = microbatch.shape[1]
-    if size > 1 and length % (2 * size):
+    if context_ranks > 1 and length % multiple:
         return (
-            f"has rows of {length} positions for {size} context-parallel ranks: pad them to a "
-            f"multiple of {2 * size}"
+            f"has rows of {length} positions for {context_ranks} context-parallel ranks: pad them "
+            f"to a multiple of {multiple}"
         )
     if length % sharing:
         return (
@@ -451,10 +451,10 @@ def _position_fault(config: Any, size: int, microbatch: Microbatch) -> str | Non
             f"pad them to a multiple of {sharing}"
         )
     for index, (start, _) in enumerate(microbatch.spans or ()):
-        if size > 1 and start % (2 * size):
+        if context_ranks > 1 and start % multiple:
             return (
-                f"is a pack whose sequence {index} begins at {start}, for {size} context-parallel "
-                f"ranks: pad each to a multiple of {2 * size}, as "
+                f"is a pack whose sequence {index} begins at {start}, for {context_ranks} "
+                f"context-parallel ranks: pad each to a multiple of {multiple}, as "
                 "TokenAlignment.of_config(config) says"
             )
     return None

@@ -244,7 +244,7 @@ class MegatronModel(Backend):
                 for config in self.configs:
                     set_for(stack, config, "variable_seq_lengths", True)
             for chunk in self.chunks:
-                # An evaluation may have left it so, or only the model inside of DDP.
+                # An evaluation may have left the chunk, or only the model in DDP, in eval mode.
                 if not all(module.training for module in chunk.modules()):
                     chunk.train()
             self._call(arguments, current, reduce)

@@ -259,7 +259,7 @@ def kind_of(value: Any) -> str:
 @contextmanager
 def in_batch(prefix: str) -> Iterator[None]:
     """Context manager: put `prefix` before the message of a `ValueError` that the block raises.
-    `prefix` is a text that names a part of the batch.
+    `prefix` says where the error is: in an argument of a call, or in a part of a batch.
     """
     try:
         yield

@@ -128,7 +128,7 @@ class OpenStep:
         self.last = False
         """True once this rank has had its last batch."""
         self.named_batches: dict[str, tuple[Mapping[str, Any], BatchResult]] = {}
-        """The fingerprints and results of the batches that have a name of the caller's."""
+        """The fingerprint and the result of each batch to which the caller gave an id, by id."""
         self._backend = backend
         self._options = options = backend.options
         self._updates = updates

@@ -385,8 +385,8 @@ def _nested_tokens(batch: Batch, tokens: Any) -> tuple[list[int], list[int]]:
         if not isinstance(value, Tensor) or not value.is_nested:
             continue
         jagged: Any = value
-        _, numbers = spans_between("offsets", jagged.offsets())
-        for row, (entries, length) in enumerate(zip(numbers, lengths, strict=True)):
+        _, value_lengths = spans_between("offsets", jagged.offsets())
+        for row, (entries, length) in enumerate(zip(value_lengths, lengths, strict=True)):
             if entries != length:
                 raise ValueError(
                     f"{name!r} with {entries} entries in row {row}, which has {length} tokens: "

@@ -27,7 +27,7 @@ Restore = Callable[[], None]
 
 def keep_modules(modules: Iterable[nn.Module]) -> Restore:
     """Copy training modes and buffers of these modules, but not of modules inside of them.
-    Return a function that puts them back, buffers in place.
+    Return a function that puts both back; it writes buffers in place.
     """
     modes = [(module, module.training) for module in modules]
     # Not module.buffers(): Megatron's DDP has a list of that name, and it would walk once more.

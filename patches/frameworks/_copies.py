@@ -1,8 +1,9 @@
 """Holds wrappers for frameworks' copies of Megatron's `train()` and wiring.
 
-It also tells whether a framework cleans up after an exception by itself. The wrappers' case files
-list the statements that a wrapper relies on, not reviewed bodies: the code around these statements
-changes with every release, and many frameworks run from a checkout without a version.
+The module also tells whether a framework cleans up after an exception by itself. The case files of
+the wrappers list the statements that a wrapper relies on, not reviewed bodies: the code around
+these statements changes with every release, and many frameworks run from a checkout without a
+version.
 """
 
 from __future__ import annotations
@@ -106,16 +107,15 @@ def rollout_is_repaired(bodies: Mapping[str, Body]) -> bool:
 
 
 def cleans_up(
-    by: str = "", *, after: str = "", in_handler: bool = False
+    cleanup: str = "", *, protected: str = "", in_handler: bool = False
 ) -> Callable[[Mapping[str, Body]], bool]:
     """Return a function for `Patch.fixed_when`: True if all wrapped functions clean up on errors.
     A function cleans up if its body contains a `try` statement with a `finally`.
 
     Args:
-        by: a statement that the `finally` must have; empty for any.
-        after: a statement that the `try` must have; empty for any.
-        in_handler: True to look for `by` in the `try`'s handlers of exceptions, and not in its
-            `finally`.
+        cleanup: a statement that the `finally` must have; empty for any.
+        protected: a statement that the `try` must have; empty for any.
+        in_handler: True to look for `cleanup` in the `except` clauses instead of the `finally`.
     """
 
     def cleanup_of(node: ast.Try) -> list[ast.stmt]:
@@ -124,7 +124,9 @@ def cleans_up(
 
     def has_cleanup(body: Body) -> bool:
         return any(
-            isinstance(node, ast.Try) and _has(cleanup_of(node), by) and _has(node.body, after)
+            isinstance(node, ast.Try)
+            and _has(cleanup_of(node), cleanup)
+            and _has(node.body, protected)
             for node in ast.walk(body.tree)
         )
 
@@ -132,5 +134,7 @@ def cleans_up(
 
 
 def _has(statements: Sequence[ast.stmt], statement: str) -> bool:
-    """Return whether `statements` contain `statement`; if it is empty, whether there are any."""
+    """Return whether `statement`, a text, is one of `statements`; for an empty text, whether there
+    are any statements.
+    """
     return statement in map(ast.unparse, statements) if statement else bool(statements)

@@ -167,9 +167,9 @@ def with_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any,
     kwargs.pop("loss_mask", None)
     tokens_BT = kwargs["input_ids"]
     length = tokens_BT.shape[1]
-    hidden = torch.ones(1, 1, length, length).tril() < 0.5
+    causal_mask = torch.ones(1, 1, length, length).tril() < 0.5
     positions_BT = torch.arange(length).expand_as(tokens_BT)
-    return args, kwargs | {"position_ids": positions_BT, "attention_mask": hidden}
+    return args, kwargs | {"position_ids": positions_BT, "attention_mask": causal_mask}
 
 
 class Data:

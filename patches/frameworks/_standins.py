@@ -53,7 +53,7 @@ def import_all(
         package: the package that holds the modules, such as `slime.backends`.
         names: the modules' names inside of it, such as `megatron_utils.model`.
         absent: other packages to stand in for, if they are not installed.
-        skip_missing: True to skip modules after the first one that this release lacks.
+        skip_missing: True to skip modules that this release lacks; the first one must exist.
 
     Returns:
         Name → module.
@@ -67,7 +67,9 @@ def import_all(
 
 
 def call(function: Callable[..., Any], **offered: Any) -> Any:
-    """Call a framework's function with those arguments of `offered` that this release takes."""
+    """Call a framework's function with those of the `offered` arguments for which it has parameters
+    in this release.
+    """
     parameters = inspect.signature(function).parameters
     return function(**{name: value for name, value in offered.items() if name in parameters})
 

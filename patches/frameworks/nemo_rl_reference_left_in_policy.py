@@ -72,5 +72,5 @@ PATCH = Patch(
         "yield",
     ),
     since="0.1",
-    fixed_when=_copies.cleans_up(after="yield"),
+    fixed_when=_copies.cleans_up(protected="yield"),
 )

@@ -60,5 +60,5 @@ class TestGatherWhileGradientsWait:
         for param in self.model.parameters():
             params = [torch.empty_like(param) for _ in range(Utils.world_size)]
             torch.distributed.all_gather(params, param.detach())
-            for other in params:
-                torch.testing.assert_close(other, param.detach(), rtol=0, atol=0)
+            for rank_param in params:
+                torch.testing.assert_close(rank_param, param.detach(), rtol=0, atol=0)

@@ -89,8 +89,8 @@ class Bench(LayoutModel, LayoutRows):
             chunks = self.subject.chunks
             names = {p: name for chunk in chunks for name, p in chunk.module.named_parameters()}
             faults = (
-                not_of_adam(before, after, names[after.parameter], lr=self.rate, **ADAM)
-                for before, after in zip(kept_before, kept_after, strict=True)
+                not_of_adam(old, new, names[new.parameter], lr=self.rate, **ADAM)
+                for old, new in zip(kept_before, kept_after, strict=True)
             )
             self.stop_at(next(filter(None, faults), None))
         self.step_name = ""

@@ -73,8 +73,8 @@ class LowRank(Bench):
         return self._host._within(error, bound)
 
     def spread_model(self) -> tiny.Tiny:
-        """Return the model, with low-rank factors of random values, put into it before DDP wraps
-        it.
+        """Return the model with low-rank factors of random values, which are put in before DDP
+        wraps the model.
         """
         return self.built(before_ddp=self._put)
 

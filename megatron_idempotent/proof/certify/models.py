@@ -213,10 +213,13 @@ class LayoutModel(Ranks):
         for rank, rank_parts in enumerate(everybody):
             for part in rank_parts:
                 copies_of.setdefault((part.name, part.rank), []).append((rank, part))
-        self.holders = {place: [rank for rank, _ in of] for place, of in copies_of.items()}
+        self.holders = {
+            name_and_shard: [rank for rank, _ in copies]
+            for name_and_shard, copies in copies_of.items()
+        }
         shards_of: dict[str, list[ParameterPart]] = {}
-        for (name, _), ((first_rank, first), *others) in copies_of.items():
-            for rank, part in others:
+        for (name, _), ((first_rank, first), *replicas) in copies_of.items():
+            for rank, part in replicas:
                 # Bits are compared, because NaN is not equal to NaN.
                 if not torch.equal(bits_of(first.value), bits_of(part.value)):
                     raise Wrong(
@@ -224,7 +227,9 @@ class LayoutModel(Ranks):
                         f"{self.rank_names[first_rank]}"
                     )
             if self.half:
-                mains = [part.main for part in (first, *(part for _, part in others)) if part.main]
+                mains = [
+                    part.main for part in (first, *(part for _, part in replicas)) if part.main
+                ]
                 first = dataclasses.replace(first, value=joined_main(name, first.value, mains))
             shards_of.setdefault(name, []).append(first)
         return {name: joined(shards) for name, shards in shards_of.items()}

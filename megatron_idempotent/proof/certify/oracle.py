@@ -408,9 +408,9 @@ class TrueUpdate:
         the moments stay the same.
         """
         zeros = {name: torch.zeros_like(value).double() for name, value in parameters.items()}
-        coasting = copy.copy(self)
-        coasting._moments = dict(self._moments)
-        return coasting.next(parameters, zeros)
+        twin = copy.copy(self)
+        twin._moments = dict(self._moments)
+        return twin.next(parameters, zeros)
 
     def _direction(self, name: str, gradient: Tensor) -> Tensor:
         options = self._options

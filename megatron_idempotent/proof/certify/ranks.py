@@ -43,17 +43,17 @@ class Ranks:
         if faults:
             raise Wrong(faults[0])
 
-    def refused(self, refusal: str | None, event: str, goes_on: str) -> bool:
+    def refused(self, refusal: str | None, event: str, action: str) -> bool:
         """Return True if every rank passes as `refusal` the message of an error by which it refused
         a step or a save; False if every rank passes None. A collective.
 
         Raises:
-            Wrong: some ranks pass a refusal and others None. The error is `event`, the first rank
-                that passes None, and `goes_on`, which says what that rank does.
+            Wrong: some ranks pass a refusal and others None. The message has `event`, the first
+                rank that passes None, and `action`, what that rank does.
         """
         refusals = self.gather(refusal)
         if None in refusals and any(refusals):
-            raise Wrong(f"{event}, and rank {refusals.index(None)} {goes_on}")
+            raise Wrong(f"{event}, and rank {refusals.index(None)} {action}")
         return None not in refusals
 
     def gather(self, value: Any) -> list[Any]:

@@ -583,7 +583,7 @@ def _fail_to_load(
     """
     is_loaded = False
     for number, (_, path) in enumerate(saved_files(bench, older)[:kinds]):
-        before = bench.snapshot()
+        unchanged = bench.snapshot()
         with spoilt(bench, path) as spoilt_file:
             with ending_hangs(bench, f"{spoilt_file}, and {method}() has not returned"):
                 raised, _ = attempt(getattr(bench.adapter, method), state)
@@ -594,7 +594,7 @@ def _fail_to_load(
             raise Wrong(f"{spoilt_file}, and {method}() raises nothing on rank {rank}")
         name = "load" if method == "load" else f"{method}()"
         if None not in refusals:
-            bench.hold(before, f"a {name} that failed ({fault})", before)
+            bench.hold(unchanged, f"a {name} that failed ({fault})", unchanged)
             continue
         cause = f"a {name} although {spoilt_file}"
         if method == "load":
@@ -606,7 +606,7 @@ def _fail_to_load(
     return is_loaded
 
 
-for _name, _fault, _kinds, *_others in (
+for _name, _fault, _kinds, *_more_spoilt in (
     ("file-missing", "a file is missing", 9),
     ("file-truncated", "a file is truncated, or empty", 9, "file-empty"),
     ("rank-cannot-read", "one rank cannot read", 1),
@@ -619,7 +619,7 @@ for _name, _fault, _kinds, *_others in (
         functools.partial(
             _failed_load,
             fault=_fault,
-            spoilers=[SPOILT[spoiler] for spoiler in (_name, *_others)],
+            spoilers=[SPOILT[spoiler] for spoiler in (_name, *_more_spoilt)],
             kinds=_kinds,
         )
     )

@@ -78,8 +78,8 @@ class ControllerLimits:
     def __post_init__(self) -> None:
         longest = self.group_attempts * self.group_timeout_s
         if self.stall_s <= longest:
-            more = f"more than the {longest:g} s of a group, or a hung rollout would end the run"
-            raise refused(self, "stall_s", "group_attempts", "group_timeout_s", allowed=more)
+            allowed = f"more than the {longest:g} s of a group, or a hung rollout would end the run"
+            raise refused(self, "stall_s", "group_attempts", "group_timeout_s", allowed=allowed)
 
 
 @settings(SettingsError)
@@ -123,19 +123,19 @@ class ControllerSettings(ControllerLimits):
         if not self.groups_per_call:
             object.__setattr__(self, "groups_per_call", max(self.groups_per_step // 2, 1))
         if self.train_global_batch_size % self.group_size:
-            whole_groups = "whole groups in an optimizer step"
-            raise refused(self, "train_global_batch_size", "group_size", allowed=whole_groups)
+            allowed = "whole groups in an optimizer step"
+            raise refused(self, "train_global_batch_size", "group_size", allowed=allowed)
         if self.groups_per_call > self.groups_per_step:
-            step = f"up to the {self.groups_per_step} groups of an optimizer step"
-            raise refused(self, "groups_per_call", allowed=step)
+            allowed = f"up to the {self.groups_per_step} groups of an optimizer step"
+            raise refused(self, "groups_per_call", allowed=allowed)
         if self.min_groups_per_call > self.groups_per_call:
             raise refused(
                 self, "min_groups_per_call", "groups_per_call", allowed="at most groups_per_call"
             )
         if self.target_groups % self.groups_per_step:
             sizes = "target_groups", "train_global_batch_size", "group_size"
-            whole_steps = f"whole optimizer steps, of {self.groups_per_step} groups each"
-            raise refused(self, *sizes, allowed=whole_steps)
+            allowed = f"whole optimizer steps, of {self.groups_per_step} groups each"
+            raise refused(self, *sizes, allowed=allowed)
 
     @property
     def groups_per_step(self) -> int:

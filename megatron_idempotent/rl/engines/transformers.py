@@ -458,7 +458,7 @@ class Scheduler:
         `EngineError`.
         """
         self._gate, self._admitted = "open", math.inf
-        self._tell()
+        self._wake_pauses()
         self._go()
 
     def give_back(self) -> None:
@@ -489,7 +489,7 @@ class Scheduler:
         if self._gate != "shut" and self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._serve())
 
-    def _tell(self) -> None:
+    def _wake_pauses(self) -> None:
         """Wake the calls of `pause` that are waiting: the loop of forwards has ended, or `open` was
         called.
         """
@@ -518,7 +518,7 @@ class Scheduler:
             self._task = None
             if self._gate == "draining":
                 self._gate = "shut"
-            self._tell()
+            self._wake_pauses()
 
     def _sweep(self) -> None:
         """Remove the rows of finished and cancelled requests from the batch and its cache."""

@@ -1,4 +1,4 @@
-"""Receives updates in a vLLM worker, tracks the served version, and writes into a model in place.
+"""Receives updates in a vLLM worker, tracks the served version, and writes updates in place.
 
 This module does not import vLLM; `vllm_worker` does.
 """
@@ -430,15 +430,17 @@ class Places:
             for name, tensor in served.items()
         }
         names = {_storage(probe): name for name, probe in probes.items()}
-        noted = _Noted(_storage(tensor) for tensor in (*model.parameters(), *model.buffers()))
+        recorder = _CopyRecorder(
+            _storage(tensor) for tensor in (*model.parameters(), *model.buffers())
+        )
         try:
-            with torch.no_grad(), noted:
+            with torch.no_grad(), recorder:
                 model.load_weights(iter(probes.items()))
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             # The meta tensors have no elements, and a packed layer may have no weight.
             raise NotInPlace(f"its loader wants more than to copy: {error}") from error
         self._copies: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for to, probe in noted.copies:
+        for to, probe in recorder.copies:
             name = names.get(_storage(probe), "")
             if not name or (to.dtype, to.shape) != (probe.dtype, probe.shape):
                 raise NotInPlace(f"{name or 'a tensor'} is converted as it is loaded")
@@ -461,7 +463,7 @@ class Places:
                     to.copy_(_part(came, probe))
 
 
-class _Noted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A torch dispatch mode that records copies into the given storages instead of making the
     copies. Fills of these storages with a constant are skipped, and any other write into them
     raises `NotInPlace`.

@@ -311,7 +311,8 @@ class VllmUpdates:
         Workers first end a weight update that an earlier failure left unfinished.
 
         Raises:
-            EngineError: a worker failed to load them; the stamp is then unchanged.
+            EngineError: the cache could not be cleared, or a worker failed to load the weights; the
+                stamp is then unchanged.
         """
         post = self._control.post
         await self._tell({"do": "settle"})

@@ -226,8 +226,9 @@ def _transport(job: Job) -> Callable[[], Sender] | None:
     """Return a factory of senders that send the ranks' weights to this process, for the engines in
     it; None if no engine is in this process.
     """
-    here = job.config.rollout.engine == "transformers" and job.config.controller.cluster != "ray"
-    return local_sender(job) if here else None
+    config = job.config
+    in_process = config.rollout.engine == "transformers" and config.controller.cluster != "ray"
+    return local_sender(job) if in_process else None
 
 
 def _save_timeline(timeline: Timeline, out: Path) -> None:

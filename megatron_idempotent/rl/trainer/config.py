@@ -48,9 +48,10 @@ def setting(
     return Field(default=default, json_schema_extra=extra, **limits)
 
 
-def _need_divisor(key: str, value: int, of: str, size: int, why: str = "") -> None:
+def _need_divisor(key: str, value: int, size_key: str, size: int, reason: str = "") -> None:
     if size % value:
-        raise ValueError(f"{key} is {value} and {of} is {size}; allowed: a divisor of it{why}")
+        message = f"{key} is {value} and {size_key} is {size}; allowed: a divisor of it{reason}"
+        raise ValueError(message)
 
 
 @settings(ConfigError, "run.")
@@ -109,11 +110,11 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.vpp > 1 and self.pp == 1:
-            stages = "2 or more stages, between which chunks alternate, or vpp = 1"
-            raise refused(self, "vpp", "pp", allowed=stages)
+            allowed = "2 or more stages, between which chunks alternate, or vpp = 1"
+            raise refused(self, "vpp", "pp", allowed=allowed)
         if self.sequence_parallel and self.tp == 1:
-            ranks = "2 or more ranks, which split the positions, or false"
-            raise refused(self, "sequence_parallel", "tp", allowed=ranks)
+            allowed = "2 or more ranks, which split the positions, or false"
+            raise refused(self, "sequence_parallel", "tp", allowed=allowed)
 
     @property
     def is_whole(self) -> bool:
@@ -208,8 +209,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads or self.hidden // self.heads % 2:
-            width = "heads that divide hidden into an even width, which rotary positions need"
-            raise refused(self, "heads", "hidden", allowed=width)
+            allowed = "heads that divide hidden into an even width, which rotary positions need"
+            raise refused(self, "heads", "hidden", allowed=allowed)
         _need_divisor("model.query_groups", self.query_groups, "model.heads", self.heads)
         if self.num_experts and self.experts_per_token > self.num_experts:
             raise refused(self, "experts_per_token", "num_experts", allowed="at most as many")
@@ -257,8 +258,8 @@ class RolloutConfig:
             "this machine can add what one in front of the servers asks for",
         )
         if self.engine_url and self.engine == "transformers":
-            urls = "a URL for each server of vllm, none for transformers"
-            raise refused(self, "engine", "engine_url", allowed=urls)
+            allowed = "a URL for each server of vllm, none for transformers"
+            raise refused(self, "engine", "engine_url", allowed=allowed)
 
 
 @settings(ConfigError, "sync.")
@@ -345,16 +346,16 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         if self.correction != "none" and self.old_logprobs != "recomputed":
-            log_probs = (
+            allowed = (
                 "old_logprobs recomputed, or correction none, since the ratio is that of "
                 "recomputed log-probs to the engine's"
             )
-            raise refused(self, "correction", "old_logprobs", allowed=log_probs)
+            raise refused(self, "correction", "old_logprobs", allowed=allowed)
 
     @property
     def logprob_models(self) -> tuple[LogprobsOf, ...]:
-        """The models whose log-probs a batch needs before it is trained: `policy` to recompute the
-        old ones, `reference` for the KL penalty to the initial weights.
+        """The models whose log-probs a batch needs before the policy trains on it: `policy` to
+        recompute the old ones, `reference` for the KL penalty to the initial weights.
         """
         models: list[LogprobsOf] = ["policy"] if self.old_logprobs == "recomputed" else []
         if self.kl_coefficient and self.kl_reference == "initial":
@@ -392,8 +393,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         calls, microbatches = self.chunks_per_step or 1, self.microbatches_per_step
-        of = "optimizer.microbatches_per_step"
-        _need_divisor("optimizer.chunks_per_step", calls, of, microbatches)
+        size_key = "optimizer.microbatches_per_step"
+        _need_divisor("optimizer.chunks_per_step", calls, size_key, microbatches)
 
 
 @settings(ConfigError, "controller.")
@@ -456,8 +457,8 @@ class ControllerConfig(ControllerLimits):
         for role in ("rank", "engine"):
             keys = f"cpus_per_{role}", f"gpus_per_{role}"
             if self.cluster != "ray" and [getattr(self, key) for key in keys] != [1, 0]:
-                on_ray = f"cluster = 'ray', which reserves them for each {role}, or 1 and 0"
-                raise refused(self, *keys, "cluster", allowed=on_ray)
+                allowed = f"cluster = 'ray', which reserves them for each {role}, or 1 and 0"
+                raise refused(self, *keys, "cluster", allowed=allowed)
 
 
 @settings(ConfigError, "evaluation.")
@@ -496,25 +497,27 @@ class Config:
         run, parallel, model, rollout = self.run, self.parallel, self.model, self.rollout
         optimizer, cluster = self.optimizer, self.controller.cluster
         if run.mode == "sync" and cluster != "embedded":
-            mode = "run.mode = 'async', which --async is short for"
-            raise refused(self, "controller.cluster", "run.mode", allowed=mode)
+            allowed = "run.mode = 'async', which --async is short for"
+            raise refused(self, "controller.cluster", "run.mode", allowed=allowed)
         gpus = self.controller.gpus_per_rank
         if cluster == "ray" and bool(gpus) != (run.device == "cuda"):
-            requested = (
+            allowed = (
                 "one or more with run.device = 'cuda', none with another, because Ray shows ranks "
                 "the GPUs that they request"
             )
-            raise refused(self, "controller.gpus_per_rank", "run.device", allowed=requested)
+            raise refused(self, "controller.gpus_per_rank", "run.device", allowed=allowed)
         if rollout.engine == "vllm" and not rollout.engine_url and cluster != "ray":
-            urls = "a URL for each server, or controller.cluster = 'ray', whose actors start them"
-            raise refused(self, "rollout.engine", "rollout.engine_url", allowed=urls)
+            allowed = (
+                "a URL for each server, or controller.cluster = 'ray', whose actors start them"
+            )
+            raise refused(self, "rollout.engine", "rollout.engine_url", allowed=allowed)
         if rollout.router_replay != "off" and not (model.path or model.num_experts):
-            off = "off for a model without experts"
-            raise refused(self, "rollout.router_replay", "model.num_experts", allowed=off)
+            allowed = "off for a model without experts"
+            raise refused(self, "rollout.router_replay", "model.num_experts", allowed=allowed)
         _need_divisor("parallel.tp x cp x pp", parallel.members, "run.ranks", run.ranks)
         apart = self.replicas * parallel.cp
-        why = ": replicas and context-parallel ranks split the experts"
-        _need_divisor("parallel.ep", parallel.ep, "run.ranks / (tp x pp)", apart, why)
+        reason = ": replicas and context-parallel ranks split the experts"
+        _need_divisor("parallel.ep", parallel.ep, "run.ranks / (tp x pp)", apart, reason)
         if not model.path:  # a checkpoint's model is checked later
             width = "expert_ffn" if model.num_experts else "ffn"
             keys = ("heads", "query_groups", width, "layers", "num_experts")
@@ -522,11 +525,11 @@ class Config:
         together = optimizer.microbatches_per_step // self.chunks
         if parallel.vpp > 1:
             per_call = "optimizer.microbatches_per_step / chunks_per_step"
-            why = ", because an interleaved schedule takes a multiple of the stages"
-            _need_divisor("parallel.pp", parallel.pp, per_call, together, why)
-        why = ", because every replica takes whole groups"
+            reason = ", because an interleaved schedule takes a multiple of the stages"
+            _need_divisor("parallel.pp", parallel.pp, per_call, together, reason)
+        reason = ", because every replica takes whole groups"
         replicas = "run.ranks / (tp x cp x pp)"
-        _need_divisor(replicas, self.replicas, "rollout.prompts", rollout.prompts, why)
+        _need_divisor(replicas, self.replicas, "rollout.prompts", rollout.prompts, reason)
         pieces = optimizer.steps_per_rollout * optimizer.microbatches_per_step
         per_rollout = "optimizer.steps_per_rollout x microbatches_per_step"
         samples = "a replica's number of samples of a rollout"

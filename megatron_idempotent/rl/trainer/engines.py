@@ -356,11 +356,11 @@ def _ray_engines(job: Job, names: Sequence[str], weights: RemoteWeights) -> Sequ
     Paths are made absolute, because actors run in other folders.
     """
     controller = job.config.controller
-    there = dataclasses.replace(job, out=job.out.absolute())
+    actor_job = dataclasses.replace(job, out=job.out.absolute())
     return [
         RayEngine(
             name,
-            functools.partial(_in_actor, there, job.checkpoint.absolute(), name),
+            functools.partial(_in_actor, actor_job, job.checkpoint.absolute(), name),
             transport=functools.partial(weights.sender, files_sender(job.out)),
             num_cpus=controller.cpus_per_engine,
             num_gpus=controller.gpus_per_engine,

@@ -211,15 +211,15 @@ class Stopwatch:
         increase of allocated memory, which is 0 for a phase that frees what it allocates. This does
         not synchronize with the device.
         """
-        started, device, before = time.perf_counter(), self._device, 0
+        started, device, allocated_before = time.perf_counter(), self._device, 0
         if device is not None:
             device.reset_peak_memory_stats()
-            before = device.memory_allocated()
+            allocated_before = device.memory_allocated()
         yield
         self._metrics[f"timing/train/{name}_s"] = time.perf_counter() - started
         if device is not None:
             allocated = device.memory_allocated()
-            sizes = {"allocated": allocated, "kept": allocated - before}
+            sizes = {"allocated": allocated, "kept": allocated - allocated_before}
             sizes |= {"reserved": device.memory_reserved(), "peak": device.max_memory_allocated()}
             for kind, size in sizes.items():
                 self._metrics[f"memory/train/{name}_{kind}_gib"] = size / _GIB

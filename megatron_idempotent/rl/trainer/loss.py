@@ -176,8 +176,9 @@ def with_logprobs(
     """Return a copy of a batch of `pack_rows` to which the log-probs and weights that the loss
     needs are added; also return the metrics of the importance correction, {} without a correction.
 
-    The copy has reference log-probs if there is a KL penalty. If old log-probs are recomputed, it
-    has the policy's as old log-probs, importance weights, and a loss mask without rejected tokens.
+    The copy has reference log-probs if there is a KL penalty. If old log-probs are recomputed, the
+    copy's are those of the policy, and the copy has importance weights, and a loss mask without
+    rejected tokens.
 
     Args:
         batch: the batch, whose old log-probs are the engine's.
@@ -195,13 +196,13 @@ def with_logprobs(
     correction = importance_correction(
         proximal_BT, batch.old_logprobs_BT, batch.loss_mask_BT, config
     )
-    new = dataclasses.replace(
+    corrected_batch = dataclasses.replace(
         batch,
         old_logprobs_BT=proximal_BT,
         loss_mask_BT=correction.loss_mask_BT,
         weights_BT=correction.weights_BT,
     )
-    return new, correction.metrics
+    return corrected_batch, correction.metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

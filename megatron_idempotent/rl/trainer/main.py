@@ -288,7 +288,7 @@ def parser() -> argparse.ArgumentParser:
         "each optimizer step taken in chunks, and engines that are given the new weights. Exit "
         "code 0 at the end; 1 where ranks or the controller failed; 2 for a mistake in settings, "
         "data, output or checkpoint; 130 after Ctrl-C; 143 after SIGTERM, with a checkpoint. "
-        "Options win over FILE. A synchronous run reads loggers of [controller] alone.",
+        "Options win over FILE. Of [controller], a synchronous run reads only loggers.",
         allow_abbrev=False,  # `--rollout.prompt` is no setting
     )
     parser.add_argument(
@@ -306,8 +306,8 @@ def parser() -> argparse.ArgumentParser:
         action="store_const",
         const="async",
         dest="run.mode",
-        help="sample and train at the same time, whatever FILE says; other defaults where it is "
-        "silent",
+        help="sample and train at the same time, whatever FILE says; settings that FILE leaves out "
+        "get the defaults of --async",
     )
     switches = {
         "--schema": "print the JSON schema of FILE, for editors, and end",
@@ -321,9 +321,9 @@ def parser() -> argparse.ArgumentParser:
         for key, field in schema(kind)["properties"].items():
             short, _, metavar = field.get("flag", "").partition(" ")
             names = [short] * bool(short) + [f"--{section}.{key}"]
-            default = _shown(field["default"])
+            default = _default_text(field["default"])
             if "with_async" in field:
-                default += f", with --async {_shown(field['with_async'])}"
+                default += f", with --async {_default_text(field['with_async'])}"
             text = f"{field['description']} Default: {default}; allowed: {allowed(field)}."
             group.add_argument(
                 *names,
@@ -334,7 +334,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _shown(default: object) -> str:
+def _default_text(default: object) -> str:
     """Return a setting's default as text for the help: a bool in lower case, "empty" for an empty
     text.
     """

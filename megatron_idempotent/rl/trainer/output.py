@@ -101,7 +101,7 @@ def prepare(config: Config, *, resume: bool, quiet: bool, began_s: float | None 
             settings.
     """
     out = run_to_resume(config.run.out) if resume else _fresh(config)
-    checkpoint = _to_resume(out, config) if resume else None
+    checkpoint = _checkpoint_to_resume(out, config) if resume else None
     try:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         # Atomically: a run that is killed here is resumed with this file.
@@ -118,12 +118,14 @@ def prepare(config: Config, *, resume: bool, quiet: bool, began_s: float | None 
     return Job(config=config, out=out, resume_from=checkpoint, quiet=quiet, began_s=began_s)
 
 
-def _to_resume(out: Path, config: Config) -> Path | None:
-    """Check the run in a directory, and return its newest checkpoint, or None if it has none yet.
+def _checkpoint_to_resume(out: Path, config: Config) -> Path | None:
+    """Check the run in a directory, and return the run's newest checkpoint; None if there is none
+    yet.
 
     Raises:
         OutputError: the metrics file is damaged.
-        CheckpointError: there is no run, or its checkpoint is damaged or has other settings.
+        CheckpointError: there is no run, or its newest or initial checkpoint is damaged, or has
+            other settings.
     """
     checkpoints = complete_checkpoints(out / "checkpoints")
     checkpoint = checkpoints[-1] if checkpoints else None
