@@ -99,7 +99,7 @@ def _state(value: float) -> dict[str, Any]:
 
 
 def _join(path: Path, folder: Path) -> None:
-    """After a save that raised, enter the collectives in which, on stock Megatron, the other rank
+    """Enter, after a save that raised, the collectives in which, on stock Megatron, the other rank
     waits, so that the test does not hang. `path` is the file or folder that rank 0 could not write.
     """
     import torch

@@ -57,7 +57,7 @@ def reorder(original: Original, current_groups: Groups, state_dict_groups: Group
 
 @contextmanager
 def _matched(current: Groups, saved: Groups) -> Iterator[None]:
-    """In the `with` block, let upstream match parameter groups by an index stored in each group.
+    """Let upstream match parameter groups by an index stored in each group, in the `with` block.
     A current group gets the index of a saved group with the same keys and learning rates or, if
     there is none, with the same keys.
     """

@@ -75,7 +75,9 @@ class _Nothing:
 
 @contextmanager
 def _nothing_in_stubs(chain: Any) -> Iterator[list[int]]:
-    """In the block, replace a chain's optimizers without parameters; yield their indices in it."""
+    """Replace a chain's optimizers without parameters in the `with` block, and yield the indices
+    that they have in the chain.
+    """
     parts = chain.chained_optimizers
     stubs = [index for index, part in enumerate(parts) if _is_stub(part)]
     if not stubs:

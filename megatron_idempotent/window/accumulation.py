@@ -260,8 +260,8 @@ class AccumulationWindow:
             finalize(model, self._num_tokens, **options)
 
     def _let_finalize(self, stack: ExitStack) -> None:
-        """Until `stack` is closed, pass the tokens of all the window's calls to the config's
-        finalize function, in place of the tokens of the call that runs it.
+        """Pass the tokens of all the window's calls to the config's finalize function, in place of
+        the tokens of the call that runs it, until `stack` is closed.
         """
         for config in self._configs:
             finalize = config.finalize_model_grads_func
