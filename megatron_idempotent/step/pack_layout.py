@@ -152,7 +152,7 @@ def packed_inputs(model: Any, microbatch: Batch) -> dict[str, Any]:
     inputs = {TOKENS: tokens_1T, POSITIONS: positions[None] if positions.dim() == 1 else positions}
     if isinstance(pack, Pack) and 0 < sum(pack.lengths) < pack.tokens:
         inputs |= padding_inputs(get_model_config(model), pack.mask[None])
-    borders = _borders(params)
+    borders = padded_borders(params)
     parts = {name: own_positions(value, cu_seqlens=borders) for name, value in inputs.items()}
     return {**parts, ATTENTION_MASK: None, "packed_seq_params": params}
 
@@ -180,9 +180,13 @@ def _packed_seq_params(microbatch: Batch, pack: Any) -> Any:
     )
 
 
-def _borders(params: Any) -> Any:
-    padded = params.cu_seqlens_q_padded
-    return params.cu_seqlens_q if padded is None else padded
+def padded_borders(packed_seq_params: Any) -> Tensor:
+    """Return the `cu_seqlens` of a pack's `PackedSeqParams` with padding, or those without padding
+    if the pack has no padded ones.
+    """
+    padded = packed_seq_params.cu_seqlens_q_padded
+    cu_seqlens: Tensor = packed_seq_params.cu_seqlens_q if padded is None else padded
+    return cu_seqlens
 
 
 def own_routes(microbatch: Any) -> Tensor:
@@ -195,7 +199,9 @@ def own_routes(microbatch: Any) -> Tensor:
         return routes
     borders = None
     if is_packed(microbatch):
-        borders = _borders(_packed_seq_params(microbatch, pack_in(microbatch))).to(routes.device)
+        borders = padded_borders(_packed_seq_params(microbatch, pack_in(microbatch))).to(
+            routes.device
+        )
     return own_positions(routes, cu_seqlens=borders)
 
 
@@ -203,7 +209,7 @@ def _positions(params: Any, tokens_1T: Tensor) -> Tensor:
     """Return each token's position [T], counted from 0 in each sequence of a pack, and in the
     padding after the last sequence.
     """
-    borders: Tensor = _borders(params).to(tokens_1T.device, torch.int64)
+    borders: Tensor = padded_borders(params).to(tokens_1T.device, torch.int64)
     place_T = torch.arange(tokens_1T.shape[1], device=tokens_1T.device)
     number_T = torch.searchsorted(borders[1:].contiguous(), place_T, right=True)
     return place_T - borders[number_T]

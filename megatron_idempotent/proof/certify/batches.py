@@ -15,6 +15,7 @@ from torch.nn import functional
 from megatron_idempotent.fp8 import Pack, TokenAlignment
 from megatron_idempotent.logprobs import shift_targets
 from megatron_idempotent.step import own_positions
+from megatron_idempotent.step.pack_layout import padded_borders
 
 from .layouts import LossKind
 from .oracle import counted
@@ -132,15 +133,6 @@ def shares(pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     first_S = torch.zeros_like(mask_S)
     first_S[borders[:-1][number_n[:-1] > 0]] = 1
     return (mask_S / number_n.clamp(min=1)[sequence_S])[None], first_S[None]
-
-
-def padded_borders(packed_seq_params: Any) -> Tensor:
-    """Return the `cu_seqlens` of a pack's `PackedSeqParams` with padding, or those without padding
-    if the pack has no padded ones.
-    """
-    padded = packed_seq_params.cu_seqlens_q_padded
-    cu_seqlens: Tensor = packed_seq_params.cu_seqlens_q if padded is None else padded
-    return cu_seqlens
 
 
 def shorten(rows: dict[str, Any], lengths: list[int]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_idempotent.megatron.ddp import innermost
 from megatron_idempotent.step import own_positions
+from megatron_idempotent.step.pack_layout import padded_borders
 
-from .batches import padded_borders
 from .oracle import PackSeen, counted
 from .protocol import Planted, Rows, Wrong
 
