@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.megatron.training import stopping
+from megatron_idempotent.megatron.schedules import stopping
 
 from ._case import Original, Patch, a_body_has, address, program, target
 

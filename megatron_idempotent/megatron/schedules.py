@@ -1,4 +1,4 @@
-"""Routes calls of Megatron's three pipeline schedules to open windows.
+"""Routes calls of Megatron's three pipeline schedules to open windows, and stops their timers.
 
 `accumulation_window()` and `TrainStep` fill the list of open windows; otherwise it is empty, and a
 schedule's wrapper calls the schedule.
@@ -34,6 +34,24 @@ def config_of(model: Any) -> Any:
     from megatron.core.utils import get_model_config
 
     return get_model_config(chunks(model)[0])
+
+
+def stopping(timers: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `original`; if it raises, stop the timers that it started and did not stop.
+
+    Their earlier times stay, because a line of the log may sum up several iterations.
+    """
+    by_name = getattr(timers, "_timers", None)
+    if by_name is None:  # no timers, or a framework's own
+        return original(*args, **kwargs)
+    started_before = {name for name, timer in by_name.items() if timer._started}
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        for name, timer in by_name.items():
+            if timer._started and name not in started_before:
+                timer._started = False
+        raise
 
 
 class Window(Protocol):

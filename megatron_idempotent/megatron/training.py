@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_idempotent.patching.weak_keys import PerProcessWeakKeys
 
+from .schedules import stopping
 from .targets import TRAINING
 
 #: Upstream adds this number times the pipeline rank to the seed.
@@ -35,24 +36,6 @@ def locals_of(function: str, error: BaseException) -> Mapping[str, Any] | None:
             return dict(frame.f_locals)
         link = link.tb_next
     return None
-
-
-def stopping(timers: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `original`; if it raises, stop the timers that it started and did not stop.
-
-    Their earlier times stay, because a line of the log may sum up several iterations.
-    """
-    by_name = getattr(timers, "_timers", None)
-    if by_name is None:  # no timers, or a framework's own
-        return original(*args, **kwargs)
-    started_before = {name for name, timer in by_name.items() if timer._started}
-    try:
-        return original(*args, **kwargs)
-    except BaseException:
-        for name, timer in by_name.items():
-            if timer._started and name not in started_before:
-                timer._started = False
-        raise
 
 
 _TIMER = "evaluate"

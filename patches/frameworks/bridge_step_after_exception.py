@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_idempotent.patches._case import Broken, Original, Patch, arguments, target
 
-from megatron_idempotent.megatron.training import stopping
+from megatron_idempotent.megatron.schedules import stopping
 
 from . import _copies
 

@@ -40,7 +40,7 @@ from megatron_idempotent.patches._case import (
     target,
 )
 
-from megatron_idempotent.megatron.training import stopping
+from megatron_idempotent.megatron.schedules import stopping
 
 from . import _copies
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.register_assert_rewrite(
     *("step_backend", "contract_calls", "contract_results", "contract_refusals"),
-    *("contract_disturbances", "contract_failures", "programs"),
+    *("contract_disturbances", "contract_failures", "step_programs"),
 )
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from programs import ran
+from step_programs import ran
 
 MANY = settings(
     max_examples=100,

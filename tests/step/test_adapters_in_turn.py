@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from lora import Lora, use
-from programs import Pair, fitted
 from ranks import VIRTUAL, on_ranks, tiered
 from scenario import (
     ROWS,
@@ -26,6 +25,7 @@ from scenario import (
     raised_by,
     scheduler_of,
 )
+from step_programs import Pair, fitted
 
 import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from programs import ran
 from random_programs import run_many
 from ranks import tiered
 from scenario import SequenceLoss
+from step_programs import ran
 
 #: Layout → ranks, options of the bench.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

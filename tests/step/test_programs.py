@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from programs import ran
 from random_programs import run_many
 from ranks import VIRTUAL
 from scenario import SequenceLoss
+from step_programs import ran
 
 GATHERS = {"overlap_param_gather": True}
 BIAS = {
