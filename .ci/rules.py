@@ -115,9 +115,9 @@ def docstrings_are_sentences(root: Path) -> Iterator[str]:
 
 @rule
 def the_map_shows_what_is_there(root: Path) -> Iterator[str]:
-    """Yield faults of CONTRIBUTING.md: missing files that its table of questions and files names;
-    folders of the package that its picture of the wings or its tree lacks, and folders in its tree
-    that the package lacks.
+    """Yield a text for each difference between CONTRIBUTING.md's map and the source tree: a file in
+    the table `question | file` that does not exist, a folder of the package that the diagram of the
+    three wings lacks, and a folder that only one of the drawn tree and the package has.
     """
     package, page = root / "megatron_idempotent", text_of(root, "CONTRIBUTING.md")
     rows = page.split("| question | file |\n|---|---|\n")[1].split("\n\n")[0].splitlines()

@@ -255,9 +255,11 @@ def ends(module: Any) -> None:
 
 
 def lives(module: Any) -> object:
-    """Run asynchronous saves with writer processes that stay alive, as a control. One is written by
-    rank 0 alone, two take 0.2 s, and the last one is checked without a collective. Return the
-    indices of the finished saves, in order, and whether the last save was done.
+    """Run four asynchronous saves with writer processes that stay alive, as a control.
+
+    Rank 0 alone writes the first, all ranks write the next two, and whether the last is done is
+    asked without a collective. Return the indices of the finished saves, in order, and whether the
+    last is done.
     """
     import torch
 

@@ -161,7 +161,8 @@ def _needs(
 def _definitions(
     read: Read, of_class: str, patch: Patch, trees: Sequence[SourceTree]
 ) -> list[tuple[str, str]]:
-    """Return the (module, class) pairs that define the name which a wrapper sets or calls.
+    """Return the (module, class) pairs of upstream that define `read.name`, an attribute that one
+    of the patch's wrappers sets or calls.
 
     The wrapped classes and their bases are searched first, then all classes in their modules, then
     all others. If many define the name, it is not clear which is meant, and none is returned.

@@ -18,7 +18,7 @@ def content(folder: Path, name: str) -> list[str]:
 
 
 def write(folder: Path, name: str, lines: Iterable[str]) -> None:
-    """Replace the lines of a generated file, except for the comment lines at its top."""
+    """Replace the lines of a generated file; its lines that begin with `#` stay, at its top."""
     text = (folder / name).read_text(encoding="ascii")
     comment = [line for line in text.splitlines() if line.startswith("#")]
     rewrite(folder / name, "".join(f"{line}\n" for line in (*comment, *lines)))

@@ -113,9 +113,10 @@ class Logits:
         return local_statistics(self._order.rows(self._logits), self._kept_N, batch)
 
     def saved(self, *, sampled: bool) -> tuple[Tensor, ...]:
-        """Return the tensors to save for the backward: the logits or, if the tokens were sampled
-        from a part of the vocabulary (`sampled`) and the logits are not consumed, a meta tensor of
-        their shape.
+        """Return the tensors to save for the backward: the logits, or a meta tensor of their shape.
+
+        The shape is enough if the tokens were sampled from a part of the vocabulary (`sampled`) and
+        the gradient is not written into the logits' memory.
         """
         if sampled and not self._consume:
             return (torch.empty_like(self._logits, device="meta"),)

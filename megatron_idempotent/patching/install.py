@@ -296,8 +296,9 @@ def missing(patch: Outline) -> list[str]:
 
 
 def detours() -> dict[str, list[str]]:
-    """Return, for the address of each patched function that live code of this process bypasses,
-    texts that name this code.
+    """Find code of this process that still runs upstream's function instead of the patched one: an
+    override, or a reference to the function that something keeps. Return patched function's
+    address → texts that name such code.
     """
     if not state.sites:
         return {}

@@ -194,7 +194,9 @@ class Shards:
             group._sharded_state = type(group._sharded_state).SHARDED
 
     def drop(self) -> None:
-        """Call `settle`, and set all gradients of the model to None, accumulated ones too."""
+        """Reset FSDP2's state to that between two steps, as `settle` does, and set all gradients of
+        the model to None, accumulated ones too.
+        """
         self.settle()
         for group in self._groups:
             for param in group.fsdp_params:

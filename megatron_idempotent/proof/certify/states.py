@@ -481,8 +481,8 @@ def first_fault(
 
 
 def first_difference(expected: Any, actual: Any) -> str | None:
-    """Describe the first difference in bits between two states, with both values; return None if
-    the states are equal.
+    """Describe the first difference in bits between two states, such as both values or the distance
+    of two tensors; return None if the states are equal.
     """
     if isinstance(expected, Mapping) and isinstance(actual, Mapping):
         if expected.keys() != actual.keys():

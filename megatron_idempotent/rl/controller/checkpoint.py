@@ -212,7 +212,7 @@ started with it. If it raises, the version's row has `evaluation/failed` and the
 
 
 class Checkpoints:
-    """Has versions of the weights evaluated, writes checkpoints (`capture`, then `save`), and
+    """Evaluates versions of the weights, writes checkpoints (`capture`, then `save`), and
     restores the newest checkpoint.
 
     Example: `metrics = await checkpoints.before_release(version)`, later `await

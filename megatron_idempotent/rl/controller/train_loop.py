@@ -33,10 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 async def finish_despite_cancel(task: asyncio.Future[Any], limit_s: float | None = None) -> bool:
-    """Wait until a task is done, and return True if the caller was cancelled meanwhile. The first
-    cancellation does not end the wait, but limits it to `limit_s` more seconds, if given.
+    """Wait until a task is done, even if the caller is cancelled meanwhile, once or repeatedly.
+    Return True if it was cancelled. From the first cancellation on, wait at most `limit_s` more
+    seconds, if given.
 
-    The caller must then raise `CancelledError` itself. A task that is not done in time keeps
+    A cancelled caller must raise `CancelledError` itself. A task that is not done in time keeps
     running.
 
     Example: `await finish_despite_cancel(asyncio.ensure_future(policy.finish(step_id)), 300)`.

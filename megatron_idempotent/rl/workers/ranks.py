@@ -28,7 +28,7 @@ class Link(Protocol):
         """
 
     async def leave(self) -> None:
-        """Give an idle rank a bounded time to end by itself."""
+        """Tell an idle rank to end, and wait a bounded time until it has ended by itself."""
 
     def shut(self) -> None:
         """End the connection, and so the rank, without calling `on_end`. A second call is a
