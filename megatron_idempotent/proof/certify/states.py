@@ -396,13 +396,13 @@ class States(Bench):
 
     def groups_at(self, rates: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the options of each optimizer group, with the learning rate of `rates` times the
-        group's `lr_mult`, and the weight decay of `rates`, or 0 if the group's `wd_mult` is 0.
+        group's `lr_mult` and the weight decay of `rates` times its `wd_mult`.
         """
         return [
             {
                 **options,
                 "lr": rates["lr"] * group.get("lr_mult", 1.0),
-                "weight_decay": rates["weight_decay"] * bool(group.get("wd_mult", 1.0)),
+                "weight_decay": rates["weight_decay"] * group.get("wd_mult", 1.0),
             }
             for group, options in zip(
                 _groups(self.model.optimizer), _rates(self.model.optimizer), strict=True
