@@ -9,9 +9,7 @@ from megatron_idempotent.step import TrainStep, valid_counts
 
 
 class Loss:
-    """Wraps a loss function of NeMo-RL for `TrainStep`, which divides the loss by tokens or
-    sequences, and each metric by the denominator that the loss function declares for it.
-    """
+    """Gives a loss function of NeMo-RL to `TrainStep`, with the denominators that it declares."""
 
     def __init__(self, loss_fn):
         self.kind = loss_fn.loss_type.value.removesuffix("_level")  # "token" or "sequence"

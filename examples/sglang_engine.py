@@ -101,9 +101,7 @@ class SglangEngine:
         self._paused = False
 
     async def stage(self, update: WeightUpdate, buckets: AsyncIterator[Bucket]) -> None:
-        """Check an update's version and tensors, and write it to a folder of its own as a
-        checkpoint that `commit` loads; the server is not involved.
-        """
+        """Check an update and write it to its own folder, which `commit` has the server load."""
         if update.id == self._last:
             return
         refuse_kv_scales(self.name, update, "SGLang reads them from a file when it starts")
@@ -124,9 +122,7 @@ class SglangEngine:
             self._staging = False
 
     async def commit(self, update_id: str) -> int:
-        """Have the paused server load the folder of the staged update; return the new version. If
-        loading fails, `health` is DIRTY and `resume` raises, until a commit succeeds.
-        """
+        """Have the server load the staged update. After a failure: DIRTY until a load works."""
         if update_id == self._last and not self._torn:
             return self._version
         if not self._paused or self._staged is None or self._staged[0].id != update_id:

@@ -24,9 +24,7 @@ STEPS = 6
 
 
 def train(url: str) -> list[str]:
-    """Train on a rank, and publish the weights after each step to the bucket at `url`, a folder or
-    object storage; return lines to print.
-    """
+    """Train on a rank, and publish each step's weights to a bucket; return lines to print."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
     from transformers import AutoConfig
@@ -54,9 +52,7 @@ def train(url: str) -> list[str]:
 
 
 async def serve(url: str) -> None:
-    """Load new weight versions from the bucket at `url`, a folder or object storage, into an
-    engine, until the engine has the last version.
-    """
+    """Load a bucket's new weight versions into an engine, until it has the last version."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from megatron_idempotent.rl.engines.transformers import TransformersEngine

@@ -17,6 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Imported by name: if a function refers to `torch.distributed` and to a name `config`, cloudpickle
+# tries to pickle the module `torch.distributed.config`, and fails.
+from torch.distributed import get_rank, get_world_size
+
 from megatron_idempotent.rl.controller import Fleet
 from megatron_idempotent.rl.engines import Request, RolloutEngine, Sample
 from megatron_idempotent.rl.engines.ray import RayEngine
@@ -203,17 +207,17 @@ def make_engines(job: Job, policy: MegatronPolicy) -> Engines:
     """
     config = job.config
     if config.rollout.engine != "transformers":
-        servers = server_engines(job, policy.checkpoint) if dist.get_rank() == 0 else ()
+        servers = server_engines(job, policy.checkpoint) if get_rank() == 0 else ()
         source = policy.source(deltas=config.sync.deltas)
         return Engines(servers, source, config, shared=True)
     # With the CPU runtime, "cuda" is the CPU.
     device = None if config.run.device == "cpu" else "cuda"
-    name = f"rank-{dist.get_rank()}"
+    name = f"rank-{get_rank()}"
     engine = _transformers(config, policy.checkpoint, name=name, device=device)
     # Every rank gets all tensors, from the ranks of its replica or, if experts are spread over
     # replicas, from all ranks. Deltas only if a rank has them all itself.
     group = None if config.parallel.ep > 1 else policy.replica.group
-    alone = dist.get_world_size(group) == 1
+    alone = get_world_size(group) == 1
     weights = policy.source(group, deltas=alone and config.sync.deltas)
     source = weights if alone else SpreadWeights(weights, group)
     return Engines([engine], source, config, shared=False)
