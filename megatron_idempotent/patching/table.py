@@ -39,8 +39,9 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
         header: the first row; empty for none.
         rows: rows of as many cells as the header has.
         width: the line width at which the last cell wraps, or moves to lines of its own if one of
-            its words would not fit. None takes the terminal's; if standard output is a file or a
-            pipe nothing wraps, and a row is a line.
+            its words would not fit. These are indented by 4, or by less if a name needs the room.
+            None takes the terminal's; if standard output is a file or a pipe nothing wraps, and a
+            row is a line.
     """
     width = width or terminal_width()
     cells = [tuple(row) for row in (header, *rows) if row]
@@ -54,7 +55,9 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
         room, shift = None if width is None else max(30, width - indent), indent
         if width and room and max(map(len, row[-1].split()), default=0) > room:
             lines.append(fixed_part.rstrip())
-            room, shift, fixed_part = width - 4, 4, " " * 4
+            longest = max(map(len, row[-1].replace(":", ": ").split()))
+            shift = max(0, min(4, width - longest))
+            room, fixed_part = width - shift, " " * shift
         first, *more = wrapped(row[-1], room)
         lines += [(fixed_part + first).rstrip(), *(" " * shift + line for line in more)]
     return "\n".join(lines)
