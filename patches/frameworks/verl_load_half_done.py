@@ -71,11 +71,13 @@ def _folders(self: Any, module: Any, path: str) -> Iterator[str]:
 
 def _check_files(folder: str) -> None:
     """Raise if a file of a checkpoint folder is missing or too short.
-    The files are divided among all ranks; each rank checks its own.
+    Each rank reads the common state, and checks its share of the other files.
     """
     import torch
+    from megatron.core import dist_checkpointing
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+    dist_checkpointing.load_common_state_dict(folder)  # raises without metadata.json, too
     reader = FileSystemReader(folder)
     stored = reader.read_metadata().storage_data.values()
     names = sorted({item.relative_path for item in stored})

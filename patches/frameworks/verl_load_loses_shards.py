@@ -68,6 +68,6 @@ PATCH = Patch(
         "self.optimizer.sharded_state_dict",
     ),
     since="0.9",
-    given=("reshardable-load-wants-step",),
+    given=("reshardable-load-wants-step", "reshardable-state-shifted"),
     stock_error="ValueError: Model param Parameter",
 )
