@@ -66,8 +66,12 @@ def expect_told(load: Callable[[], object]) -> None:
         failed = True
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    if failed:  # on stock Megatron the other rank waits for this load
-        load()
+    if failed:  # without the patch the other rank waits for this load
+        try:
+            load()
+        except (Exception, CheckpointException) as error:
+            # Its first collective may have met a later one of the rank that waits.
+            raise Fault(f"rank 1 could not load, and its next load failed, too: {error}") from error
     torch.distributed.all_gather_object(failures, failed)
     if failures[0] != failures[1]:
         raise Fault("rank 1 could not load, and rank 0 waited for it")

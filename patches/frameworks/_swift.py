@@ -9,7 +9,15 @@ from typing import Any
 from . import _standins
 from ._workers import methods
 
-ABSENT = ("mcore_bridge", "modelscope", "transformers")
+
+def import_trainers() -> Any:
+    """Import and return ms-swift's module of the Megatron trainer's base class.
+
+    mcore-bridge, from which it takes the class of LoRA layers alone, is a stand-in also where it is
+    installed: its import needs CUDA's Transformer Engine, and patches Megatron.
+    """
+    _standins.replace("mcore_bridge")
+    return _standins.import_alone("swift.megatron.trainers.base", "modelscope", "transformers")
 
 
 def trainer(options: Sequence[str]) -> Any:
@@ -22,9 +30,8 @@ def trainer(options: Sequence[str]) -> Any:
 
     running = program.start(options)
     running.args.is_multimodal = running.args.nccl_comm_warmup = False
-    module = _standins.import_alone("swift.megatron.trainers.base", *ABSENT)
     return methods(
-        module.BaseMegatronTrainer,
+        import_trainers().BaseMegatronTrainer,
         args=running.args,
         config=running.config,
         optimizer=running.optimizer,

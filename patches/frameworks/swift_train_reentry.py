@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_idempotent.patches._case import Original, Patch, no_body_has, target
+from megatron_idempotent.patches._case import Original, Patch, a_body_has, no_body_has, target
 
 from . import _copies
 
@@ -59,6 +59,10 @@ PATCH = Patch(
     ),
     since="4.0",
     before="4.3",
-    fixed_when=no_body_has("config.no_sync_func is None"),
+    # A commit after 4.2, whose `train` is split, has the hazard in `setup_model_training`.
+    fixed_when=lambda bodies: (
+        no_body_has("config.no_sync_func is None")(bodies)
+        or a_body_has("self.setup_training(train_dataset, val_dataset)")(bodies)
+    ),
     stock_error=r"AssertionError: .*config\.no_sync_func must be None",
 )

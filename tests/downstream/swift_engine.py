@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_idempotent.patches.frameworks import _standins
-from megatron_idempotent.patches.frameworks._swift import ABSENT
+from megatron_idempotent.patches.frameworks._swift import import_trainers
 from megatron_idempotent.patches.frameworks._workers import MICROBATCHES, Windows, methods
 
 
@@ -17,7 +16,7 @@ class Swift(Windows):
         from megatron_idempotent.proof.cpu import tiny
 
         super().__init__(**layout)
-        module = _standins.import_alone("swift.megatron.trainers.base", *ABSENT)
+        module = import_trainers()
         module.logical_and_across_model_parallel_group = lambda value: value
         module.reduce_max_stat_across_model_parallel_group = lambda value: value
         self.trainer = methods(
