@@ -28,7 +28,7 @@ class SplitStepWorker:
     def begin_train_step(self, loss_fn, gbs=None, mbs=None):
         if self._router_replay_enabled:
             raise NotImplementedError("SplitStepWorker: no router replay")
-        if not hasattr(self, "step"):
+        if getattr(self, "step", None) is None:
             options = {"forward": self.forward, "counts": lambda each: valid_counts(each.data_dict)}
             parts = [self.model], self.optimizer, self.scheduler
             self.step = TrainStep(*parts, **options, nothing_valid="update")
@@ -60,5 +60,5 @@ class SplitStepWorker:
         return {"all_mb_metrics": rows, "global_loss": loss, "grad_norm": norm, **made}
 
     def abort_train_step(self):
-        if hasattr(self, "step"):
+        if getattr(self, "step", None) is not None:
             self.step.abort()

@@ -46,10 +46,11 @@ class _WholeStep:
 
     def begin(self) -> None:
         self.rows: list[Any] = []
+        self.fail = False
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.rows += microbatches(self.subject, rows)
-        self.fail = fail
+        self.fail = self.fail or fail  # one call that fails is enough: the step is taken later
 
     def abort(self) -> None:
         self.rows, self.fail = [], False
@@ -98,6 +99,8 @@ class NemoRL:
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.loss.fail = fail
         try:
+            # As its driver does before each chunk: log-probs leave the model in eval mode.
+            self.worker.prepare_for_training()
             self.worker.train_microbatch(self.data(rows))
         finally:
             self.loss.fail = False
@@ -197,11 +200,10 @@ class Verl(_WholeStep):
 
         adapter = _adapter("verl", self.adapted)
         self.verl = VerlWorker(os.environ["VERL_SOURCE"], adapter, subject=subject)
-        self.fail = False
 
     def microbatch(self, rows: Any, *, fail: bool = False) -> None:
         self.rows.append(rows)
-        self.fail = fail
+        self.fail = self.fail or fail
 
     def finish(self) -> Finished:
         from verl_worker import Data
@@ -342,7 +344,7 @@ class Slime(_WholeStep):
     def build(self, subject: Subject) -> None:
         from slime_worker import SlimeWorker
 
-        self.subject, self.fail = subject, False
+        self.subject = subject
         subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as Megatron's arguments have it
         self.slime = SlimeWorker(os.environ["SLIME_SOURCE"], subject, self.loss)
 
@@ -376,7 +378,7 @@ class Bridge(_WholeStep):
     def build(self, subject: Subject) -> None:
         from bridge_worker import BridgeWorker
 
-        self.subject, self.fail = subject, False
+        self.subject = subject
         subject.chunks[0].ddp_config.check_for_nan_in_grad = True  # as its recipes have it
         self.bridge = BridgeWorker(os.environ["BRIDGE_SOURCE"], subject, self.forward_step)
 

@@ -9,6 +9,7 @@ uploads and Hugging Face's formats are stand-ins.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from megatron_idempotent.patches.frameworks import (
 )
 from megatron_idempotent.patches.frameworks._workers import methods
 
+import megatron_idempotent
 from megatron_idempotent.proof.certify import Subject
 from megatron_idempotent.proof.certify.checkpoints import DistCheckpoint, LowRank, Training
 
@@ -61,8 +63,10 @@ class SkyRL(_Worker):
         return self.save()
 
     def saved(self) -> None:
-        self.strategy.finalize_pending_saves()
-        self.config.async_dist_ckpt_save = False
+        try:
+            self.strategy.finalize_pending_saves()
+        finally:
+            self.config.async_dist_ckpt_save = False
 
     def load(self, state: str) -> None:
         subject = self.subject
@@ -112,6 +116,14 @@ class Verl(_Worker):
         self.of_weights.load_checkpoint(state)
 
     save_async = saved = None  # its queue is Megatron's of 0.14 and earlier
+
+
+class VerlSynced(Verl):
+    """Calls `ensure_main_params_synced` after weights alone, the remedy of docs/findings.md."""
+
+    def load_weights(self, state: str) -> None:
+        super().load_weights(state)
+        megatron_idempotent.ensure_main_params_synced(self.subject.optimizer)
 
 
 class VerlScheduler(Verl):
@@ -221,6 +233,8 @@ class Slime(Training):
         package, names = "slime.backends.megatron_utils", ("checkpoint", "model")
         imported = import_from(os.environ["SLIME_SOURCE"], package, names, "tqdm", "wandb")
         self.checkpoint, self.module = imported["checkpoint"], imported["model"]
+        # slime takes a folder without a tracker file for one of Hugging Face's.
+        importlib.import_module(f"{package}.hf_to_megatron").load_hf_weights = _no_hugging_face
 
     def build(self, subject: Subject) -> None:
         super().build(subject)
@@ -239,3 +253,8 @@ class Slime(Training):
             self.iteration, _ = self.checkpoint.load_checkpoint(
                 subject.chunks, subject.optimizer, subject.scheduler, {}, False
             )
+
+
+def _no_hugging_face(args: Any, model: Any, folder: str) -> None:
+    """Stand for slime's loader of Hugging Face's checkpoints, in a folder that has none."""
+    raise FileNotFoundError(f"{folder} has no config.json")

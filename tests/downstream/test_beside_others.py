@@ -97,7 +97,6 @@ def resiliency() -> None:
 
 
 def _restarting() -> Any:
-    sys.path.insert(0, os.environ["RESILIENCY_SOURCE"])
     from nvidia_resiliency_ext import inprocess
 
     return inprocess.Wrapper(
@@ -130,6 +129,7 @@ def mcore_bridge() -> None:
     assert package is not None
     made = types.ModuleType("mcore_bridge")
     made.__path__ = list(package.submodule_search_locations or ())
+    made.__file__ = package.origin  # by which `apply()` tells that it is installed
     sys.modules["mcore_bridge"] = made
     for name, member in (
         ("datasets.utils.filelock", "FileLock"),
@@ -198,7 +198,9 @@ NEIGHBOURS = {
         dict.fromkeys(("no-sync-func-reentry", "gc-stays-off"), "wraps"),
     ),
     "slime": Neighbour(slime, "SLIME_SOURCE", "slime", {}),
-    "mcore-bridge": Neighbour(mcore_bridge, None, "mcore_bridge", {}),
+    "mcore-bridge": Neighbour(
+        mcore_bridge, None, "mcore_bridge", {"expert-bias-refuses-padding": "wraps"}
+    ),
 }
 
 
@@ -220,6 +222,9 @@ def told(name: str, order: str) -> dict[str, tuple[str, str]]:
     importlib.import_module("megatron.training.training")
 
     neighbour = NEIGHBOURS[name]
+    if neighbour.install is resiliency:
+        # We patch the extension too: `apply()` looks for it on the path, before it is imported.
+        sys.path.insert(0, os.environ["RESILIENCY_SOURCE"])
     if order == "theirs first":
         neighbour.install()
         left = standing()
@@ -393,6 +398,9 @@ def test_liger_s_kernels_run_with_the_same_bits_in_both_orders(kernel_ranks):
 def restarted() -> tuple[list[int], bytes, bytes]:
     """Fail in the middle of a window inside of an in-process restart; return both runs' bits."""
     standing_at, attempts = [], []
+    sys.path.insert(0, os.environ["RESILIENCY_SOURCE"])
+    for module in ("megatron.training.training", "nvidia_resiliency_ext.inprocess"):
+        importlib.import_module(module)  # now: what is imported later gets its patches then
 
     def steps(fail: bool) -> bytes:
         megatron_idempotent.apply()

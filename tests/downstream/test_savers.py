@@ -32,6 +32,7 @@ CHOOSES = "megatron.core.dist_checkpointing.strategies.nvrx"
 FAILED = {
     "SkyRL": (("SKYRL_SOURCE",), {"load-weights-alone", "keeps-random"}),
     "Verl": (("VERL_SOURCE",), {"load-weights-alone", "keeps-scheduler"}),
+    "VerlSynced": (("VERL_SOURCE",), {"keeps-scheduler"}),
     "Bridge": (("BRIDGE_SOURCE",), set()),
     "BridgeAdapters": (("BRIDGE_SOURCE",), set()),
     "NemoRL": (("NEMO_RL_SOURCE", "BRIDGE_SOURCE"), set()),
@@ -47,8 +48,6 @@ CHECKS = (
     "keeps-random",
     "keeps-counters",
 )
-
-
 FAILURES = (
     "failed-save",
     "failed-load-file-missing",
@@ -80,16 +79,41 @@ def test_a_run_goes_on_as_it_was_saved(found, expected):
     assert found.keys() == expected, found
 
 
+#: Bridge reads train_state.pt after it has loaded the weights in place: if the file is missing,
+#: Bridge counts from 0 on, and if the file cannot be read, the weights are loaded all the same.
+COUNTED_LAST = {
+    "failed-load-file-missing": (
+        "after a load although train_state.pt is missing rank 0 has other counters: consumed_"
+    ),
+    "failed-load-file-truncated": (
+        "after a load that failed (a file is truncated, or empty; saved by save()) rank 0 has "
+        "other weights: "
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "found",
+    ("found", "expected"),
     [
-        *((name, "dp2-bf16-distopt", FAILURES) for name in FAILED),
-        ("Verl", "tp2-bf16", ("load-into-live-run", *FAILURES)),
+        *(
+            pytest.param(
+                (name, layout, checks),
+                COUNTED_LAST if name in ("Bridge", "NemoRL") else {},
+                id=f"{name}-{layout}",
+            )
+            for name, layout, checks in (
+                # verl's load of weights alone is judged above, without its remedy.
+                *((name, "dp2-bf16-distopt", FAILURES) for name in FAILED if name != "Verl"),
+                ("VerlSynced", "tp2-bf16", ("load-into-live-run", *FAILURES)),
+            )
+        ),
     ],
-    indirect=True,
+    indirect=["found"],
 )
-def test_a_failure_on_one_rank_is_known_to_all_and_changes_nothing(found):
-    assert not found
+def test_a_failure_on_one_rank_is_known_to_all_and_changes_nothing(found, expected):
+    assert found.keys() == expected.keys(), found
+    for check, start in expected.items():
+        assert found[check].startswith(start), found
 
 
 @pytest.fixture

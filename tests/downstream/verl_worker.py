@@ -57,10 +57,7 @@ def modules(source: str) -> tuple[Any, Any, Any]:
     wiring.get_device_id = lambda: "cuda"
     module.tu.get_non_tensor_data = lambda data, key, default=None: data.get(key, default)
     module.tu.assign_non_tensor = lambda data, **values: data.update(values)
-    module.prepare_micro_batches = lambda data, **_: (
-        _parts(data, len(data["input_ids"]) // tiny.BATCH),
-        None,
-    )
+    module.prepare_micro_batches = _micro_batches
     module.make_batch_generator = stages.make_batch_generator
     module.postprocess_batch_func = lambda output_lst, **_: {
         "metrics": {},
@@ -179,6 +176,15 @@ class VerlWorker:
 
 def _jagged(rows: Any) -> Any:
     return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+
+
+def _micro_batches(data: Data, **_: Any) -> tuple[list[Data], None]:
+    """Cut the rows into microbatches; refuse rows that are left over, as verl's own does where
+    `use_dynamic_bsz` is off.
+    """
+    number, left_over = divmod(len(data["input_ids"]), tiny.BATCH)
+    assert not left_over, "data size must be divisible by micro_batch_size_per_gpu"
+    return _parts(data, number), None
 
 
 def _parts(data: Data, number: int) -> list[Data]:
