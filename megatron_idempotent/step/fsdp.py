@@ -134,9 +134,7 @@ class FSDPBackend(Backend):
                 # Buffers and random states stay as if no dummy microbatch had been run.
                 stack.callback(snapshot.keep_torch())
                 stack.callback(snapshot.keep_modules(self._model.modules()))
-            # An evaluation may have left the model, or a part of it, in eval mode.
-            if not all(module.training for module in self._model.modules()):
-                self._model.train()
+            snapshot.switch_to_training(self._model)
             for number, microbatch in enumerate(microbatches, start=1):
                 last = reduce and number == len(microbatches)
                 self._model.set_requires_gradient_sync(last)

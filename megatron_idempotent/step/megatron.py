@@ -214,10 +214,8 @@ class MegatronBackend(MegatronModel):
         open_windows.append(self._window)
         self._last_shift, self.shift = None, 0
         forget_inference(self._modules)
-        are_training = all(module.training for module in self._modules)
         for chunk in self.chunks:
-            if not are_training:
-                chunk.train()
+            snapshot.switch_to_training(chunk)
             chunk.zero_grad_buffer()
         if self.optimizer is not None:
             self.optimizer.zero_grad()

@@ -66,7 +66,7 @@ from .loss import (
 )
 from .microbatches import EmbeddingSizes, Microbatch, name_the_token
 from .pack_layout import own_routes
-from .snapshot import OpenUpdate, keep_megatron, keep_modules
+from .snapshot import OpenUpdate, keep_megatron, keep_modules, switch_to_training
 
 # Functions by which a config weighs auxiliary losses itself, instead of with grad_scale_func.
 _OWN_SCALES = ("moe_grad_scale_func", "mtp_grad_scale_func")
@@ -244,9 +244,7 @@ class MegatronModel(Backend):
                 for config in self.configs:
                     set_for(stack, config, "variable_seq_lengths", True)
             for chunk in self.chunks:
-                # An evaluation may have left the chunk, or only the model in DDP, in eval mode.
-                if not all(module.training for module in chunk.modules()):
-                    chunk.train()
+                switch_to_training(chunk)
             self._call(arguments, current, reduce)
         return results
 

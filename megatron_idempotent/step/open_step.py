@@ -71,7 +71,7 @@ def failures_of(statuses: Sequence[RankStatus], group: Any = None) -> dict[int, 
     ids = {status.step_id for status in statuses}
     updates = {status.updates for status in statuses}
     failures = {}
-    ranks = range(len(statuses)) if group is None else dist.get_process_group_ranks(group)
+    ranks = _ranks_of(statuses, group)
     differences = differing_arguments(statuses, ranks)
     for rank, status in zip(ranks, statuses, strict=True):
         if status.failure is not None:
@@ -88,6 +88,11 @@ def failures_of(statuses: Sequence[RankStatus], group: Any = None) -> dict[int, 
         elif rank in differences:
             failures[rank] = differences[rank]
     return failures
+
+
+def _ranks_of(statuses: Sequence[RankStatus], group: Any) -> Sequence[int]:
+    """Return the global ranks that sent `statuses`: those of `group`, None for all ranks."""
+    return range(len(statuses)) if group is None else dist.get_process_group_ranks(group)
 
 
 def differing_arguments(statuses: Sequence[RankStatus], ranks: Sequence[int]) -> dict[int, str]:
@@ -612,7 +617,7 @@ class OpenStep:
         failures = failures_of(statuses, group)
         difference = differing_replicas(statuses)
         if difference and not failures:
-            failures = {dist.get_process_group_ranks(group)[0]: difference}
+            failures = {_ranks_of(statuses, group)[0]: difference}
         self.peers_wait = not failures
         in_other_step = any(
             peer.phase == "abort" or peer.step_id != self.step_id for peer in statuses

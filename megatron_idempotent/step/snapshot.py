@@ -25,6 +25,14 @@ Restore = Callable[[], None]
 """Restores the state that a `keep_` function has copied; may be called again."""
 
 
+def switch_to_training(model: nn.Module) -> None:
+    """Call `model.train()` if one of the model's modules is in eval mode, such as the model inside
+    of DDP after an evaluation.
+    """
+    if not all(module.training for module in model.modules()):
+        model.train()
+
+
 def keep_modules(modules: Iterable[nn.Module]) -> Restore:
     """Copy training modes and buffers of these modules, but not of modules inside of them.
     Return a function that puts both back; it writes buffers in place.

@@ -258,6 +258,23 @@ def test_ranks_that_were_given_other_sequences_are_told() -> None:
     assert "the step is as it was" in told
 
 
+@pytest.mark.full
+@on_ranks(4)
+def test_the_error_is_that_of_a_rank_whose_replica_was_given_other_sequences() -> None:
+    """Ranks 1 and 3 are the second replica's two stages; rank 0 is not among them."""
+    bench = make(pp=2)
+    batch, step_id = rows(bench.replica), bench.begin(**budget(96))
+    if bench.replica == 1:
+        moved = {**batch, "lengths": batch["lengths"].clone()}
+        if bench.rank == 3:
+            moved["lengths"][0] += 1
+            moved["lengths"][3] -= 1
+        error: Any = raised_by(bench.step.microbatch, step_id, moved)
+        assert list(error.failures) == [1]
+    bench.step.microbatch(step_id, batch)
+    assert bench.step.finish(step_id).updated
+
+
 @pytest.mark.skipif(BEFORE_PADDING_MASKS, reason="MTP layers refuse packs before 0.16")
 @on_ranks(1)
 def test_mtp_heads_learn_nothing_of_padding() -> None:
