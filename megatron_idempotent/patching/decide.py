@@ -273,7 +273,7 @@ def judge(
                 homes[target.address] = new_place.address
                 moved.append(f"{target.address} has moved to {new_place.address}")
         bodies[target.address] = body
-    of_commit = False
+    repaired, of_commit = _mended_by(patch, bodies, sources), False
     if release is None:
         labels = {t.qualname: t.label(bodies[t.address].hash) for t in patch.targets}
         of_commit = not all(numbers(label.partition(" ")[0]) for label in labels.values())
@@ -283,11 +283,10 @@ def judge(
             )
             reason = f"{bodies_text}, and the hazard came with {patch.since}"
             return Verdict(status="unsupported_version", reason=reason)
-        lacking_origin = _lacks_origin(patch, sources)
-        if lacking_origin is not None and not _mended_by(patch, bodies, sources):
+        lacking_origin = None if repaired else _lacks_origin(patch, sources)
+        if lacking_origin is not None:
             return Verdict(status="unsupported_version", reason=lacking_origin)
-    mended = patch.fixed_when is not None and patch.fixed_when(bodies)
-    if mended or _mended_by(patch, bodies, sources):
+    if repaired or (patch.fixed_when is not None and patch.fixed_when(bodies)):
         return Verdict(status="fixed_upstream", reason=_FIXED)
     reviews = [review(target, bodies[target.address]) for target in patch.targets]
     lacking = None if sources is None else unmet(patch, release, sources, of_commit=of_commit)
