@@ -20,7 +20,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
 from megatron_idempotent.megatron.ddp import innermost
 from megatron_idempotent.megatron.optimizers import (
@@ -518,8 +517,16 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def _copied(value: Any) -> Any:
-    """Return a value with copies of its tensors on the CPU, at any depth."""
-    return _pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), value)
+    """Return a value with copies on the host of all tensors in it, in mappings, lists and tuples of
+    any class. Torch's pytree would take an unknown mapping for a leaf, and its tensors uncopied.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {name: _copied(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_copied, value))
+    return value
 
 
 def _weights(chunks: Iterable[Any]) -> Iterator[tuple[str, Tensor]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
 from megatron_idempotent.proof.certify.parameters import Main, ParameterPart, compared, joined_main
 from megatron_idempotent.proof.certify.protocol import Wrong
-from megatron_idempotent.proof.certify.states import first_difference
+from megatron_idempotent.proof.certify.states import States, first_difference
+from megatron_idempotent.proof.cpu import tiny
 
 WHOLE = {"a": torch.arange(8.0).view(4, 2) + 0.1, "b": torch.arange(3.0) + 20.3}
 OWN = [
@@ -139,3 +142,23 @@ def test_a_bias_beside_a_frozen_weight_has_the_bits_of_one_beside_a_trained_weig
     ((_, patched),) = megatron_rank_pool.run(1, bias_beside_a_frozen_weight, True)
     assert all(each.any() for each in trained)
     assert all(map(torch.equal, trained, patched))
+
+
+@on_ranks(1)
+def test_a_groups_rates_are_those_that_megatrons_scheduler_gives_it() -> None:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    optimizer = tiny.build().optimizer
+    for group in optimizer.param_groups:
+        group["wd_mult"] = 0.25
+    same = {"lr_warmup_steps": 0, "lr_decay_steps": 9, "lr_decay_style": "constant"}
+    same |= {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 9, "wd_incr_style": "constant"}
+    rates = {"lr": 1e-3, "weight_decay": 0.1}
+    states: Any = SimpleNamespace(model=SimpleNamespace(optimizer=optimizer))
+    expected = States.groups_at(states, rates)
+    OptimizerParamScheduler(optimizer, init_lr=0.0, max_lr=1e-3, min_lr=0.0, **same)
+    names = ("lr", "weight_decay")
+    assert expected
+    assert [tuple(group[name] for name in names) for group in expected] == [
+        tuple(group[name] for name in names) for group in optimizer.param_groups
+    ]
