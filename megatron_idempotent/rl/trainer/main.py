@@ -320,7 +320,7 @@ def parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(f"[{section}]")
         for key, field in schema(kind)["properties"].items():
             short, _, metavar = field.get("flag", "").partition(" ")
-            names = [short] * bool(short) + [f"--{section}.{key}"]
+            names = [name for name in (short, f"--{section}.{key}") if name]
             default = _default_text(field["default"])
             if "with_async" in field:
                 default += f", with --async {_default_text(field['with_async'])}"
