@@ -25,6 +25,7 @@ Upstream:
 
 Remove when:
     `prepare_grads` may be called twice on the same gradients.
+    `upstream/unscaled-twice` has the repair, for calls before the step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 _MEMORY = "megatron_idempotent_unscaled"
 
@@ -152,5 +153,6 @@ PATCH = Patch(
     target("mixed.prepare_grads", prepare_grads),
     target("any.clip_grad_norm", clip_grad_norm),
     target("mixed.step_with_ready_grads", step_with_ready_grads),
+    fixed_by=((address("mixed.prepare_grads"), "self.grads_unscaled"),),
     groups=("loss-scale",),
 )
