@@ -21,6 +21,7 @@ Upstream:
 
 Remove when:
     a forward of the root module resets the phases.
+    `upstream/fsdp-v2-wedged-by-abort` has the repair.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ from ._case import (
     Original,
     Patch,
     abort_in_backward,
+    address,
     bench,
     expect_gradients,
     no_body_has,
     target,
+)
+
+_PRE_FORWARD = address(
+    "core.distributed.fsdp.src.megatron_fsdp.experimental.module:FsdpModule.pre_forward"
 )
 
 
@@ -46,10 +52,18 @@ def pre_forward(original: Original, self: Any) -> None:
     """
     if self.is_root() and not _in_backward():
         modules = list(self.context.forward_order)
-        if any(module._phase is not type(module).Phase.RESTING for module in modules):
+        if any(_interrupted(module, self) for module in modules):
             for module in modules:
                 _reset(module)
     original(self)
+
+
+def _interrupted(module: Any, root: Any) -> bool:
+    if module._phase is not type(module).Phase.RESTING:
+        return True
+    # The pass raised between two modules, and the next one was gathered ahead. A root module can
+    # have been gathered ahead by a complete pass, that of the root module before it.
+    return module._unshard_event is not None and module is not root
 
 
 def _in_backward() -> bool:
@@ -61,8 +75,7 @@ def _in_backward() -> bool:
 
 def _reset(module: Any) -> None:
     module._phase = type(module).Phase.RESTING
-    if module._unshard_event is not None:
-        module._reshard_parameter_groups()
+    module._reshard_parameter_groups()
     for group in module.parameter_groups:
         for parameter in group.fsdp_parameters:
             parameter.unsharded.grad = None
@@ -80,25 +93,23 @@ def reproduce() -> None:
     model = bench(fsdp="v2")
     model.forward_backward(1, data_seed=0)
     expected = model.gradients()
-    abort_in_backward(model, lambda _, fail: _interrupted(model, fail))
+    abort_in_backward(model, lambda _, fail: _add_hook(model, fail))
     expect_gradients(model, expected)
 
 
-def _interrupted(model: Any, fail: Callable[..., None]) -> Any:
+def _add_hook(model: Any, fail: Callable[..., None]) -> Any:
     group = model.chunks[0].module.decoder.layers[0].parameter_groups[0]
     return group.fsdp_parameters[0].unsharded.register_post_accumulate_grad_hook(fail)
 
 
 PATCH = Patch(
     "after a window that raised, a model in Megatron-FSDP v2 raises in every forward",
-    target(
-        "core.distributed.fsdp.src.megatron_fsdp.experimental.module:FsdpModule.pre_forward",
-        pre_forward,
-    ),
+    target(_PRE_FORWARD, pre_forward),
     since="0.20",
     before=OPEN,
     groups=("abort",),
     # Older code has no phases.
     fixed_when=no_body_has("FsdpModule.Phase.BACKWARD"),
+    fixed_by=((_PRE_FORWARD, "FsdpModule.Phase.RESTING"),),
     stock_error="RuntimeError: Invalid FSDP module phase transition",
 )

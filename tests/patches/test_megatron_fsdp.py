@@ -30,6 +30,12 @@ pytestmark = [
 ]
 
 
+second_version = pytest.mark.skipif(
+    read_body(locate(_EXPERIMENTAL), "FsdpModule.phase") is None if locate(_EXPERIMENTAL) else True,
+    reason="the second version of Megatron-FSDP is of Megatron main",
+)
+
+
 class Interrupted(Exception):
     """The tests raise this."""
 
@@ -113,13 +119,53 @@ def test_steps_after_failures_equal_those_without(strategy, overlap, helper, meg
     assert megatron_ranks(2, differing, strategy, overlap, sites, helper) == [[], []]
 
 
-@pytest.mark.skipif(
-    read_body(locate(_EXPERIMENTAL), "FsdpModule.phase") is None if locate(_EXPERIMENTAL) else True,
-    reason="the second version of Megatron-FSDP is of Megatron main",
-)
+@second_version
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
 def test_steps_after_failures_under_the_second_version(overlap, megatron_ranks):
     assert megatron_ranks(2, differing, "v2", overlap, SITES, False) == [[], []]
+
+
+def output_with_loaded_weights(interrupted: bool) -> Any:
+    """Runs on a rank: output with new weights, after a backward that failed between two layers."""
+    import torch
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    (chunk,) = built(fsdp="v2").chunks
+    torch.manual_seed(0)
+    # The root module has no parameters of its own, so its backward ends before that of a layer.
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))).cuda()
+    model = FullyShardedDataParallel(
+        chunk.config,
+        chunk.ddp_config,
+        layers,
+        fsdp_unit_modules=[torch.nn.Linear],
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    inputs = torch.ones(2, 8).cuda()
+    if interrupted:
+        (group,) = layers[1].parameter_groups
+        count = iter(group.fsdp_parameters)
+        next(count)
+
+        def fail_at_last(_: Any) -> None:
+            if next(count, None) is None:
+                raise Interrupted
+
+        for parameter in group.fsdp_parameters:
+            parameter.unsharded.register_post_accumulate_grad_hook(fail_at_last)
+        with pytest.raises(Interrupted):
+            model(inputs).sum().backward()
+    for layer in layers:
+        layer.parameter_groups[0].main_weight.local_buffer.mul_(0.5)
+    with torch.no_grad():
+        return model(inputs).cpu()
+
+
+@second_version
+@on_ranks(2)
+def test_weights_loaded_after_a_failure_are_used_under_the_second_version():
+    assert output_with_loaded_weights(True).equal(output_with_loaded_weights(False))
 
 
 @pytest.mark.parametrize(
