@@ -21,7 +21,7 @@ from unit_tests import outcomes
 
 from megatron_idempotent.patching import decide
 from megatron_idempotent.patching.api import apply
-from megatron_idempotent.patching.catalog import hazards, outlines
+from megatron_idempotent.patching.catalog import hazards, index_entries
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankPool, program
 from megatron_idempotent.proof.prove import control_result, outcome, run_or_error
 
@@ -96,9 +96,9 @@ def main() -> None:
     for row in apply(dry_run=True):
         result.statuses[row.id], result.reasons[row.id] = row.status, row.reason
     for hazard_id in arguments.ids:
-        outline = outlines().get(hazard_id)  # None for a hazard that a helper covers
-        if outline is not None and not outline.default:  # `apply()` says only that the patch is off
-            verdict = decide.check_bodies(outline, named=False)
+        entry = index_entries().get(hazard_id)  # None for a hazard that a helper covers
+        if entry is not None and not entry.default:  # `apply()` says only that the patch is off
+            verdict = decide.check_bodies(entry, named=False)
             if verdict.status is not None:
                 result.statuses[hazard_id] = verdict.status
                 result.reasons[hazard_id] = verdict.reason

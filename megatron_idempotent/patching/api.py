@@ -7,7 +7,7 @@ import sys
 
 from . import decide, import_hooks, install, releases, settings
 from .base import MEGATRON, PatchError
-from .catalog import outlines
+from .catalog import index_entries
 from .install import state
 from .report import Report
 from .rows import COVERED, FILES_DECIDE, LEFT, PROBLEMS, Row
@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .base import Outline
+    from .base import IndexEntry
 
 
 def apply(
@@ -65,7 +65,7 @@ def apply(
         import_hooks.forget()
         releases.forget()
         earlier_rows = dict(state.rows)
-        rows = [_plan(patch, selection, full=dry_run) for patch in outlines().values()]
+        rows = [_plan(patch, selection, full=dry_run) for patch in index_entries().values()]
         _raise_for(rows, selection)
         if dry_run:
             install.forget_sources()
@@ -75,7 +75,7 @@ def apply(
         state.selection = selection
         state.named |= selection.only or frozenset()
         state.rows = {row.id: row for row in rows}
-        state.wanted |= {patch_id: outlines()[patch_id] for patch_id in added}
+        state.wanted |= {patch_id: index_entries()[patch_id] for patch_id in added}
         install.settle()
         try:
             _raise_for(state.rows.values(), selection)
@@ -130,9 +130,9 @@ def report() -> Report:
         import_hooks.forget()
         if state.selection is None and import_hooks.door_waits():
             selection = _select(None, (), None)
-            return Report(_plan(patch, selection, full=False) for patch in outlines().values())
+            return Report(_plan(patch, selection, full=False) for patch in index_entries().values())
         detours = install.detours()
-        rows = [install.current(patch, detours) for patch in outlines().values()]
+        rows = [install.current(patch, detours) for patch in index_entries().values()]
         if state.selection is not None and state.selection.strict:
             _raise_for(rows, state.selection)
         return Report(rows)
@@ -141,11 +141,11 @@ def report() -> Report:
 def _select(
     only: Iterable[str] | None, exclude: Iterable[str], strict: bool | None
 ) -> decide.Selection:
-    all_outlines = outlines()
-    environment = settings.read(all_outlines)
+    all_entries = index_entries()
+    environment = settings.read(all_entries)
     selection = decide.Selection(
-        only=None if only is None else settings.check_ids(only, "only=", all_outlines),
-        exclude=settings.check_ids(exclude, "exclude=", all_outlines),
+        only=None if only is None else settings.check_ids(only, "only=", all_entries),
+        exclude=settings.check_ids(exclude, "exclude=", all_entries),
         settings=environment,
         strict=environment.strict if strict is None else strict,
     )
@@ -172,7 +172,7 @@ def _complain(unknown: Iterable[str], *, strict: bool) -> None:
             _said.add(sentence)
 
 
-def _plan(patch: Outline, selection: decide.Selection, *, full: bool) -> Row:
+def _plan(patch: IndexEntry, selection: decide.Selection, *, full: bool) -> Row:
     if install.landed(patch):
         return install.row(patch, "already_applied", state.rows[patch.id].reason)
     verdict = selection.gate(patch)
@@ -275,7 +275,7 @@ def nothing_lands(rows: Iterable[Row]) -> str | None:
     A patch that is refused on this Megatron counts as applying. Otherwise return None.
     """
     on = (row for row in rows if row.status != "disabled")
-    rows = [row for row in on if outlines()[row.id].distribution == MEGATRON]
+    rows = [row for row in on if index_entries()[row.id].distribution == MEGATRON]
     if not rows or any(row.status in PROBLEMS | COVERED for row in rows):
         return None
     path = import_hooks.find("megatron.core.package_info") or import_hooks.find("megatron.core")

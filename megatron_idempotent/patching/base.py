@@ -121,7 +121,7 @@ class Place(Record):
         return self.address.partition(":")[2]
 
 
-class Outline(Record):
+class IndexEntry(Record):
     """Holds the fields of a `Patch` that the index file lists, such as id, releases and targets.
     The wrappers are not among them: they are in the case file.
     """
@@ -157,18 +157,18 @@ def untried() -> str:
     return _untried[0]
 
 
-def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
+def read_index(lines: list[str]) -> tuple[list[str], dict[str, IndexEntry]]:
     """Parse the lines of `index.txt`, which lists all hazards. Return (the ids of all hazards, a
-    dictionary from the id of each patch to its `Outline`); a hazard without a patch has no outline.
+    dictionary from the id of each patch to its `IndexEntry`); a hazard without a patch has none.
     """
-    ids, outlines = [], {}
+    ids, entries = [], {}
     for line in lines[1:]:
         name, switch, *fields = line.split(" ")
         ids.append(name)
         if switch == NO_PATCH:
             continue
         distribution, since, before, provides, *addresses = fields
-        outlines[name] = Outline(
+        entries[name] = IndexEntry(
             id=name,
             distribution=distribution,
             since=since,
@@ -178,7 +178,7 @@ def read_index(lines: list[str]) -> tuple[list[str], dict[str, Outline]]:
             provides=() if provides == NO_FACT else tuple(provides.split(",")),
             targets=tuple([Place(address=address) for address in addresses]),
         )
-    return ids, outlines
+    return ids, entries
 
 
 def generated(name: str) -> list[str]:

@@ -1,8 +1,8 @@
 """Finds the case files: every module of `megatron_idempotent.patches` declares one hazard.
 
 The declaration is `PATCH`, `HELPER` or `LIMIT`. Case files about a framework's own code are in
-`patches/frameworks/`. `apply()` reads outlines only, from the index; a case file is imported when
-a module that it patches is.
+`patches/frameworks/`. `apply()` reads only the index; a case file is imported when a module that it
+patches is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .base import (
     OFF,
     ON,
     PACKAGE,
-    Outline,
+    IndexEntry,
     folders,
     generated,
     read_index,
@@ -54,40 +54,40 @@ def index_of(hazards: Iterable[Hazard], first_untried: str | None = None) -> lis
 
 _KINDS = ("PATCH", "HELPER", "LIMIT")
 
-_outlines: dict[str, Outline] = {}
-_lost: dict[str, Outline] = {}
+_entries: dict[str, IndexEntry] = {}
+_lost: dict[str, IndexEntry] = {}
 _loaded: dict[str, Patch] = {}
 _hazards: dict[str, Hazard] = {}
 _patches: dict[str, Patch] = {}
 
 
-def outlines() -> dict[str, Outline]:
-    """Return the `Outline` of each known patch, by patch id, in order of id.
+def index_entries() -> dict[str, IndexEntry]:
+    """Return the `IndexEntry` of each known patch, by patch id, in order of id.
 
     They come from the index. If a case file was added or deleted since the index was written, all
     case files are imported instead.
     """
-    if not _outlines:
+    if not _entries:
         ids, by_id = read_index(generated(INDEX))
         files = _files()
         if files is not None and sorted(files) != sorted(name.replace("-", "_") for name in ids):
             indexed = by_id
             _, by_id = read_index(index_of(hazards().values()))
-            _lost.update((name, outline) for name, outline in indexed.items() if name not in by_id)
-        _outlines.update(by_id)
-    return _outlines
+            _lost.update((name, entry) for name, entry in indexed.items() if name not in by_id)
+        _entries.update(by_id)
+    return _entries
 
 
-def lost() -> dict[str, Outline]:
-    """Return id → `Outline` of each patch that the index lists, but whose case file is missing."""
-    outlines()
+def lost() -> dict[str, IndexEntry]:
+    """Return id → entry of each patch that the index lists, but whose case file is missing."""
+    index_entries()
     return _lost
 
 
 def case_file_of(patch_id: str) -> str:
     """Return the path of a hazard's case file in the repository, whether it exists or not."""
-    outline = outlines().get(patch_id) or _lost.get(patch_id)
-    of_framework = outline is not None and outline.distribution != MEGATRON
+    entry = index_entries().get(patch_id) or _lost.get(patch_id)
+    of_framework = entry is not None and entry.distribution != MEGATRON
     folder = f"patches/{FRAMEWORKS}" if of_framework else "patches"
     return f"{folder}/{patch_id.replace('-', '_')}.py"
 
@@ -106,11 +106,11 @@ def load(patch_id: str) -> Patch:
     patch_known = _patches.get(patch_id) or _loaded.get(patch_id)
     if patch_known is not None:
         return patch_known
-    outline = outlines()[patch_id]
-    package = PACKAGE if outline.distribution == MEGATRON else f"{PACKAGE}.{FRAMEWORKS}"
+    entry = index_entries()[patch_id]
+    package = PACKAGE if entry.distribution == MEGATRON else f"{PACKAGE}.{FRAMEWORKS}"
     hazard = _declared(patch_id.replace("-", "_"), package)
     _, declared = read_index(index_of([hazard]))
-    if declared.get(patch_id) != outline:
+    if declared.get(patch_id) != entry:
         raise RuntimeError(
             f"the index does not say what the case file of {patch_id} says: run "
             "`python tools/casebook.py` in the repository"

@@ -34,7 +34,7 @@ TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .base import Outline
+    from .base import IndexEntry
     from .contract import BodyPart
     from .record import Hazard, Patch, Target
     from .releases import Sources
@@ -76,7 +76,7 @@ class Selection(Record):
         """
         return self.only is not None and patch_id in self.only
 
-    def gate(self, patch: Outline) -> Verdict:
+    def gate(self, patch: IndexEntry) -> Verdict:
         """Check that neither arguments nor environment switch the patch off (step 1). Return `GO`,
         or a verdict with the status `disabled`.
         """
@@ -96,7 +96,7 @@ class Selection(Record):
         return GO
 
 
-def version_of(hazard: Hazard | Outline) -> Installed | None:
+def version_of(hazard: Hazard | IndexEntry) -> Installed | None:
     """Return the installed version of the hazard's distribution; None if it is not installed.
 
     If a framework is not on the path, that is found without reading metadata, which would take
@@ -135,7 +135,7 @@ def is_older_than_all(version: Installed) -> bool:
     return not supported(version, OLDEST, OPEN)
 
 
-def check_installed(hazard: Hazard | Outline) -> Verdict:
+def check_installed(hazard: Hazard | IndexEntry) -> Verdict:
     """Check that the hazard's distribution is installed (step 2). Return `GO`, or a verdict with
     the status `not_installed`.
     """
@@ -144,7 +144,7 @@ def check_installed(hazard: Hazard | Outline) -> Verdict:
     return GO
 
 
-def check_range(hazard: Hazard | Outline, release: Installed | None) -> Verdict:
+def check_range(hazard: Hazard | IndexEntry, release: Installed | None) -> Verdict:
     """Check that the release is in the hazard's range (step 3); a commit, given as None, is in
     every range. Return `GO`, or a verdict with the status `unsupported_version`.
     """
@@ -156,7 +156,7 @@ def check_range(hazard: Hazard | Outline, release: Installed | None) -> Verdict:
     )
 
 
-def check_unread(patch: Outline) -> Verdict:
+def check_unread(patch: IndexEntry) -> Verdict:
     """Check what needs no source: that a file exists for each target's module, and that the version
     is in the patch's range (parts of steps 3 and 4). Return `GO`, or the verdict that refuses the
     patch.
@@ -171,14 +171,14 @@ def check_unread(patch: Outline) -> Verdict:
     return check_range(patch, claimed if is_older_than_all(claimed) else None)
 
 
-def beside_range(patch: Outline) -> str:
+def beside_range(patch: IndexEntry) -> str:
     """Return why Megatron's own version string is outside the hazard's range of releases. Return ""
     if it is inside, or if the hazard is one of a framework, not of Megatron.
     """
     return check_range(patch, installed(MEGATRON)).reason if patch.distribution == MEGATRON else ""
 
 
-def check_modules(patch: Outline) -> Verdict:
+def check_modules(patch: IndexEntry) -> Verdict:
     """Check that each target's module has a file on the path, without reading it (half of step 4).
     Return `GO`, or a verdict with the status `missing_target`.
     """
@@ -191,7 +191,7 @@ def check_modules(patch: Outline) -> Verdict:
     return GO
 
 
-def check_bodies(patch: Outline, *, named: bool, sources: Sources | None = None) -> Verdict:
+def check_bodies(patch: IndexEntry, *, named: bool, sources: Sources | None = None) -> Verdict:
     """Return the verdict of decision steps 3 to 6 (version, target, fixed, drifted) on a patch, for
     the code on the path. If Megatron's files are exactly those of a known release, the verdict is
     looked up in a table; otherwise the bodies of the patch's target functions are read and judged.

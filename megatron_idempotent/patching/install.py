@@ -12,14 +12,14 @@ from _thread import RLock
 
 from . import decide, import_hooks
 from .base import NOTHING, Conflict, PerProcess, PerProcessLock
-from .catalog import load, outlines
+from .catalog import index_entries, load
 from .rows import INSIDE, LEFT, OUTSIDE, PAST, REVERTED, Row
 
 TYPE_CHECKING = False  # importing typing would cost what the index saves
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .base import Outline, Place
+    from .base import IndexEntry, Place
     from .patch_points import PatchPoint, StaleReferences
     from .record import Patch, Target
     from .releases import Sources
@@ -35,7 +35,7 @@ class State(PerProcess):
         super().__init__(module, name)
         self.selection: decide.Selection | None = None
         """The selection of the latest `apply()`."""
-        self.wanted: dict[str, Outline] = {}
+        self.wanted: dict[str, IndexEntry] = {}
         self.named: frozenset[str] = frozenset()
         """Ids that the `only=` of any `apply()` named, for which a drifted body is accepted."""
         self.rows: dict[str, Row] = {}
@@ -122,11 +122,11 @@ def forget_sources() -> list[str]:
 
 
 def _land(
-    outline: Outline, sources: Sources, names: StaleReferences, accepted: dict[str, str]
+    entry: IndexEntry, sources: Sources, names: StaleReferences, accepted: dict[str, str]
 ) -> Row | None:
     # Puts the reason into `accepted`, or returns the row of a refusal.
-    by_name = outline.id in state.named
-    verdict, prepared, refusal = judge(outline, named=by_name, sources=sources, lands=True)
+    by_name = entry.id in state.named
+    verdict, prepared, refusal = judge(entry, named=by_name, sources=sources, lands=True)
     if refusal is not None:
         return refusal
     # All checks have passed; the rest consists of plain assignments.
@@ -138,13 +138,13 @@ def _land(
             package, selection = target.module.partition(".")[0], state.selection
             rebound = selection.settings.rebind if selection else ()
             site.install({"megatron", package, *rebound}, names)
-        site.add(outline.id, target.wrapper)
-    accepted[outline.id] = verdict.reason
+        site.add(entry.id, target.wrapper)
+    accepted[entry.id] = verdict.reason
     return None
 
 
 def judge(
-    outline: Outline, *, named: bool, sources: Sources | None = None, lands: bool = False
+    entry: IndexEntry, *, named: bool, sources: Sources | None = None, lands: bool = False
 ) -> tuple[decide.Verdict, list[tuple[Target, PatchPoint]], Row | None]:
     """Decide whether a patch may be installed, by its modules' source and the live functions.
     Return the verdict, the patch points, and the report row if the patch is refused.
@@ -152,7 +152,7 @@ def judge(
     Installation, a dry run and a report before the import call this, so that they agree.
 
     Args:
-        outline: the patch, which is on and whose distribution is installed.
+        entry: the patch, which is on and whose distribution is installed.
         named: True if the user has named the patch, and so accepts a drifted body.
         sources: reads modules, and keeps their texts for further patches.
         lands: True to prepare patch points; False changes nothing.
@@ -160,10 +160,10 @@ def judge(
     Returns:
         The verdict, the prepared patch points, and the row of a patch that is refused.
     """
-    verdict = decide.check_bodies(outline, named=named, sources=sources)
+    verdict = decide.check_bodies(entry, named=named, sources=sources)
     if verdict.status is not None:
-        return verdict, [], row(outline, verdict.status, verdict.reason)
-    patch = load(outline.id)
+        return verdict, [], row(entry, verdict.status, verdict.reason)
+    patch = load(entry.id)
     try:
         if not lands:
             check(patch, verdict)
@@ -179,7 +179,7 @@ def judge(
         return verdict, [], row(patch, "failed", reason)
 
 
-def _accepted(patch: Outline, reason: str) -> Row:
+def _accepted(patch: IndexEntry, reason: str) -> Row:
     reasons = [reason]
     sites = [site for target in patch.targets if (site := site_of(target)) is not None]
     stale_names = [name for site in sites for name in site.bound_before]
@@ -260,7 +260,7 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
     from .patch_points import StaleReferences
 
     stale_names = StaleReferences() if names is None else names
-    rows = {name: row(outlines()[name], "disabled", REVERTED) for name in sorted(ids)}
+    rows = {name: row(index_entries()[name], "disabled", REVERTED) for name in sorted(ids)}
     for address, site in reversed(list(state.sites.items())):
         ids_here = ids & set(site.layers)
         for patch_id in ids_here:
@@ -268,17 +268,17 @@ def drop(ids: set[str], names: StaleReferences | None = None) -> list[Row]:
         if not site.layers and not site.uninstall(stale_names):
             packages = ", ".join(site.outside)
             reason = f"{packages} wrapped {address} after us: our layer stays below, doing nothing"
-            rows |= {name: row(outlines()[name], "conflict", reason) for name in ids_here}
+            rows |= {name: row(index_entries()[name], "conflict", reason) for name in ids_here}
     if names is None:
         stale_names.rebind()
     for patch_id in ids:
         state.wanted.pop(patch_id, None)
     state.named -= ids
     state.rows |= rows
-    return [current(outlines()[patch_id]) for patch_id in rows]
+    return [current(index_entries()[patch_id]) for patch_id in rows]
 
 
-def landed(patch: Outline) -> bool:
+def landed(patch: IndexEntry) -> bool:
     """Return True if the patch is in place on all of its targets: each name leads to our function,
     and that function has the patch's wrapper.
     """
@@ -288,7 +288,7 @@ def landed(patch: Outline) -> bool:
     )
 
 
-def missing(patch: Outline) -> list[str]:
+def missing(patch: IndexEntry) -> list[str]:
     """Return, sorted, the names of the modules that have target functions of the patch but whose
     import has not ended, or not begun.
     """
@@ -307,7 +307,7 @@ def detours() -> dict[str, list[str]]:
     return detours(state.sites.values())
 
 
-def current(patch: Outline, detours_of: Mapping[str, list[str]] = NOTHING) -> Row:
+def current(patch: IndexEntry, detours_of: Mapping[str, list[str]] = NOTHING) -> Row:
     """Return the patch's present report row; it is a `conflict` if a patched function was replaced
     since the patch was installed.
 
@@ -345,7 +345,7 @@ def current(patch: Outline, detours_of: Mapping[str, list[str]] = NOTHING) -> Ro
     return landed_row
 
 
-def row(patch: Outline, status: Status, reason: str) -> Row:
+def row(patch: IndexEntry, status: Status, reason: str) -> Row:
     """Make the report row of `patch` from a status, a reason and the installed version of its
     distribution.
     """

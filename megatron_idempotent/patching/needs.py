@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from . import decide
-from .base import Outline
-from .catalog import lost, outlines, without_case_file
+from .base import IndexEntry
+from .catalog import index_entries, lost, without_case_file
 from .install import current, landed
 
 # Statuses of patches whose hazard this Megatron does not have.
@@ -35,11 +35,11 @@ class Need(NamedTuple):
     does not have the hazard."""
 
 
-def providers(name: str) -> list[Outline]:
-    """Return the `Outline` of each patch that provides the guarantee `name`, a key of `PROVIDED`,
+def providers(name: str) -> list[IndexEntry]:
+    """Return the index entry of each patch that provides the guarantee `name`, a key of `PROVIDED`,
     whether the patch is applied or not.
     """
-    return [patch for patch in outlines().values() if name in patch.provides]
+    return [patch for patch in index_entries().values() if name in patch.provides]
 
 
 def is_provided(name: str) -> bool:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from .base import MEGATRON
-from .catalog import outlines, patches
+from .catalog import index_entries, patches
 from .rows import FILES_DECIDE, INSIDE, OFF_BY_DEFAULT, OUTSIDE, PROBLEMS, Row
 from .table import render, wrapped
 
@@ -122,7 +122,7 @@ def _answer(
 
 
 def _distribution(row: Row) -> str:
-    return outlines()[row.id].distribution
+    return index_entries()[row.id].distribution
 
 
 def _with(report: Iterable[Row], status: str) -> list[Row]:

@@ -31,7 +31,7 @@ from .base import (
     OLDEST,
     OPEN,
     UNTRIED,
-    Outline,
+    IndexEntry,
     Place,
     Record,
     generated,
@@ -385,7 +385,7 @@ class Hazard(Record):
         return link[0].rstrip(".")
 
 
-class Patch(Hazard, Outline):
+class Patch(Hazard, IndexEntry):
     """Describes a hazard that wrappers around Megatron's functions repair.
 
     Example:

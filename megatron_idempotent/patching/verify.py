@@ -11,7 +11,7 @@ from typing import Any
 from . import import_hooks, install
 from .api import report
 from .base import PatchError, VerificationError
-from .catalog import load, outlines
+from .catalog import index_entries, load
 from .report import Report
 from .rows import COVERED, PAST, PROBLEMS, Row
 from .settings import SWITCH
@@ -122,7 +122,7 @@ def _checked_here() -> tuple[Report, PatchError | VerificationError | None]:
             )
         _check_in_place(result)
     except (PatchError, VerificationError) as error:
-        return Report(install.current(patch) for patch in outlines().values()), error
+        return Report(install.current(patch) for patch in index_entries().values()), error
     return result, None
 
 

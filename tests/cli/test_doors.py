@@ -11,19 +11,19 @@ from starts import LOADED, started
 import megatron_idempotent
 from megatron_idempotent.cli.hook import PTH_LINE
 from megatron_idempotent.hook import PACKAGES
-from megatron_idempotent.patching.catalog import outlines
+from megatron_idempotent.patching.catalog import index_entries
 from megatron_idempotent.patching.rows import COVERED
 
 
 def test_every_package_that_has_patches_is_waited_for():
-    targets = [target for each in outlines().values() for target in each.targets]
+    targets = [target for each in index_entries().values() for target in each.targets]
     assert {target.address.partition(".")[0] for target in targets} <= PACKAGES
 
 
 def test_a_function_that_a_framework_calls_with_its_arguments():
     try:
         report = megatron_idempotent.init(argparse.Namespace(lr=0.1))
-        assert {row.id for row in report} == set(outlines())
+        assert {row.id for row in report} == set(index_entries())
         # In a process where an earlier test has imported Megatron they are on already.
         on = [row.id for row in report if row.status in COVERED]
         assert [row.id for row in megatron_idempotent.init() if row.status in COVERED] == on

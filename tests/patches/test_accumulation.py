@@ -243,10 +243,10 @@ def test_a_window_that_raises_leaves_the_config_as_it_was():
 
 @on_ranks(1)
 def test_a_patch_is_asked_for_without_its_hazard_only_where_it_is_a_door():
-    from megatron_idempotent.patching.catalog import outlines
+    from megatron_idempotent.patching.catalog import index_entries
 
     rows = {row.id: row for row in megatron_idempotent.apply()}
-    asked = {name for patch in outlines().values() for name in patch.provides}
+    asked = {name for patch in index_entries().values() for name in patch.provides}
     only = [providers(name)[0] for name in sorted(asked) if len(providers(name)) == 1]
     gone = [patch for patch in only if rows[patch.id].status == "unsupported_version"]
     if gone:  # else this release has every hazard that library code asks about

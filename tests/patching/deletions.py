@@ -69,8 +69,8 @@ def _warm(folder: str) -> None:
     from megatron_idempotent.patching.base import PACKAGE
 
     assert (catalog.__file__ or "").startswith(folder)
-    for outline in _indexed().values():
-        for target in outline.targets:
+    for entry in _indexed().values():
+        for target in entry.targets:
             path = source.locate(target.module)
             if path is None:
                 continue
@@ -112,8 +112,8 @@ def _without(deleted: list[str]) -> Seen:
     applied = {row.id: row.status for row in megatron_idempotent.apply()}
     changed = sum(before[key] is not value for key, value in _standing().items())
     megatron_idempotent.revert()
-    outlines = [_indexed().get(Path(name).stem.replace("_", "-")) for name in deleted]
-    provided = {key for outline in outlines if outline is not None for key in outline.provides}
+    entries = [_indexed().get(Path(name).stem.replace("_", "-")) for name in deleted]
+    provided = {key for entry in entries if entry is not None for key in entry.provides}
     return {
         "decided": {row["id"]: row for row in json.loads(printed.getvalue())},
         "code": code,
@@ -134,8 +134,8 @@ def _indexed() -> dict[str, Any]:
 def _standing() -> dict[str, Any]:
     """Return what stands at each target whose module is imported, by address."""
     found = {}
-    for outline in _indexed().values():
-        for target in outline.targets:
+    for entry in _indexed().values():
+        for target in entry.targets:
             place: Any = sys.modules.get(target.module)
             *outer, name = target.qualname.split(".")
             for step in outer:

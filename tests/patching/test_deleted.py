@@ -13,7 +13,7 @@ import pytest
 from deletions import WINDOW_STANDS_ON
 
 from megatron_idempotent.patching.base import INDEX, generated
-from megatron_idempotent.patching.catalog import case_file_of, hazards, outlines
+from megatron_idempotent.patching.catalog import case_file_of, hazards, index_entries
 from megatron_idempotent.patching.rows import COVERED
 
 pytestmark = pytest.mark.full
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300.0
 
 #: What library code stands on, by the hazards that provide it.
-STOOD_ON = {name: each.provides for name, each in outlines().items() if each.provides}
+STOOD_ON = {name: each.provides for name, each in index_entries().items() if each.provides}
 
 
 @pytest.mark.parametrize("at_once", [46, pytest.param(1, marks=pytest.mark.exhaustive)])

@@ -44,12 +44,12 @@ def test_the_index_says_what_the_case_files_say():
     ids, found = read_index(lines)
     assert ids == list(hazards())
     assert list(found) == list(patches())
-    for name, outline in found.items():
+    for name, entry in found.items():
         patch = patches()[name]
         for field in ("id", "distribution", "since", "before", "default", "debug", "versions"):
-            assert getattr(outline, field) == getattr(patch, field)
-        assert [t.address for t in outline.targets] == [t.address for t in patch.targets]
-        assert [t.module for t in outline.targets] == [t.module for t in patch.targets]
+            assert getattr(entry, field) == getattr(patch, field)
+        assert [t.address for t in entry.targets] == [t.address for t in patch.targets]
+        assert [t.module for t in entry.targets] == [t.module for t in patch.targets]
 
 
 def test_apply_imports_no_case_file_and_nothing_from_the_standard_library(package):

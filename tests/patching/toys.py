@@ -13,7 +13,7 @@ import pytest
 from megatron_idempotent import Report, apply, report
 from megatron_idempotent.patching import Patch, Target, install
 from megatron_idempotent.patching.base import read_index
-from megatron_idempotent.patching.catalog import index_of, outlines, patches
+from megatron_idempotent.patching.catalog import index_entries, index_of, patches
 
 REAL = tuple(patches())
 GREET = "def greet(name):\n    return f'hello {name}'\n"
@@ -74,8 +74,8 @@ class Toys:
             **{"distribution": "toy-upstream", "since": "1", "before": "2"} | fields,
         )
         self._monkeypatch.setitem(patches(), patch_id, record)
-        _, outlined = read_index(index_of([record]))
-        self._monkeypatch.setitem(outlines(), patch_id, outlined[patch_id])
+        _, declared = read_index(index_of([record]))
+        self._monkeypatch.setitem(index_entries(), patch_id, declared[patch_id])
         self._ids.append(patch_id)
 
     def greet(self, source: str = GREET, **fields: Any) -> Path:

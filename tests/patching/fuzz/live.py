@@ -24,7 +24,7 @@ from past import CLASSES, HOLDERS, RIGHT, run
 
 import megatron_idempotent
 from megatron_idempotent.patching import import_hooks, install
-from megatron_idempotent.patching.catalog import outlines
+from megatron_idempotent.patching.catalog import index_entries
 from megatron_idempotent.patching.patch_points import PatchPoint
 
 
@@ -79,7 +79,7 @@ def seen(change: Change) -> str:
 
 def main(count: int, seed: int) -> None:
     """Draw, look and print."""
-    for patch in outlines().values():
+    for patch in index_entries().values():
         for target in patch.targets:
             if target.module.startswith("megatron.") and import_hooks.find(target.module):
                 importlib.import_module(target.module)
