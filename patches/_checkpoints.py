@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._case import Fault, Original
+
+if TYPE_CHECKING:
+    from megatron_idempotent.patching.source import Body
 
 NOT_SAVED = "Assume that nothing was saved: the checkpoint before is the last one."
 UNCHANGED = "Nothing was loaded on any rank."
@@ -30,6 +34,30 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
     with agreement.as_one_at_barriers(PART):
         return original(*args, **kwargs)
+
+
+def reports_failures(body: Body, function: str) -> bool:
+    """Tell if each call of a function in a body stands where its failure can be reported to others.
+    That is a `try` with an `except`, or a `with` whose context manager names ranks.
+    The body has to call the function at least once.
+    """
+
+    def calls(nodes: Iterable[ast.AST]) -> set[ast.AST]:
+        return {
+            node
+            for root in nodes
+            for node in ast.walk(root)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == function
+        }
+
+    def reports(node: ast.With | ast.Try) -> bool:
+        if isinstance(node, ast.With):
+            return any("rank" in ast.unparse(item.context_expr) for item in node.items)
+        return bool(node.handlers)
+
+    blocks = [node for node in body.nodes if isinstance(node, (ast.With, ast.Try))]
+    reported = [calls(node.body) for node in blocks if reports(node)]
+    return bool(reported) and calls([body.tree]) == set().union(*reported)
 
 
 def look_at_files(reader: Any, items: Iterable[Any]) -> None:

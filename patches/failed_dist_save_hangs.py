@@ -24,6 +24,7 @@ Upstream:
 
 Remove when:
     `save` raises on all ranks if rank 0 cannot write.
+    `upstream/failed-dist-save-hangs` has the repair.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ._case import Fault, Original, Patch, shared_folder, target
-from ._checkpoints import NOT_SAVED, save
+from ._case import Fault, Original, Patch, address, shared_folder, target
+from ._checkpoints import NOT_SAVED, reports_failures, save
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
+
+    from megatron_idempotent.patching.source import Body
 
 
 def meet(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -129,6 +133,8 @@ def reproduce() -> None:
 
     import torch
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
     rank = torch.distributed.get_rank()
     for name in ("", "common.pt", ".metadata", "metadata.json"):
@@ -139,7 +145,7 @@ def reproduce() -> None:
         torch.distributed.barrier()
         try:
             dist_checkpointing.save(_state(1.0), str(folder))
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError, CheckpointingException, CheckpointException):
             raised = True
             _join(path, folder)
         torch.distributed.all_gather_object(failed, raised)
@@ -167,9 +173,20 @@ def control() -> object:
 
 
 _STRATEGIES = "core.dist_checkpointing.strategies"
+_SAVE = "core.dist_checkpointing.serialization:save"
+_FINALIZE = f"{_STRATEGIES}.state_dict_saver:save_state_dict_async_finalize"
+
+
+def _repaired(bodies: Mapping[str, Body]) -> bool:
+    """Tell if all ranks learn it when rank 0 cannot write `.metadata` or `metadata.json`."""
+    return reports_failures(bodies[address(_FINALIZE)], "finish") and reports_failures(
+        bodies[address(_SAVE)], "save_config"
+    )
+
+
 PATCH = Patch(
     "a torch_dist save that fails on rank 0 leaves the others waiting",
-    target("core.dist_checkpointing.serialization:save", save, "torch.distributed.barrier()"),
+    target(_SAVE, save, "torch.distributed.barrier()"),
     target(
         "core.dist_checkpointing.state_dict_utils:save_preprocess",
         meet,
@@ -182,7 +199,7 @@ PATCH = Patch(
     ),
     target(f"{_STRATEGIES}.state_dict_saver:save_state_dict_async_plan", meet),
     target(
-        f"{_STRATEGIES}.state_dict_saver:save_state_dict_async_finalize",
+        _FINALIZE,
         save_state_dict_async_finalize,
         "storage_writer.finish(global_metadata, all_results)",
     ),
@@ -192,6 +209,7 @@ PATCH = Patch(
         "async_request.freeze()",
     ),
     since="0.13",
+    fixed_when=_repaired,
     needs=("psutil",),
     loudness="loud",
 )
