@@ -283,7 +283,8 @@ class SplitStep(Options):
             global_batch_size: as in `begin()`, if it was not known there.
             divisor: as in `begin()`, if it was not known there.
             lr: the learning rate of this update, times each parameter group's `lr_mult`. It stays
-                until a scheduler or a later step sets another.
+                until a scheduler or a later step sets another. With `--decoupled-lr`, MuP or
+                another group of its own rate, all ranks raise: set the groups' `lr` instead.
 
         Returns:
             The step's result; called again with the id of one of the last steps, that step's.

@@ -52,7 +52,7 @@ from .microbatches import (
 from .packs import Budget, PackedRows
 from .ready import take_ready
 from .results import BatchResult, StepResult
-from .snapshot import lr_and_weight_decay, set_learning_rate
+from .snapshot import lr_and_weight_decay, refuse_other_learning_rates, set_learning_rate
 from .status import (
     Phase,
     RankStatus,
@@ -423,6 +423,8 @@ class OpenStep:
             self._note_writes()
             self._backend.join()
             self._backend.check_gradients()
+            if lr is not None:
+                refuse_other_learning_rates(self._backend.optimizer)
             counts, bad_parameter = self._check_at_the_end()
             groups = distinct_groups(self._groups)
             rows = as_numbers(self._metrics)

@@ -420,8 +420,23 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     return None
 
 
+def refuse_other_learning_rates(optimizer: Any) -> None:
+    """Raise if a parameter group does not follow the optimizer's common learning rate.
+
+    Raises:
+        ValueError: a group has another rate, which one number for all groups would overwrite.
+    """
+    for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+        if _has_own_schedule(group):
+            raise ValueError(
+                f"finish(lr=…) sets one learning rate, and parameter group {index} has its own "
+                f"(max_lr={group.get('max_lr')}), by --decoupled-lr, MuP or an override: set "
+                "each group's 'lr' before finish(), and give no lr there"
+            )
+
+
 def set_learning_rate(optimizer: Any, lr: float) -> None:
-    """Set the learning rate of all groups, times their multiplier, as Megatron's scheduler does."""
+    """Set the learning rate of all groups, times their `lr_mult`."""
     for group in getattr(optimizer, "param_groups", ()):
         group_lr = lr * group.get("lr_mult", 1.0)
         if isinstance(group.get("lr"), Tensor):  # a captured graph reads it there
@@ -431,17 +446,25 @@ def set_learning_rate(optimizer: Any, lr: float) -> None:
 
 
 def lr_and_weight_decay(optimizer: Any) -> tuple[float, float] | None:
-    """Return learning rate and weight decay of the first group whose multipliers are 1, or else of
-    the first group; None without groups.
+    """Return learning rate and weight decay of the first group that follows the common schedule,
+    with multipliers of 1 if there is one, or else of the first group; None without groups.
 
     Before 0.14 the optimizer of a pipeline stage with only frozen parameters has no groups.
     """
-    groups = list(getattr(optimizer, "param_groups", ()))
-    plain = [g for g in groups if g.get("lr_mult", 1.0) == 1.0 and g.get("wd_mult", 1.0) == 1.0]
-    if not groups:
+
+    def exceptions(group: Mapping[str, Any]) -> tuple[bool, ...]:
+        multipliers = (group.get("lr_mult", 1.0), group.get("wd_mult", 1.0))
+        return _has_own_schedule(group), *(multiplier != 1.0 for multiplier in multipliers)
+
+    group = min(getattr(optimizer, "param_groups", ()), key=exceptions, default=None)
+    if group is None:
         return None
-    group = (plain or groups)[0]
     return float(group.get("lr", 0.0)), float(group.get("weight_decay", 0.0))
+
+
+def _has_own_schedule(group: Mapping[str, Any]) -> bool:
+    """Return whether an override or `--decoupled-lr` gave a parameter group its learning rate."""
+    return group.get("is_decoupled_lr", False) or not group.get("default_config", True)
 
 
 def _copied(value: Any) -> Any:

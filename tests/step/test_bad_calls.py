@@ -14,6 +14,7 @@ from scenario import Bench, build, cut, raised_by
 from step_backend import refused
 
 import megatron_idempotent
+from megatron_idempotent import WindowAborted
 from megatron_idempotent.step import microbatches
 
 pytestmark = pytest.mark.full
@@ -141,3 +142,31 @@ def test_a_window_without_a_deadline_is_refused() -> None:
     window = megatron_idempotent.window
     for call in (window.agree, window.guarded_window):
         refused(ValueError, "deadline_s", call, None, deadline_s=float("inf"))
+
+
+@on_ranks(2)
+def test_one_learning_rate_is_refused_if_a_group_has_its_own() -> None:
+    """`--decoupled-lr` gives embeddings another rate, which one for all groups would overwrite."""
+    rates = {"lr": 1e-3, "min_lr": 0.0, "decoupled_lr": 0.25, "decoupled_min_lr": 0.25}
+    bench = Bench(optimizer_overrides=rates)
+    groups = bench.optimizer.param_groups
+    assert {group["max_lr"] for group in groups} == {1e-3, 0.25}
+    before, batch = bench.digest(), bench.batch(1)
+    own = [group for group in groups if group["max_lr"] == 0.25]
+    for mixed_ranks in ({1}, {0, 1}):
+        is_mixed = bench.rank in mixed_ranks  # else as a pipeline stage without embeddings
+        for group in own:
+            group.update(is_decoupled_lr=is_mixed, default_config=not is_mixed)
+        error = raised_by(bench.run, [batch], finish={"lr": 2e-3})
+        assert isinstance(error, WindowAborted)
+        assert set(error.failures) == mixed_ranks
+        assert "max_lr=0.25" in error.failures[1]
+        bench.step.abort()
+        assert bench.digest() == before
+    bench.run([batch])
+    warmed_up = 8 / 100  # `scheduler_of`'s, after 8 samples
+    assert {group["lr"] for group in own} == {0.25 * warmed_up}
+    # A step reports the common rate, wherever that group is in the list.
+    for group in groups:
+        group["wd_mult"] = 0.0 if group["max_lr"] == 1e-3 else 1.0  # the order of MuP's groups
+    assert bench.run([batch]).lr == pytest.approx(1e-3 * warmed_up, rel=2**-50)
