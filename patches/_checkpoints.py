@@ -38,8 +38,8 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
 
 def reports_failures(body: Body, function: str) -> bool:
     """Tell if each call of a function in a body stands where its failure can be reported to others.
-    That is a `try` with an `except`, or a `with` whose context manager names ranks.
-    The body has to call the function at least once.
+    That is a `try` with an `except`, or a `with` whose context manager is named after ranks, errors
+    or failures. The body has to call the function at least once.
     """
 
     def calls(nodes: Iterable[ast.AST]) -> set[ast.AST]:
@@ -47,12 +47,13 @@ def reports_failures(body: Body, function: str) -> bool:
             node
             for root in nodes
             for node in ast.walk(root)
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == function
+            if isinstance(node, ast.Call) and f".{ast.unparse(node.func)}".endswith(f".{function}")
         }
 
     def reports(node: ast.With | ast.Try) -> bool:
         if isinstance(node, ast.With):
-            return any("rank" in ast.unparse(item.context_expr) for item in node.items)
+            managers = [ast.unparse(item.context_expr) for item in node.items]
+            return any(word in text for text in managers for word in ("rank", "error", "fail"))
         return bool(node.handlers)
 
     blocks = [node for node in body.nodes if isinstance(node, (ast.With, ast.Try))]

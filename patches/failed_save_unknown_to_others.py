@@ -21,12 +21,20 @@ Upstream:
 
 Remove when:
     `save_checkpoint` raises on all ranks if one cannot write.
+    `upstream/failed-save-unknown-to-others` has the repair.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from . import _checkpoints
 from ._case import Fault, Patch, program, shared_folder, target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_idempotent.patching.source import Body
 
 
 def reproduce() -> None:
@@ -38,14 +46,12 @@ def reproduce() -> None:
     import torch
     from megatron.training import checkpointing
 
-    from megatron_idempotent.window.agreement import WindowAborted
-
     running = program(["--ckpt-format", "torch", "--no-save-optim"])
     running.args.save = shared_folder()
     Path(running.args.save, "iter_0000001").touch()
     try:
         checkpointing.save_checkpoint(1, running.chunks, None, None, 0)
-    except (OSError, WindowAborted):
+    except (OSError, RuntimeError):
         for _ in range(2):  # on stock the other rank waits in two barriers
             torch.distributed.barrier()
     else:
@@ -63,8 +69,16 @@ def control() -> object:
     return checkpointing.load_checkpoint(running.chunks, None, None)[0]
 
 
+def _repaired(bodies: Mapping[str, Body]) -> bool:
+    """Tell if ranks report to all ranks that they could not write weights or the tracker file."""
+    (body,) = bodies.values()
+    writes = ("torch.save", "iter_finalize_fn")
+    return all(_checkpoints.reports_failures(body, function) for function in writes)
+
+
 PATCH = Patch(
     "a save that one rank cannot write leaves the others waiting",
     target("checkpointing.save_checkpoint", _checkpoints.save, "torch.distributed.barrier()"),
+    fixed_when=_repaired,
     loudness="loud",
 )
