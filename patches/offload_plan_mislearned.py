@@ -32,7 +32,7 @@ Upstream:
 
 Remove when:
     forwards without a backward are not part of the plan, and schedules reset the manager when they
-    raise.
+    raise. `upstream/offload-plan-mislearned` has the repair.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import schedules
 
-from ._case import Fault, Original, Patch, bench, schedule_targets, target
+from ._case import Fault, Original, Patch, address, bench, schedule_targets, target
 
 _IDLE = "_megatron_idempotent_idle"
 
@@ -181,6 +181,12 @@ PATCH = Patch(
     ),
     *schedule_targets(schedule),
     since="0.16",
+    fixed_by=(
+        (
+            address("schedules.forward_backward_no_pipelining"),
+            "off_interface.start_schedule(forward_only)",
+        ),
+    ),
     stock_error=r"AssertionError: Chunk mismatch"
     r"|AttributeError: 'NoneType' object has no attribute 'tensor_pop'",
     loudness="both",
