@@ -27,16 +27,22 @@ Upstream:
 
 Remove when:
     for a damaged file `load` raises on all ranks, before it has written into the model.
+    `upstream/failed-load-half-done` has the repair.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ._case import Fault, Original, Patch, arguments, shared_folder, target
-from ._checkpoints import PART, UNCHANGED, look_at_files
+from ._case import Fault, Original, Patch, address, arguments, shared_folder, target
+from ._checkpoints import PART, UNCHANGED, look_at_files, reports_failures
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatron_idempotent.patching.source import Body
 
 
 def load(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -157,10 +163,19 @@ def control() -> object:
     return results["raised"], results["first"].tolist(), results["second"].tolist()
 
 
+_LOAD = "core.dist_checkpointing.serialization:load"
+
+
+def _repaired(bodies: Mapping[str, Body]) -> bool:
+    """Tell if `load` looks at files before it reads, and ranks report failures of both to all."""
+    steps = ("_verify_files", "sharded_strategy.load")
+    return all(reports_failures(bodies[address(_LOAD)], step) for step in steps)
+
+
 PATCH = Patch(
     "a load that fails on one rank leaves models half loaded, and other ranks waiting",
     target(
-        "core.dist_checkpointing.serialization:load",
+        _LOAD,
         load,
         "validate_access_integrity or StrictHandling.requires_global_app_metadata(strict)",
     ),
@@ -175,6 +190,7 @@ PATCH = Patch(
         "FileSystemReader(checkpoint_dir)",
     ),
     since="0.13",
+    fixed_when=_repaired,
     needs=("psutil",),
     loudness="both",
 )
