@@ -26,7 +26,7 @@ Upstream:
 
 Remove when:
     these leave the gradient of a frozen parameter at None, and `HybridDeviceOptimizer` then skips
-    it.
+    it. `upstream/frozen-parameters-move` has the repair.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any
 
 from megatron_idempotent.megatron import optimizers
 
-from ._case import Fault, Original, Patch, bench, target
+from ._case import Fault, Original, Patch, address, bench, target
 
 
 def prepare_grads(original: Original, self: Any) -> Any:
@@ -86,4 +86,7 @@ PATCH = Patch(
     target("mixed.prepare_grads", prepare_grads),
     target("mixed.step_with_ready_grads", step),
     target("fp32.step_with_ready_grads", step),
+    fixed_by=(
+        (address("distributed._copy_model_grads_to_main_grads"), "model_param.requires_grad"),
+    ),
 )
