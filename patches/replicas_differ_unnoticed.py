@@ -27,7 +27,9 @@ Upstream:
     https://github.com/modelscope/mcore-bridge/pull/173.
 
 Remove when:
-    upstream compares gradients between replicas on request.
+    upstream compares gradients between replicas on request. By design: a step trusts the
+    reduction, and to compare gradients before each step would be a feature; a caller who suspects
+    that replicas differ compares parameters, by `--check-weight-hash-across-dp-replicas-interval`.
 """
 
 from __future__ import annotations
