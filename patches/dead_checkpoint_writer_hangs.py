@@ -21,7 +21,8 @@ Affects:
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/core/dist_checkpointing/strategies/async_utils.py,
-    `PersistentAsyncCaller`; no thread found.
+    `PersistentAsyncCaller`. https://github.com/NVIDIA/Megatron-LM/issues/6970 reports processes
+    that end or raise.
 
 Remove when:
     `maybe_finalize_async_calls` raises on all ranks if a persistent writer has ended.
