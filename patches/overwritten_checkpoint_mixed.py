@@ -102,7 +102,7 @@ PATCH = Patch(
     fixed_by=(
         (
             address("core.dist_checkpointing.serialization:save"),
-            "stale_files = [path for path in marks if path.exists()]",
+            "stale_files = [path for path in marks if path.is_file()]",
         ),
     ),
 )

@@ -12,7 +12,7 @@ REPAIR = Repair(
             "checkpoint_dir_path = maybe_msc.Path(",
             """
             marks = (checkpoint_dir_path / name for name in ("metadata.json", ".metadata"))
-            stale_files = [path for path in marks if path.exists()]
+            stale_files = [path for path in marks if path.is_file()]
             """,
         ),
         after(
@@ -20,11 +20,13 @@ REPAIR = Repair(
             "save_preprocess(",
             """
             # If this save is interrupted, the rest of an older checkpoint must not load.
-            for path in stale_files:
-                path.unlink()
+            with raise_on_all_ranks():
+                for path in stale_files:
+                    path.unlink()
             """,
         ),
     ),
     unit_tests=("dist_checkpointing/test_serialization.py",),
+    after=("failed-dist-save-hangs",),
     ranks=2,
 )
