@@ -13,7 +13,7 @@ from typing import Any
 
 import _checkout  # noqa: F401  # before what it finds
 
-from megatron_idempotent.patching.contract import Contract, called, line_of, name_of, yields
+from megatron_idempotent.patching.contract import UNCLEAR, Contract, called, name_of, yields
 from megatron_idempotent.patching.record import Patch
 from megatron_idempotent.patching.source import own_nodes
 
@@ -22,6 +22,15 @@ def contract_lines(patches: Iterable[Patch]) -> list[str]:
     """Return the lines of `contracts.txt`: each wrapper's assumptions about its function."""
     wrappers = {name_of(target.wrapper): target.wrapper for p in patches for target in p.targets}
     return [line_of(name, derived(wrapper)) for name, wrapper in sorted(wrappers.items())]
+
+
+def line_of(name: str, contract: Contract) -> str:
+    """Return the line of `contracts.txt` for a wrapper's name and its contract."""
+    if contract.unclear:
+        return f"{name} {UNCLEAR} {contract.unclear}"
+    lists = {field: value for field, value in vars(contract).items() if isinstance(value, tuple)}
+    flags = [field for field, value in vars(contract).items() if value is True]
+    return " ".join([name, *(f"{k}={','.join(v)}" for k, v in lists.items() if v), *flags])
 
 
 def derived(wrapper: Callable[..., Any]) -> Contract:

@@ -15,7 +15,7 @@ three versions.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -34,7 +34,7 @@ from .source import (
 
 CONTRACTS = "contracts.txt"
 #: The word before the reason of `Contract.unclear`.
-_UNCLEAR = "!"
+UNCLEAR = "!"
 
 
 class Contract(Record):
@@ -83,18 +83,9 @@ def contracts() -> dict[str, Contract]:
     return dict(map(_parsed, generated(CONTRACTS)))
 
 
-def line_of(name: str, contract: Contract) -> str:
-    """Return the line of `contracts.txt` for a wrapper's name and its contract."""
-    if contract.unclear:
-        return f"{name} {_UNCLEAR} {contract.unclear}"
-    lists = {field: value for field, value in vars(contract).items() if isinstance(value, tuple)}
-    flags = [field for field, value in vars(contract).items() if value is True]
-    return " ".join([name, *(f"{k}={','.join(v)}" for k, v in lists.items() if v), *flags])
-
-
 def _parsed(line: str) -> tuple[str, Contract]:
     name, *words = line.split(" ")
-    if words[:1] == [_UNCLEAR]:
+    if words[:1] == [UNCLEAR]:
         return name, Contract(unclear=" ".join(words[1:]))
     fields: dict[str, Any] = {}
     for field, _, value in (word.partition("=") for word in words):
@@ -215,11 +206,11 @@ def yields(nodes: Iterable[ast.AST]) -> bool:
     return any(isinstance(node, (ast.Yield, ast.YieldFrom)) for node in nodes)
 
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-#: Fields of compound statements: those in the header, and the blocks.
-_HEADS = ("test", "target", "iter", "items", "subject")
 _BLOCKS = ("body", "orelse", "finalbody")
 
+_Term = tuple[str, str]
+"""Names what code is about: ("attribute", a name), ("text", a string), ("name", a variable)."""
+_RETURN: _Term = "return", ""
 _Step = tuple[str, tuple[ast.AST, ...]]
 """A kind and the code that belongs to it: ("if", (test,)), ("orelse", ()), ("", (statement,))."""
 
@@ -227,6 +218,10 @@ _Step = tuple[str, tuple[ast.AST, ...]]
 class BodyPart:
     """Finds the statements of a function's body that use an attribute, a variable or a string that
     occurs in one of the source `fragments`.
+
+    Attributes count by name, on any object. Strings count, and so do return statements if a
+    fragment has one. A name that the function binds counts where it is bound, any other name at
+    every use.
 
     Args:
         body: the body of the function.
@@ -257,36 +252,33 @@ class BodyPart:
 
     @computed
     def _lines(self) -> list[tuple[_Step, ...]]:
-        tree = self._body.tree
-        terms = _Terms(self._fragments, self._body.bound)
-        declared = _declarations(tree.args)
+        defaults = _defaults(self._body.tree.args)
         parameters = [
-            ((f"parameter {name}", declared[name]),)
+            ((f"parameter {name}", defaults[name]),)
             for name in self._parameters
-            if name in declared
+            if name in defaults
         ]
-        return [*parameters, *_touching(terms, tree.body, (), of_function=True)]
+        terms = {term for fragment in self._fragments for term in _terms_of(fragment)}
+        return [*parameters, *self._touching(terms, self._body.tree.body, ())]
 
-
-def _touching(
-    terms: _Terms, statements: Sequence[ast.stmt], above: tuple[_Step, ...], *, of_function: bool
-) -> Iterator[tuple[_Step, ...]]:
-    """Yield each statement that uses one of `terms`, as a tuple: the conditions and loops around
-    the statement, outermost first, then the statement.
-
-    `of_function` is True for statements of the function itself, False for those of an inner one.
-    """
-    for statement in statements:
-        if isinstance(statement, SCOPES):
-            step = (f"def {statement.name}", ())
-            yield from _touching(terms, statement.body, (*above, step), of_function=False)
-            continue
-        arms = list(_arms(statement))
-        decides = _head(statement) if arms else _plain(statement)
-        if terms.touched_by(decides[1], of_function=of_function):
-            yield (*above, decides)
-        for arm, block in arms:
-            yield from _touching(terms, block, (*above, decides, arm), of_function=of_function)
+    def _touching(
+        self, terms: set[_Term], statements: Sequence[ast.stmt], above: tuple[_Step, ...]
+    ) -> Iterator[tuple[_Step, ...]]:
+        """Yield each statement that uses one of `terms`, as a tuple: the conditions and loops
+        around the statement, outermost first, then the statement.
+        """
+        for statement in statements:
+            if isinstance(statement, SCOPES):
+                step = (f"def {statement.name}", ())
+                yield from self._touching(terms - {_RETURN}, statement.body, (*above, step))
+                continue
+            arms = list(_arms(statement))
+            decides = _deciding(statement, has_arms=bool(arms))
+            nodes = (node for root in decides[1] for node in nodes_of(root))
+            if any(term in terms for node in nodes for term in _terms(node, self._body.bound)):
+                yield (*above, decides)
+            for arm, block in arms:
+                yield from self._touching(terms, block, (*above, decides, arm))
 
 
 def _arms(statement: ast.stmt) -> Iterator[tuple[_Step, Sequence[ast.stmt]]]:
@@ -294,108 +286,72 @@ def _arms(statement: ast.stmt) -> Iterator[tuple[_Step, Sequence[ast.stmt]]]:
         if getattr(statement, name, None):
             yield (name, ()), getattr(statement, name)
     for handler in getattr(statement, "handlers", ()):
-        yield ("except", () if handler.type is None else (handler.type,)), handler.body
+        yield ("except", _head(handler)), handler.body
     for case in getattr(statement, "cases", ()):
-        guard = () if case.guard is None else (case.guard,)
-        yield ("case", (case.pattern, *guard)), case.body
+        yield ("case", _head(case)), case.body
 
 
-def _head(statement: ast.stmt) -> _Step:
-    nodes: list[ast.AST] = []
-    for name in _HEADS:
-        value = getattr(statement, name, ())
-        nodes += value if isinstance(value, (list, tuple)) else (value,)
-    return type(statement).__name__.lower(), tuple(nodes)
+def _head(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Return the nodes of a compound statement, or of one of its arms, that are in no block."""
+    blocks = (ast.stmt, ast.ExceptHandler, ast.match_case)
+    return tuple(child for child in ast.iter_child_nodes(node) if not isinstance(child, blocks))
 
 
-def _plain(statement: ast.stmt) -> _Step:
+def _deciding(statement: ast.stmt, *, has_arms: bool) -> _Step:
+    if has_arms:
+        return type(statement).__name__.lower(), _head(statement)
     # An assertion's message has no effect unless it fails.
     if isinstance(statement, ast.Assert):
         return "assert", (statement.test,)
     return "", (statement,)
 
 
-def _declarations(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
+def _defaults(arguments: ast.arguments) -> dict[str, tuple[ast.AST, ...]]:
     """Return, for each parameter of a function's signature, the syntax node of its default in a
     tuple; an empty tuple if it has no default.
     """
     positional = [*arguments.posonlyargs, *arguments.args]
-    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
-    both = [
-        *zip(positional, defaults, strict=True),
-        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
-    ]
+    required = [None] * (len(positional) - len(arguments.defaults))
+    defaults = [*required, *arguments.defaults, *arguments.kw_defaults]
+    both = zip([*positional, *arguments.kwonlyargs], defaults, strict=True)
     return {a.arg: () if default is None else (default,) for a, default in both}
 
 
-class _Terms:
-    """Collects the attributes, string constants and variables that occur in source fragments. Its
-    method `touched_by` tells if other code uses any of them.
+def _terms_of(fragment: str) -> set[_Term]:
+    """Return the terms of a source fragment, without the variables of its comprehensions."""
+    nodes = list(ast.walk(ast.parse(fragment)))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    # `timers('a').start()` is about the timer called a, not about every `start`.
+    methods = [
+        call.func
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Call)
+    ]
+    terms = {term for node in nodes if node not in (*calls, *methods) for term in _terms(node)}
+    targets = [node.target for node in nodes if isinstance(node, ast.comprehension)]
+    return terms.difference(
+        term for target in targets for node in ast.walk(target) for term in _terms(node)
+    )
 
-    Attributes count by name, on any object. Strings count, and so do return statements if a
-    fragment has one. A name that the function binds counts where it is bound, any other name at
-    every use.
-    """
 
-    def __init__(self, fragments: Iterable[str], bound_here: set[str]) -> None:
-        self._attributes: set[str] = set()
-        self._texts: set[str] = set()
-        self._names: set[str] = set()
-        self._returns = False
-        self._bound_here = bound_here
-        for fragment in fragments:
-            self._add(list(ast.walk(ast.parse(fragment))))
-
-    def _add(self, nodes: list[ast.AST]) -> None:
-        inner = {
-            name.id
-            for node in nodes
-            if isinstance(node, _COMPREHENSIONS)
-            for generator in node.generators
-            for name in ast.walk(generator.target)
-            if isinstance(name, ast.Name)
-        }
-        # `timers('a').start()` is about the timer called a, not about every `start`.
-        methods = {
-            id(node.func)
-            for node in nodes
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Call)
-        }
-        for node in nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                self._texts.add(node.value)
-            elif isinstance(node, ast.Attribute) and id(node) not in methods:
-                self._attributes.add(node.attr)
-            elif isinstance(node, ast.Name) and node.id not in inner:
-                self._names.add(node.id)
-            elif isinstance(node, ast.Return):
-                self._returns = True
-
-    def touched_by(self, code: Sequence[ast.AST], *, of_function: bool) -> bool:
-        if self._returns and of_function and any(isinstance(node, ast.Return) for node in code):
-            return True
-        return any(self._is_one(node) for root in code for node in nodes_of(root))
-
-    def _is_one(self, node: ast.AST) -> bool:
-        if isinstance(node, ast.Attribute):
-            return node.attr in self._attributes
-        if isinstance(node, ast.Constant):
-            return isinstance(node.value, str) and node.value in self._texts
-        if isinstance(node, ast.Call):  # setattr(a, 'b', c)
-            return any(
-                isinstance(argument, ast.Constant) and argument.value in self._attributes
-                for argument in node.args[1:2]
-            )
-        if isinstance(node, ast.Name):
-            binds = not isinstance(node.ctx, ast.Load)
-            return node.id in self._names and (binds or node.id not in self._bound_here)
-        if isinstance(node, ast.alias):
-            return bound_by(node) in self._names
-        if isinstance(node, (ast.Global, ast.Nonlocal)):
-            return not self._names.isdisjoint(node.names)
-        return False
+def _terms(node: ast.AST, bound: Collection[str] = ()) -> Sequence[_Term]:
+    """Return the terms of one syntax node. The names in `bound` count only where they are bound."""
+    match node:
+        case ast.Attribute(attr=name):
+            return [("attribute", name)]
+        case ast.Constant(value=str(text)):
+            return [("text", text)]
+        case ast.Call(args=[_, ast.Constant(value=str(name)), *_]):  # setattr(a, 'b', c)
+            return [("attribute", name)]
+        case ast.Name(id=name, ctx=context):
+            return [] if isinstance(context, ast.Load) and name in bound else [("name", name)]
+        case ast.alias():
+            return [("name", bound_by(node))]
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            return [("name", name) for name in names]
+        case ast.Return():
+            return [_RETURN]
+    return []
 
 
 def _readable(step: _Step) -> str:
