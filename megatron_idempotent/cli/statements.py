@@ -49,7 +49,7 @@ def statements(body: Body) -> list[Statement]:
             for decorator in decorators
         ),
         _statement(f"{kind} {canonical(tree.args)}", _header(tree), 0),
-        *_block(_body(tree), 1),
+        *_block(tree.body, 1),
     ]
 
 
@@ -133,9 +133,9 @@ def _lines(matcher: SequenceMatcher[str], body_statements: list[Statement]) -> I
 
 
 def _block(block: list[ast.stmt], depth: int) -> Iterator[Statement]:
-    for node in block:
+    for node in without_docstring(block):
         yield _statement(canonical(_bare(node)), _header(node), depth)
-        yield from _block(_body(node), depth + 1)
+        yield from _block(getattr(node, "body", []), depth + 1)
         for handler in getattr(node, "handlers", ()):
             kind = f"except {ast.unparse(handler.type)}" if handler.type else "except"
             name = f" as {handler.name}" if handler.name else ""
@@ -145,13 +145,6 @@ def _block(block: list[ast.stmt], depth: int) -> Iterator[Statement]:
             if getattr(node, name, None):
                 yield _statement(opens, opens, depth)
                 yield from _block(getattr(node, name), depth + 1)
-
-
-def _body(node: ast.stmt) -> list[ast.stmt]:
-    statements: list[ast.stmt] = getattr(node, "body", [])
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return without_docstring(statements)
-    return statements
 
 
 def _statement(code: str, text: str, depth: int) -> Statement:
@@ -170,10 +163,7 @@ def _bare(node: ast.stmt) -> ast.stmt:
 
 def _header(node: ast.stmt) -> str:
     """Return a statement as one line of source; for a compound statement, only its header."""
-    if not hasattr(node, "body"):
-        return " ".join(line.strip() for line in ast.unparse(node).splitlines())
-    bare = _bare(node)
-    bare.body = [ast.Pass()]  # type: ignore[attr-defined]
-    if isinstance(node, ast.Try):
-        bare.finalbody = [ast.Pass()]  # type: ignore[attr-defined]
-    return next(line for line in ast.unparse(bare).splitlines() if not line.startswith("@"))
+    lines = [line.strip() for line in ast.unparse(node).splitlines()]
+    if hasattr(node, "body"):
+        return next(line for line in lines if not line.startswith("@"))
+    return " ".join(lines)
