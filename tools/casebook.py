@@ -44,6 +44,7 @@ from megatron_idempotent import __version__
 from megatron_idempotent.cli.drift import drift
 from megatron_idempotent.cli.findings import PROVEN, Proven
 from megatron_idempotent.cli.generated import content, rewrite, write
+from megatron_idempotent.cli.needs import lines_of
 from megatron_idempotent.cli.trees import installed_trees, open_trees, release_of
 from megatron_idempotent.patching.base import INDEX, MEGATRON
 from megatron_idempotent.patching.catalog import case_file_of, hazards, index_of, patches
@@ -52,7 +53,7 @@ from megatron_idempotent.patching.record import LOUDNESS, Hazard, Patch
 from megatron_idempotent.patching.releases import TABLE, place
 from megatron_idempotent.patching.settings import SWITCH
 from megatron_idempotent.patching.source import TEXTS
-from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
+from megatron_idempotent.patching.surroundings import READS, parsed
 
 COMPATIBILITY = Path("docs", "compatibility.md")
 HISTORY = Path("docs", "history.json")

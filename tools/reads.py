@@ -16,7 +16,14 @@ from functools import lru_cache
 import _checkout  # noqa: F401  # before what it finds
 from wrapper_reads import Read, reads_of
 
-from megatron_idempotent.cli.needs import by_version, fits, merged, needs_of_names, versions_with
+from megatron_idempotent.cli.needs import (
+    bound_of,
+    by_version,
+    fits,
+    merged,
+    needs_of_names,
+    versions_with,
+)
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.moved import bases_of
@@ -25,7 +32,6 @@ from megatron_idempotent.patching.surroundings import (
     Need,
     Needs,
     binds,
-    bound_of,
     class_text,
     key_of,
     parameters,

@@ -27,11 +27,11 @@ from megatron_idempotent.patching.releases import (
     supported,
 )
 from megatron_idempotent.patching.source import Body
-from megatron_idempotent.patching.surroundings import READS, lines_of, parsed
+from megatron_idempotent.patching.surroundings import READS, parsed
 from megatron_idempotent.patching.trees import SourceTree
 
 from .generated import FOLDER, content, write
-from .needs import accepted_needs
+from .needs import accepted_needs, lines_of
 from .statements import ACCEPTED, accepted_lines
 from .trees import release_of
 

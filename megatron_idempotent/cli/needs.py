@@ -6,19 +6,42 @@ module only changes needs in the file, by the names that the trees have.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.decide import judge
 from megatron_idempotent.patching.record import Patch
-from megatron_idempotent.patching.surroundings import Need, Needs, bound_of, key_of, returned
+from megatron_idempotent.patching.surroundings import KEEPS, PRE, Need, Needs, key_of, returned
 from megatron_idempotent.patching.trees import SourceTree
 
 from .trees import installed_trees, release_of
 
 Version = tuple[tuple[int, ...], bool]
 """A version as `surroundings.key_of` returns it, by which versions are compared."""
+
+
+def bound_of(version: Version) -> str:
+    """Return a version key (`key_of`) as text, in the form of `Need.since`."""
+    release, is_release = version
+    return ".".join(map(str, release)) + ("" if is_release else PRE)
+
+
+def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
+    """Yield the lines of `reads.txt` for these needs, as `surroundings.parsed` reads them."""
+    for patch_id in sorted(needs):
+        yield f"{patch_id} {KEEPS}" if needs[patch_id].keeps else patch_id
+        by_place: dict[str, list[str]] = {}
+        for need in needs[patch_id].names:
+            place_text = "|".join(need.modules) + (f":{need.owner}" if need.owner else "")
+            since = f">={need.since}" if need.since else ""
+            before_text = f"<{need.before}" if need.before else ""
+            excused = "?" if need.excused else ""
+            by_place.setdefault(place_text, []).append(
+                f"{need.name}{need.use}{since}{before_text}{excused}"
+            )
+        for place_text in sorted(by_place):
+            yield " ".join([" ", place_text, *sorted(filter(None, by_place[place_text]))])[1:]
 
 
 def accepted_needs(

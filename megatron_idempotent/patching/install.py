@@ -116,8 +116,9 @@ def forget_sources() -> list[str]:
     package = __name__.rpartition(".")[0]
     for name in () if waiting else ("source", "surroundings"):
         module = sys.modules.get(f"{package}.{name}")
-        if module is not None:
-            module.forget()
+        for cached in () if module is None else vars(module).values():
+            if hasattr(cached, "cache_clear"):
+                cached.cache_clear()
     return waiting
 
 

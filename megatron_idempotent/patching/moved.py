@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from .base import Place
-from .source import Body, definitions, imports_of, parse_body
+from .source import Body, imports_of, layout, parse_body
 
 if TYPE_CHECKING:
     from .releases import Sources
@@ -145,7 +145,7 @@ def _origins(text: str, module: str, name: str, sources: Sources) -> Iterator[tu
 
 def bases_of(text: str, owner: str) -> list[str]:
     """Return a class's bases as its source names them: `module.Base`, without type parameters."""
-    for line in definitions(text).get(owner, ()):
+    for line in layout(text).definitions.get(owner, ()):
         inner = _BASES.match(text, line.end) if line.is_class else None
         if inner is not None:
             names = re.sub(r"\[[^]]*\]|\w+\s*=\s*\w+", "", inner[1])

@@ -27,7 +27,7 @@ import struct
 import sys
 import textwrap
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -315,26 +315,36 @@ class Line(NamedTuple):
     is_class: bool
 
 
-_DEFINITION = re.compile(r"^([ \t]*)(?:async\s+def|def|(class))\s+(\w+)", re.MULTILINE)
+#: A line that looks like a definition, or any other line that is not indented.
+_LINE = re.compile(r"^(?:([ \t]*)(?:async\s+def|def|(class))\s+(\w+)|[A-Za-z_@])", re.MULTILINE)
+
+
+class Layout(NamedTuple):
+    """Tells where the definitions and the statements of a module are in its source."""
+
+    definitions: Mapping[str, list[Line]]
+    """Name → the lines that may begin a definition of that name."""
+    by_indent: Mapping[str, list[int]]
+    """Indentation → the offsets of the lines with it that may begin a definition, in order."""
+    heads: list[int]
+    """The offsets of the unindented lines that begin with a name or a decorator, and of the end."""
 
 
 @lru_cache(maxsize=256)  # one pass over a module, for all names that are asked for
-def definitions(text: str) -> dict[str, list[Line]]:
-    """Return, for each name, the lines of a module's source that may begin a definition of that
-    name.
-    """
+def layout(text: str) -> Layout:
+    """Return the `Layout` of a module's source."""
     lines: dict[str, list[Line]] = {}
-    for match in _DEFINITION.finditer(text):
-        line = Line(match.start(), match.end(), match[1], match[2] is not None)
-        lines.setdefault(match[3], []).append(line)
-    return lines
-
-
-@lru_cache(maxsize=256)
-def _left(text: str, indent: str) -> list[int]:
-    """Return, in order, the offsets of lines with this indentation that may begin a definition."""
-    lines = (line for lines in definitions(text).values() for line in lines)
-    return sorted(line.start for line in lines if line.indent == indent)
+    by_indent: dict[str, list[int]] = {}
+    heads = []
+    for match in _LINE.finditer(text):
+        indent, is_class, name = match.groups()
+        if name is not None:
+            line = Line(match.start(), match.end(), indent, is_class is not None)
+            lines.setdefault(name, []).append(line)
+            by_indent.setdefault(indent, []).append(line.start)
+        if not indent:
+            heads.append(match.start())
+    return Layout(lines, by_indent, [*heads, len(text)])
 
 
 @lru_cache(maxsize=256)
@@ -345,7 +355,7 @@ def _quotes(text: str) -> tuple[list[int], list[int]]:
 
 
 def _starts(text: str, name: str, begin: int = 0, end: int = sys.maxsize) -> list[Line]:
-    return [line for line in definitions(text).get(name, ()) if begin <= line.start < end]
+    return [line for line in layout(text).definitions.get(name, ()) if begin <= line.start < end]
 
 
 def _span(
@@ -366,7 +376,7 @@ def _span(
         return None
     start = starts[0].start
     # Decorators, with what is between them and the definition.
-    same_indent = _left(text, indent)
+    same_indent = layout(text).by_indent[indent]
     line_index = bisect_left(same_indent, start)
     above = max(begin, same_indent[line_index - 1] + 1 if line_index else 0)
     decorator = re.compile(rf"^{indent}@", re.MULTILINE).search(text, above, start)
@@ -696,12 +706,3 @@ def _same(first: CodeType, second: CodeType) -> bool:
         and (first_constant == second_constant or repr(first_constant) == repr(second_constant))
         for first_constant, second_constant in zip(first.co_consts, second.co_consts, strict=True)
     )
-
-
-def forget() -> None:
-    """Clear this module's caches of texts, syntax trees and code; they are read again later."""
-    for cached in (
-        *(_read_text, parse_body, parse_function, _parse_definition, definitions, difference),
-        *(_read_kept, known_texts, imports_of, _parsed, _left, _quotes),
-    ):
-        cached.cache_clear()

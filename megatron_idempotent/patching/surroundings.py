@@ -20,23 +20,24 @@ from __future__ import annotations
 
 import ast
 import re
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .base import Record, generated
+from .contract import BodyPart
 from .moved import bases_of
-from .source import canonical, definitions, digest, parse_body
+from .source import canonical, digest, layout, parse_body
 
 if TYPE_CHECKING:
     from .record import Patch, Target
     from .releases import Installed, Sources
 
 READS = "reads.txt"
-_PRE = "rc"
-_KEEPS = "keeps"
+PRE, KEEPS = "rc", "keeps"
+"""The end of a bound that commits meet, and the mark of a patch whose wrappers keep state."""
 
 
 class Need(Record):
@@ -75,31 +76,27 @@ class Need(Record):
         name. Otherwise no definition of the name may forbid that use; a name that is not defined is
         accepted.
         """
+        if self.use:
+            return self.is_allowed(sources) is not False
         texts = (sources.text(module) for module in self.modules)
-        if not self.use:
-            return any(text is not None and binds(text, self.owner, self.name) for text in texts)
-        return self.is_allowed(sources) is not False
+        return any(text is not None and binds(text, self.owner, self.name) for text in texts)
 
     def is_allowed(self, sources: Sources) -> bool | None:
         """Tell if all definitions of the name in the sources allow the wrapper's use of it.
         Return None if the sources do not define the name.
         """
         texts = (sources.text(module) for module in self.modules)
-        answers = [fits(text, self.owner, self.name, self.use) for text in texts if text]
-        decided = [answer for answer in answers if answer is not None]
-        return all(decided) if decided else None
+        answers = {fits(text, self.owner, self.name, self.use) for text in texts if text}
+        return None if answers <= {None} else False not in answers
 
     def __str__(self) -> str:
-        modules_text = " or ".join(self.modules)
+        place_text = " or ".join(self.modules)
         if not self.name:
-            return f"{modules_text} is not there, and its wrapper imports it"
-        place_text = f"{modules_text}:{self.owner}" if self.owner else modules_text
-        if self.use == "!":
-            return f"{place_text} lets nobody set `{self.name}`, which its wrapper does"
-        if self.use.startswith("("):
-            return f"{place_text}.{self.name} takes no `{self.use[1:-1]}`, which its wrapper passes"
+            return f"{place_text} is not there, and its wrapper imports it"
+        place_text += f":{self.owner}" if self.owner else ""
         if self.use:
-            return f"{place_text}.{self.name} returns something else, which its wrapper takes apart"
+            refusal = _USES[self.use[0]].refusal
+            return refusal.format(place=place_text, name=self.name, details=self.use[1:-1])
         verb = "sets" if self.name.startswith(".") else "defines"
         return f"{place_text} {verb} no `{self.name.lstrip('.')}`, which its wrapper reads"
 
@@ -118,13 +115,8 @@ def key_of(version: Installed) -> tuple[tuple[int, ...], bool]:
 
 
 def _key(bound: str) -> tuple[tuple[int, ...], bool]:
-    plain = bound.removesuffix(_PRE)
+    plain = bound.removesuffix(PRE)
     return tuple(map(int, plain.split("."))), plain == bound
-
-
-def bound_of(key: tuple[tuple[int, ...], bool]) -> str:
-    """Return a version key (`key_of`) as text, in the form of `Need.since`."""
-    return ".".join(map(str, key[0])) + ("" if key[1] else _PRE)
 
 
 _table: dict[str, Needs] = {}
@@ -139,56 +131,35 @@ def table() -> dict[str, Needs]:
     return _table
 
 
+#: A name in `reads.txt`, and the fields of its `Need`.
+_ENTRY = re.compile(
+    r"(?P<name>\.?\w*)(?P<use>!|\([\w,]+\)|\[[\w|]+\])?"
+    r"(?:>=(?P<since>[\w.]+))?(?:<(?P<before>[\w.]+))?(?P<excused>\??)"
+)
+
+
 def parsed(lines: list[str]) -> dict[str, Needs]:
     """Parse lines of `reads.txt`. Return, by patch id, the names of upstream that the patch's
     wrappers use.
     """
-    needs_of: dict[str, list[Need]] = {}
-    keeps = set()
+    names_of: dict[str, list[Need]] = {}
+    keeping = set()
     patch_id = ""
     for line in lines:
+        place_text, *entries = line.split()
         if not line.startswith(" "):
-            patch_id, _, flag = line.partition(" ")
-            needs_of[patch_id] = []
-            keeps |= {patch_id} if flag == _KEEPS else set()
+            patch_id = place_text
+            names_of[patch_id] = []
+            keeping |= {patch_id} if entries == [KEEPS] else set()
             continue
-        place_text, *names = line.split()
         modules, _, owner = place_text.partition(":")
-        for entry in names or [""]:
-            name, use, since, before, excused = re.fullmatch(
-                r"(\.?\w*)(!|\([\w,]+\)|\[[\w|]+\])?(?:>=([\w.]+))?(?:<([\w.]+))?(\??)", entry
-            ).groups("")  # type: ignore[union-attr]
-            needs_of[patch_id].append(
-                Need(
-                    modules=tuple(modules.split("|")),
-                    owner=owner,
-                    name=name,
-                    since=since,
-                    before=before,
-                    use=use,
-                    excused=bool(excused),
-                )
-            )
+        for entry in entries or [""]:
+            fields: dict[str, Any] = _ENTRY.fullmatch(entry).groupdict("")  # type: ignore[union-attr]
+            fields |= {"modules": tuple(modules.split("|")), "excused": bool(fields["excused"])}
+            names_of[patch_id].append(Need(owner=owner, **fields))
     return {
-        name: Needs(names=tuple(needs), keeps=name in keeps) for name, needs in needs_of.items()
+        name: Needs(names=tuple(needs), keeps=name in keeping) for name, needs in names_of.items()
     }
-
-
-def lines_of(needs: Mapping[str, Needs]) -> Iterator[str]:
-    """Yield the lines of `reads.txt` for these needs, in the format that `parsed` reads."""
-    for patch_id in sorted(needs):
-        yield f"{patch_id} {_KEEPS}" if needs[patch_id].keeps else patch_id
-        by_place: dict[str, list[str]] = {}
-        for need in needs[patch_id].names:
-            place_text = "|".join(need.modules) + (f":{need.owner}" if need.owner else "")
-            since = f">={need.since}" if need.since else ""
-            before_text = f"<{need.before}" if need.before else ""
-            excused = "?" if need.excused else ""
-            by_place.setdefault(place_text, []).append(
-                f"{need.name}{need.use}{since}{before_text}{excused}"
-            )
-        for place_text in sorted(by_place):
-            yield " ".join([" ", place_text, *sorted(filter(None, by_place[place_text]))])[1:]
 
 
 def unmet(
@@ -212,18 +183,16 @@ def unmet(
     ]
     if None not in lacking:
         return str(lacking[0])
-    if needs.keeps:
-        for module, owner in sorted(_classes(patch, needs)):
-            text = sources.text(module)
-            if text is not None and has_slots(text, owner):
-                return (
-                    f"{module}:{owner} has __slots__, so that its wrappers can keep nothing on it"
-                )
-            is_own = owner in {t.qualname.rpartition(".")[0] for t in patch.targets}
-            if text is not None and is_own and is_frozen(text, owner):
-                return f"{module}:{owner} is frozen, so that its wrappers can keep nothing on it"
+    own_classes = _classes_of(patch)
+    named_classes = {(need.modules[0], need.owner) for need in needs.names if need.owner}
+    for module, owner in sorted(own_classes | named_classes) if needs.keeps else ():
+        text = sources.text(module) or ""
+        if slots_of(text, owner) is not None:
+            return f"{module}:{owner} has __slots__, so that its wrappers can keep nothing on it"
+        if (module, owner) in own_classes and is_frozen(text, owner):
+            return f"{module}:{owner} is frozen, so that its wrappers can keep nothing on it"
     return next(
-        (detour for target in patch.targets for detour in _round(target, patch, sources)), None
+        (detour for target in patch.targets for detour in _detours(target, patch, sources)), None
     )
 
 
@@ -237,10 +206,10 @@ def _borders(patch: Patch, needs: Iterable[Need]) -> list[tuple[tuple[int, ...],
     return [*sorted((key for key in bounds if first < key < end), reverse=True), first]
 
 
-def _classes(patch: Patch, needs: Needs) -> set[tuple[str, str]]:
-    named_classes = {(need.modules[0], need.owner) for need in needs.names if need.owner}
+def _classes_of(patch: Patch) -> set[tuple[str, str]]:
+    """Return (module, class) of each class with a method that the patch wraps."""
     owners = {(target.module, target.qualname.rpartition(".")[0]) for target in patch.targets}
-    return named_classes | {owner_class for owner_class in owners if owner_class[1]}
+    return {(module, owner) for module, owner in owners if owner}
 
 
 @lru_cache(maxsize=8192)  # a dozen patches read the same few names
@@ -265,17 +234,21 @@ def words(text: str, name: str) -> Iterator[tuple[int, int]]:
     while start >= 0:
         end = start + len(name)
         neighbours = text[start - 1 : start] + text[end : end + 1]
-        if not any(_is_part(letter) for letter in neighbours):
+        if not any(letter.isalnum() or letter == "_" for letter in neighbours):
             yield start, end
         start = text.find(name, end)
 
 
-def _is_part(letter: str) -> bool:
-    return letter.isalnum() or letter == "_"
-
-
-_ASSIGNS = re.compile(r"(?P<left>[^=\n#]*?)\s*[|+]?=(?!=)")
-_LEFT = re.compile(r"[\w.\s,()\[\]'\"*]*(?::[^=\n]*)?")
+#: A line that binds names; the name is in one of the groups. Without a space before it, an equals
+#: sign after a comma may be that of a keyword, in a call that began on a line before.
+_BINDING = re.compile(
+    r"[ \t]*(?:(?:async )?(?:def|class) (?P<definition>\w+)"
+    r"|(?:from|import)\b(?P<imported>.*)"
+    r"|(?:global |.*\bsetattr\([^,\n]+,\s*[\"'])(?P<set>\w+)"
+    r"|(?P<annotated>\w+)[ ]*:[ ]*\S"
+    r"|(?P<assigned>[\w. \[\]'\"]+?)[ ]*(?::[^=\n]*)?[|+]?=(?!=)"
+    r"|(?P<unpacked>[\w. ,()\[\]'\"*]+?) =(?!=))"
+)
 #: The end of a tuple, on several lines, that is the target of an assignment.
 _IN_A_TUPLE = re.compile(r",[\w\s.,]*\)\s*=(?!=)")
 #: The beginnings of statements whose blocks have the scope of the module or class.
@@ -283,103 +256,199 @@ _OPEN = ("class ", "from ", "if ", "elif ", "else", "try", "except", "finally", 
 
 
 def _binds(text: str, start: int, end: int, *, of_any: bool) -> bool:
-    begin, stop = text.rfind("\n", 0, start) + 1, text.find("\n", end)
-    text_before, text_after = text[begin:start], text[end : stop if stop >= 0 else len(text)]
-    head = text_before.strip()
-    if head in ("def", "class", "async def"):
-        return not of_any
-    if head == "global" or re.search(r"\bsetattr\([^,\n]+,\s*[\"']$", text_before):
-        return True
-    if text_before.endswith("."):
-        # `self.name: int = 1`, `a.name, b.name = 1, 2`
-        if not of_any and not text_before.endswith("self."):
-            return False
-        return _is_assigned(text_before, text_after) or bool(_IN_A_TUPLE.match(text, end))
-    if of_any or not _is_outside(text, begin, text_before):
+    """Tell if the line with a name between two offsets binds the name, `of_any` object."""
+    begin = text.rfind("\n", 0, start) + 1
+    line = _BINDING.match(text, begin)
+    group = line.lastgroup if line is not None else None
+    if line is None or group is None or not line.start(group) <= start < line.end(group):
+        group = None
+    if group in ("definition", "set"):
+        return group == "set" or not of_any
+    if text.endswith(".", begin, start):  # `self.name: int = 1`, `a.name, b.name = 1, 2`
+        is_assigned = group in ("assigned", "unpacked") or _IN_A_TUPLE.match(text, end) is not None
+        return is_assigned and (of_any or text.endswith("self.", begin, start))
+    if of_any or not _is_outside(text, begin, start):
         return False
-    if re.match(r"(?:from|import)\b", head):
-        return True
     opened = max(text.rfind("import (", 0, start), text.rfind("import(", 0, start))
-    if opened > text.rfind(")", 0, start):
-        return True
-    return bool(not head and re.match(r"\s*:\s*\S", text_after)) or _is_assigned(
-        text_before, text_after
-    )
+    return group is not None or opened > text.rfind(")", 0, start)
 
 
-def _is_assigned(text_before: str, text_after: str) -> bool:
-    assignment = _ASSIGNS.match(text_after)
-    if not (assignment and _LEFT.fullmatch(assignment["left"]) and _LEFT.fullmatch(text_before)):
-        return False
-    left_side = (
-        text_before + assignment["left"]
-    )  # else the equals sign is a keyword's, or a default's
-    if "," in left_side and not assignment[0].endswith(
-        " ="
-    ):  # of a call that began on a line before
-        return False
-    return left_side.count("(") == left_side.count(")")
-
-
-def _is_outside(text: str, begin: int, text_before: str) -> bool:
+def _is_outside(text: str, begin: int, start: int) -> bool:
     """Tell if a line of a source text is in a module's or class's scope, not in a function."""
-    depth = len(text_before) - len(text_before.lstrip())
+    depth = start - begin - len(text[begin:start].lstrip())
     if not depth:
         return True
-    heads = _heads(text)
-    head_start = heads[max(0, bisect_right(heads, begin) - 1)] if heads else 0
-    line = text[head_start : head_start + 10]
-    return line.startswith(_OPEN) and (depth == 4 or not line.startswith("class "))
-
-
-@lru_cache(maxsize=64)
-def _heads(text: str) -> list[int]:
-    """Return the offsets of the lines that begin with a name or a decorator, unindented."""
-    return [match.start() for match in re.finditer(r"^[A-Za-z_@]", text, re.MULTILINE)]
+    heads = layout(text).heads
+    head_start = heads[max(0, bisect_right(heads, begin) - 1)]
+    head = text[head_start : head_start + 10]
+    return head.startswith(_OPEN) and (depth == 4 or not head.startswith("class "))
 
 
 @lru_cache(maxsize=256)
 def class_text(text: str, owner: str) -> str:
     """Return the source of all classes named `owner` in a module's text, decorators included."""
+    definitions, _, heads = layout(text)
     parts = []
-    for line in definitions(text).get(owner, ()):
+    for line in definitions.get(owner, ()):
         if line.is_class:
-            heads = _heads(text)
-            next_head = bisect_right(heads, line.end)
-            end = heads[next_head] if next_head < len(heads) else len(text)
-            parts.append(text[_above(text, line.start) : end])
+            first = bisect_left(heads, line.start)
+            while first and text.startswith("@", heads[first - 1]):
+                first -= 1
+            start, end = min(line.start, heads[first]), heads[bisect_right(heads, line.end)]
+            parts.append(text[start:end])
     return "\n".join(parts)
 
 
-def _above(text: str, start: int) -> int:
-    """Return the offset of a definition's first decorator line; `start` if there is none."""
-    line_start = text.rfind("\n", 0, max(0, start - 1)) + 1
-    while start and text.startswith("@", line_start):
-        start, line_start = line_start, text.rfind("\n", 0, max(0, line_start - 1)) + 1
-    return start
+_INDENTATION = re.compile(r"\n([ \t]+)\S")
+_FIRST_NAME = re.compile(r"(?:(?:async )?def |class )?(\w*)")
+
+
+@lru_cache(maxsize=256)
+def members(text: str, owner: str) -> dict[str, list[str]]:
+    """Return the statements of a module, or of the classes named `owner` in it: their sources,
+    decorators included, by the name that they define, which is the first in them.
+
+    The text is cut at the lines with the least indentation. Such lines of a docstring are returned,
+    too, although they are no statements.
+    """
+    indentation = ""
+    if owner:
+        text = class_text(text, owner)
+        first = _INDENTATION.search(text, text.find(f"class {owner}"))
+        if first is None:
+            return {}
+        indentation = first[1]
+    # A comment, bracket or quote with the least indentation belongs to the statement above it.
+    starts = re.finditer(rf"^{indentation}(?=[\w@(\[*])", text, re.MULTILINE)
+    sources: dict[str, list[str]] = {}
+    decorators = ""
+    for start, end in pairwise([*(start.end() for start in starts), len(text)]):
+        source = decorators + text[start:end]
+        decorators = source if text[start] == "@" else ""
+        if not decorators:
+            name = _FIRST_NAME.match(text, start)
+            sources.setdefault(name[1] if name else "", []).append(source)
+    return sources
 
 
 @lru_cache(maxsize=1024)
-def has_slots(text: str, owner: str) -> bool:
-    """Tell if a class and all its base classes have `__slots__`, so that the class's objects lack a
-    `__dict__`.
+def slots_of(text: str, owner: str) -> frozenset[str] | None:
+    """Return the names in a class's `__slots__`. Return None if the class's objects have a
+    `__dict__`: the class has no slots, or a base class has none.
     """
+    if "slots" not in class_text(text, owner):
+        return None
+    declaration = "".join(members(text, owner).get("__slots__", ()))
+    slots = re.findall(r"[\"'](\w+)[\"']", declaration)
+    if _is_declared(text, owner, "slots"):  # a dataclass makes the slots from its fields
+        slots += _fields(text, owner)
+    elif not declaration:
+        return None
+    bases = {base.rpartition(".")[2] for base in bases_of(text, owner)}
+    bases -= {"object", "ABC", "Generic", "Protocol"}
+    has_dict = "__dict__" in slots or any(slots_of(text, base) is None for base in bases)
+    return None if has_dict else frozenset(slots)
+
+
+def _fields(text: str, owner: str) -> list[str]:
+    """Return the names that a class annotates, which are the fields of a dataclass."""
+    return [
+        name
+        for name, sources in members(text, owner).items()
+        if any(source[len(name) :].lstrip().startswith(":") for source in sources)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def is_frozen(text: str, owner: str) -> bool:
+    """Tell if no attribute of a class's objects can be set: a frozen dataclass, a NamedTuple."""
+    return _is_declared(text, owner, "frozen") or "NamedTuple" in bases_of(text, owner)
+
+
+def _is_declared(text: str, owner: str, option: str) -> bool:
+    """Tell if a decorator sets an option of a class, as `@dataclass(frozen=True)` does."""
     class_lines = class_text(text, owner)
-    if "slots" not in class_lines:
+    decorators = class_lines[: class_lines.find(f"class {owner}")]
+    return re.search(rf"\b{option}\s*=\s*True", decorators) is not None
+
+
+#: A property that a decorator or a call makes, without a function that sets it.
+_PROPERTY = re.compile(
+    r"^[ \t]*@(?:\w+\.)*(?:abstract)?property\s*$|^\w+\s*(?::[^=\n]*)?=\s*property\([^,\n]*\)",
+    re.MULTILINE,
+)
+
+
+@lru_cache(maxsize=1024)
+def _may_be_set(text: str, owner: str, name: str, _: str) -> bool | None:
+    if not any(words(class_text(text, owner), name)):
+        return None
+    if is_frozen(text, owner):
         return False
-    declaration = re.search(
-        r"^\s+__slots__\b.*?=\s*([^\n]*(?:\n(?!\s+\w+ *[=:(]|\s+def ).*)*)", class_lines, re.M
-    )
-    decorator = re.search(r"^@.*\bslots\s*=\s*True", class_lines, re.MULTILINE)
-    if (declaration is None and decorator is None) or (
-        declaration is not None and "__dict__" in declaration[1]
-    ):
-        return False
-    # A base class without slots gives the class's objects a __dict__.
-    bases = (base.rpartition(".")[2] for base in bases_of(text, owner))
-    return all(
-        base in ("object", "ABC", "Generic", "Protocol") or has_slots(text, base) for base in bases
-    )
+    slots = slots_of(text, owner)
+    if slots is not None:
+        return name in slots
+    definitions = members(text, owner).get(name, ())
+    is_property = any(map(_PROPERTY.search, definitions))
+    return not is_property or any(f"@{name}.setter" in source for source in definitions)
+
+
+@lru_cache(maxsize=1024)
+def parameters(text: str, owner: str, name: str) -> frozenset[str] | None:
+    """Return the parameters of a function or of a class's constructor.
+
+    `**` among them stands for any other keyword. None means that the module does not define it.
+    """
+    body = parse_body(text, f"{owner}.{name}" if owner else name)
+    if body is None and not owner and class_text(text, name):
+        body = parse_body(text, f"{name}.__init__")
+        if body is None:
+            # Fields of a dataclass; a base class may have others.
+            return frozenset([*_fields(text, name), *(["**"] if bases_of(text, name) else [])])
+    if body is None:
+        return None
+    return frozenset([*body.parameters, *(["**"] if body.tree.args.kwarg else [])])
+
+
+def _takes(text: str, owner: str, name: str, keywords: str) -> bool | None:
+    known = parameters(text, owner, name)
+    return None if known is None else "**" in known or known.issuperset(keywords.split(","))
+
+
+@lru_cache(maxsize=256)
+def returned(text: str, owner: str, name: str) -> str | None:
+    """Return a hash of the statements of a function that make its result. Return None if the module
+    or class does not define the function.
+    """
+    body = parse_body(text, f"{owner}.{name}" if owner else name)
+    if body is None:
+        return None
+    kinds = (ast.Return, ast.Yield, ast.YieldFrom)
+    results = [node for node in body.own_nodes if isinstance(node, kinds)]
+    results.sort(key=lambda node: (node.lineno, node.col_offset))
+    part = BodyPart(body, map(ast.unparse, results), ())
+    return digest("\n".join([part.hash, *map(canonical, results)]))
+
+
+def _returns(text: str, owner: str, name: str, hashes: str) -> bool | None:
+    result_hash = returned(text, owner, name)
+    return None if result_hash is None else result_hash in hashes.split("|")
+
+
+class _Use(NamedTuple):
+    """Holds a use other than reading: its check, and the text if a definition forbids it."""
+
+    is_allowed: Callable[[str, str, str, str], bool | None]
+    """Takes a module's text, the class, the name, and the details: what `use` has in brackets."""
+    refusal: str
+
+
+#: The first character of `Need.use` → the use.
+_USES = {
+    "!": _Use(_may_be_set, "{place} lets nobody set `{name}`, which its wrapper does"),
+    "(": _Use(_takes, "{place}.{name} takes no `{details}`, which its wrapper passes"),
+    "[": _Use(_returns, "{place}.{name} returns something else, which its wrapper takes apart"),
+}
 
 
 def fits(text: str, owner: str, name: str, use: str) -> bool | None:
@@ -393,116 +462,10 @@ def fits(text: str, owner: str, name: str, use: str) -> bool | None:
         name: the name.
         use: `!`, or `(…)` with keywords, or `[…]` with hashes.
     """
-    if use == "!":
-        return _may_be_set(text, owner, name)
-    if use.startswith("("):
-        parameter_names = parameters(text, owner, name)
-        return (
-            None
-            if parameter_names is None
-            else parameter_names >= set(use[1:-1].split(",")) or "**" in parameter_names
-        )
-    result_hash = returned(text, owner, name)
-    return None if result_hash is None else result_hash in use[1:-1].split("|")
+    return _USES[use[0]].is_allowed(text, owner, name, use[1:-1])
 
 
-@lru_cache(maxsize=1024)
-def _may_be_set(text: str, owner: str, name: str) -> bool | None:
-    class_lines = class_text(text, owner)
-    if not any(words(class_lines, name)):
-        return None
-    if is_frozen(text, owner):
-        return False
-    if has_slots(text, owner) and not re.search(rf"__slots__[^)\]]*[\"']{name}[\"']", class_lines):
-        # With slots=True a dataclass makes the slots from its fields.
-        return "slots=True" in class_lines and bool(
-            re.search(rf"^\s+{name}\s*:", class_lines, re.MULTILINE)
-        )
-    if not any(_is_defined(class_lines, *span) for span in words(class_lines, name)):
-        return True  # so the class is not searched with a regex
-    return name not in _read_only(class_lines)
-
-
-def _is_defined(text: str, start: int, end: int) -> bool:
-    """Tell if the line with a name may define a property or method of that name."""
-    return text.startswith("def ", start - 4) or "property(" in text[end : text.find("\n", end)]
-
-
-#: A property from its decorator to its name, a setter, or a property that a call makes.
-_PROPERTY = re.compile(
-    r"^[ \t]*@(?:\w+\.)*(?:abstract)?property\s*\n(?:[ \t]*[@#].*\n)*[ \t]*def (\w+)"
-    r"|^[ \t]*@(\w+)\.setter\b"
-    r"|^[ \t]+(\w+)\s*(?::[^=\n]*)?=\s*property\([^,\n]*\)",
-    re.MULTILINE,
-)
-
-
-@lru_cache(maxsize=256)
-def _read_only(class_lines: str) -> frozenset[str]:
-    """Return the properties of a class that have no setter."""
-    if "property" not in class_lines:
-        return frozenset()
-    properties = _PROPERTY.findall(class_lines)
-    read, written, deleted = ({names[kind] for names in properties} for kind in range(3))
-    return frozenset(((read - written) | deleted) - {""})
-
-
-@lru_cache(maxsize=1024)
-def is_frozen(text: str, owner: str) -> bool:
-    """Tell if no attribute of a class's objects can be set: a frozen dataclass, a NamedTuple."""
-    class_lines = class_text(text, owner)
-    if "frozen" not in class_lines and "NamedTuple" not in class_lines:
-        return False
-    decorators = class_lines[: class_lines.find(f"class {owner}")]
-    frozen = re.search(r"^[ \t]*@[\w.]*dataclass\([^\n]*\bfrozen\s*=\s*True", decorators, re.M)
-    return bool(frozen) or "NamedTuple" in bases_of(text, owner)
-
-
-@lru_cache(maxsize=1024)
-def parameters(text: str, owner: str, name: str) -> frozenset[str] | None:
-    """Return the parameters of a function or of a class's constructor.
-
-    `**` among them stands for any other keyword. None means that the module does not define it.
-    """
-    body = parse_body(text, f"{owner}.{name}" if owner else name)
-    if body is None and not owner and (class_lines := class_text(text, name)):
-        body = parse_body(text, f"{name}.__init__")
-        if body is None:
-            # Fields of a dataclass; a base class may have others.
-            fields = re.findall(r"^(?:[ ]{4}|\t)(\w+)[ ]*:", class_lines, re.MULTILINE)
-            return frozenset([*fields, *(["**"] if bases_of(text, name) else [])])
-    if body is None:
-        return None
-    arguments = body.tree.args
-    all_arguments = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    return frozenset([*(a.arg for a in all_arguments), *(["**"] if arguments.kwarg else [])])
-
-
-@lru_cache(maxsize=256)
-def returned(text: str, owner: str, name: str) -> str | None:
-    """Return a hash of the statements of a function that make its result. Return None if the module
-    or class does not define the function.
-    """
-    body = parse_body(text, f"{owner}.{name}" if owner else name)
-    if body is None:
-        return None
-    from .contract import BodyPart
-
-    results = list(_results(body.tree))
-    part = BodyPart(body, map(ast.unparse, results), ())
-    return digest("\n".join([part.hash, *map(canonical, results)]))
-
-
-def _results(tree: Any) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            continue
-        if isinstance(child, (ast.Return, ast.Yield, ast.YieldFrom)):
-            yield child
-        yield from _results(child)
-
-
-def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
+def _detours(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
     """Yield a text for each piece of code that bypasses a wrapper around the target function: an
     assignment in its module or class that refers to the function, or a subclass whose method
     overrides it without calling it.
@@ -513,44 +476,35 @@ def _round(target: Target, patch: Patch, sources: Sources) -> Iterator[str]:
         yield f"{target.module} holds {target.qualname} a second time, at `{clause}`"
     our_addresses = {own_target.address for own_target in patch.targets}
     for module in sources.beside(target.module) if owner and not name.startswith("__") else ():
-        for heir in _heirs(sources.text(module) or "", owner, name):
-            if f"{module}:{heir}.{name}" not in our_addresses:
+        heir_text = sources.text(module) or ""
+        for heir in _heirs(heir_text).get(owner, ()):
+            overrides = _overrides(heir_text, heir, name)
+            if overrides and f"{module}:{heir}.{name}" not in our_addresses:
                 yield f"{module}:{heir} overrides {target.qualname}, and does not call it"
 
 
-@lru_cache(maxsize=1024)
-def _heirs(text: str, owner: str, name: str) -> tuple[str, ...]:
-    """Return the direct subclasses of `owner` in a module that override the method `name`.
-    Subclasses whose method calls the overridden one are left out.
-    """
-    return tuple(
-        heir
-        for heir, bases in _classes_below(text)
-        if owner in bases and any(words(bases, owner)) and _overrides(class_text(text, heir), name)
-    )
-
-
 @lru_cache(maxsize=128)
-def _classes_below(text: str) -> tuple[tuple[str, str], ...]:
-    """Return (class name, text of its base classes) for each class of a module that has base
-    classes.
+def _heirs(text: str) -> dict[str, list[str]]:
+    """Return, for each name in the bases of a module's classes, the classes that have it there."""
+    heirs: dict[str, list[str]] = {}
+    # An indented class may be an example in a docstring.
+    for heir, bases in re.findall(r"^class (\w+)\(([^)]*)\)", text, re.MULTILINE):
+        for base in re.findall(r"\w+", bases):
+            heirs.setdefault(base, []).append(heir)
+    return heirs
+
+
+def _overrides(text: str, owner: str, name: str) -> bool:
+    """Tell if a class assigns a name, or defines it as a method that does not call another one of
+    that name.
     """
-    # An indented one may be an example in a docstring.
-    return tuple(re.findall(r"^class (\w+)\(([^)]*)\)", text, re.MULTILINE))
+    return any(
+        f".{name}(" not in source if _DEFINES.match(source) else _ASSIGNED.match(source)
+        for source in members(text, owner).get(name, ())
+    )
 
 
-def _overrides(class_lines: str, name: str) -> bool:
-    if not any(words(class_lines, name)):
-        return False
-    method = re.search(
-        rf"^([ ]{{4}}|\t)(?:async )?def {name}\b.*?(?=^\1(?:def|async|@|\w)|\Z)",
-        class_lines,
-        re.M | re.S,
-    )
-    assigned = re.search(
-        rf"^(?:[ ]{{4}}|\t){name}\s*(?::[^=\n]*)?=(?!=)", class_lines, re.MULTILINE
-    )
-    return bool(assigned or (method and not re.search(rf"\.{name}\s*\(", method[0])))
+_ASSIGNED = re.compile(r"\w+\s*(?::[^=\n]*)?=(?!=)")
 
 
 _DEFINES = re.compile(r"@|(?:def|class|async|import|from)\b")
@@ -561,10 +515,21 @@ def _held(text: str, owner: str, name: str) -> tuple[str, ...]:
     """Return the source of each assignment that refers to a function without calling it, so that it
     keeps the unpatched function. Only the function's module, or its class, is searched.
     """
-    scope_lines = class_text(text, owner) if owner else text
-    if not any(_mentions(part, name) for part in _open_statements(scope_lines, bool(owner))):
+    sources = (source for sources in members(text, owner).values() for source in sources)
+    if not any(_mentions(source, name) for source in sources if not _DEFINES.match(source)):
+        return ()  # so the module is not parsed
+    try:
+        scopes: list[Any] = [ast.parse(text)]
+    except SyntaxError:
         return ()
-    return _held_by_statements(text, owner, name)
+    if owner:
+        scopes = [n for n in scopes[0].body if isinstance(n, ast.ClassDef) and n.name == owner]
+    return tuple(
+        ast.unparse(statement).splitlines()[0][:80]
+        for scope in scopes
+        for statement in scope.body
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and _refers(statement.value, name)
+    )
 
 
 def _mentions(text: str, name: str) -> bool:
@@ -577,51 +542,10 @@ def _mentions(text: str, name: str) -> bool:
     )
 
 
-@lru_cache(maxsize=64)
-def _open_statements(scope_lines: str, is_class: bool) -> tuple[str, ...]:
-    """Return the statements of a module or class other than definitions and imports.
-
-    The text is cut at lines with the least indentation. Such lines of a docstring are returned,
-    too, although they are no statements.
-    """
-    # A comment, bracket or quote with the least indentation belongs to the statement above it.
-    indentation = r"(?:[ ]{1,4}|\t)" if is_class else ""
-    heads = [
-        head.end()
-        for head in re.finditer(rf"^{indentation}(?=[\w@(\[*])", scope_lines, re.MULTILINE)
-    ]
-    if not heads:  # a class in a style that is not upstream's
-        return (scope_lines,)
-    parts = [scope_lines[start:end] for start, end in pairwise([0, *heads, len(scope_lines)])]
-    return tuple(part for part in parts if not _DEFINES.match(part))
-
-
-def _held_by_statements(text: str, owner: str, name: str) -> tuple[str, ...]:
-    try:
-        block: list[ast.stmt] = ast.parse(text).body
-    except SyntaxError:
-        return ()
-    if owner:
-        classes = [n for n in block if isinstance(n, ast.ClassDef) and n.name == owner]
-        block = [statement for owner_class in classes for statement in owner_class.body]
-    clauses = []
-    for statement in block:
-        value = getattr(statement, "value", None)
-        if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or value is None:
-            continue
-        called = {id(node.func) for node in ast.walk(value) if isinstance(node, ast.Call)}
-        if any(
-            isinstance(node, ast.Name) and node.id == name and id(node) not in called
-            for node in ast.walk(value)
-        ):
-            clauses.append(ast.unparse(statement).splitlines()[0][:80])
-    return tuple(clauses)
-
-
-def forget() -> None:
-    """Clear this module's caches of results for source texts."""
-    for cached in (
-        *(binds, _heads, class_text, has_slots, _heirs, _classes_below, _held, _open_statements),
-        *(_may_be_set, _read_only, is_frozen, parameters, returned),
-    ):
-        cached.cache_clear()
+def _refers(value: ast.expr | None, name: str) -> bool:
+    """Tell if an expression uses the name as a variable that is not called."""
+    nodes = [] if value is None else [*ast.walk(value)]
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    return any(
+        isinstance(node, ast.Name) and node.id == name and id(node) not in called for node in nodes
+    )

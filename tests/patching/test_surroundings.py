@@ -10,8 +10,8 @@ from starts import COMMAND, started
 from toys import Toys
 
 from megatron_idempotent import VerificationError, report, verify
-from megatron_idempotent.patching import surroundings
-from megatron_idempotent.patching.surroundings import Need, binds, has_slots
+from megatron_idempotent.patching import install, surroundings
+from megatron_idempotent.patching.surroundings import Need, binds, slots_of
 
 pytestmark = pytest.mark.full
 
@@ -63,6 +63,7 @@ def make(box, asked: int = 4):
 def test_a_name_is_bound_where_it_is_defined_assigned_or_imported(owner, names):
     assert [name for name in names.split() if not binds(CLASS, owner, name)] == []
     others = ["given", "total", "local", "far", "near", "read", "kept", "asked", "absent", ".asked"]
+    others += ["int", "str"]  # in annotations
     others += ["LIMIT", "make", ".near"] if owner else []
     assert [name for name in others if binds(CLASS, owner, name)] == []
 
@@ -85,7 +86,7 @@ def test_a_need_holds_for_the_releases_that_it_names():
     ],
 )
 def test_a_class_with_slots_takes_nothing_of_ours(source, closed):
-    assert has_slots(source, "A") is closed
+    assert (slots_of(source, "A") is not None) is closed
 
 
 def doctor(path: str) -> str:
@@ -185,12 +186,12 @@ def test_no_pattern_is_compiled_for_each_name_that_is_looked_for(monkeypatch):
     patterns = set()
     stock = re._compile  # type: ignore[attr-defined]
     monkeypatch.setattr(re, "_compile", lambda p, flags: patterns.add(p) or stock(p, flags))
-    surroundings.forget()
+    install.forget_sources()
     for name in names:
         assert binds(text, name, name)
         assert not binds(text, name, "absent")
         assert surroundings.bases_of(text, name) == ["Base"]
-        assert not has_slots(text, name)
-        assert surroundings._heirs(text, name, name) == ()
+        assert slots_of(text, name) is None
+        assert surroundings._heirs(text)["Base"] == names
         assert surroundings._held(text, name, name) == ()
     assert len(patterns) < 10

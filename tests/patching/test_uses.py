@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_idempotent.cli.needs import lines_of
 from megatron_idempotent.patching.surroundings import (
     Need,
     fits,
     is_frozen,
-    lines_of,
     parsed,
     returned,
 )
@@ -47,6 +47,7 @@ PROPERTY = (
         (f"{BOX}\n    held = property(make, put)\n", "held", True),
         (f"@dataclass(frozen=True)\n{BOX.lstrip()}", "size", False),
         (f"@dataclasses.dataclass(kw_only=True, frozen=True)\n{BOX.lstrip()}", "size", False),
+        (f"@dataclass(\n    frozen=True,\n)\n{BOX.lstrip()}", "size", False),
         (f"@dataclass\n{BOX.lstrip()}", "size", True),
         (BOX.replace("Base", "NamedTuple"), "size", False),
         (BARE.replace("size: int", "__slots__ = ('size',)\n    #"), "held", False),

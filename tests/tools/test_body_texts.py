@@ -6,7 +6,7 @@ import pytest
 from body_texts import renewed_texts
 
 from megatron_idempotent.cli.trees import installed_trees
-from megatron_idempotent.patching import source
+from megatron_idempotent.patching import install, source
 from megatron_idempotent.patching.base import MEGATRON, generated
 from megatron_idempotent.patching.catalog import patches
 from megatron_idempotent.patching.releases import installed
@@ -39,7 +39,7 @@ def test_what_is_read_of_the_installed_release_is_what_the_file_says(trees):
 
 
 def test_a_known_text_has_the_hash_and_the_line_of_what_it_parses_to(trees):
-    source.forget()
+    install.forget_sources()
     unparsed = 0
     for text, qualname in _functions(trees):
         body = parse_body(text, qualname)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from reads import derived, needs_of, renewed
 
+from megatron_idempotent.cli.needs import lines_of
 from megatron_idempotent.cli.trees import installed_trees
 from megatron_idempotent.patching.base import MEGATRON, generated
 from megatron_idempotent.patching.catalog import patches
@@ -15,7 +16,6 @@ from megatron_idempotent.patching.surroundings import (
     Need,
     Needs,
     key_of,
-    lines_of,
     parsed,
     table,
 )
