@@ -46,6 +46,11 @@ _LAST = "return (iteration, num_floating_point_operations_so_far)"
 #: By patch: the function, what its `fixed_when` looks for in other words, and the statement that
 #: this stands before.
 REPAIRS = {
+    "failed-dist-save-hangs": (
+        "save",
+        "metadata_finalize_fn = sharing_errors(metadata_finalize_fn, torch.distributed.barrier)",
+        "async_request.finalize_fns.append(metadata_finalize_fn)",
+    ),
     "gc-stays-off": ("train", "getattr(gc, 'enable')()", _LAST),
     "grad-scale-func": (
         "get_megatron_optimizer",

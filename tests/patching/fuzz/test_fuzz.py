@@ -20,7 +20,7 @@ from megatron_idempotent.patching.contract import contract_of
 from megatron_idempotent.patching.decide import review
 from megatron_idempotent.patching.evidence import Bodies
 from megatron_idempotent.patching.releases import installed, supported
-from megatron_idempotent.patching.source import locate, parse_body
+from megatron_idempotent.patching.source import Body, locate, parse_body, read_body
 
 #: Mutants that are run, of each function: 2,000 in all, a second or two each.
 COUNTS = {
@@ -55,6 +55,13 @@ def targets_of(function: str) -> Iterator[Target]:
         yield from (target for target in patch.targets if target.address == address)
 
 
+def installed_body(target: Target) -> Body:
+    path = locate(target.module)
+    body = path and read_body(path, target.qualname)
+    assert body
+    return body
+
+
 @pytest.mark.parametrize("function", MODULES)
 def test_a_signature_a_kind_or_a_decorator_that_the_wrapper_cannot_have_is_refused(function):
     targets = list(targets_of(function))
@@ -78,8 +85,10 @@ def test_a_repair_in_other_words_is_refused_or_seen_when_it_runs():
         (mutant,) = (m for m in mutants_of(function) if m.site == patch_id)
         body = parse_body(mutant.source or "", function)
         assert body is not None
-        (target,) = (each for each in targets_of(function) if each in patches()[patch_id].targets)
-        assert not patches()[patch_id].fixed_when(Bodies({target.address: body}))
+        patch = patches()[patch_id]
+        (target,) = (each for each in targets_of(function) if each in patch.targets)
+        bodies = {other.address: installed_body(other) for other in patch.targets}
+        assert not patch.fixed_when(Bodies({**bodies, target.address: body}))
         assert review(target, body)[0] == (patch_id in SEEN_WHEN_RUN)
     detecting = {
         name
