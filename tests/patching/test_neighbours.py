@@ -273,12 +273,12 @@ def many_switches(first: str | None) -> tuple[int, bytes]:
             for _ in range(twice):
                 chunk.enable_forward_pre_hook()
         gc.collect()
-        return tracemalloc.get_traced_memory()[0]
+        # Not tracemalloc: before Python 3.12.9 its stop() crashes if another thread allocates.
+        return sys.getallocatedblocks()
 
-    tracemalloc.start()
-    before = again(5)
-    grown = again(20) - before  # 80 calls, of which each would leave a few hundred bytes
-    tracemalloc.stop()
+    again(20)
+    before = again(20)
+    grown = again(500) - before  # 1,000 calls of each, which would leave an object or more
     model.train_step(2, data_seed=0)
     params = [each.detach().flatten() for each in chunk.parameters()]
     return grown, torch.cat(params).numpy().tobytes()
@@ -289,4 +289,4 @@ def test_a_framework_s_private_fix_and_ours_have_stock_s_bits_and_grow_nothing(m
     for first in ("theirs", "ours"):
         ((grown, bits),) = megatron_ranks(1, many_switches, first)
         assert bits == stock
-        assert grown < 4_000, first
+        assert grown < 500, first
