@@ -85,6 +85,14 @@ class SkyRL(_Worker):
         )
 
 
+class SkyRLSynced(SkyRL):
+    """Calls `ensure_main_params_synced` after weights alone, the remedy of docs/findings.md."""
+
+    def load_weights(self, state: str) -> None:
+        super().load_weights(state)
+        megatron_idempotent.ensure_main_params_synced(self.subject.optimizer)
+
+
 class Verl(_Worker):
     """Saves and loads with verl's `MegatronCheckpointManager`, the model in Megatron's shards."""
 
@@ -119,7 +127,7 @@ class Verl(_Worker):
 
 
 class VerlSynced(Verl):
-    """Calls `ensure_main_params_synced` after weights alone, the remedy of docs/findings.md."""
+    """Calls `ensure_main_params_synced` after weights alone, as `SkyRLSynced` does."""
 
     def load_weights(self, state: str) -> None:
         super().load_weights(state)

@@ -31,6 +31,7 @@ CHOOSES = "megatron.core.dist_checkpointing.strategies.nvrx"
 #: By adapter: the variables, and the checks that fail on a layout.
 FAILED = {
     "SkyRL": (("SKYRL_SOURCE",), {"load-weights-alone", "keeps-random"}),
+    "SkyRLSynced": (("SKYRL_SOURCE",), {"keeps-random"}),
     "Verl": (("VERL_SOURCE",), {"load-weights-alone", "keeps-scheduler"}),
     "VerlSynced": (("VERL_SOURCE",), {"keeps-scheduler"}),
     "Bridge": (("BRIDGE_SOURCE",), set()),
@@ -102,8 +103,12 @@ COUNTED_LAST = {
                 id=f"{name}-{layout}",
             )
             for name, layout, checks in (
-                # verl's load of weights alone is judged above, without its remedy.
-                *((name, "dp2-bf16-distopt", FAILURES) for name in FAILED if name != "Verl"),
+                # Loads of weights alone are judged above, without their remedy.
+                *(
+                    (name, "dp2-bf16-distopt", FAILURES)
+                    for name, (_, failed) in FAILED.items()
+                    if "load-weights-alone" not in failed
+                ),
                 ("VerlSynced", "tp2-bf16", ("load-into-live-run", *FAILURES)),
             )
         ),

@@ -183,8 +183,9 @@ class Adapter(Protocol):
     and returns what names them. A save that leaves too few bytes in both is an error. All saves of
     a check stay: switch off what removes older ones. A load that cannot read raises on all ranks.
     `load_weights(state)` loads the weights alone, into a subject that has stepped: main parameters
-    become the weights, moments stay. `save_async()` returns what `save` does before all is written,
-    and `saved()` waits until it is, and raises on all ranks if one cannot write. A class attribute
+    become the weights, or keep elements that round to them; moments stay. `save_async()` returns
+    what `save` does before all is written, and `saved()` waits until it is, and raises on all ranks
+    if one cannot write. A class attribute
     `keeps` names the kinds of state that the checkpoint has beside weights and optimizer, some of
     `KEEPS`; the checks put back the other kinds themselves. `counters()` returns what the framework
     counts itself, such as iterations and samples. With a class attribute `parts`, some of `Part`,

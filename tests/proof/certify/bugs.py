@@ -276,7 +276,7 @@ RIGHT = {
     # An offload in an open step may keep gradients, or be refused.
     ("offload-in-mid-step", "dp2"): "+KeepsGradients +OneRankRefuses",
     ("offload-in-mid-step", "dp2-fsdp2"): f"+{OWN}:FSDPSplitStep",
-    ("load-weights-alone", ALONE): "+Everything",
+    ("load-weights-alone", ALONE): "+Everything +SyncsMains",
     ("offload-one-part", ALONE): "+Everything +GivesGradientsBack",
     ("offload-one-part", "bf16"): "+Everything",  # weights are in no buffer of their own
     ("failed-save", TWO): "+Threaded OwnThread",

@@ -17,6 +17,7 @@ from megatron.core.transformer.moe import moe_utils
 from mutations import after, before, nothing, setting
 from torch.utils import _pytree
 
+import megatron_idempotent
 from megatron_idempotent.megatron.optimizers import grad_scalers, stepping, unchained
 from megatron_idempotent.proof.certify.adapters import SplitStep, Window, buffers, parameters_of
 from megatron_idempotent.proof.certify.checkpoints import FullyReshardable, LowRank
@@ -235,6 +236,14 @@ class LeavesMains(Everything):
         mains = copied([each for _, each in self.stepped()])
         super().load_weights(path)
         put_values([each for _, each in self.stepped()], mains)
+
+
+class SyncsMains(Everything):
+    """Keeps the bits of main parameters that round to the weight already."""
+
+    def put_weights_alone(self, state: Any) -> None:
+        put_values(parameters_of(self.subject), state["weights"])
+        megatron_idempotent.ensure_main_params_synced(self.subject.optimizer)
 
 
 class RemembersItsSaves(Everything):
