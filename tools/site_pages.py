@@ -24,11 +24,17 @@ from megatron_idempotent.cli.findings import (
     PROVEN,
     WORDS,
     Proven,
+    absence_from_main,
     meaning,
     recorded,
     seen,
 )
-from megatron_idempotent.cli.upstream import BY_DESIGN, pull_request, repair_folder
+from megatron_idempotent.cli.upstream import (
+    BY_DESIGN,
+    pull_request,
+    repair_folder,
+    wider_repair,
+)
 from megatron_idempotent.patching.base import MEGATRON
 from megatron_idempotent.patching.catalog import hazards
 from megatron_idempotent.patching.record import LOUDNESS, SECTIONS, Hazard, Patch
@@ -236,7 +242,7 @@ def _ready(proven: Proven) -> str:
     for hazard in hazards().values():
         link = f"[`{hazard.id}`](hazards/{hazard.id}.md)"
         folder, request = repair_folder(hazard.id), pull_request(hazard.id)
-        word = proven["main"].get(hazard.id, NOT_RUN)
+        other, absence = wider_repair(hazard), absence_from_main(hazard, proven)
         if folder is not None:
             title = (folder / "message.md").read_text("utf-8").partition("\n")[0].removeprefix("# ")
             own = f" Theirs: {request}." if request else ""
@@ -244,11 +250,13 @@ def _ready(proven: Proven) -> str:
             rows["repair"].append(f"| {link} | [{title}]({message}){own} |")
         elif request:
             rows["pull request"].append(f"| {link} | {request} |")
+        elif other is not None:
+            rows["repair"].append(f"| {link} | the repair of [`{other}`](hazards/{other}.md) |")
         elif not isinstance(hazard, Patch) or BY_DESIGN in hazard.case_file["Remove when"]:
             until = " ".join(hazard.case_file["Remove when"].split())
             rows["by design"].append(f"| {link} | {until} |")
-        elif hazard.distribution == MEGATRON and not meaning(word).present:
-            rows["not in main"].append(f"| {link} | {meaning(word).sentence} |")
+        elif absence:
+            rows["not in main"].append(f"| {link} | {absence} |")
         else:
             rows["none yet"].append(f"| {link} | {hazard.distribution} |")
     parts = [_READY_HEAD]

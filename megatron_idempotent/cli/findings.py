@@ -87,3 +87,12 @@ def seen(hazard: Hazard, proven: Proven) -> dict[str, list[str]]:
     for name, verdicts in proven.items():
         names.setdefault(verdicts.get(hazard.id, NOT_RUN), []).append(name)
     return {word: named for word, named in names.items() if named}
+
+
+def absence_from_main(hazard: Hazard, proven: Proven) -> str:
+    """Say why Megatron's main, as pinned, does not have a hazard. Return "" if it has the hazard,
+    if nobody has run it there, or if it is a framework's.
+    """
+    verdict = proven["main"].get(hazard.id, NOT_RUN) if hazard.distribution == MEGATRON else NOT_RUN
+    is_absent = verdict in ("unsupported_version", "fixed_upstream", "missing_target")
+    return WORDS[verdict].sentence if is_absent else ""

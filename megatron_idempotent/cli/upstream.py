@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 from megatron_idempotent.patching.record import Hazard, Patch
+
+from .findings import absence_from_main, recorded
 
 #: The checkout's folder of repairs; an installed package has none beside it.
 FOLDER = Path(__file__).parents[2] / "upstream"
@@ -22,6 +25,14 @@ def repair_folder(hazard_id: str) -> Path | None:
     """Return the checkout's folder with the repair of a hazard; None if there is none."""
     folder = FOLDER / hazard_id
     return folder if (folder / "repair.py").is_file() else None
+
+
+def wider_repair(hazard: Hazard) -> str | None:
+    """Return the id of another hazard whose repair also ends this one, as its `Remove when` says;
+    None if there is none.
+    """
+    named = re.search(r"`upstream/([\w-]+)`", hazard.case_file["Remove when"])
+    return named[1] if named and named[1] != hazard.id and repair_folder(named[1]) else None
 
 
 def pull_request(hazard_id: str) -> str:
@@ -68,6 +79,10 @@ def repair_text(hazard: Hazard) -> str:
         sentence = f"Repairs are kept in the repository: {_ADDRESS}/{hazard.id}, if there is one."
     elif request:
         sentence = f"Upstream's repair: {request}."
+    elif other := wider_repair(hazard):
+        sentence = f"The repair of {other} ends it, too: `explain {other} --upstream` shows that."
+    elif absence := absence_from_main(hazard, recorded()):
+        sentence = f"There is nothing to send (Megatron's main: {absence})."
     elif isinstance(hazard, Patch) and BY_DESIGN not in until:
         sentence = "Nobody has written upstream's repair yet: upstream/README.md says how."
     else:

@@ -87,6 +87,7 @@ def test_every_hazard_has_a_state_of_upstreams_repair(pages):
     for hazard_id in hazards():
         assert page.count(f"| [`{hazard_id}`](hazards/{hazard_id}.md) |") == 1
     assert "(../upstream/no-sync-func-reentry/message.md)" in page
+    assert "| the repair of [`adam-step-shared`](hazards/adam-step-shared.md) |" in page
     titles = dict(re.findall(r"^## (.*): (\d+)$", page, re.MULTILINE))
     assert sum(map(int, titles.values())) == len(hazards())
     listed = json.loads((ROOT / "upstream" / "pull_requests.json").read_text("utf-8"))
