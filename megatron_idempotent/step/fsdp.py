@@ -134,7 +134,7 @@ class FSDPBackend(Backend):
                 # Buffers and random states stay as if no dummy microbatch had been run.
                 stack.callback(snapshot.keep_torch())
                 stack.callback(snapshot.keep_modules(self._model.modules()))
-            snapshot.switch_to_training(self._model)
+            snapshot.switch_to_training([self._model], self._model.modules())
             for number, microbatch in enumerate(microbatches, start=1):
                 last = reduce and number == len(microbatches)
                 self._model.set_requires_gradient_sync(last)

@@ -152,7 +152,6 @@ class MegatronBackend(MegatronModel):
             self.replay = ExpertReplay(self.chunks, mode=step.router_replay, of="TrainStep()")
         self._last_shift: int | None = None
         self._window = _StepWindow(self)
-        self._modules: list[Any] = []  # all modules of the chunks, as `_keep` has listed them
         self._context_rank, self._context_ranks = context_parallel_ranks()
         self.replicas = int(parallel_state.get_data_parallel_world_size())
         self.has_losses = bool(
@@ -200,9 +199,9 @@ class MegatronBackend(MegatronModel):
             )
 
     def _keep(self) -> list[snapshot.Restore]:
-        self._modules = [module for chunk in self.chunks for module in chunk.modules()]
+        self.modules = [module for chunk in self.chunks for module in chunk.modules()]
         return [
-            snapshot.keep_modules(self._modules),
+            snapshot.keep_modules(self.modules),
             *snapshot.keep_megatron(
                 self.chunks, self.optimizer, self._scheduler, auxiliary=self.has_auxiliary
             ),
@@ -213,9 +212,9 @@ class MegatronBackend(MegatronModel):
         self._window = _StepWindow(self)
         open_windows.append(self._window)
         self._last_shift, self.shift = None, 0
-        forget_inference(self._modules)
+        forget_inference(self.modules)
+        snapshot.switch_to_training(self.chunks, self.modules)
         for chunk in self.chunks:
-            snapshot.switch_to_training(chunk)
             chunk.zero_grad_buffer()
         if self.optimizer is not None:
             self.optimizer.zero_grad()

@@ -139,6 +139,8 @@ class MegatronModel(Backend):
         self.deadline_s = options.deadline_s
         self._own_update: CheckedUpdate = CheckedUpdate(chunks, optimizer, options)
         self.chunks = chunks
+        self.modules: list[Any] = []
+        """All modules of the chunks, listed when a step begins."""
         self.configs = configs_of(chunks)
         self.sizes = embedding_sizes(chunks)
         self.running = False
@@ -225,7 +227,7 @@ class MegatronModel(Backend):
         with ExitStack() as stack:
             if dummies:
                 # Routing counts and logs of dummy microbatches are not kept.
-                stack.callback(keep_modules(m for chunk in self.chunks for m in chunk.modules()))
+                stack.callback(keep_modules(self.modules))
                 for restore in keep_megatron(self.chunks, auxiliary=self.has_auxiliary):
                     stack.callback(restore)
             self._replace_functions(stack, reduce)
@@ -243,8 +245,7 @@ class MegatronModel(Backend):
             if len({microbatch.shape for microbatch in microbatches}) > 1:
                 for config in self.configs:
                     set_for(stack, config, "variable_seq_lengths", True)
-            for chunk in self.chunks:
-                switch_to_training(chunk)
+            switch_to_training(self.chunks, self.modules)
             self._call(arguments, current, reduce)
         return results
 

@@ -25,12 +25,17 @@ Restore = Callable[[], None]
 """Restores the state that a `keep_` function has copied; may be called again."""
 
 
-def switch_to_training(model: nn.Module) -> None:
-    """Call `model.train()` if one of the model's modules is in eval mode, such as the model inside
-    of DDP after an evaluation.
+def switch_to_training(models: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None:
+    """Call `train()` of all `models` if one of their modules is in eval mode, such as the model
+    inside of DDP after an evaluation.
+
+    Args:
+        models: the models, for example a rank's chunks.
+        modules: all modules in them, listed once, because a walk through a model is slow.
     """
-    if not all(module.training for module in model.modules()):
-        model.train()
+    if not all(module.training for module in modules):
+        for model in models:
+            model.train()
 
 
 def keep_modules(modules: Iterable[nn.Module]) -> Restore:
