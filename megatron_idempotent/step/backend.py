@@ -80,6 +80,8 @@ class Backend(ABC):
         """None if the step cannot finish."""
         self._scheduler = scheduler
         self._snapshot: list[Restore] = []
+        self.modules: list[Any] = []
+        """All modules of the model, listed when a step begins."""
         self._is_reducing = False
         """True once reductions have begun in the step."""
         self._reads_ids = looks()

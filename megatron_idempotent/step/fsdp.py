@@ -82,9 +82,10 @@ class FSDPBackend(Backend):
     def _keep(self) -> list[snapshot.Restore]:
         self.shards.drop()
         self._restore_flags = self.shards.keep_flags()
+        self.modules = list(self._model.modules())
         copies = [
             *self._restore_flags,
-            snapshot.keep_modules(self._model.modules()),
+            snapshot.keep_modules(self.modules),
             snapshot.keep_torch(),
             *snapshot.keep_groups(self.optimizer.param_groups),
         ]
@@ -133,8 +134,8 @@ class FSDPBackend(Backend):
             if dummies:
                 # Buffers and random states stay as if no dummy microbatch had been run.
                 stack.callback(snapshot.keep_torch())
-                stack.callback(snapshot.keep_modules(self._model.modules()))
-            snapshot.switch_to_training([self._model], self._model.modules())
+                stack.callback(snapshot.keep_modules(self.modules))
+            snapshot.switch_to_training([self._model], self.modules)
             for number, microbatch in enumerate(microbatches, start=1):
                 last = reduce and number == len(microbatches)
                 self._model.set_requires_gradient_sync(last)

@@ -139,8 +139,6 @@ class MegatronModel(Backend):
         self.deadline_s = options.deadline_s
         self._own_update: CheckedUpdate = CheckedUpdate(chunks, optimizer, options)
         self.chunks = chunks
-        self.modules: list[Any] = []
-        """All modules of the chunks, listed when a step begins."""
         self.configs = configs_of(chunks)
         self.sizes = embedding_sizes(chunks)
         self.running = False

@@ -169,4 +169,5 @@ def test_one_learning_rate_is_refused_if_a_group_has_its_own() -> None:
     # A step reports the common rate, wherever that group is in the list.
     for group in groups:
         group["wd_mult"] = 0.0 if group["max_lr"] == 1e-3 else 1.0  # the order of MuP's groups
+    # Both numbers are rounded twice, each time by at most 2**-53 of them.
     assert bench.run([batch]).lr == pytest.approx(1e-3 * warmed_up, rel=2**-50)
