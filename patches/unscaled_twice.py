@@ -37,18 +37,25 @@ from megatron_idempotent.megatron import optimizers
 from ._case import Fault, Original, Patch, address, bench, target
 
 _MEMORY = "megatron_idempotent_unscaled"
+#: What ranks with unscaled gradients add to the flag for inf that they reduce. A rank without
+#: trainable parameters has no gradient that would show it a new window, and learns of it so.
+_REPEATED = 0.5
 
 
 def prepare_grads(original: Original, self: Any) -> Any:
     """Wrap `prepare_grads`: divide each gradient by the loss scale only once."""
-    # A stub has no gradient that would show a new window; Megatron-FSDP keeps its own gradients.
-    if self.grad_scaler is None or self.is_stub_optimizer or optimizers.in_fsdp(self):
+    if self.grad_scaler is None or optimizers.in_fsdp(self):  # Megatron-FSDP has its own gradients
         return original(self)
     if _is_unscaled(self):
         _, scale, found_inf = getattr(self, _MEMORY)
         return _unscale_copies(self, scale=scale, found_inf=found_inf)
-    scale = self.grad_scaler.scale  # the call below replaces this tensor, and does not write to it
+    # The call below replaces the scaler's tensors, and does not write to them.
+    scale, scaler = self.grad_scaler.scale, dict(vars(self.grad_scaler))
     found_inf = original(self)
+    reduced = float(self.found_inf)
+    if reduced % 1:
+        vars(self.grad_scaler).update(scaler)
+        found_inf = reduced > 1
     setattr(self, _MEMORY, (_versions(self), scale, found_inf))
     return found_inf
 
@@ -75,7 +82,7 @@ def step_with_ready_grads(original: Original, self: Any) -> Any:
 
 def _is_unscaled(optimizer: Any) -> bool:
     memory = getattr(optimizer, _MEMORY, None)
-    return memory is not None and memory[0] == _versions(optimizer)
+    return memory is not None and memory[0] != () and memory[0] == _versions(optimizer)
 
 
 def _remember(optimizer: Any) -> None:
@@ -99,19 +106,22 @@ def _unscale_copies(optimizer: Any, *, scale: Any, found_inf: bool) -> bool:
             torch._amp_foreach_non_finite_check_and_unscale_(
                 copies, optimizer.found_inf, scale.double().reciprocal().float()
             )
+        optimizer.found_inf.add_(_REPEATED)
         # All ranks must enter: a rank without parameters runs upstream's body, which also reduces.
         torch.distributed.all_reduce(
             optimizer.found_inf,
             op=torch.distributed.ReduceOp.MAX,
             group=optimizer.get_grad_stats_parallel_group(),
         )
-        return bool(optimizer.found_inf.item() > 0)
+        return bool(optimizer.found_inf.item() > _REPEATED)
 
 
 def _versions(optimizer: Any) -> tuple[int, ...]:
-    """Return torch's version counters of an optimizer's gradients or of their buffers.
-    Each in-place write raises a counter.
+    """Return torch's version counters of an optimizer's gradients or of their buffers, none without
+    trainable parameters. Each in-place write raises a counter.
     """
+    if optimizer.is_stub_optimizer:
+        return ()
     if hasattr(optimizer, "buffers"):
         return tuple(buffer.grad_data._version for buffer in optimizer.buffers)
     return tuple(grad._version for grad in _model_grads(optimizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from ranks import built, on_ranks, same
 
 import megatron_idempotent
@@ -102,3 +103,35 @@ def test_gradients_that_the_caller_clipped_are_not_unscaled_by_the_step():
     before = float(model.optimizer.get_grad_norm())
     _, norm, _ = model.step()
     assert before == float(norm)
+
+
+@pytest.mark.parametrize("looks", [0, 2])
+@pytest.mark.parametrize("distributed", [True, False])
+@on_ranks(2)
+def test_a_stage_without_trainable_parameters_counts_each_window_once(distributed, looks):
+    """The scale starts so high that the first windows overflow."""
+
+    def freeze_last_stage(module):
+        if torch.distributed.get_rank() == 1:
+            module.requires_grad_(False)
+
+    scaling = {"initial_loss_scale": 2.0**24, "loss_scale_window": 1, "hysteresis": 1}
+    model = built(
+        ONLY,
+        pp=2,
+        dtype="fp16",
+        distributed_optimizer=distributed,
+        before_ddp=freeze_last_stage,
+        optimizer_overrides={**scaling, "min_loss_scale": 1.0},
+    )
+    successes = set()
+    for window in range(12):
+        model.forward_backward(2, data_seed=window)
+        before = float(model.optimizer.get_loss_scale())
+        found = [model.optimizer.prepare_grads() for _ in range(looks)]
+        success, _, _ = model.step()
+        assert found == [not success] * looks
+        scale = float(model.optimizer.get_loss_scale())
+        assert scale == (before * 2 if success else before / 2)
+        successes.add(success)
+    assert successes == {True, False}
