@@ -13,7 +13,9 @@ Affects:
     Every release. Releases before 0.17 carry `megatron.training` in a source checkout only. What
     the patch does: at these barriers, and at the end, ranks exchange failures; if one has failed,
     all raise. The tracker file still names the previous checkpoint. All ranks must call the save,
-    as upstream's own barrier requires.
+    as upstream's own barrier requires. Not covered: with `--ckpt-format torch` and the distributed
+    optimizer, a rank that cannot create the optimizer's folder while its data-parallel peers can;
+    they wait for it in the gather of the optimizer's state until the timeout.
 
 Upstream:
     https://github.com/NVIDIA/Megatron-LM/blob/core_v0.19.0/megatron/training/checkpointing.py,

@@ -119,7 +119,7 @@ def run(function: str, source: str, *, patched: bool) -> Seen:
     """One child."""
     pipe = Pipe()
     pid = _child(pipe, lambda: _limited(lambda: _run(pipe, function, source, patched)))
-    seen = pipe.last(Seen({}, [], "said nothing"))
+    seen = pipe.last(Seen({}, [], "said nothing"), pid)
     _, status = os.waitpid(pid, 0)
     return seen._replace(died=f"ended with {status}") if seen.died else seen  # type: ignore[no-any-return]
 

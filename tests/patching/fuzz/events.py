@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import inspect
 import io
 import os
 import pickle
 import re
+import select
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -136,11 +139,29 @@ class Pipe:
         while message:
             message = message[os.write(self.send, message) :]
 
-    def last(self, otherwise: Any) -> Any:
-        """Read in the parent, once the child has ended or closed its end."""
+    def last(self, otherwise: Any, leader: int | None = None) -> Any:
+        """Read in the parent, once the child has ended or closed its end.
+
+        Give the pid of a child that leads a process group and may be killed: what it leaves, such
+        as the server of a multiprocessing manager, holds the pipe open, and is killed with it.
+        """
         os.close(self.send)
-        with os.fdopen(self.receive, "rb") as file:
-            stream = io.BytesIO(file.read())
+        data, sources = bytearray(), [self.receive]
+        if leader is not None:
+            sources.append(os.pidfd_open(leader))  # readable once it has ended
+        while self.receive in sources:
+            ready, _, _ = select.select(sources, [], [])
+            if leader is not None and self.receive not in ready:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(leader, signal.SIGKILL)
+                os.close(sources.pop())
+            elif chunk := os.read(self.receive, 1 << 16):
+                data += chunk
+            else:
+                sources.remove(self.receive)
+        for descriptor in (self.receive, *sources):
+            os.close(descriptor)
+        stream = io.BytesIO(data)
         for payload in self._payloads(stream):
             otherwise = pickle.loads(payload)
         return otherwise

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bench import MODULES, Result, source_of
+from events import Pipe
 from mutants import REPAIRS, Mutant, cosmetic, mutants
 
 from megatron_idempotent.patching import Target
@@ -116,6 +120,21 @@ def test_the_same_code_in_other_words_is_the_same_body(function):
         changed = parse_body(text, function)
         assert changed is not None
         assert changed.hash == body.hash, label
+
+
+def test_a_pipe_ends_with_its_child_although_a_process_that_the_child_left_holds_it():
+    pipe = Pipe()
+    leader = os.fork()
+    if not leader:
+        os.setpgrp()
+        pipe.say("the child")
+        if os.fork():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+        pipe.say("what it left")
+        os._exit(0)
+    assert pipe.last("nothing", leader) == "the child"
+    assert os.waitpid(leader, 0) == (leader, signal.SIGKILL)
 
 
 @pytest.mark.exhaustive
