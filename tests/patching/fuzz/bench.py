@@ -10,6 +10,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -110,7 +111,7 @@ def examine_all(work: Sequence[tuple[str, str, str]], jobs: int = 1) -> list[Res
         pid = _child(pipe, lambda mine=mine, pipe=pipe: pipe.say([examine(*one) for one in mine]))
         children.append((job, pid, pipe))
     for job, pid, pipe in children:
-        found[job::jobs] = pipe.last(None)
+        found[job::jobs] = pipe.last(None, pid)
         os.waitpid(pid, 0)
     return found  # type: ignore[return-value]
 
@@ -121,6 +122,8 @@ def run(function: str, source: str, *, patched: bool) -> Seen:
     pid = _child(pipe, lambda: _limited(lambda: _run(pipe, function, source, patched)))
     seen = pipe.last(Seen({}, [], "said nothing"), pid)
     _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # what it has left
     return seen._replace(died=f"ended with {status}") if seen.died else seen  # type: ignore[no-any-return]
 
 
@@ -169,7 +172,7 @@ def _run(pipe: Pipe, function: str, source: str, patched: bool) -> None:
             for program in programs.PROGRAMS[function]:
                 own = Pipe()
                 child = _child(own, lambda own=own, program=program: _tell(own, program))
-                events.append(own.last([]))
+                events.append(own.last([], child))
                 _, status = os.waitpid(child, 0)
                 died = died or (f"ended with {status}" if status else "")
         pipe.say(Seen(statuses, events, died))

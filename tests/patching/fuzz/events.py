@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import select
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -139,28 +138,26 @@ class Pipe:
         while message:
             message = message[os.write(self.send, message) :]
 
-    def last(self, otherwise: Any, leader: int | None = None) -> Any:
-        """Read in the parent, once the child has ended or closed its end.
+    def last(self, otherwise: Any, child: int) -> Any:
+        """Read in the parent, until the child, whose pid this is, ends or closes its end.
 
-        Give the pid of a child that leads a process group and may be killed: what it leaves, such
-        as the server of a multiprocessing manager, holds the pipe open, and is killed with it.
+        A process that the child leaves, as the server of a multiprocessing manager, may hold the
+        pipe open for ever.
         """
         os.close(self.send)
-        data, sources = bytearray(), [self.receive]
-        if leader is not None:
-            sources.append(os.pidfd_open(leader))  # readable once it has ended
-        while self.receive in sources:
-            ready, _, _ = select.select(sources, [], [])
-            if leader is not None and self.receive not in ready:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(leader, signal.SIGKILL)
-                os.close(sources.pop())
-            elif chunk := os.read(self.receive, 1 << 16):
-                data += chunk
-            else:
-                sources.remove(self.receive)
-        for descriptor in (self.receive, *sources):
-            os.close(descriptor)
+        os.set_blocking(self.receive, False)
+        ended = os.pidfd_open(child)  # readable once it has ended
+        data = bytearray()
+        while True:
+            ready, _, _ = select.select([self.receive, ended], [], [])
+            with contextlib.suppress(BlockingIOError):
+                while chunk := os.read(self.receive, 1 << 16):
+                    data += chunk
+                break
+            if ended in ready:
+                break
+        os.close(self.receive)
+        os.close(ended)
         stream = io.BytesIO(data)
         for payload in self._payloads(stream):
             otherwise = pickle.loads(payload)

@@ -221,7 +221,7 @@ def seeding(*, offset: int) -> Iterator[Event]:
         try:
             events = list(_seeding_on(0, folder, 0))
         finally:
-            others = pipe.last([])
+            others = pipe.last([], child)
             os.waitpid(child, 0)
     for mine, theirs in zip(events, others, strict=True):
         drawn = [event.seen.get("drawn") for event in (mine, theirs)]

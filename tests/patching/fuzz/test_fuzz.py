@@ -124,8 +124,8 @@ def test_the_same_code_in_other_words_is_the_same_body(function):
 
 def test_a_pipe_ends_with_its_child_although_a_process_that_the_child_left_holds_it():
     pipe = Pipe()
-    leader = os.fork()
-    if not leader:
+    child = os.fork()
+    if not child:
         os.setpgrp()
         pipe.say("the child")
         if os.fork():
@@ -133,8 +133,9 @@ def test_a_pipe_ends_with_its_child_although_a_process_that_the_child_left_holds
         time.sleep(30)
         pipe.say("what it left")
         os._exit(0)
-    assert pipe.last("nothing", leader) == "the child"
-    assert os.waitpid(leader, 0) == (leader, signal.SIGKILL)
+    assert pipe.last("nothing", child) == "the child"
+    assert os.waitpid(child, 0) == (child, signal.SIGKILL)
+    os.killpg(child, signal.SIGKILL)
 
 
 @pytest.mark.exhaustive
