@@ -1,6 +1,6 @@
 """Measures what `apply()` costs a program before it imports Megatron, and at that import.
 
-    python -m benchmarks.apply_cost [--rounds 6] [--json]
+    python -m benchmarks.apply_cost [--rounds 3] [--json]
 
 `import megatron_idempotent; apply()` in fresh interpreters, taken in turn with two yardsticks: an
 interpreter that does nothing, and one that imports asyncio from the standard library. CPU time,
@@ -145,7 +145,9 @@ def main() -> None:
     least, and the median ÷ that of a program which does not use this package.
     """
     parser = options(__doc__)
-    parser.add_argument("--rounds", type=int, default=6, help="a third of them import Megatron")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="a third of them import Megatron, or compile"
+    )
     asked = parser.parse_args()
     seldom = max(1, asked.rounds // 3)
     compiled, small = {"PYTHONDONTWRITEBYTECODE": ""}, (PROGRAMS, "import asyncio", asked.rounds)
@@ -158,7 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as empty:
         # Looked for there, of this package and of the standard library alike.
         without = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty}
-        measure("without compiled files", *small, **without)
+        measure("without compiled files", PROGRAMS, "import asyncio", seldom, **without)
     at_import = (AT_IMPORT, "import megatron.training", seldom)
     measure("at the import of Megatron", *at_import, **compiled)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,24 +1,25 @@
 """Measures a step in pieces: `TrainStep` ÷ a plain Megatron step, and eight chunks ÷ one.
 
-    python -m benchmarks.split_step [--rounds 4] [--hidden 256] [--json]
-                                    [--latency-ms 2] [--gigabytes-per-s 0.2] [--only-steps]
+    python -m benchmarks.split_step [--rounds 3] [--hidden 256] [--json]
+                                    [--all [--latency-ms 2] [--gigabytes-per-s 0.2]]
                                     [--device cuda [--seconds 60]]
 
-For each layout, CPU ranks take steps in several ways on one model and the same data, alternately: a
-step with Megatron alone; steps in one and in eight calls, with and without `last=True`; steps that
-pass a list of all microbatches; and a step with `order_stable=True`. The results are the medians
-over rounds of the ratios of wall time and of the rank's CPU time, which a busy machine affects
-less. For the list, also of the wall time of the call alone: `microbatch` ÷ Megatron's schedule.
+On one CPU rank and on two pipeline stages, ranks take steps in several ways on one model and the
+same data, alternately: a step with Megatron alone; steps in one and in eight calls, with and
+without `last=True`; steps that pass a list of all microbatches; and a step with
+`order_stable=True`. The results are the medians over rounds of the ratios of wall time and of the
+rank's CPU time, which a busy machine affects less. For the list, also of the wall time of the call
+alone: `microbatch` ÷ Megatron's schedule.
 
 On two pipeline stages each call fills and drains the pipeline, so that eight calls have more
 bubbles: the expected ratio is (microbatches + 8 x (stages - 1)) / (microbatches + stages - 1). It
 is printed next to the ratio of wall times. CPU time does not include bubbles.
 
-Then two replicas with microbatches of 16 rows and a simulated network, which delays each reduction:
-the communication time that computation does not hide. Finally the peak memory of a step, from the
-allocator's events. `--only-steps` skips both, and so does `--device cuda`, which uses one rank with
-a bf16 model of realistic sizes (hidden 2048 and rows of 2048 tokens by default), and reads the
-clock after waiting for the device.
+`--all` takes some seven minutes. It adds two replicas and an interleaved pipeline; two replicas
+with microbatches of 16 rows and a simulated network, which delays each reduction: the communication
+time that computation does not hide; and the peak memory of a step, from the allocator's events.
+`--device cuda` uses one rank with a bf16 model of realistic sizes (hidden 2048 and rows of 2048
+tokens by default), and reads the clock after waiting for the device.
 """
 
 from __future__ import annotations
@@ -52,11 +53,14 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "two stages": (2, 16, {"pp": 2, "layers_per_stage": 1}),
     "interleaved": (2, 16, {"pp": 2, "vpp": 2, "layers_per_stage": 1}),
 }
+#: Measured without `--all`, too.
+ALWAYS = ("one rank", "two stages")
 PAIRS = [
     ("one", "plain"),
     ("one, last", "plain"),
     ("eight", "one"),
     ("eight, last", "one, last"),
+    ("eight, last", "plain"),
     ("list", "plain"),
     ("list, last", "plain"),
     ("order stable", "one"),
@@ -151,10 +155,10 @@ def memory(hidden: int) -> dict[str, float]:
 def main() -> None:
     """Print the ratios of step times, the exposed communication, and the memory of steps."""
     parser = options(__doc__)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hidden", type=int, help="size of the hidden layers")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a row on a GPU")
-    parser.add_argument("--only-steps", action="store_true", help="no network, no memory")
+    parser.add_argument("--all", action="store_true", help="all layouts, a network, and memory")
     add_device(parser)
     add_seconds(parser)
     parser.add_argument("--latency-ms", type=float, default=2.0)
@@ -171,7 +175,8 @@ def main() -> None:
 
 def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     hidden = asked.hidden or 256
-    for layout, (ranks, microbatches, model) in LAYOUTS.items():
+    for layout in LAYOUTS if asked.all else ALWAYS:
+        ranks, microbatches, model = LAYOUTS[layout]
         progress(layout)
         arguments = (asked.rounds, hidden, microbatches, model)
         seconds = cpu.run_ranks(ranks, times, *arguments, timeout_s=1200.0)[0]
@@ -181,7 +186,7 @@ def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if stages > 1:
             slots = (microbatches + CHUNKS * (stages - 1)) / (microbatches + stages - 1)
             yield {f"{layout}, bubbles": slots}
-    if asked.only_steps:
+    if not asked.all:
         return
     progress("a slow network")
     network = (asked.latency_ms / 1e3, asked.gigabytes_per_s * 1e9)
@@ -206,7 +211,7 @@ def _on_ranks(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _on_device(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     arguments = (asked.rounds, asked.hidden or 2048, asked.sequence, asked.seconds)
     seconds = cpu.run_ranks(1, times_on_device, *arguments, timeout_s=600.0, device=asked.device)[0]
-    pairs = [*PAIRS, ("eight, last", "plain"), ("eight", "plain")]
+    pairs = [*PAIRS, ("eight", "plain")]
     yield {"plain_ms": 1e3 * statistics.median(each[0] for each in seconds["plain"])}
     for name, value in _ratios(seconds, 0, pairs).items():
         yield {name: aim(value, AIMS[name]) if name in AIMS else value}
