@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,10 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils import _pytree
 
-from megatron_idempotent.patching.base import PerProcess
+from megatron_idempotent.patching.base import PerProcess, PerProcessDict
+
+#: gloo's devices, by the id of the process that made them.
+_devices: dict[int, Any] = PerProcessDict(__name__, "_devices")
 
 GROUP_MAKERS = ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration")
 
@@ -53,6 +57,30 @@ def on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return make
+
+
+def on_one_device(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the constructor of gloo's process groups so that all groups of a process use one device.
+
+    A device has a thread, which wakes up a hundred times a second although nothing is sent. With a
+    device each, as torch has it, the groups of a few idle ranks take a good part of a core.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        devices = _devices.get(os.getpid())  # not those of a parent, whose threads a fork leaves
+        if devices is not None and len(args) == 3 and not kwargs.get("enable_reconfigure"):
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = devices
+            if "timeout" in kwargs:
+                options._timeout = kwargs["timeout"]
+            original(self, *args, options)
+            return
+        original(self, *args, **kwargs)
+        if devices is None and hasattr(self, "options"):
+            _devices[os.getpid()] = self.options._devices
+
+    return __init__
 
 
 def with_listed_splits(original: Callable[..., Any]) -> Callable[..., Any]:

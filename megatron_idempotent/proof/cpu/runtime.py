@@ -66,11 +66,13 @@ class _Active:
     def start(self) -> None:
         from . import collectives, device, placement
 
+        gloo = torch.distributed.ProcessGroupGloo
         # All are computed before any is installed: they look up originals.
         planned = [
             *device.replacements(),
             *placement.tensor_replacements(),
             *collectives.collective_replacements(),
+            (gloo, "__init__", collectives.on_one_device(gloo.__init__)),
             (torch, "compile", _later(torch.compile)),
             (torch.compiler, "disable", _later(torch.compiler.disable)),
         ]

@@ -128,6 +128,11 @@ EMULATED: tuple[tuple[str, str], ...] = (
         'gloo for "nccl" and for no backend; device_id and NCCL options are dropped',
     ),
     (
+        "torch.distributed.distributed_c10d.ProcessGroupGloo.__init__",
+        "itself, on one gloo device for all groups of a process: each device has a thread that "
+        "wakes up a hundred times a second",
+    ),
+    (
         "torch.distributed.all_to_all_single",
         "itself, with split sizes that are tensors turned into lists",
     ),

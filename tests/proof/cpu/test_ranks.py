@@ -13,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import pytest
 import tomllib
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 from starts import started
 
 import megatron_idempotent
@@ -667,3 +669,24 @@ def wait_until(condition, timeout_s):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@on_ranks(2)
+def test_groups_of_a_rank_share_one_device_of_gloo_and_so_one_thread():
+    def loops():
+        tasks = Path("/proc/self/task").glob("*/comm")
+        return sum(path.read_text().startswith("gloo_tcp_loop") for path in tasks)
+
+    before = loops()
+    groups = [dist.new_group([0, 1]) for _ in range(8)]
+    for group in groups:
+        value = torch.ones(3)
+        dist.all_reduce(value, group=group)
+        assert value.tolist() == [2.0] * 3
+    assert loops() == before == 1
+    if child := os.fork():  # a fork takes no thread along
+        assert os.waitpid(child, 0) == (child, 0)
+        return
+    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=60))
+    alone.barrier().wait()
+    os._exit(loops() - 1)
