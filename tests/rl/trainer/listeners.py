@@ -122,9 +122,7 @@ def rows_of_ranks(reports):
                 kind = "torch's `TCPStore`" if listener.port == each["store"] else "gloo"
             kinds.setdefault((kind, listener.address), set()).add(listener)
         for (kind, address), sockets in kinds.items():
-            of_groups = kind == "gloo" and len(sockets) == each["groups"]
-            number = "1 per group" if of_groups else str(len(sockets))
-            found.setdefault((kind, number, address), []).append(each["rank"])
+            found.setdefault((kind, str(len(sockets)), address), []).append(each["rank"])
     everyone = [each["rank"] for each in reports]
     return {
         Row("each rank" if ranks == everyone else f"rank {str(ranks).strip('[]')}", *rest)
