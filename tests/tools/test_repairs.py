@@ -264,6 +264,16 @@ def test_a_proof_that_holds_has_no_fault(clone):
     assert list(faults("fits", STOCK, MENDED)) == []
 
 
+@pytest.mark.parametrize("before", [{"test_theirs": ["failed: of the hazard"]}, {}])
+def test_upstreams_tests_may_pass_after_a_repair_that_did_not_before(clone, before):
+    stock = with_fields(STOCK, unit_tests={**STOCK.unit_tests, "test_theirs.py": before})
+    passed = {**MENDED.unit_tests, "test_theirs.py": {"test_theirs": ["passed"]}}
+    assert list(faults("fits", stock, with_fields(MENDED, unit_tests=passed))) == []
+    cut_off = {**MENDED.unit_tests, "test_theirs.py": {}}
+    found = list(faults("fits", stock, with_fields(MENDED, unit_tests=cut_off)))
+    assert len(found) == len(before)
+
+
 def test_a_patch_stays_where_a_repair_leaves_a_part_of_its_hazard(clone, monkeypatch):
     repair = with_fields(repairs.repair_of("fits"), leaves="two instances")
     monkeypatch.setattr(repairs, "repair_of", lambda _: repair)
