@@ -150,17 +150,17 @@ def main() -> None:
     )
     asked = parser.parse_args()
     seldom = max(1, asked.rounds // 3)
-    compiled, small = {"PYTHONDONTWRITEBYTECODE": ""}, (PROGRAMS, "import asyncio", asked.rounds)
+    compiled, small = {"PYTHONDONTWRITEBYTECODE": ""}, (PROGRAMS, "import asyncio")
     found = {}
 
     def measure(part: str, *programs: Any, **environ: str) -> None:
         found[part] = _measure(part, environ, *programs)
 
-    measure("with compiled files", *small, **compiled)
+    measure("with compiled files", *small, asked.rounds, **compiled)
     with tempfile.TemporaryDirectory() as empty:
         # Looked for there, of this package and of the standard library alike.
         without = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": empty}
-        measure("without compiled files", PROGRAMS, "import asyncio", seldom, **without)
+        measure("without compiled files", *small, seldom, **without)
     at_import = (AT_IMPORT, "import megatron.training", seldom)
     measure("at the import of Megatron", *at_import, **compiled)
     with tempfile.TemporaryDirectory() as folder:

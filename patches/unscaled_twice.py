@@ -53,7 +53,7 @@ def prepare_grads(original: Original, self: Any) -> Any:
     scale, scaler = self.grad_scaler.scale, dict(vars(self.grad_scaler))
     found_inf = original(self)
     reduced = float(self.found_inf)
-    if reduced % 1:
+    if reduced % 1:  # the others had unscaled theirs before, and left their loss scale alone
         vars(self.grad_scaler).update(scaler)
         found_inf = reduced > 1
     setattr(self, _MEMORY, (_versions(self), scale, found_inf))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import inspect
 import io
@@ -145,17 +144,13 @@ class Pipe:
         pipe open for ever.
         """
         os.close(self.send)
-        os.set_blocking(self.receive, False)
         ended = os.pidfd_open(child)  # readable once it has ended
         data = bytearray()
-        while True:
-            ready, _, _ = select.select([self.receive, ended], [], [])
-            with contextlib.suppress(BlockingIOError):
-                while chunk := os.read(self.receive, 1 << 16):
-                    data += chunk
+        # After its end what it has sent is still to be read.
+        while self.receive in select.select([self.receive, ended], [], [])[0]:
+            if not (chunk := os.read(self.receive, 1 << 16)):
                 break
-            if ended in ready:
-                break
+            data += chunk
         os.close(self.receive)
         os.close(ended)
         stream = io.BytesIO(data)

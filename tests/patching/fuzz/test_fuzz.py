@@ -130,7 +130,7 @@ def test_a_pipe_ends_with_its_child_although_a_process_that_the_child_left_holds
         pipe.say("the child")
         if os.fork():
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(30)
+        time.sleep(30)  # after which a test that waits for it fails; it is killed before
         pipe.say("what it left")
         os._exit(0)
     assert pipe.last("nothing", child) == "the child"

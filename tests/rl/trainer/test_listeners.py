@@ -87,8 +87,8 @@ def test_under_torchrun_its_store_listens_on_every_interface(tmp_path):
     # A process has its parent's sockets until it runs a program of its own.
     of_ranks = [seen.pop(pid) - stores for pid in ranks.values()]
     assert set().union(*seen.values()) <= stores
+    (number,) = {len(sockets) for sockets in of_ranks}
     for kind, address in {(each.kind, each.address) for each in set().union(*of_ranks)}:
-        (number,) = {len(sockets) for sockets in of_ranks}
         rows.add(Row("each rank", kind.replace("TCP", "gloo"), str(number), address))
     assert rows == table("torchrun")
 
