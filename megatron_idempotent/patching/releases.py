@@ -271,6 +271,20 @@ def modules_in(package: str, files: Iterable[str]) -> list[str]:
     return [package if stem == "__init__" else f"{package}.{stem}" for stem in stems]
 
 
+# (Path, modification time, size) of a file → its digest, which ranks inherit from their launcher.
+_file_digests: dict[tuple[str, int, int], str] = {}
+
+
+def _digest_of_file(path: str) -> str:
+    """Return `digest_of` a file's content, read again only if the file has changed."""
+    status = os.stat(path)
+    state = path, status.st_mtime_ns, status.st_size
+    if state not in _file_digests:
+        with open(path, "rb") as file:
+            _file_digests[state] = digest_of(file.read())
+    return _file_digests[state]
+
+
 class OnPath:
     """Reads the source of modules on the import path without importing them; reads each file and
     folder once.
@@ -305,13 +319,10 @@ class OnPath:
         """
         if module not in self._digests:
             path = find(module)
-            self._digests[module] = None
             try:
-                if path is not None:
-                    with open(path, "rb") as file:
-                        self._digests[module] = digest_of(file.read())
+                self._digests[module] = None if path is None else _digest_of_file(path)
             except OSError:
-                pass
+                self._digests[module] = None
         return self._digests[module]
 
     def beside(self, module: str) -> list[str]:

@@ -652,7 +652,8 @@ def kept(file: str) -> CodeType | None:
     return _read_kept(cached, int(source.st_mtime), source.st_size)
 
 
-@lru_cache(maxsize=64)
+# As for `_read_text`: with fewer entries than modules, each rank would read all of them again.
+@lru_cache(maxsize=256)
 def _read_kept(cached: str, seconds: int, size: int) -> CodeType | None:
     # PEP 552: the interpreter's number, no flags, and time and size of the source.
     head = struct.pack("<III", 0, seconds & _32_BITS, size & _32_BITS)

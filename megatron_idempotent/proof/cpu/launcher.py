@@ -429,15 +429,14 @@ def _read_ahead() -> None:
     """
     import wrapt  # noqa: F401  patches that wait for an import need it
 
-    from megatron_idempotent.patching import catalog, decide, patch_points
+    from megatron_idempotent.patching import catalog, decide, install
     from megatron_idempotent.patching.base import Conflict
 
     for patch in catalog.patches().values():
-        bodies = decide.check_bodies(patch, named=False).bodies
-        for target in patch.targets:
-            if target.module in sys.modules and target.address in bodies:
-                with contextlib.suppress(Conflict, AttributeError):  # apply() reports it
-                    patch_points.check_patch_point(target, bodies[target.address])
+        verdict = decide.check_bodies(patch, named=False)
+        if verdict.status is None:
+            with contextlib.suppress(Conflict, AttributeError):  # apply() reports it
+                install.check(patch, verdict)
 
 
 def _look_up_once() -> None:

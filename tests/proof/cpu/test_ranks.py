@@ -264,6 +264,18 @@ def test_what_is_the_same_on_all_ranks_is_looked_up_before_they_are_forked(megat
     megatron_ranks(1, look_up_without_files, distributed=False)
 
 
+def read_by_apply():
+    opened = []
+    sys.addaudithook(lambda event, values: event == "open" and opened.append(str(values[0])))
+    megatron_idempotent.apply()
+    (folder,) = importlib.util.find_spec("megatron.core").submodule_search_locations
+    return [path for path in opened if path.startswith(os.path.dirname(folder))]
+
+
+def test_apply_reads_no_file_of_megatron_again_on_each_rank(megatron_ranks):
+    assert megatron_ranks(1, read_by_apply, distributed=False) == [[]]
+
+
 PROMPT = """
 import copy
 import sys

@@ -38,19 +38,24 @@ def train(argv, out):
             pool.close()
 
 
-def train_under_torchrun(argv, out):
-    """Run torchrun with the command; its ranks are forked."""
+def train_under_torchrun(argv, out, restarts=40, folder=None):
+    """Run torchrun with the command, in a folder; its ranks are forked. Return its exit code."""
     _as_if_started()
+    if folder is not None:
+        os.chdir(folder)
+        sys.path.insert(0, folder)  # as `python -m` does
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = ForkedProgram
-    options = ["--nproc-per-node=2", "--standalone", "--max-restarts=40", "--monitor-interval=0.1"]
+    options = ["--nproc-per-node=2", "--standalone", f"--max-restarts={restarts}"]
     with open(out, "a", buffering=1) as said, contextlib.redirect_stderr(said):
         os.dup2(said.fileno(), 2)
         try:
-            run.main([*options, "-m", "megatron_idempotent", "train", *argv])
+            run.main(
+                [*options, "--monitor-interval=0.1", "-m", "megatron_idempotent", "train", *argv]
+            )
         except ChildFailedError:
             return 1
         return 0
@@ -59,7 +64,8 @@ def train_under_torchrun(argv, out):
 def _as_if_started():
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name)
-    kill_points.watch()
+    if kill_points.PLAN in os.environ:
+        kill_points.watch()
 
 
 class Forked:
