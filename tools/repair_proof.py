@@ -25,6 +25,8 @@ from megatron_idempotent.patching.catalog import hazards, index_entries
 from megatron_idempotent.proof.cpu import PROGRAM_PRELOAD, RankPool, program
 from megatron_idempotent.proof.prove import control_result, outcome, run_or_error
 
+#: For one file of unit tests, several times what the slowest takes on an idle machine.
+_DEADLINE_S = 900.0
 _OVERLAPS = ("--overlap-grad-reduce", "--overlap-param-gather")
 _STAGES = ("--pipeline-model-parallel-size", "2", "--num-layers", "2")
 #: Layouts that train in three calls and in one: ranks, options, and the distributed optimizer.
@@ -112,7 +114,7 @@ def main() -> None:
         for test in arguments.unit_tests:
             ranks, _, file = test.partition(":")
             result.unit_tests[file] = outcomes(
-                pool, int(ranks), arguments.tree.resolve(), file, False, 240.0
+                pool, int(ranks), arguments.tree.resolve(), file, False, _DEADLINE_S
             )
         if arguments.programs:
             result.programs = run_programs(pool)

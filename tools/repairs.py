@@ -313,7 +313,9 @@ def faults(
                 # What failed before, or was cut off by its deadline, may pass after the repair.
                 is_passed = set(after.get(test, ())) == {"passed"}
                 if before.get(test) != after.get(test) and not is_passed:
-                    yield f"{test}: {before.get(test)} before, {after.get(test)} after"
+                    # A file is cut off where its rank died, or its deadline passed.
+                    outcomes = [tree.get(test) or "cut off" for tree in (before, after)]
+                    yield f"{test}: {outcomes[0]} before, {outcomes[1]} after"
         else:
             after_outcomes = set(itertools.chain(*after.values()))
             failed_before = any(o.startswith("failed") for o in itertools.chain(*before.values()))
