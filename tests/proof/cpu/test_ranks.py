@@ -689,16 +689,20 @@ def test_groups_of_a_rank_share_one_device_of_gloo_and_so_one_thread():
         tasks = Path("/proc/self/task").glob("*/comm")
         return sum(path.read_text().startswith("gloo_tcp_loop") for path in tasks)
 
-    before = loops()
+    wait_until(lambda: loops() == 1, 30)
     groups = [dist.new_group([0, 1]) for _ in range(8)]
     for group in groups:
         value = torch.ones(3)
         dist.all_reduce(value, group=group)
         assert value.tolist() == [2.0] * 3
-    assert loops() == before == 1
+    assert loops() == 1
     if child := os.fork():  # a fork takes no thread along
         assert os.waitpid(child, 0) == (child, 0)
         return
-    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=60))
-    alone.barrier().wait()
-    os._exit(loops() - 1)
+    try:
+        alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=60))
+        alone.barrier().wait()
+        wait_until(lambda: loops() == 1, 30)  # the thread gives itself its name
+        os._exit(0)
+    finally:
+        os._exit(1)

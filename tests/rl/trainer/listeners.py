@@ -17,6 +17,7 @@ from megatron_idempotent.rl.trainer.async_ranks import PolicyWorker
 
 PAGE = Path(__file__).parents[3] / "SECURITY.md"
 REPORT = "rank-{}.report"
+STORE = "torch's `TCPStore`"
 
 
 class Row(NamedTuple):
@@ -119,7 +120,7 @@ def rows_of_ranks(reports):
         for listener in each["listeners"]:
             kind = listener.kind
             if kind == "TCP":
-                kind = "torch's `TCPStore`" if listener.port == each["store"] else "gloo"
+                kind = STORE if listener.port == each["store"] else "gloo"
             kinds.setdefault((kind, listener.address), set()).add(listener)
         for (kind, address), sockets in kinds.items():
             found.setdefault((kind, str(len(sockets)), address), []).append(each["rank"])
@@ -137,3 +138,19 @@ class ReportingWorker(PolicyWorker):
         super().save_hf(directory)
         file = Path(directory).with_name(REPORT.format(os.environ["RANK"]))
         file.write_bytes(pickle.dumps(report()))
+
+
+def rows_of_torchrun(seen, torchrun, ranks):
+    """Return the listeners of a torchrun and its ranks, by their process ids, as rows of the table.
+
+    Nothing else that was seen may listen.
+    """
+    stores = seen.pop(torchrun)
+    rows = {Row("torchrun", STORE, str(len(stores)), each.address) for each in stores}
+    # A process has its parent's sockets until it runs a program of its own.
+    of_ranks = [seen.pop(pid) - stores for pid in ranks]
+    assert set().union(*seen.values()) <= stores
+    (number,) = {len(sockets) for sockets in of_ranks}
+    for each in set().union(*of_ranks):
+        rows.add(Row("each rank", each.kind.replace("TCP", "gloo"), str(number), each.address))
+    return rows

@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("transformers")  # comes with the extra `trainer`
 
 import torch
-from listeners import REPORT, Row, listening, report, rows_of_ranks, table, watched
-from test_torchrun import OPTIONS, Started
+from listeners import REPORT, STORE, Row, listening, report, rows_of_ranks, table, watched
 from trainer_cases import ASYNC, SYNC, TIMEOUT_S, job_for, needs_megatron_training
 
 from megatron_idempotent.rl.engines.vllm_server import VllmServer
@@ -32,7 +31,6 @@ pytestmark = [
         not Path("/proc/net/unix").exists(), reason="what listens is read from Linux' /proc"
     ),
 ]
-STORE = "torch's `TCPStore`"
 
 
 def run_and_report(job):
@@ -69,28 +67,6 @@ def test_ranks_that_are_forked_listen_for_each_other_on_loopback(way, request):
     of_ranks = set().union(*(each["listeners"] for each in reports))
     assert set().union(*seen.values()) <= of_ranks
     assert {each["pid"] for each in reports} <= seen.keys()
-
-
-@needs_megatron_training
-def test_under_torchrun_its_store_listens_on_every_interface(tmp_path):
-    with watched() as seen:
-        started = Started(tmp_path, *OPTIONS, "--set", "run.rollouts=1")
-        try:
-            ranks = started.until(lambda: len(found := started.ranks()) == 2 and found)
-            assert started.ended() == 0, started.said()
-        finally:
-            started.process.kill()
-            started.process.wait()
-    stores = seen.pop(started.process.pid)
-    addresses = {each.address for each in stores}
-    rows = {Row("torchrun", STORE, str(len(stores)), address) for address in addresses}
-    # A process has its parent's sockets until it runs a program of its own.
-    of_ranks = [seen.pop(pid) - stores for pid in ranks.values()]
-    assert set().union(*seen.values()) <= stores
-    (number,) = {len(sockets) for sockets in of_ranks}
-    for kind, address in {(each.kind, each.address) for each in set().union(*of_ranks)}:
-        rows.add(Row("each rank", kind.replace("TCP", "gloo"), str(number), address))
-    assert rows == table("torchrun")
 
 
 def test_listeners_of_each_kind_are_seen_and_others_are_not(tmp_path):

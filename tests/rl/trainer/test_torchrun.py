@@ -17,6 +17,7 @@ pytest.importorskip("tokenizers")  # comes with the extra `trainer`
 
 import kill_points
 import recovery_command
+from listeners import rows_of_torchrun, table, watched
 from trainer_cases import SYNC, TIMEOUT_S, digest, job_for, needs_megatron_training, rows
 
 from megatron_idempotent.rl.trainer import loop, output
@@ -129,8 +130,11 @@ def check(out, embedded):
 
 
 def test_a_run_has_the_bits_of_one_that_starts_its_own_ranks(torchrun, embedded, tmp_path):
-    started = torchrun(*OPTIONS)
-    assert started.ended() == 0, started.said()
+    with watched() as seen:
+        started = torchrun(*OPTIONS)
+        ranks = started.until(lambda: len(found := started.ranks()) == 2 and found)
+        assert started.ended() == 0, started.said()
+    assert rows_of_torchrun(seen, started.process.pid, ranks.values()) == table("torchrun")
     out = tmp_path / "runs" / "train-001"
     check(out, embedded)
     # One of them speaks, of one run.
