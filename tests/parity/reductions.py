@@ -318,6 +318,11 @@ class _Gpt:
             **plain, overlap_grad_reduce=False, distributed_optimizer=False, with_optimizer=False
         )
         self._plain.config.finalize_model_grads_func = None
+        self._plain_buffers = [
+            buffer
+            for chunk in self._plain.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
         named = (chunk.module.named_parameters() for chunk in self._plain.chunks)
         mine = (chunk.module.parameters() for chunk in self.chunks)
         self._expected = {
@@ -341,11 +346,7 @@ class _Gpt:
     def add_to_reference(self, microbatches: int, data_seed: int) -> None:
         """Add the gradients of a call; what an earlier program has computed is copied."""
         self._history += ((microbatches, data_seed),)
-        gradients = [
-            buffer.grad_data
-            for chunk in self._plain.chunks
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
+        gradients = [buffer.grad_data for buffer in self._plain_buffers]
         if known := _KNOWN_SUMS.get(self._history):
             for gradient, value in zip(gradients, known, strict=True):
                 gradient.copy_(value)
@@ -357,11 +358,11 @@ class _Gpt:
         from megatron.core import parallel_state
 
         self._history += ("reduced",)
+        for buffer in self._plain_buffers:
+            buffer.grad_data *= buffer.gradient_scaling_factor
+            # All ranks of the buffer's data-parallel group take part.
+            torch.distributed.all_reduce(buffer.grad_data, group=buffer.data_parallel_group)
         for chunk in self._plain.chunks:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                buffer.grad_data *= buffer.gradient_scaling_factor
-                # All ranks of the buffer's data-parallel group take part.
-                torch.distributed.all_reduce(buffer.grad_data, group=buffer.data_parallel_group)
             if self.config.sequence_parallel:
                 group = parallel_state.get_tensor_model_parallel_group()
                 for param in chunk.module.parameters():

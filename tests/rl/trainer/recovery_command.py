@@ -49,13 +49,14 @@ def train_under_torchrun(argv, out, restarts=40, folder=None):
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     subprocess_handler.Popen = ForkedProgram
-    options = ["--nproc-per-node=2", "--standalone", f"--max-restarts={restarts}"]
+    options = [
+        *("--nproc-per-node=2", "--standalone"),
+        *(f"--max-restarts={restarts}", "--monitor-interval=0.1"),
+    ]
     with open(out, "a", buffering=1) as said, contextlib.redirect_stderr(said):
         os.dup2(said.fileno(), 2)
         try:
-            run.main(
-                [*options, "--monitor-interval=0.1", "-m", "megatron_idempotent", "train", *argv]
-            )
+            run.main([*options, "-m", "megatron_idempotent", "train", *argv])
         except ChildFailedError:
             return 1
         return 0
