@@ -49,7 +49,7 @@ from .holders import (
 )
 from .import_hooks import namespace
 from .neighbours import mentioned
-from .patch_points import ABSENT, PatchPoint, unbound
+from .patch_points import ABSENT, Identities, PatchPoint, unbound
 
 #: Attributes of a patch point: the function, the object in its owner's `__dict__` (which may be a
 #: staticmethod or classmethod), and the function that another package has wrapped.
@@ -199,7 +199,7 @@ class _Original:
         self._remembered[:] = [h for h in self._remembered if self.add(h, self._at(h))]
 
     def _at(self, holder: Holder) -> References:
-        return references(holder, {self.id}).get(self.id, {})
+        return references(holder, Identities([self.value])).get(self.id, {})
 
     @property
     def _remembered(self) -> list[Holder]:
@@ -300,7 +300,7 @@ def _search(originals: Sequence[_Original], container_ids: set[int]) -> None:
     if gc.get_freeze_count() > _FROZEN:
         unexplained = [original for original in unexplained if original.is_held_by_others]
         if unexplained:
-            _add(unexplained, everywhere({original.id for original in unexplained}), None, _FEW)
+            _add(unexplained, everywhere(_functions_of(unexplained)), None, _FEW)
 
 
 def _add(
@@ -310,8 +310,14 @@ def _add(
     most: int,
 ) -> None:
     by_id = {original.id: original for original in originals}
+    functions = _functions_of(by_id.values())
     for holder in holders:
-        for key, counts in references(holder, by_id.keys(), within, most).items():
-            labelled = with_attribute(holder, key)
-            if by_id[key].add(labelled, counts):
-                by_id[key].remember(labelled)
+        for key, counts in references(holder, functions, within, most).items():
+            original = by_id[key]
+            labelled = with_attribute(holder, Identities([original.value]))
+            if original.add(labelled, counts):
+                original.remember(labelled)
+
+
+def _functions_of(originals: Iterable[_Original]) -> Identities:
+    return Identities([original.value for original in originals])

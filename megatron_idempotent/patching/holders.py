@@ -14,11 +14,11 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .import_hooks import namespace
-from .patch_points import find_owner, modules, unbound
+from .patch_points import Identities, find_owner, modules, unbound
 
 _OURS = __name__.partition(".")[0]
 #: The most steps from a function up to a name: a table in a table of a module's object takes five.
@@ -99,7 +99,7 @@ def of_class(cls: type, name: str) -> Holder:
 
 def references(
     holder: Holder,
-    function_ids: Set[int],
+    functions: Identities,
     within: Collection[int] | None = None,
     most: int = MOST,
 ) -> dict[int, References]:
@@ -108,7 +108,7 @@ def references(
 
     Args:
         holder: the holder.
-        function_ids: the ids of the functions.
+        functions: the functions.
         within: ids of the containers that are searched; None for all.
         most: the most containers that are searched.
 
@@ -117,7 +117,7 @@ def references(
     """
     owner = holder.owner()
     value = namespace(owner).get(holder.name) if holder.name else owner
-    if id(value) in function_ids:
+    if value in functions:
         # By the module's namespace, because a module may have two names.
         namespace_or_owner = (
             namespace(owner) if issubclass(type(owner), types.ModuleType) else owner
@@ -130,8 +130,11 @@ def references(
         within = {*within, id(namespace(value))}  # Python may have made this `__dict__` since
     for container in waiting:  # it grows while it is read
         items = _contents(container)
-        for key in () if function_ids.isdisjoint(map(id, items)) else function_ids:
-            for name, count in _kinds(container, [i for i in items if id(i) == key]):
+        occurrences: dict[int, list[Any]] = {}
+        for item in functions.among(items):
+            occurrences.setdefault(id(item), []).append(item)
+        for key, same_items in occurrences.items():
+            for name, count in _kinds(container, same_items):
                 counts.setdefault(key, {})[id(container), name] = count
         for item in items if len(opened) < most else ():
             if type(item) not in _PLAIN and issubclass(type(item), _CONTAINERS):
@@ -187,8 +190,8 @@ def _contents(container: Any) -> list[Any]:
     items = gc.get_referents(container)
     if isinstance(container, types.FunctionType):
         function: Any = container  # not every version of mypy knows __builtins__
-        namespaces = {id(function.__globals__), id(function.__builtins__)}
-        items = [item for item in items if id(item) not in namespaces]
+        module, builtins = function.__globals__, function.__builtins__
+        items = [item for item in items if item is not module and item is not builtins]
     return items
 
 
@@ -294,21 +297,19 @@ class Climb:
                 yield _of_object(value, f"an object of {path_of(kind)}")
 
 
-def with_attribute(holder: Holder, function_id: int) -> Holder:
+def with_attribute(holder: Holder, function: Identities) -> Holder:
     """Return a copy of a holder whose label also names its attribute that leads to the function.
     A holder that is no object with such an attribute is returned unchanged.
 
     Args:
         holder: any holder; one with a name, or that is a container, is returned unchanged.
-        function_id: the function's id.
+        function: the function alone.
     """
     owner = holder.owner()
     if holder.name or issubclass(type(owner), _CONTAINERS):
         return holder
     for name, value in list(namespace(owner).items()):
-        if id(value) == function_id or function_id in references(
-            Holder("", _constant(value)), {function_id}
-        ):
+        if value in function or references(Holder("", _constant(value)), function):
             return holder._replace(label=f"attribute `{name}` of {holder.label}")
     return holder
 
@@ -344,13 +345,13 @@ def _of_object(value: Any, label: str) -> Holder:
         return Holder(label, lambda: value, lasts=False)
 
 
-def everywhere(function_ids: Set[int]) -> Iterator[Holder]:
+def everywhere(functions: Identities) -> Iterator[Holder]:
     """Yield a `Holder` for each attribute of a module or class whose value is one of the functions,
     or an object that may refer to one. The modules are the imported ones that may use Megatron.
 
     Args:
-        function_ids: the ids of the functions. All attributes that have a function as their value
-            are yielded; for another object only the first attribute found is.
+        functions: the functions. All attributes that have one as their value are yielded; for
+            another object only the first attribute found is.
     """
     looked_at: set[int] = set()
     for module, module_object in modules():
@@ -360,10 +361,10 @@ def everywhere(function_ids: Set[int]) -> Iterator[Holder]:
         looked_at.add(id(namespace(module_object)))
         for owner, module_name in owners:  # it grows while it is read
             for name, value in list(namespace(owner).items()):
-                key = id(value)
-                if key not in function_ids and (key in looked_at or not _may_lead_on(value)):
-                    continue
-                looked_at.add(key)
+                if value not in functions:
+                    if not _may_lead_on(value) or id(value) in looked_at:
+                        continue
+                    looked_at.add(id(value))
                 if issubclass(type(value), type):
                     owners.append((value, ""))
                 else:

@@ -131,16 +131,50 @@ def _held(
         names: the names to check in each module; None checks all names.
     """
     by_id = {id(value): site for site in sites for value in (site.original, site.installed)}
-    ids = frozenset(by_id)
+    functions = Identities(value for site in sites for value in (site.original, site.installed))
     for module_name, module in modules if sites else ():
         values = namespace(module)
-        if names is None and ids.isdisjoint(map(id, list(values.values()))):
+        if names is None and not functions.among(list(values.values())):
             continue
         for name in list(values) if names is None else filter(values.__contains__, names):
             held_object = values.get(name)
-            site = by_id.get(id(held_object))
+            site = by_id[id(held_object)] if held_object in functions else None
             if site is not None and held_object is not site.current:
                 yield site, (module_name, module, name)
+
+
+class Identities:
+    """Tells whether a value is one of some objects, mostly functions, with few calls of `id()`.
+
+    `id()` is audited: in a process with an audit hook, as recent releases of filelock install one,
+    each call runs the hook, and a search asks for 300,000 values. Plain functions are keys of their
+    own. An `Identities` refers to them, so it must be gone before their references are counted.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        kept = list(objects)
+        self._plain = frozenset(value for value in kept if type(value) is types.FunctionType)
+        others = [value for value in kept if type(value) is not types.FunctionType]
+        self._ids = frozenset(map(id, others))
+        self._kinds = tuple(set(map(type, others)))  # no set: a class may have no hash
+
+    def __contains__(self, value: Any) -> bool:
+        if type(value) is types.FunctionType:
+            return value in self._plain
+        return type(value) in self._kinds and id(value) in self._ids
+
+    def among(self, values: Iterable[Any]) -> list[Any]:
+        """Return those of the values that are one of the objects, as often as they occur."""
+        plain, ids, kinds, function = self._plain, self._ids, self._kinds, types.FunctionType
+        return [
+            value
+            for value in values
+            if (
+                value in plain
+                if type(value) is function
+                else type(value) in kinds and id(value) in ids
+            )
+        ]
 
 
 ABSENT: Any = object()

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_idempotent.megatron.process_groups import held, live_groups
+from megatron_idempotent.patching.patch_points import Identities
 from megatron_idempotent.window import agreement
 
 from .abort import abort_window, drop_collectives
@@ -93,7 +94,7 @@ def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
     """Return all objects that refer to an old object.
     Left out are objects with an id in `spared`, and frames of this module's functions.
     """
-    outdated_ids = substitutes.ids
+    outdated_objects = Identities(substitutes.old)
     outdated = tuple(substitutes.old)  # from Python 3.13 on get_referrers() returns this tuple, too
     holders = gc.get_referrers(*outdated)
     queue = gc.get_objects()
@@ -109,7 +110,7 @@ def _holders(substitutes: _Substitutes, spared: set[int]) -> list[Any]:
             fresh.update((id(part), part) for part in filterfalse(gc.is_tracked, containers))
         queue = [part for key, part in fresh.items() if key not in visited]
         visited.update(fresh)
-        holders += [i for i in queue if not outdated_ids.isdisjoint(map(id, gc.get_referents(i)))]
+        holders += [part for part in queue if outdated_objects.among(gc.get_referents(part))]
     return [item for item in holders if id(item) not in spared and not _frame_here(item)]
 
 

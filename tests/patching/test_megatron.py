@@ -23,7 +23,7 @@ from ranks import on_ranks
 from scenarios import import_megatron, live, stock
 
 import megatron_idempotent
-from megatron_idempotent.patching import import_hooks, install
+from megatron_idempotent.patching import import_hooks, install, patch_points
 
 SEED = "pipeline-seed-offset"
 #: i imports Megatron, a applies, r reverts.
@@ -256,6 +256,20 @@ def test_apply_from_many_threads_installs_once(while_importing):
         *("applied", "already_applied", "pending_import", "missing_target"),
         *("unsupported_version", "not_installed", "disabled", "fixed_upstream"),
     }
+
+
+@on_ranks(1, distributed=False)
+def test_a_look_at_all_values_of_modules_asks_for_few_identities():
+    """An audit hook, as filelock installs one, would make each `id()` slow."""
+    begin(among="")
+    asked, done = [], threading.Event()
+    # Beside another thread `apply()` looks at all values, for names that were bound just now.
+    threading.Thread(target=done.wait, daemon=True).start()
+    sys.addaudithook(lambda event, _: event == "builtins.id" and asked.append(event))
+    assert megatron_idempotent.apply()[SEED].status == "applied"
+    values = sum(len(import_hooks.namespace(module)) for _, module in patch_points.modules())
+    assert 0 < len(asked) < values / 20
+    done.set()
 
 
 @pytest.mark.parametrize("hold_the_lock", [False, True])
