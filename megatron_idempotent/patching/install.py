@@ -46,6 +46,9 @@ class State(PerProcess):
         object, which other code may refer to."""
         self.homes: dict[str, str] = {}
         """The addresses of functions that upstream has moved, by target address."""
+        self.keeps_sources = False
+        """True in processes whose forked children call `apply()`, and in these: what was read of
+        upstream stays, so that no child reads it again, and none frees what it has inherited."""
         self.verify_within = 0.0
         """Seconds that `verify_at_start` waits for all ranks in the first schedule call; 0 if it is
         off, or done."""
@@ -105,7 +108,7 @@ def settle() -> None:
 
 def forget_sources() -> list[str]:
     """Clear the caches of upstream's texts, syntax trees and code, which take megabytes, unless a
-    module of a wanted patch is being imported.
+    module of a wanted patch is being imported, or `state.keeps_sources`.
 
     Returns:
         Modules and packages that are being imported now. If there are any, no cache is cleared,
@@ -114,7 +117,7 @@ def forget_sources() -> list[str]:
     names = {target.module for patch in state.wanted.values() for target in patch.targets}
     waiting = import_hooks.under_way(names)
     package = __name__.rpartition(".")[0]
-    for name in () if waiting else ("source", "surroundings"):
+    for name in () if waiting or state.keeps_sources else ("source", "surroundings"):
         module = sys.modules.get(f"{package}.{name}")
         for cached in () if module is None else vars(module).values():
             if hasattr(cached, "cache_clear"):

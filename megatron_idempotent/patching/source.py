@@ -577,11 +577,32 @@ def as_compiled(function: object, module: ModuleType, qualname: str) -> bool:
         os.path.basename(file)
     ):
         return False
-    compiled = _inside(kept(file), qualname)
+    module_code = kept(file)
+    return module_code is not None and _is_inside(_ById(code), _ById(module_code), qualname)
+
+
+class _ById:
+    """Makes an object a key of its own. Code objects compare, and hash, all that they contain."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: CodeType) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return object.__hash__(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.value is other.value
+
+
+@lru_cache(maxsize=256)  # ranks inherit the answers from the launcher that forks them
+def _is_inside(function: _ById, module: _ById, qualname: str) -> bool:
+    compiled = _inside(module.value, qualname)
     return (
         compiled is not None
-        and compiled.co_firstlineno == code.co_firstlineno
-        and _same(code, compiled)
+        and compiled.co_firstlineno == function.value.co_firstlineno
+        and _same(function.value, compiled)
     )
 
 

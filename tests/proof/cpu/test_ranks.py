@@ -268,12 +268,19 @@ def read_by_apply():
     opened = []
     sys.addaudithook(lambda event, values: event == "open" and opened.append(str(values[0])))
     megatron_idempotent.apply()
+    megatron_idempotent.revert()
+    megatron_idempotent.apply()
     (folder,) = importlib.util.find_spec("megatron.core").submodule_search_locations
     return [path for path in opened if path.startswith(os.path.dirname(folder))]
 
 
 def test_apply_reads_no_file_of_megatron_again_on_each_rank(megatron_ranks):
     assert megatron_ranks(1, read_by_apply, distributed=False) == [[]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a policy of Linux's scheduler")
+def test_a_rank_that_wakes_up_takes_no_processor_from_another_one(megatron_ranks):
+    assert megatron_ranks(1, os.sched_getscheduler, 0, distributed=False) == [os.SCHED_BATCH]
 
 
 PROMPT = """
