@@ -93,8 +93,9 @@ test: $(VENV)/.compiled
 	$(run_tests) $(or $(ARGS),--ignore=tests/gpu --durations=40 --budget=$(BUDGET) \
 	  $(if $(LIMIT),--limit=$(LIMIT)))
 
+# Those of tests/site read the pages that `make test-docs` builds, which runs them.
 test-all: $(VENV)/.compiled
-	$(if $(filter-out shim proof rl,$(WING)),$(error WING is shim, proof or rl, not $(WING)))$(run_tests) --full $(or $(ARGS),--ignore=tests/gpu --durations=40 $(WING_$(WING)))
+	$(if $(filter-out shim proof rl,$(WING)),$(error WING is shim, proof or rl, not $(WING)))$(run_tests) --full $(or $(ARGS),--ignore=tests/gpu --ignore=tests/site --durations=40 $(WING_$(WING)))
 
 # Other instructions add in another order. That shows where sums are held against float64, another
 # layout or another cut of a step. Weights of Hugging Face's format are copied, all but the logits that

@@ -21,6 +21,13 @@ import pytest
 _STARTED_S = time.monotonic()
 #: How many tests of the full tier this process, or one of its workers, has left out.
 LEFT_OUT = pytest.StashKey[int]()
+#: Files whose tests take up to half a minute. At the end of a run one worker would have the last of
+#: them, and the others nothing to do.
+LONG = (
+    "tests/rl/trainer/",
+    "tests/parity/test_reductions.py",
+    "tests/proof/certify/test_planted.py",
+)
 #: In pytest's cache: test → days on which it was run again.
 RERUNS = "megatron-idempotent/reruns"
 
@@ -32,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out files of the full tier, unless they are asked for."""
+    """Leave out files of the full tier, unless they are asked for; put long tests first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     config.stash[LEFT_OUT] = 0
     if config.getoption("--full"):
         return

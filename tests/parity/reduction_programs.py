@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 #: Layouts that a small net has no use for: ranks, and options of `cpu.tiny.build`.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (4, {"pp": 2}),
-    "vpp2": (4, {"pp": 2, "vpp": 2, "layers_per_stage": 1}),
-    "vpp2-align": (4, {"pp": 2, "vpp": 2, "layers_per_stage": 1, "align": True}),
+    "vpp2": (4, {"pp": 2, "vpp": 2}),
+    "vpp2-align": (4, {"pp": 2, "vpp": 2, "align": True}),
     "ep2": (2, {"ep": 2, "experts": 4}),
     "tp2-sp": (4, {"tp": 2, "sequence_parallel": True}),
 }

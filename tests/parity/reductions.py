@@ -302,7 +302,8 @@ class _Gpt:
     def __init__(self, setting: Setting) -> None:
         from megatron_idempotent.proof.cpu import tiny
 
-        _, options = LAYOUTS[setting.net]
+        # Of one layer a stage has two buckets, and programs treat no third one otherwise.
+        options = {**LAYOUTS[setting.net][1], "layers_per_stage": 1}
         self.model = tiny.build(
             **options,
             overlap_grad_reduce=setting.overlap,

@@ -48,24 +48,35 @@ def table(way):
 
 def listening(pid):
     """The sockets that a process listens at."""
+    return _held(pid, all_listening(pid))
+
+
+def all_listening(pid="self"):
+    """Return the listening sockets of all processes in a process's network, by inode."""
     found = {}
     with contextlib.suppress(OSError):  # it has ended
         for kind in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
-                _, local, _, state, *_, inode = line.split()[:10]
-                if state == "0A":
-                    address, port = local.split(":")
-                    found[inode] = Listener(inode, "TCP", named(address), int(port, 16))
+                if " 0A " not in line:  # most are connections that wait for their end
+                    continue
+                _, local, _, _, *_, inode = line.split()[:10]
+                address, port = local.split(":")
+                found[inode] = Listener(inode, "TCP", named(address), int(port, 16))
         for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
             _, _, _, flags, _, _, inode, *path = line.split()
             if int(flags, 16) & 0x10000:  # __SO_ACCEPTCON
                 found[inode] = Listener(inode, "Unix", " ".join(path), 0)
-        held = set()
+    return found
+
+
+def _held(pid, listeners):
+    """Return those of the listening sockets that a process holds."""
+    held = set()
+    with contextlib.suppress(OSError):  # it has ended
         for each in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):  # it has been closed
                 held |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(each.path)))
-        return {each for inode, each in found.items() if inode in held}
-    return set()
+    return {each for inode, each in listeners.items() if inode in held}
 
 
 def named(address):
@@ -83,8 +94,9 @@ def watched():
 
     def watch():
         while not over.wait(0.05):
-            for pid in kill_points.descendants(os.getpid()):
-                if found := listening(pid) - before:
+            processes, listeners = kill_points.descendants(os.getpid()), all_listening()
+            for pid in processes:
+                if found := _held(pid, listeners) - before:
                     seen.setdefault(pid, set()).update(found)
 
     watching = threading.Thread(target=watch)
