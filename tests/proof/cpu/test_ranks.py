@@ -1,6 +1,7 @@
 """Functions on several ranks: results, failures, hangs, and what remains after them."""
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -276,6 +277,17 @@ def read_by_apply():
 
 def test_apply_reads_no_file_of_megatron_again_on_each_rank(megatron_ranks):
     assert megatron_ranks(1, read_by_apply, distributed=False) == [[]]
+
+
+def names_and_pages():
+    pages = {id(name) // 4096 for name in sys.modules}
+    return len(sys.modules), len(pages), gc.get_threshold()
+
+
+def test_the_names_of_all_modules_are_on_few_memory_pages_of_a_rank(megatron_ranks):
+    ((names, pages, thresholds),) = megatron_ranks(1, names_and_pages, distributed=False)
+    assert pages < names / 10
+    assert thresholds == gc.get_threshold(), "those of the imports are over"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a policy of Linux's scheduler")
