@@ -152,25 +152,28 @@ class Identities:
     """
 
     def __init__(self, objects: Iterable[Any]) -> None:
-        kept = list(objects)
-        self._plain = frozenset(value for value in kept if type(value) is types.FunctionType)
-        others = [value for value in kept if type(value) is not types.FunctionType]
-        self._ids = frozenset(map(id, others))
-        self._kinds = tuple(set(map(type, others)))  # no set: a class may have no hash
+        functions: list[Any] = []
+        nonfunctions: list[Any] = []
+        for value in objects:
+            (functions if type(value) is types.FunctionType else nonfunctions).append(value)
+        self._functions = frozenset(functions)
+        self._ids = frozenset(map(id, nonfunctions))
+        self._kinds = tuple(set(map(type, nonfunctions)))  # no set: a class may have no hash
 
     def __contains__(self, value: Any) -> bool:
         if type(value) is types.FunctionType:
-            return value in self._plain
+            return value in self._functions
         return type(value) in self._kinds and id(value) in self._ids
 
     def among(self, values: Iterable[Any]) -> list[Any]:
         """Return those of the values that are one of the objects, as often as they occur."""
-        plain, ids, kinds, function = self._plain, self._ids, self._kinds, types.FunctionType
+        functions, ids = self._functions, self._ids
+        kinds, function = self._kinds, types.FunctionType
         return [
             value
             for value in values
             if (
-                value in plain
+                value in functions
                 if type(value) is function
                 else type(value) in kinds and id(value) in ids
             )
