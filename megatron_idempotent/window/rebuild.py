@@ -41,10 +41,9 @@ class _Substitutes:
     def __init__(self, old: list[Any], new: list[Any]) -> None:
         self.old = old  # kept, so that no other object gets one of their ids
         self._new = {id(a): b for a, b in zip(old, new, strict=True)}
-        self.ids = frozenset(self._new)
 
     def __contains__(self, item: Any) -> bool:
-        return id(item) in self.ids
+        return id(item) in self._new
 
     def __getitem__(self, item: Any) -> Any:
         return self._new.get(id(item), item)

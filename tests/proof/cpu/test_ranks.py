@@ -290,7 +290,6 @@ def test_the_names_of_all_modules_are_on_few_memory_pages_of_a_rank(megatron_ran
     assert thresholds == gc.get_threshold(), "those of the imports are over"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a policy of Linux's scheduler")
 def test_a_rank_that_wakes_up_takes_no_processor_from_another_one(megatron_ranks):
     assert megatron_ranks(1, os.sched_getscheduler, 0, distributed=False) == [os.SCHED_BATCH]
 

@@ -57,11 +57,10 @@ def all_listening(pid="self"):
     with contextlib.suppress(OSError):  # it has ended
         for kind in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
-                if " 0A " not in line:  # most are connections that wait for their end
-                    continue
-                _, local, _, _, *_, inode = line.split()[:10]
-                address, port = local.split(":")
-                found[inode] = Listener(inode, "TCP", named(address), int(port, 16))
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == "0A":
+                    address, port = local.split(":")
+                    found[inode] = Listener(inode, "TCP", named(address), int(port, 16))
         for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
             _, _, _, flags, _, _, inode, *path = line.split()
             if int(flags, 16) & 0x10000:  # __SO_ACCEPTCON
