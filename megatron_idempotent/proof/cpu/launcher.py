@@ -40,6 +40,7 @@ from typing import Any
 from . import gpu
 from .errors import NoDeviceError, RankFailure
 from .gpu import Device, check_untouched, prepare
+from .memory import collapse_pages, fill_holes, lay_names_together
 from .pool import Call, Outcome, dump_result, receive_pipes, resolve, send_pipes
 from .runtime import enable, replaced_name_in
 
@@ -303,7 +304,7 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     # what is freed late leaves holes, and ranks that fill them copy more pages.
     usual = gc.get_threshold()
     gc.set_threshold(*_WHILE_IMPORTING)
-    with _reporting_failure(connection):
+    with _reporting_failure(connection), _without_filelocks_hook():
         begin(device)
         for name in modules:
             _import(name)
@@ -314,8 +315,9 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     # Upstream reports every bucket and setting at level INFO; a call may lower the level again.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     gc.set_threshold(*usual)
-    _lay_names_together()
+    lay_names_together()
     gc.collect()
+    fill_holes()
     # Ranks share these pages with the launcher until a collection writes into them.
     gc.freeze()
     connection.send("ready")
@@ -371,6 +373,7 @@ def _with_patches(inherited: Connection) -> Connection:
         from megatron_idempotent.patching.api import apply
 
         apply()
+        fill_holes()
         gc.freeze()
         _serve(child_end, applied=True)
         os._exit(0)
@@ -428,6 +431,26 @@ def _reporting_failure(connection: Connection) -> Iterator[None]:
         if isinstance(error, NoDeviceError):
             raise SystemExit(1) from None  # the pool reports it; a traceback adds nothing
         raise
+
+
+@contextlib.contextmanager
+def _without_filelocks_hook() -> Iterator[None]:
+    """Ignore the audit hook of filelock, which torch imports, if it is installed in the block.
+
+    Python calls it for each `id()`, import and opened file of a rank, which takes a twentieth of a
+    rank's time. It refuses to fork while a lock changes hands, and the launcher takes no lock.
+    """
+    original = sys.addaudithook
+
+    def addaudithook(hook: Any) -> None:
+        if not str(getattr(hook, "__module__", "")).startswith("filelock"):
+            original(hook)
+
+    sys.addaudithook = addaudithook
+    try:
+        yield
+    finally:
+        sys.addaudithook = original
 
 
 def _import(name: str) -> None:
@@ -490,50 +513,6 @@ def _look_up_once() -> None:
     metadata.entry_points(group="torch.distributed.backends")
     if (arguments := sys.modules.get("megatron.training.arguments")) is not None:
         arguments.add_megatron_arguments(argparse.ArgumentParser())
-
-
-def _lay_names_together() -> None:
-    """Store the names of all modules side by side in memory.
-
-    A rank that lists `sys.modules`, as `apply()` does, writes the reference count of each name, and
-    so copies the memory page that it is in: 1,300 pages where the names lie anywhere, 60 here.
-    """
-    for name in list(sys.modules):
-        sys.modules[name.encode().decode()] = sys.modules.pop(name)
-
-
-# From <linux/mman.h>: `MADV_HUGEPAGE` asks for huge pages where the system gives none by itself,
-# `MADV_COLLAPSE` merges existing pages into them.
-_HUGE_PAGE, _COLLAPSE, _SIZE = 14, 25, 2 << 20
-
-
-def collapse_pages() -> int:
-    """Move this process's private memory into huge pages; return the bytes that were moved.
-
-    It then forks in a third of the time: a fork copies a table entry for each page of 4 KiB, with
-    torch and Megatron in memory some 100,000, 20 ms with the end of the child. A huge page has one
-    entry for 2 MiB. Memory that a child writes is split off page by page, as without huge pages. It
-    takes 2.5 s for each GB, changes no contents and is safe to repeat. This works on Linux from 6.1
-    on; elsewhere nothing happens.
-    """
-    if sys.platform != "linux":
-        return 0
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    moved = 0
-    with contextlib.suppress(OSError, AttributeError):
-        maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")
-        for line in maps.splitlines():
-            span, mode, _, _, _, *name = line.split(maxsplit=5)
-            if mode != "rw-p" or name not in ([], ["[heap]"]):
-                continue  # it belongs to a file or a stack
-            start, end = (int(address, 16) for address in span.split("-"))
-            start, end = -(-start // _SIZE) * _SIZE, end // _SIZE * _SIZE  # whole huge pages
-            if start < end:
-                libc.madvise(start, end - start, _HUGE_PAGE)
-                if libc.madvise(start, end - start, _COLLAPSE) == 0:
-                    moved += end - start
-    return moved
 
 
 # A rank: a process that the launcher has forked for one call, and that ends with it.

@@ -1,14 +1,15 @@
-"""Memory that moves into huge pages keeps its contents, also in a child that was forked from it."""
+"""Ranks copy few pages of their launcher; memory that moves into huge pages keeps its contents."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_idempotent.proof.cpu.launcher import collapse_pages
+from megatron_idempotent.proof.cpu.memory import collapse_pages, fill_holes, free_chunks
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 
@@ -39,3 +40,29 @@ def test_memory_moves_and_keeps_its_contents_also_in_a_child():
 def test_nothing_happens_where_there_is_no_such_call(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert collapse_pages() == 0
+
+
+def test_a_rank_finds_no_holes_to_allocate_in(megatron_ranks):
+    if free_chunks() is None:
+        pytest.skip("not glibc, or one before 2.33")
+    for already_applied in (False, True):
+        how = {"distributed": False, "already_applied": already_applied}
+        # The imports leave two thousand, and the rank a few by then.
+        ((chunks, _),) = megatron_ranks(1, free_chunks, **how)
+        assert chunks < 100
+
+
+def test_holes_are_filled_once():
+    if free_chunks() is None:
+        pytest.skip("not glibc, or one before 2.33")
+    fill_holes()
+    chunks, last = free_chunks()
+    fill_holes()
+    assert free_chunks()[0] <= chunks + 1
+    assert last - free_chunks()[1] < 1 << 16, "nothing is left to fill"
+
+
+def test_a_c_library_without_mallinfo2_keeps_its_holes(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert free_chunks() is None
+    fill_holes()
