@@ -16,11 +16,12 @@ pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 #: A rule → its faults: a file, a text of it, what stands there instead, a part of the message.
 FAULTS = {
+    # In one of the first files, as a rule ends with the fault that is looked for.
     "docstrings_are_sentences": [
-        ("tools/history.py", '"""', '"""Of ', "history.py:1 begins with 'Of': say it with"),
-        ("tools/history.py", '"""', '"""Makes anew ', "tools/history.py:1 says 'anew'"),
+        ("megatron_idempotent/auto.py", '"""', '"""Of ', "auto.py:1 begins with 'Of': say it"),
+        ("megatron_idempotent/auto.py", '"""', '"""Makes anew ', "auto.py:1 says 'anew'"),
         (
-            "tools/history.py",
+            "megatron_idempotent/checkout.py",
             "\ndef ",
             '\ndef f():\n    """`f`."""\ndef ',
             "f begins without a verb",
@@ -83,7 +84,7 @@ def test_a_rule_sees_its_faults(name, copy):
         assert text in before, (file, text)
         path.write_text(before.replace(text, fault, 1), "utf-8")
         try:
-            assert message in "\n".join(rule(copy)), fault
+            assert any(message in line for line in rule(copy)), fault
         finally:
             path.write_text(before, "utf-8")
 
