@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from starts import started
+from starts import loaded, started
 
 pytestmark = pytest.mark.full
 
@@ -112,3 +112,21 @@ def test_a_run_above_its_limit_fails_and_says_so(tests):
     assert "FAILED: the tests took 0.0 minutes, and may take 0.0001." in lines
     assert any("SLOWER THAN THE BUDGET" in line for line in lines)
     assert run(tests, "--limit", "10")[0] == 0
+
+
+def test_searches_of_the_process_come_first_and_then_long_tests(tmp_path):
+    conftest = loaded(ROOT / "tests" / "conftest.py")
+    first = [*conftest.SEARCHING, *conftest.LONG]
+    assert [name for name in first if not (ROOT / name).exists()] == []
+    files = [name if name.endswith(".py") else f"{name}test_it.py" for name in first]
+    for name in ("tests/a_folder/test_any.py", *files):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("def test_it():\n    pass\n")
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
+    code, lines = run(tmp_path, "--collect-only", "-q")
+    assert code == 0, lines
+    tests = [line.partition("::")[0] for line in lines if "::" in line]
+    searching = len(conftest.SEARCHING)
+    assert sorted(tests[:searching]) == sorted(files[:searching])
+    assert sorted(tests[searching:-1]) == sorted(files[searching:])
