@@ -16,7 +16,7 @@ pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 #: A rule → its faults: a file, a text of it, what stands there instead, a part of the message.
 FAULTS = {
-    # In one of the first files, as a rule ends with the fault that is looked for.
+    # The rule reads these files early, and the test stops reading at the message it looks for.
     "docstrings_are_sentences": [
         ("megatron_idempotent/auto.py", '"""', '"""Of ', "auto.py:1 begins with 'Of': say it"),
         ("megatron_idempotent/auto.py", '"""', '"""Makes anew ', "auto.py:1 says 'anew'"),

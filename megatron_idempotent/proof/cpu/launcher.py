@@ -435,7 +435,7 @@ def _reporting_failure(connection: Connection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_filelocks_hook() -> Iterator[None]:
-    """Ignore the audit hook of filelock, which torch imports, if it is installed in the block.
+    """Ignore the audit hook of filelock, which transformers imports, if the block installs it.
 
     Python calls it for each `id()`, import and opened file of a rank, which takes a twentieth of a
     rank's time. It refuses to fork while a lock changes hands, and the launcher takes no lock.

@@ -12,6 +12,7 @@ import pytest
 from megatron_idempotent.proof.cpu.memory import collapse_pages, fill_holes, free_chunks
 
 ROLLUP = Path("/proc/self/smaps_rollup")
+tells_its_chunks = pytest.mark.skipif(free_chunks() is None, reason="not glibc from 2.33 on")
 
 
 def in_huge_pages() -> int:
@@ -42,9 +43,8 @@ def test_nothing_happens_where_there_is_no_such_call(monkeypatch):
     assert collapse_pages() == 0
 
 
+@tells_its_chunks
 def test_a_rank_finds_no_holes_to_allocate_in(megatron_ranks):
-    if free_chunks() is None:
-        pytest.skip("not glibc, or one before 2.33")
     for already_applied in (False, True):
         how = {"distributed": False, "already_applied": already_applied}
         # The imports leave two thousand, and the rank a few by then.
@@ -52,14 +52,29 @@ def test_a_rank_finds_no_holes_to_allocate_in(megatron_ranks):
         assert chunks < 100
 
 
-def test_holes_are_filled_once():
-    if free_chunks() is None:
-        pytest.skip("not glibc, or one before 2.33")
-    fill_holes()
-    chunks, last = free_chunks()
-    fill_holes()
-    assert free_chunks()[0] <= chunks + 1
-    assert last - free_chunks()[1] < 1 << 16, "nothing is left to fill"
+def filled_twice() -> list[tuple[int, int]]:
+    """Leave a thousand holes on this process's heap, and fill them twice; return what is free
+    before the first time and after each.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_size_t, (ctypes.c_size_t,)
+    blocks = [libc.malloc(600) for _ in range(2000)]
+    for block in blocks[::2]:
+        libc.free(block)
+    free = [free_chunks()]
+    for _ in range(2):
+        fill_holes()
+        free.append(free_chunks())
+    return free
+
+
+@tells_its_chunks
+def test_holes_are_filled_once(megatron_ranks):
+    ((before, first, second),) = megatron_ranks(1, filled_twice, distributed=False)
+    assert before[0] > 900
+    assert first[0] < 100
+    assert second[0] < 100
+    assert first[1] - second[1] < 1 << 16, "nothing is left to fill"
 
 
 def test_a_c_library_without_mallinfo2_keeps_its_holes(monkeypatch):
