@@ -74,6 +74,22 @@ def tiered(cases: Iterable[Any], always: Iterable[Any], later: str = "exhaustive
     ]
 
 
+def patch() -> None:
+    """Apply all patches, unless this rank has them: from its launcher, or by an earlier call.
+
+    A second `apply()` changes nothing, which other tests show, and takes as long as a small step.
+    """
+    if not _patched():
+        megatron_idempotent.apply()
+
+
+def _patched() -> bool:
+    from megatron_idempotent.patching.install import state
+
+    selection = state.selection
+    return selection is not None and selection.only is None and not selection.exclude
+
+
 def built(
     only: Iterable[str] | None = None,
     *,
@@ -84,8 +100,12 @@ def built(
     """Return a tiny model, with the patches applied before it is built, or without any."""
     from megatron_idempotent.proof.cpu import tiny
 
-    if applied:
-        megatron_idempotent.apply(only, exclude)
+    if applied and only is None and not exclude:
+        patch()
+    else:
+        assert not _patched(), "the rank has all patches: the test is not to be marked `patched`"
+        if applied:
+            megatron_idempotent.apply(only, exclude)
     return tiny.build(**layout)
 
 

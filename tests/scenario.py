@@ -108,7 +108,7 @@ def cut(batch, sizes):
 
 def build(**options):
     """A tiny model with all patches applied, its scheduler, and its replica's number."""
-    megatron_idempotent.apply()
+    ranks.patch()
     overrides = {"calculate_per_token_loss": True, **options.pop("config_overrides", {})}
     rates = {"min_lr": 1e-4, **options.pop("optimizer_overrides", {})}
     model = tiny.build(config_overrides=overrides, optimizer_overrides=rates, **options)

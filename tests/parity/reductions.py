@@ -296,6 +296,23 @@ def _gradients(kind: str, seed: int, rank: int, divisor: int) -> list[tuple[int,
 _KNOWN_SUMS: dict[tuple[Any, ...], list[Any]] = {}
 
 
+@cache
+def _plain(layout: str) -> Any:
+    """A bench without what programs are about: it keeps its weights, so that one serves all."""
+    from megatron_idempotent.proof.cpu import tiny
+
+    options = {name: value for name, value in LAYOUTS[layout][1].items() if name != "align"}
+    model = tiny.build(
+        **options,
+        layers_per_stage=1,
+        overlap_grad_reduce=False,
+        distributed_optimizer=False,
+        with_optimizer=False,
+    )
+    model.config.finalize_model_grads_func = None
+    return model
+
+
 class _Gpt:
     """A bench of `cpu.tiny` in some layout, and the same without what the program is about."""
 
@@ -310,15 +327,11 @@ class _Gpt:
             distributed_optimizer=setting.distributed,
             with_optimizer=False,
         )
-        self.config, self.chunks = self.model.config, self.model.chunks
+        self.config, self.chunks, self._net = self.model.config, self.model.chunks, setting.net
         if not setting.wired:
             self.config.no_sync_func = None
-        self._history: tuple[Any, ...] = (setting.net,)
-        plain = {name: value for name, value in options.items() if name != "align"}
-        self._plain = tiny.build(
-            **plain, overlap_grad_reduce=False, distributed_optimizer=False, with_optimizer=False
-        )
-        self._plain.config.finalize_model_grads_func = None
+        self._plain = _plain(setting.net)
+        self.zero_reference()
         self._plain_buffers = [
             buffer
             for chunk in self._plain.chunks
@@ -342,7 +355,7 @@ class _Gpt:
     def zero_reference(self) -> None:
         for chunk in self._plain.chunks:
             chunk.zero_grad_buffer()
-        self._history = self._history[:1]
+        self._history: tuple[Any, ...] = (self._net,)
 
     def add_to_reference(self, microbatches: int, data_seed: int) -> None:
         """Add the gradients of a call; what an earlier program has computed is copied."""

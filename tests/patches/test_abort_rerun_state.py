@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from ranks import digest, on_ranks
+from ranks import digest, on_ranks, patch
 
 import megatron_idempotent
 from megatron_idempotent.patching.source import locate
@@ -42,7 +42,7 @@ def _start(mode: str) -> tuple[Any, _Counted, Callable[[Callable[..., Any]], Any
 
     from megatron_idempotent.proof.cpu import program
 
-    megatron_idempotent.apply()
+    patch()
     running = program.start(["--rerun-mode", mode], num_microbatches=2)
     (data,) = running.data
     data.iterable = counted = _Counted(data.iterable)
@@ -97,6 +97,7 @@ def retried(mode: str, failures: int) -> tuple[int, Any, str, Any]:
 
 
 @needs_training
+@pytest.mark.patched
 @pytest.mark.parametrize("mode", MODES)
 def test_the_step_after_one_that_raised_is_as_if_nothing_had_happened(megatron_ranks, mode):
     never = megatron_ranks(2, retried, mode, 0)
@@ -105,6 +106,7 @@ def test_the_step_after_one_that_raised_is_as_if_nothing_had_happened(megatron_r
 
 
 @needs_training
+@pytest.mark.patched
 @on_ranks(2)
 def test_a_step_that_raises_in_its_optimizer_is_followed_by_a_whole_one():
     running, counted, step = _start("disabled")

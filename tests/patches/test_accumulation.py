@@ -69,6 +69,7 @@ LAYOUTS = {
 ALWAYS = ("dp2, overlap_param_gather", "fp16", "pp2", "pp2 vpp2 dp2")
 
 
+@pytest.mark.patched
 @pytest.mark.parametrize("layout", tiered(LAYOUTS, ALWAYS))
 def test_any_split_of_a_step_has_the_gradient_of_one_call(megatron_ranks, layout):
     ranks, splits, options = LAYOUTS[layout]
@@ -88,6 +89,7 @@ def test_any_of_the_patches_that_ask_windows_is_enough():
         assert same(_calls(model, [1, 3], window=window), want), name
 
 
+@pytest.mark.patched
 def test_a_total_that_is_no_power_of_two_is_exact_as_well(megatron_ranks):
     megatron_ranks(2, _compare, [[1, 2, 3], [4, 2]], "total_microbatches", {})
 
@@ -95,6 +97,7 @@ def test_a_total_that_is_no_power_of_two_is_exact_as_well(megatron_ranks):
 WITHOUT = ("pp2 vpp2 dp2", "dp2", "dp2, all-reduce", "pp2 dp2")
 
 
+@pytest.mark.patched
 @pytest.mark.parametrize("layout", tiered(WITHOUT, WITHOUT[:1]))
 def test_without_a_total_the_gradients_are_reduced_at_the_end(megatron_ranks, layout):
     ranks, splits, options = LAYOUTS[layout]

@@ -9,7 +9,7 @@ pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psu
 # asserts that the step counter of torch's Adam has a parameter's shape.
 needs_release((0, 16), "releases before 0.16 cannot save torch's Adam of today")
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 #: The formats that releases save from 0.16 on.
 DP, FULL = "dp_reshardable", "fully_reshardable"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from megatron_idempotent.patches._case import counted, gathered
 from megatron_idempotent.patches._engine_layers import group_experts
-from ranks import RELEASE, built, needs_release, on_ranks, tiered
+from ranks import RELEASE, built, needs_release, on_ranks, patch, tiered
 
 from megatron_idempotent.proof.cpu import program, tiny
 
 needs_release((0, 12), "the tests need a Megatron")
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 LAYERS, EXPERTS, WIDTH = 2, 2, 4 * tiny.HIDDEN
 #: The elements of all experts of the bench by kind; each is in one part or another.
@@ -106,9 +106,7 @@ def test_a_clipped_gradient_has_the_norm_that_was_asked_for() -> None:
 @pytest.mark.skipif(RELEASE < (0, 17), reason="the wheel has no megatron.training")
 @on_ranks(2)
 def test_the_norm_of_parameters_has_the_biases_of_all_experts() -> None:
-    import megatron_idempotent
-
-    megatron_idempotent.apply()
+    patch()
 
     def fill(module: Any) -> None:
         for name, each in module.named_parameters():
@@ -132,9 +130,7 @@ def test_the_norm_of_parameters_has_the_biases_of_all_experts() -> None:
 @on_ranks(2)
 def test_buffers_that_are_laid_out_before_ddp_know_experts_that_are_split_otherwise() -> None:
     """Megatron's own set-up does so from 0.18 on, and DDP compares its buffers with the layout."""
-    import megatron_idempotent
-
-    megatron_idempotent.apply()
+    patch()
     running = program.start(
         [
             *("--num-experts", str(EXPERTS), "--expert-tensor-parallel-size", "1"),

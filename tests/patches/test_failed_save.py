@@ -4,14 +4,12 @@ import re
 
 import pytest
 import torch
-from ranks import RELEASE, needs_release, on_ranks
-
-import megatron_idempotent
+from ranks import RELEASE, needs_release, on_ranks, patch
 
 needs_release((0, 13), "0.12 cannot write with a torch of today")
 pytest.importorskip("psutil", reason="megatron.core.dist_checkpointing needs psutil, undeclared")
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 SAVES = pytest.mark.parametrize("later", [False, True], ids=["synchronous", "asynchronous"])
 
@@ -92,7 +90,7 @@ if RELEASE < (0, 19):  # later releases save its contents beside the tensors
 def test_ranks_hear_of_what_one_of_them_could_not_write(tmp_path, parallel, later):
     from megatron.core import dist_checkpointing
 
-    megatron_idempotent.apply()
+    patch()
     older, how = new(tmp_path, "older"), {"later": later, "parallel": parallel}
     save(older, 1.0)
     for broken, cause in CAUSES.items():
@@ -118,7 +116,7 @@ def test_a_tracker_file_that_cannot_be_written_leaves_the_one_of_before(tmp_path
 
     from megatron_idempotent.proof.cpu import program
 
-    megatron_idempotent.apply()
+    patch()
     asked = ["--async-save", "--async-strategy", "mcore"] if later else []
     running = program.start(["--bf16", "--ckpt-format", "torch_dist", *asked])
     running.args.save = running.args.load = str(tmp_path)

@@ -10,7 +10,7 @@ from ranks import built, on_ranks, same
 from megatron_idempotent import ensure_params_synced
 from megatron_idempotent.megatron.optimizers import frozen, stepping, unchained
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 HOST = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
 LATER = pytest.mark.exhaustive

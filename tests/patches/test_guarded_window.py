@@ -16,7 +16,7 @@ from ranks import VIRTUAL, built, on_microbatch, on_ranks, same
 from megatron_idempotent import WindowAborted
 from megatron_idempotent.window import agree
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 PIPELINE_SITES = ("data", "layer@1", "loss", "backward@0", "backward@1")
 DATA_PARALLEL_SITES = (

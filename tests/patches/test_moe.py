@@ -9,12 +9,11 @@ import pytest
 from abort_sites import Interrupted
 from megatron_idempotent.patches._case import gathered
 from megatron_idempotent.patches._routers import ROWS, SEQUENCES, gradient, router
-from ranks import RELEASE, built, fails, on_microbatch, on_ranks, same
+from ranks import RELEASE, built, fails, on_microbatch, on_ranks, patch, same
 
-import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 TRACKER = "megatron.core.transformer.moe.moe_logging"
 
@@ -26,7 +25,7 @@ def test_stages_that_have_recorded_nothing_log_what_others_have():
     from megatron.core import parallel_state
     from megatron.core.transformer.moe import moe_utils
 
-    megatron_idempotent.apply()
+    patch()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     new = importlib.util.find_spec(TRACKER) is not None
@@ -86,7 +85,7 @@ def test_ranks_of_a_sequence_weigh_alike_wherever_its_padding_is(padded: int):
     """The second rank has it all. The right loss is that of all tokens, times their number."""
     import torch
 
-    megatron_idempotent.apply()
+    patch()
     part = router("aux_loss")
     mask = torch.zeros(ROWS, SEQUENCES, dtype=torch.bool, device="cuda")
     if torch.distributed.get_rank() == 1:

@@ -7,7 +7,7 @@ from ranks import VIRTUAL, built, fails, on_microbatch, on_ranks, same
 
 import megatron_idempotent
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 
 def _live():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
 MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}

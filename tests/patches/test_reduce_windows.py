@@ -8,7 +8,7 @@ import re
 import pytest
 from ranks import VIRTUAL, built, on_ranks, same
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 
 def build(**options):

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ranks import digest, on_ranks
+from ranks import digest, on_ranks, patch
 
-import megatron_idempotent
 from megatron_idempotent.patching.source import locate
 
 MICROBATCHES = 4
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 
 pytestmark = [
+    pytest.mark.patched,
     pytest.mark.full,
     pytest.mark.skipif(
         locate("megatron.training.training") is None,
@@ -38,7 +38,7 @@ def started(*options: str) -> tuple[Any, Any]:
     """Upstream's module `training` and a program under the patches."""
     from megatron_idempotent.proof.cpu import program
 
-    megatron_idempotent.apply(strict=True)
+    patch()
     running = program.start(options)
     return importlib.import_module("megatron.training.training"), running
 

@@ -9,7 +9,7 @@ from ranks import RELEASE, built, needs_release, on_ranks
 
 needs_release((0, 12), "the tests need a Megatron")
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.patched]
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 

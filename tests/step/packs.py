@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from ranks import patch
 from roundings import output_roundings, roundings
 from scenario import Bench
 
@@ -134,7 +135,7 @@ def double(**options: Any) -> Any:
     }
     torch.set_default_dtype(torch.float64)
     try:
-        megatron_idempotent.apply()
+        patch()
         return tiny.build(
             exact_attention=True,
             sequence=T,

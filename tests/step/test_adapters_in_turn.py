@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lora import Lora, use
-from ranks import VIRTUAL, on_ranks, tiered
+from ranks import VIRTUAL, on_ranks, patch, tiered
 from scenario import (
     ROWS,
     Bench,
@@ -162,7 +162,7 @@ def test_a_step_beside_an_open_one_over_the_same_modules_is_refused() -> None:
 def test_the_documented_adapters_train() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
-    megatron_idempotent.apply()
+    patch()
 
     def prepare(module: Any) -> None:
         Lora(adapters=NAMES)(module)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from lora import Lora, use
+from ranks import patch
 from scenario import Bench
 
-import megatron_idempotent
 from megatron_idempotent import token_logprobs
 from megatron_idempotent.logprobs import shift_targets
 from megatron_idempotent.proof.cpu import tiny
@@ -66,7 +66,7 @@ def head_gradients(instead: bool, options: dict[str, Any]) -> list[Any]:
     """Runs on a rank: gradients by log-probs of a frozen head, from hidden states or logits."""
     from megatron_idempotent.logprobs import model_logprobs
 
-    megatron_idempotent.apply()
+    patch()
     from megatron.core import parallel_state
 
     model = tiny.build(before_ddp=Lora(), with_optimizer=False, **options)
@@ -108,7 +108,7 @@ def stepped_on(options: dict[str, Any], adapted: dict[str, Any], clip: float) ->
     """
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
-    megatron_idempotent.apply()
+    patch()
     model = tiny.build(
         before_ddp=Lora(**adapted), optimizer_overrides={"clip_grad": clip}, **options
     )

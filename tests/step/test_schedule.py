@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks, tiered
+from ranks import on_ranks, patch, tiered
 from scenario import IS_0_12
 
-import megatron_idempotent
 from megatron_idempotent import step
 from megatron_idempotent.proof.cpu import tiny
 
@@ -36,7 +35,7 @@ class Program:
     """A framework's loop around a small model, with a forward step as Megatron's have."""
 
     def __init__(self, options: dict[str, Any], *, values: int = 2) -> None:
-        megatron_idempotent.apply()
+        patch()
         self.model = tiny.build(overlap_grad_reduce=False, **options)
         self.values = values
         self.size = {"seq_length": tiny.SEQUENCE, "micro_batch_size": tiny.BATCH}

@@ -22,7 +22,7 @@ import pytest
 import tomllib
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import built, on_ranks
 from starts import started
 
 import megatron_idempotent
@@ -434,6 +434,19 @@ def test_ranks_may_have_the_patches_from_their_start(megatron_ranks):
         assert megatron_ranks(2, patched, already_applied=already) == [already] * 2
     with pytest.raises(cpu.RankError, match="KeyError"):
         megatron_ranks(2, fail_everywhere, already_applied=True)
+
+
+@pytest.mark.parametrize("marked", [False, pytest.param(True, marks=pytest.mark.patched)])
+def test_ranks_of_a_marked_test_have_them_too(megatron_ranks, marked):
+    assert megatron_ranks(2, patched) == [marked] * 2
+
+
+@pytest.mark.patched
+@on_ranks(1)
+def test_where_ranks_have_them_no_model_is_taken_for_stock():
+    for others in ({"applied": False}, {"only": ["unscaled-twice"]}, {"exclude": ["timers"]}):
+        with pytest.raises(AssertionError, match="the rank has all patches"):
+            built(**others)
 
 
 @pytest.mark.parametrize("already_applied", [False, True])

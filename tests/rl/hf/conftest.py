@@ -14,3 +14,8 @@ def checkpoints(tmp_path_factory):
     for name in hf_checkpoints.CASES:
         hf_checkpoints.make(root / name, name)
     return root
+
+
+def pytest_itemcollected(item):
+    """Spare ranks their `apply()`: all models here are built with the patches."""
+    item.add_marker("patched")

@@ -7,8 +7,8 @@ from typing import Any
 import hf_checkpoints
 import torch
 import torch.distributed as dist
+from ranks import patch
 
-import megatron_idempotent
 from megatron_idempotent.proof.cpu import tiny
 from megatron_idempotent.rl.engines.vllm_inbox import Patched
 from megatron_idempotent.rl.hf import Architecture, MegatronWeights, build_gpt, load_hf
@@ -20,7 +20,7 @@ def parallel(*, tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, c
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    megatron_idempotent.apply()
+    patch()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
