@@ -84,10 +84,12 @@ def patch() -> None:
 
 
 def _patched() -> bool:
+    """Tell if all patches are on, or wait for an import: none were left out, or reverted since."""
     from megatron_idempotent.patching.install import state
 
     selection = state.selection
-    return selection is not None and selection.only is None and not selection.exclude
+    everything = selection is not None and selection.only is None and not selection.exclude
+    return everything and bool(state.wanted)
 
 
 def built(
