@@ -51,10 +51,13 @@ def changes() -> list[Change]:
     return every
 
 
-def seen(change: Change) -> str:
-    """Make the change in this process; return what is wrong with two reports, or nothing."""
-    user = sys.modules["toy_user"] = types.ModuleType("toy_user")
-    site, before = change.site, install.detours()
+def seen(change: Change, before: dict[str, list[str]]) -> str:
+    """Make the change in this process; return what is wrong with two reports, or nothing.
+
+    `before` has the detours without it.
+    """
+    user, site = types.ModuleType("toy_user"), change.site
+    sys.modules["toy_user"] = user
     run(change.source, user, site.original, site.owner, site.name)
     for _ in range(2):
         after = install.detours()
@@ -91,8 +94,9 @@ def main(count: int, seed: int) -> None:
             by_label.setdefault(change.label, []).append(change)
         generator = random.Random(seed)
         drawn = [generator.choice(group) for group in by_label.values()][:count]
+    before = install.detours()
     for change in drawn:
-        answer = forked(lambda change=change: seen(change))
+        answer = forked(lambda change=change: seen(change, before))
         if said := answer.get("error") or answer["value"]:
             print(f"{change}: {said}", flush=True)
     print(len(drawn))
