@@ -333,10 +333,7 @@ def _run(program: Any, helped: bool) -> object:
 def _apply(hazard_id: str, applied: tuple[str, ...]) -> None:
     # What upstream logs on every rank would bury the table of findings.
     logging.disable(logging.WARNING)
-    # Ranks are forked afresh for every run, so nothing has to be reverted. Where all patches are
-    # wanted, the ranks have them from their start.
-    excluded = set(patches()) - set(applied)
-    if applied and excluded:
-        apply(exclude=excluded)
+    # Ranks are forked afresh for every run, so nothing has to be reverted.
+    apply(exclude=set(patches()) - set(applied))
     if hazard_id in applied and not patches()[hazard_id].default:
         apply(only=[hazard_id])

@@ -423,8 +423,8 @@ def _waits(stacks: str) -> str:
 
 
 def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[int, str, float, str]:
-    """Run one check of an adapter on this rank, which has the patches from its start or is stock;
-    all ranks of the layout call this function. Return (order, fault, error, digest).
+    """Run one check of an adapter on this rank; all ranks of the layout call this function. Return
+    (order, fault, error, digest).
 
     Returns:
         The order of the fault among those of all ranks: the one with the least order is the cause,
@@ -436,6 +436,7 @@ def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[in
     """
     from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 
+    import megatron_idempotent
     from megatron_idempotent.window.agreement import SessionPoisoned, WindowAborted
 
     from .bench import Bench
@@ -443,6 +444,8 @@ def examine(adapter: str, check: str, layout: str, options: Options) -> tuple[in
     from .states import States
 
     logging.disable(logging.WARNING)
+    if not options.stock:
+        megatron_idempotent.apply()
     fault, order = "", 3
     bench: Any = None
     try:
