@@ -201,8 +201,8 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 def megatron_ranks(
     request: pytest.FixtureRequest, megatron_ranks: Callable[..., list[Any]]
 ) -> Callable[..., list[Any]]:
-    """Have the patches on ranks from their start in tests marked `patched`, which so spare each
-    rank the time of `apply()`.
+    """Give ranks all patches from their start in tests marked `patched`, which spares each rank the
+    time of `apply()`.
     """
     if request.node.get_closest_marker("patched") is None:
         return megatron_ranks

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ranks import digest, on_ranks, patch
+from ranks import digest, on_ranks
 
+import megatron_idempotent
 from megatron_idempotent.patching.source import locate
 
 MICROBATCHES = 4
@@ -38,7 +39,7 @@ def started(*options: str) -> tuple[Any, Any]:
     """Upstream's module `training` and a program under the patches."""
     from megatron_idempotent.proof.cpu import program
 
-    patch()
+    megatron_idempotent.apply(strict=True)
     running = program.start(options)
     return importlib.import_module("megatron.training.training"), running
 

@@ -16,7 +16,7 @@ from megatron_idempotent.megatron.ddp import bucket_groups
 from megatron_idempotent.megatron.optimizers import count_outdated
 from megatron_idempotent.proof.cpu.probes import allocations, peak_bytes, watching_collectives
 
-PIECES = {1: [3], 2: [1, 2]}
+PIECES = {1: [6], 3: [1, 2, 3]}
 STEPS = 2
 # Operation, group, and elements and type of each tensor.
 Call = tuple[str, str, tuple[tuple[int, str], ...]]
@@ -78,7 +78,7 @@ def compared(options: dict[str, Any]) -> list[Any]:
         )
         models, hosts = [], Counter()
         for seed in range(STEPS):
-            batch = bench.batch(sum(PIECES[1]), seed=seed)
+            batch = bench.batch(6, seed=seed)
             if pieces is None:
                 calls, hosts = recorded(lambda b=batch: one_shot(*made, b))
             else:

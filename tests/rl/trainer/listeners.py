@@ -92,7 +92,7 @@ def watched():
     before, seen, over = listening(os.getpid()), {}, threading.Event()
 
     def watch():
-        while not over.wait(0.2):  # a look takes 10 ms
+        while not over.wait(0.05):
             processes, listeners = kill_points.descendants(os.getpid()), all_listening()
             for pid in processes:
                 if found := _held(pid, listeners) - before:
