@@ -57,7 +57,7 @@ SUITES_OF_COMMITS = (
     "--ignore=tests/parity/test_right_programs.py",
 )
 #: The tests of FSDPTrainStep: its own, and the tests that it shares with TrainStep.
-FSDP = ("tests/step", "tests/rl/hf/test_hf_fsdp.py")
+FSDP = ("tests/step",)
 #: The verdicts of `prove` that are not failures.
 PASSED = ("proven", "documented", "not_applicable")
 #: Arguments of `certify` for the layouts of docs/state.md.

@@ -34,6 +34,12 @@ def workflow(name: str) -> dict:
     return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text("utf-8"))
 
 
+def test_sessions_of_nox_name_tests_that_exist():
+    named = re.findall(r"tests/[\w/]+\.py", (ROOT / "noxfile.py").read_text("utf-8"))
+    assert len(named) > 10
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
 def dry_run(*arguments: str) -> list[str]:
     """Return the commands that make would run."""
     command = ["make", "--no-print-directory", "--dry-run", "--always-make", *arguments]

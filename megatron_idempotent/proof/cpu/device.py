@@ -390,6 +390,8 @@ def replacements() -> list[tuple[Any, str, Any]]:
             entries.append((owner, name, answer))
             entries += _elsewhere(original, answer, owner)
     entries.append((torch.cuda, "default_generators", _Generators()))
+    for name in filter(_lookup, table.OTHER_DEVICES.split()):
+        entries.append((*_split(name), _nothing))
     for name in refused_names():
         original, refusal = _lookup(name), _refuse(name)
         if isinstance(original, type):

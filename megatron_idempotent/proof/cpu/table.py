@@ -7,6 +7,7 @@ and refuses every other public name of `torch.cuda`. Importing this does not imp
 from __future__ import annotations
 
 #: Names that are all emulated, or all wrapped, in the same way.
+OTHER_DEVICES = "torch.mtia.manual_seed_all torch.xpu.manual_seed_all"
 TRUE = "torch.cuda.is_available torch.cuda.is_initialized torch.cuda.is_bf16_supported"
 FALSE = "torch.cuda.is_tf32_supported torch.cuda.is_current_stream_capturing"
 NOTHING = (
@@ -92,6 +93,11 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "torch.cuda.seed torch.cuda.seed_all torch.cuda.initial_seed "
         "torch.cuda.default_generators",
         "the CPU generator, which is the one that fills these tensors",
+    ),
+    (
+        OTHER_DEVICES,
+        "nothing: each torch.manual_seed queues a seed for these devices, with a formatted stack, "
+        "which takes longer than all else",
     ),
     (TENSOR_TYPES, "the CPU class of the same name"),
     (

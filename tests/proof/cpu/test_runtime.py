@@ -110,6 +110,16 @@ def test_it_refuses_a_machine_with_a_gpu_and_names_the_remedy(monkeypatch):
         assert told in str(refused.value)
 
 
+def test_a_seed_is_not_kept_for_devices_that_are_not_there():
+    """torch keeps each with a formatted stack, which takes longer than all else that it does."""
+    import torch
+
+    before = list(torch.xpu._lazy_seed_tracker.get_calls())
+    with cpu.enabled():
+        torch.manual_seed(1)
+    assert torch.xpu._lazy_seed_tracker.get_calls() == before
+
+
 def test_the_table_lists_exactly_what_is_replaced():
     import torch
 
