@@ -15,9 +15,7 @@ def live_groups() -> list[Any]:
         if isinstance(value, dict):
             value = list(value.values())
         values += value if isinstance(value, list | tuple) else [value]
-    # isinstance() asks a method in Python for each of some 700 values: 1 ms of each abort.
-    kinds = {type(group) for group in alive()}
-    groups = {id(item): item for item in values if type(item) in kinds}
+    groups = {id(item): item for item in values if isinstance(item, dist.ProcessGroup)}
     return [g for g in groups.values() if g in alive() and g is not dist.group.WORLD]
 
 
