@@ -56,8 +56,6 @@ SUITES_OF_COMMITS = (
     "--ignore=tests/parity/test_hazards.py",
     "--ignore=tests/parity/test_right_programs.py",
 )
-#: The tests of FSDPTrainStep: its own, and the tests that it shares with TrainStep.
-FSDP = ("tests/step",)
 #: The verdicts of `prove` that are not failures.
 PASSED = ("proven", "documented", "not_applicable")
 #: Arguments of `certify` for the layouts of docs/state.md.
@@ -140,7 +138,7 @@ def fsdp(session: nox.Session, torch: str) -> None:
     folder = WORK / f"fsdp-{torch}"
     deselected = TORCHES.get(torch, {}).get("deselect", ())
     wanted = " and ".join(["fsdp", *(f"not {name}" for name in deselected)])
-    _run_release(session, NEWEST, version, folder, torch=torch, suites=(*FSDP, "-k", wanted))
+    _run_release(session, NEWEST, version, folder, torch=torch, suites=("tests/step", "-k", wanted))
 
 
 @nox.session(venv_backend="none")

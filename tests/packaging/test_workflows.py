@@ -34,12 +34,6 @@ def workflow(name: str) -> dict:
     return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text("utf-8"))
 
 
-def test_sessions_of_nox_name_tests_that_exist():
-    named = re.findall(r"tests/[\w/]+\.py", (ROOT / "noxfile.py").read_text("utf-8"))
-    assert len(named) > 10
-    assert not [path for path in named if not (ROOT / path).exists()]
-
-
 def dry_run(*arguments: str) -> list[str]:
     """Return the commands that make would run."""
     command = ["make", "--no-print-directory", "--dry-run", "--always-make", *arguments]
@@ -83,6 +77,12 @@ def test_the_sources_of_the_table_are_those_that_the_tests_ask_for():
     tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests/downstream").glob("*.py"))
     asked = set(re.findall(r"\b[A-Z][A-Z0-9_]*_SOURCE\b", tests))
     assert {name for each in TABLE["sources"] for name in each["variables"]} == asked
+
+
+def test_sessions_of_nox_name_tests_that_exist():
+    named = re.findall(r"tests/[\w/]+\.py", (ROOT / "noxfile.py").read_text("utf-8"))
+    assert len(named) > 10
+    assert not [path for path in named if not (ROOT / path).exists()]
 
 
 @pytest.fixture(scope="module")

@@ -329,6 +329,7 @@ NVTX_ANSWERS: dict[str, Any] = {
 ACCELERATOR_ANSWERS: dict[str, Any] = {
     name: ANSWERS[name.removesuffix("_index")] for name in table.short(table.ACCELERATOR)
 }
+OTHER_SEED_ANSWERS = dict.fromkeys(table.short(table.OTHER_SEEDS), _nothing)
 
 #: Private or nested names that Megatron calls and that would otherwise slip through.
 _REFUSED_BY_NAME = (
@@ -382,6 +383,8 @@ def replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, ANSWERS),
         (torch.cuda.nvtx, NVTX_ANSWERS),
         (getattr(torch, "accelerator", None), ACCELERATOR_ANSWERS),  # torch 2.6 on
+        (torch.mtia, OTHER_SEED_ANSWERS),
+        (torch.xpu, OTHER_SEED_ANSWERS),
     ):
         for name, answer in answers.items():
             original = getattr(owner, name, None)
@@ -390,8 +393,6 @@ def replacements() -> list[tuple[Any, str, Any]]:
             entries.append((owner, name, answer))
             entries += _elsewhere(original, answer, owner)
     entries.append((torch.cuda, "default_generators", _Generators()))
-    for name in filter(_lookup, table.OTHER_DEVICES.split()):
-        entries.append((*_split(name), _nothing))
     for name in refused_names():
         original, refusal = _lookup(name), _refuse(name)
         if isinstance(original, type):

@@ -7,7 +7,6 @@ and refuses every other public name of `torch.cuda`. Importing this does not imp
 from __future__ import annotations
 
 #: Names that are all emulated, or all wrapped, in the same way.
-OTHER_DEVICES = "torch.mtia.manual_seed_all torch.xpu.manual_seed_all"
 TRUE = "torch.cuda.is_available torch.cuda.is_initialized torch.cuda.is_bf16_supported"
 FALSE = "torch.cuda.is_tf32_supported torch.cuda.is_current_stream_capturing"
 NOTHING = (
@@ -20,6 +19,7 @@ ZERO = (
     "torch.cuda.max_memory_reserved torch.cuda.memory_cached torch.cuda.max_memory_cached "
     "torch.cuda.device_memory_used torch.cuda.memory_stats"
 )
+OTHER_SEEDS = "torch.mtia.manual_seed_all torch.xpu.manual_seed_all"
 ACCELERATOR = (
     "torch.accelerator.is_available torch.accelerator.device_count "
     "torch.accelerator.current_device_index torch.accelerator.set_device_index "
@@ -95,9 +95,9 @@ EMULATED: tuple[tuple[str, str], ...] = (
         "the CPU generator, which is the one that fills these tensors",
     ),
     (
-        OTHER_DEVICES,
-        "nothing: each torch.manual_seed queues a seed for these devices, with a formatted stack, "
-        "which takes longer than all else",
+        OTHER_SEEDS,
+        "nothing to do: there are no such devices, and to queue a seed for them torch formats the "
+        "stack in each torch.manual_seed",
     ),
     (TENSOR_TYPES, "the CPU class of the same name"),
     (
