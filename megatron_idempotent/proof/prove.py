@@ -116,7 +116,8 @@ def prove(
     if pool is None and runnable:
         ranks = max(hazard.ranks for hazard in runnable)
         # Standard output is for the findings; releases print there while they are imported.
-        pool = new_pool = RankPool(ranks, preload=PROGRAM_PRELOAD, stdout=2, device=device)
+        preload = (*PROGRAM_PRELOAD, __name__, "megatron_idempotent.proof.cpu.program")
+        pool = new_pool = RankPool(ranks, preload=preload, stdout=2, device=device)
     try:
         if new_pool is not None:
             new_pool.run(

@@ -255,7 +255,7 @@ def certify(
 
 def pool_of(ranks: int, **options: Any) -> RankPool:
     """Return a new pool of ranks that imports the modules of the checks once, for all ranks."""
-    modules = (f"{__package__}.adapters", f"{__package__}.bench", __name__)
+    modules = (*(f"{__package__}.{name}" for name in ("adapters", "bench", "states")), __name__)
     return RankPool(ranks, preload=(*PRELOAD, *modules), **options)
 
 

@@ -41,7 +41,15 @@ from . import gpu
 from .errors import NoDeviceError, RankFailure
 from .gpu import Device, check_untouched, prepare
 from .memory import collapse_pages, fill_holes, lay_names_together
-from .pool import Call, Outcome, dump_result, receive_pipes, resolve, send_pipes
+from .pool import (
+    Call,
+    Outcome,
+    RewritingFinder,
+    dump_result,
+    receive_pipes,
+    resolve,
+    send_pipes,
+)
 from .runtime import enable, replaced_name_in
 
 #: Seconds that the peers of a failed rank may go on, so that they can fail for their own reasons.
@@ -292,8 +300,8 @@ def _listening() -> socket.socket:
 
 
 def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> None:
-    """Run the launcher process: import `modules`, then serve a pool's calls until the connection
-    closes.
+    """Run the launcher process: receive the caller's `sys.path` and its rewritten modules (`Call`),
+    import `modules`, then serve a pool's calls until the connection closes.
 
     It turns the runtime on before the imports; for ranks on a GPU it leaves it off, and checks that
     no import starts the driver.
@@ -305,6 +313,9 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     usual = gc.get_threshold()
     gc.set_threshold(*_WHILE_IMPORTING)
     with _reporting_failure(connection), _without_filelocks_hook():
+        sys.path[:], rewritten = connection.recv()
+        if rewritten:
+            sys.meta_path.insert(0, RewritingFinder(rewritten))
         begin(device)
         for name in modules:
             _import(name)
@@ -487,7 +498,8 @@ def _read_ahead() -> None:
 
 def _look_up_once() -> None:
     """Cache two slow lookups in the launcher, the entry points of torch's process-group backends
-    and the source of classes, so that each rank inherits the results.
+    and the source of classes, so that each rank inherits the results. Clear the caches that ranks
+    would clear.
 
     torch 2.15 reads the entry points of all installed packages for a backend whenever ranks join:
     30 ms, half of a rank's own time before its function begins. Megatron's parser takes help texts
@@ -511,6 +523,9 @@ def _look_up_once() -> None:
     for module, replacement in ((metadata, entry_points), (inspect, getsource)):
         setattr(module, replacement.__name__, replacement)
     metadata.entry_points(group="torch.distributed.backends")
+    # `init_process_group` clears Dynamo's tables, which a rank would copy 280 pages to free.
+    if (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
+        rules.clear_lru_cache()
     if (arguments := sys.modules.get("megatron.training.arguments")) is not None:
         arguments.add_megatron_arguments(argparse.ArgumentParser())
 

@@ -84,7 +84,7 @@ class RankPool:
 
     Args:
         max_world_size: the largest number of ranks of a call.
-        preload: modules to import before the first call.
+        preload: modules to import before the first call, from the caller's `sys.path` then.
         stdout: the file descriptor for the ranks' standard output, and for upstream's while it is
             imported; None for that of this process.
         device: "cpu" for the runtime and gloo; "checked" for the same with ranks that refuse what a
@@ -221,7 +221,9 @@ class RankPool:
                 with naming_the_remedy("a rank"):
                     if find_spec("torch") is None:
                         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-                self._launcher = _Launcher(self._preload, self._stdout, self.device, self._environ)
+                self._launcher = _Launcher(
+                    self._preload, self._stdout, self.device, self._environ, call
+                )
             outcome = self._launcher.run_call(call, pipes)
             unless_answered.pop_all()
         if outcome.failures and not outcome.timed_out:
@@ -279,6 +281,7 @@ class _Launcher:
         stdout: int | None,
         device: Device,
         environ_of_its_own: dict[str, str],
+        first_call: Call,
     ) -> None:
         self._connection, child_end = Pipe()
         program = (
@@ -307,6 +310,10 @@ class _Launcher:
             )
         self.close = weakref.finalize(self, _end, self._connection, self._process)
         self._ready = False
+        # It imports what its ranks would: a Megatron that the caller has put on `sys.path`, and not
+        # the installed one; and a test's modules with their assertions rewritten.
+        with contextlib.suppress(OSError):  # it has ended, which `run_call` reports
+            self._connection.send((first_call.sys_path, first_call.rewritten))
 
     def run_call(self, call: Call, pipes: Sequence[socket.socket]) -> Outcome:
         if not self._ready:

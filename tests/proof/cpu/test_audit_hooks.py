@@ -25,6 +25,6 @@ def test_ranks_do_without_filelocks_hook_and_keep_others(tmp_path, monkeypatch):
     names = ("filelock_here", "policy_here")
     for name in names:
         (tmp_path / f"{name}.py").write_text(HOOK)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     with RankPool(1, preload=names) as pool:
         assert pool.run(1, events_of, *names, distributed=False) == [[False, True]]

@@ -533,7 +533,6 @@ ASKED = {
 
 def test_a_start_that_fails_names_what_the_runtime_emulates_there(tmp_path, monkeypatch):
     (tmp_path / "newer_torch.py").write_text(NEWER_TORCH)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     with cpu.RankPool(1, preload=("newer_torch",), device="cpu") as pool:
         failed = (
@@ -543,6 +542,33 @@ def test_a_start_that_fails_names_what_the_runtime_emulates_there(tmp_path, monk
         with ours, pytest.raises(RuntimeError, match=failed):
             pool.run(1, say_and_close, pipes=[theirs])
         assert theirs.fileno() == -1
+
+
+def of_preloaded():
+    """Return where one preloaded module is from, and what an assertion of the other one says."""
+    place = sys.modules["placed"].PLACE
+    try:
+        sys.modules["asserting"].check(3)
+    except AssertionError as error:
+        return place, str(error)
+
+
+def test_the_launcher_imports_what_its_caller_would(tmp_path, monkeypatch):
+    for place in ("installed", "checkout"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "placed.py").write_text(f"PLACE = {place!r}\n")
+        (tmp_path / place / "asserting.py").write_text("def check(x):\n    assert x is None\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "installed"))
+    monkeypatch.syspath_prepend(tmp_path / "checkout")
+    pytest.register_assert_rewrite("asserting")
+    importlib.import_module("asserting")
+    try:
+        with cpu.RankPool(1, preload=("torch", "placed", "asserting")) as pool:
+            ((place, complaint),) = pool.run(1, of_preloaded, distributed=False)
+    finally:
+        del sys.modules["asserting"]
+    assert place == "checkout"
+    assert complaint == "assert 3 is None", "with its values"
 
 
 @pytest.mark.parametrize(

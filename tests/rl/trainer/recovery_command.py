@@ -146,6 +146,7 @@ def ForkedLauncher(*_):
 
     made._process = Forked(serve)
     theirs.close()
+    made._connection.send((sys.path, {}))
     made._ready = False
     made.close = lambda: pools._end(made._connection, made._process)
     return made
