@@ -52,6 +52,17 @@ def test_a_rank_finds_no_holes_to_allocate_in(megatron_ranks):
         assert chunks < 100
 
 
+def tables_of_dynamo() -> int:
+    """Return how many of Dynamo's largest tables, which a rank clears when it joins, are there."""
+    from torch._dynamo import trace_rules
+
+    return trace_rules.get_torch_obj_rule_map.cache_info().currsize
+
+
+def test_a_rank_has_no_table_to_free_when_it_joins(megatron_ranks):
+    assert megatron_ranks(1, tables_of_dynamo, distributed=False) == [0]
+
+
 def filled_twice() -> list[tuple[int, int]]:
     """Leave a thousand holes on this process's heap, and fill them twice; return what is free
     before the first time and after each.
