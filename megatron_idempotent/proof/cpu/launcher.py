@@ -40,7 +40,7 @@ from typing import Any
 from . import gpu
 from .errors import NoDeviceError, RankFailure
 from .gpu import Device, check_untouched, prepare
-from .memory import collapse_pages, fill_holes, lay_names_together
+from .memory import clear_tables_of_dynamo, collapse_pages, fill_holes, lay_names_together
 from .pool import (
     Call,
     Outcome,
@@ -314,19 +314,21 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     gc.set_threshold(*_WHILE_IMPORTING)
     with _reporting_failure(connection), _without_filelocks_hook():
         sys.path[:], rewritten = connection.recv()
-        if rewritten:
-            sys.meta_path.insert(0, RewritingFinder(rewritten))
+        finder = RewritingFinder(rewritten)
+        sys.meta_path.insert(0, finder)
         begin(device)
         for name in modules:
             _import(name)
             if device == "cuda":
                 check_untouched(name)
+        sys.meta_path.remove(finder)  # each call brings one of its own
         _read_ahead()
         _look_up_once()
     # Upstream reports every bucket and setting at level INFO; a call may lower the level again.
     logging.getLogger("megatron").setLevel(logging.ERROR)
     gc.set_threshold(*usual)
     lay_names_together()
+    clear_tables_of_dynamo()
     gc.collect()
     fill_holes()
     # Ranks share these pages with the launcher until a collection writes into them.
@@ -498,8 +500,7 @@ def _read_ahead() -> None:
 
 def _look_up_once() -> None:
     """Cache two slow lookups in the launcher, the entry points of torch's process-group backends
-    and the source of classes, so that each rank inherits the results. Clear the caches that ranks
-    would clear.
+    and the source of classes, so that each rank inherits the results.
 
     torch 2.15 reads the entry points of all installed packages for a backend whenever ranks join:
     30 ms, half of a rank's own time before its function begins. Megatron's parser takes help texts
@@ -523,9 +524,6 @@ def _look_up_once() -> None:
     for module, replacement in ((metadata, entry_points), (inspect, getsource)):
         setattr(module, replacement.__name__, replacement)
     metadata.entry_points(group="torch.distributed.backends")
-    # `init_process_group` clears Dynamo's tables, which a rank would copy 280 pages to free.
-    if (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
-        rules.clear_lru_cache()
     if (arguments := sys.modules.get("megatron.training.arguments")) is not None:
         arguments.add_megatron_arguments(argparse.ArgumentParser())
 

@@ -22,6 +22,15 @@ def lay_names_together() -> None:
         sys.modules[name.encode().decode()] = sys.modules.pop(name)
 
 
+def clear_tables_of_dynamo() -> None:
+    """Clear the tables that Dynamo has filled since it was imported; do nothing if it was not.
+
+    torch's `init_process_group` clears them on each rank, which would copy 280 pages to free them.
+    """
+    if (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
+        rules.clear_lru_cache()
+
+
 def free_chunks() -> tuple[int, int] | None:
     """Return how many chunks of this process's heap are free, and the size in bytes of the last
     one, which the heap grows by; None with another C library than glibc, or one before 2.33.

@@ -221,9 +221,7 @@ class RankPool:
                 with naming_the_remedy("a rank"):
                     if find_spec("torch") is None:
                         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-                self._launcher = _Launcher(
-                    self._preload, self._stdout, self.device, self._environ, call
-                )
+                self._launcher = _Launcher(self._preload, self._stdout, self._environ, call)
             outcome = self._launcher.run_call(call, pipes)
             unless_answered.pop_all()
         if outcome.failures and not outcome.timed_out:
@@ -279,16 +277,15 @@ class _Launcher:
         self,
         preload: Sequence[str],
         stdout: int | None,
-        device: Device,
         environ_of_its_own: dict[str, str],
         first_call: Call,
     ) -> None:
         self._connection, child_end = Pipe()
         program = (
             "from megatron_idempotent.proof.cpu.launcher import main; "
-            f"main({child_end.fileno()}, {tuple(preload)!r}, {device!r})"
+            f"main({child_end.fileno()}, {tuple(preload)!r}, {first_call.device!r})"
         )
-        on_device = {"CUDA_VISIBLE_DEVICES": ""} if device != "cuda" else gpu.ENVIRONMENT
+        on_device = gpu.ENVIRONMENT if first_call.device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
         environ = {**os.environ, **on_device, **environ_of_its_own}
         # Ranks share few cores, and OpenMP threads of the launcher would not survive a fork.
         environ.setdefault("OMP_NUM_THREADS", "1")
