@@ -10,7 +10,7 @@ GPT. Everything is compared to the bit: two ranks add in any order alike.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -387,37 +387,42 @@ class _Gpt:
         return self._expected[param].main_grad
 
 
-def run(programs: list[Program], *, applied: str | None) -> list[Result]:
-    """Runs on a rank: carry the programs out. All of one call share the process groups.
+def run(programs: list[Program], *, applied: Sequence[str | None]) -> list[list[Result]]:
+    """Runs on a rank: carry the programs out, once for each of `applied`; return the results of
+    each time. All share the process groups, and the sums of the reference.
 
     Programs behave alike on all ranks, their failures too.
 
     Args:
-        applied: None for stock; `forwards` or `backwards` for the order in which the patches are
-            applied; `checked` for the debug mode besides, which looks at each use.
+        applied: None for stock, which comes first; `forwards` or `backwards` for the order in which
+            the patches are applied; `checked` for the debug mode besides, which looks at each use.
     """
     from megatron.core import parallel_state
 
-    _apply(applied)
     instances = programs[0].setting.instances
     if instances > 1:
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
     elif programs[0].setting.net not in LAYOUTS:
         parallel_state.initialize_model_parallel()
     results = []
-    for program in programs:
-        running, error = Run(program.setting), None
-        for word, *arguments in program.ops:
-            try:
-                getattr(running, word)(*arguments)
-                if word == "use" and applied == "checked":
-                    running.check()
-            except Exception as failure:  # noqa: BLE001  whatever it is, the next program is run
-                error = f"{type(failure).__name__}: {failure}"
-                break
-        running.close()
-        results.append(Result(running.seen, error))
+    for way in applied:
+        _apply(way)
+        results.append([_carried_out(program, checked=way == "checked") for program in programs])
     return results
+
+
+def _carried_out(program: Program, *, checked: bool) -> Result:
+    running, error = Run(program.setting), None
+    for word, *arguments in program.ops:
+        try:
+            getattr(running, word)(*arguments)
+            if word == "use" and checked:
+                running.check()
+        except Exception as failure:  # noqa: BLE001  whatever it is, the next program is run
+            error = f"{type(failure).__name__}: {failure}"
+            break
+    running.close()
+    return Result(running.seen, error)
 
 
 def _apply(applied: str | None) -> None:

@@ -29,9 +29,9 @@ def judged(
 ) -> Counter[tuple[str, str]]:
     """Count how often stock and patched were right; fail with the programs that the patches
     broke."""
-    limit_s = 120 + 5 * len(programs)
-    stock = megatron_ranks(ranks, run, programs, applied=None, timeout_s=limit_s)
-    patched = megatron_ranks(ranks, run, programs, applied=applied, timeout_s=limit_s)
+    limit_s = 120 + 10 * len(programs)
+    by_rank = megatron_ranks(ranks, run, programs, applied=(None, applied), timeout_s=limit_s)
+    stock, patched = zip(*by_rank, strict=True)
     verdicts = [
         (program, judge(program, [rank[i] for rank in stock], [rank[i] for rank in patched]))
         for i, program in enumerate(programs)
