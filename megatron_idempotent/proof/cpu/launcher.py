@@ -42,6 +42,7 @@ from .errors import NoDeviceError, RankFailure
 from .gpu import Device, check_untouched, prepare
 from .memory import clear_tables_of_dynamo, collapse_pages, fill_holes, lay_names_together
 from .pool import (
+    MARK,
     Call,
     Outcome,
     RewritingFinder,
@@ -308,6 +309,10 @@ def main(connection_fd: int, modules: Sequence[str], device: Device = "cpu") -> 
     """
     connection = Connection(connection_fd)
     set_for_process(_PR_SET_CHILD_SUBREAPER, 1)
+    # In the background of the caller's terminal a program that asks it for input would be stopped,
+    # and on some terminals one that writes; with these it gets an error, or writes.
+    for number in (signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
     # Imports make half a million objects that stay, so garbage is looked for less often. Not never:
     # what is freed late leaves holes, and ranks that fill them copy more pages.
     usual = gc.get_threshold()
@@ -416,7 +421,9 @@ def yield_to_the_running() -> None:
 
     A message wakes its receiver while the sender still holds a lock of gloo's. Where ranks
     outnumber processors, the receiver would take the sender's place, and the sender's loop thread
-    would ask for that lock again and again: a twentieth of all processor time.
+    would ask for that lock again and again: a twentieth of all processor time. It would do so too
+    if ranks were in a session of their own: Linux shares processors out among sessions, and
+    interrupts the sender for the sake of its session's share (`sched_autogroup_enabled`).
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it
@@ -604,8 +611,10 @@ def describe(rank: int, error: BaseException) -> RankFailure:
 
 
 def _settle(call: Call, setup: RankSetup) -> None:
+    mark = os.environ[MARK]
     os.environ.clear()
     os.environ.update(call.environ)
+    os.environ[MARK] = mark
     os.environ.update(
         RANK=str(setup.rank),
         LOCAL_RANK=str(setup.rank),

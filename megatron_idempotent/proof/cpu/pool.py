@@ -27,7 +27,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -282,6 +282,9 @@ class _Launcher:
     ) -> None:
         self._connection, child_end = Pipe()
         program = (
+            # The caller handles Ctrl-C: it closes the connection, which ends the launcher. A
+            # session of its own would do, too, and slow ranks down (`yield_to_the_running`).
+            "import os; os.setpgrp(); "
             "from megatron_idempotent.proof.cpu.launcher import main; "
             f"main({child_end.fileno()}, {tuple(preload)!r}, {first_call.device!r})"
         )
@@ -295,6 +298,7 @@ class _Launcher:
         # What upstream warns about while it is imported concerns GPUs; a caller who has set
         # PYTHONWARNINGS=error would not get past it.
         environ["PYTHONWARNINGS"] = "ignore"
+        environ[MARK] = self._mark = uuid.uuid4().hex
         with contextlib.closing(child_end):
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
@@ -302,10 +306,8 @@ class _Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 env=environ,
-                # The caller handles Ctrl-C: it closes the connection, which ends the launcher.
-                start_new_session=True,
             )
-        self.close = weakref.finalize(self, _end, self._connection, self._process)
+        self.close = weakref.finalize(self, _end, self._connection, self._process, self._mark)
         self._ready = False
         # It imports what its ranks would: a Megatron that the caller has put on `sys.path`, and not
         # the installed one; and a test's modules with their assertions rewritten.
@@ -340,44 +342,38 @@ class _Launcher:
         except (EOFError, ConnectionResetError) as gone:
             raise LauncherLost(
                 f"the process that starts the ranks ended while {doing}, with exit code "
-                f"{_reap(self._process)}"
+                f"{_reap(self._process, self._mark)}"
             ) from gone
 
 
-def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
+def _end(connection: Connection, process: subprocess.Popen[bytes], mark: str) -> None:
     """Close the connection to the launcher, which then ends its ranks and itself; wait until it has
     ended.
     """
     connection.close()
-    _reap(process)
+    _reap(process, mark)
 
 
-def _reap(process: subprocess.Popen[bytes]) -> int:
-    """Wait up to 5 s for the launcher to end, then kill the rest of its session; return its exit
-    code.
+def _reap(process: subprocess.Popen[bytes], mark: str) -> int:
+    """Wait up to 5 s for the launcher to end, then kill all processes with its mark in their
+    environment; return the launcher's exit code.
 
     A launcher that was killed has ended none of the processes that its ranks started.
     """
-    if process.returncode is None and sys.platform == "linux":
-        give_up_s = time.monotonic() + 5.0
-        # Not reaped yet: its number is the session's, and must not be reused.
-        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        while not os.waitid(os.P_PID, process.pid, options) and time.monotonic() < give_up_s:
-            time.sleep(0.002)
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it has ended
-                *_, session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
-                if int(session) == process.pid:
-                    os.kill(int(path.parent.name), signal.SIGKILL)
-    try:
-        return process.wait(timeout=5.0)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=5.0)
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if f"{MARK}={mark}".encode() in environ.read_bytes().split(b"\0"):
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+    process.kill()  # where there is no /proc; it may have ended
+    return process.wait()
 
 
 # Calls: messages between a pool, its launcher and its ranks; functions go by reference.
 
+#: The environment variable by which a launcher, its ranks and all that these start are known.
+MARK = "_MEGATRON_IDEMPOTENT_LAUNCHER"
 #: The name multiprocessing gives the parent's main module in a child; importing multiprocessing
 #: makes it an alias of `__main__` in the parent, so that pickles travel both ways.
 MAIN_IN_RANK = "__mp_main__"

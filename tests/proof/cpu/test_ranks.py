@@ -724,8 +724,54 @@ def test_what_a_rank_has_started_ends_with_a_launcher_that_was_killed(tmp_path):
             pool.run(1, start_others_and_end, tmp_path, "kills its launcher", **options)
     assert time.perf_counter() - start < 30.0  # its end was seen, though the server had its pipes
     pids = pids_in(tmp_path)
-    os.kill(pids["other"], signal.SIGKILL)  # of another session, which nobody is left to know of
-    wait_until(lambda: state_of(pids["server"]) == "Z", 10.0)
+    assert len(pids) == 2
+    wait_until(lambda: {state_of(pid) for pid in pids.values()} == {"Z"}, 10.0)
+
+
+def session_and_groups():
+    return os.getsid(0), os.getpgrp(), os.getpgid(os.getppid())
+
+
+def test_ranks_are_in_the_session_of_their_caller_and_out_of_reach_of_its_ctrl_c(megatron_ranks):
+    """Linux shares processors out among sessions, and takes one from a rank that holds a lock for
+    the sake of another session's share.
+    """
+    for options in ({}, {"already_applied": True}):
+        ranks = megatron_ranks(2, session_and_groups, distributed=False, **options)
+        assert {session for session, *_ in ranks} == {os.getsid(0)}
+        assert os.getpgrp() not in {group for _, *groups in ranks for group in groups}
+        assert ranks[0][1] != ranks[1][1]
+
+
+IN_A_TERMINAL = """
+import os, termios
+from megatron_idempotent.proof.cpu.pool import RankPool
+
+def asks_the_terminal():
+    print("a rank writes", flush=True)
+    with open("/dev/tty", "rb", buffering=0) as terminal:
+        try:
+            return terminal.read(1)
+        except OSError as error:
+            return error.strerror
+
+if __name__ == "__main__":
+    attributes = termios.tcgetattr(1)
+    attributes[3] |= termios.TOSTOP  # stop what writes in the background
+    termios.tcsetattr(1, termios.TCSANOW, attributes)
+    with RankPool(1, preload=()) as pool:
+        print(pool.run(1, asks_the_terminal, distributed=False, timeout_s=20.0))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an orphan of a terminal is Linux's to show")
+def test_a_rank_writes_to_its_callers_terminal_and_gets_an_error_if_it_reads_from_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(IN_A_TERMINAL, encoding="utf-8")
+    program = f"import pty; pty.spawn([{sys.executable!r}, {str(script)!r}])"
+    run = started(sys.executable, "-c", program)
+    assert "a rank writes" in run.stdout, run.stdout + run.stderr
+    assert "['Input/output error']" in run.stdout
 
 
 def state_of(pid):

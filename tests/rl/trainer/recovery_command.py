@@ -77,7 +77,7 @@ class Forked:
         if self.pid == 0:
             code = 1
             try:
-                os.setsid()
+                os.setpgrp()
                 code = function() or 0
             except SystemExit as end:
                 code = end.code
@@ -109,6 +109,9 @@ class Forked:
     def terminate(self):
         self.send_signal(signal.SIGTERM)
 
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
 
 class ForkedProgram(Forked):
     """Is `python -m …` of this package, without its imports."""
@@ -133,6 +136,7 @@ class ForkedProgram(Forked):
 
 def ForkedLauncher(*_):
     """Make a launcher that is forked, and so need not import anything."""
+    import uuid
     from multiprocessing import Pipe
 
     from megatron_idempotent.proof.cpu import launcher
@@ -140,13 +144,16 @@ def ForkedLauncher(*_):
     made = object.__new__(LAUNCHER)
     made._connection, theirs = Pipe()
 
+    made._mark = uuid.uuid4().hex
+
     def serve():
         made._connection.close()
+        os.environ[pools.MARK] = made._mark
         launcher.main(theirs.fileno(), ())
 
     made._process = Forked(serve)
     theirs.close()
     made._connection.send((sys.path, {}))
     made._ready = False
-    made.close = lambda: pools._end(made._connection, made._process)
+    made.close = lambda: pools._end(made._connection, made._process, made._mark)
     return made
