@@ -421,9 +421,9 @@ def yield_to_the_running() -> None:
 
     A message wakes its receiver while the sender still holds a lock of gloo's. Where ranks
     outnumber processors, the receiver would take the sender's place, and the sender's loop thread
-    would ask for that lock again and again: a twentieth of all processor time. It would do so too
-    if ranks were in a session of their own: Linux shares processors out among sessions, and
-    interrupts the sender for the sake of its session's share (`sched_autogroup_enabled`).
+    would ask for that lock again and again: a twentieth of all processor time. Ranks in a
+    session of their own would be interrupted all the same: Linux shares processors out among
+    sessions (`sched_autogroup_enabled`), and takes one from a batch job, too, for another session.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a sandbox may forbid it

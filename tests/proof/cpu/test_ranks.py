@@ -733,8 +733,8 @@ def session_and_groups():
 
 
 def test_ranks_are_in_the_session_of_their_caller_and_out_of_reach_of_its_ctrl_c(megatron_ranks):
-    """Linux shares processors out among sessions, and takes one from a rank that holds a lock for
-    the sake of another session's share.
+    """Linux shares processors out among sessions: for another session it takes one from a rank that
+    holds a lock.
     """
     for options in ({}, {"already_applied": True}):
         ranks = megatron_ranks(2, session_and_groups, distributed=False, **options)
@@ -764,7 +764,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="an orphan of a terminal is Linux's to show")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems word the error otherwise")
 def test_a_rank_writes_to_its_callers_terminal_and_gets_an_error_if_it_reads_from_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(IN_A_TERMINAL, encoding="utf-8")
