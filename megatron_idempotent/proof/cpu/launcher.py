@@ -613,8 +613,7 @@ def describe(rank: int, error: BaseException) -> RankFailure:
 def _settle(call: Call, setup: RankSetup) -> None:
     mark = os.environ[MARK]
     os.environ.clear()
-    os.environ.update(call.environ)
-    os.environ[MARK] = mark
+    os.environ.update(call.environ | {MARK: mark})
     os.environ.update(
         RANK=str(setup.rank),
         LOCAL_RANK=str(setup.rank),

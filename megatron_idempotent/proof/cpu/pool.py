@@ -362,9 +362,10 @@ def _reap(process: subprocess.Popen[bytes], mark: str) -> int:
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=5.0)
+    entry = f"{MARK}={mark}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if f"{MARK}={mark}".encode() in environ.read_bytes().split(b"\0"):
+            if entry in environ.read_bytes().split(b"\0"):
                 os.kill(int(environ.parent.name), signal.SIGKILL)
     process.kill()  # where there is no /proc; it may have ended
     return process.wait()

@@ -764,7 +764,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems word the error otherwise")
 def test_a_rank_writes_to_its_callers_terminal_and_gets_an_error_if_it_reads_from_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(IN_A_TERMINAL, encoding="utf-8")

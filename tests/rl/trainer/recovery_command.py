@@ -143,7 +143,6 @@ def ForkedLauncher(*_):
 
     made = object.__new__(LAUNCHER)
     made._connection, theirs = Pipe()
-
     made._mark = uuid.uuid4().hex
 
     def serve():
